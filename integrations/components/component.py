@@ -22,7 +22,7 @@ from .live import ARGUMENTS, LiveComponent, discovered, live_tree, paths_of
 from .names import Names, Selection, format_component_path
 from .permissions import Permissions
 from .reading import SavedComponent, open_component
-from .restoring import descend, kept_values, locate, restore_saved
+from .restoring import TreeRestore, descend, kept_values, locate
 from .saving import prepare
 from .states import (
     call_get_state,
@@ -188,7 +188,7 @@ class Checkpointable:
         saved = open_component(as_location(path, filesystem=filesystem))
         if component is not None:
             _refuse_tree_above(target, saved)
-        return restore_saved(target, saved, strict=strict, keep=kept)
+        return TreeRestore(target, saved, strict=strict, keep=kept).run()
 
     @classmethod
     def from_checkpoint(

@@ -17,7 +17,7 @@ from .live import live_tree
 from .names import format_component_path
 from .permissions import Permissions, was_main
 from .reading import SavedComponent
-from .restoring import descend, restore_saved
+from .restoring import TreeRestore, descend
 
 _logger = logging.getLogger("holdfast")
 
@@ -45,7 +45,7 @@ def build(
     def keep(path: Path, leaf: SavedLeaf | None) -> bool:
         return path[-1] in names and leaf is not None and leaf.saved.kind not in ARRAY_KINDS
 
-    restore_saved(live_tree(value), saved, strict=strict, keep=keep, fresh=True)
+    TreeRestore(live_tree(value), saved, strict=strict, keep=keep, fresh=True).run()
     return value
 
 

@@ -178,7 +178,7 @@ def _encode_of_framework(value: Any) -> dict[str, Any] | None:
         return {"dtype": dtype_name(value)}
     if isinstance(value, np.ndarray | np.generic):
         return {"array": ["scalar" if isinstance(value, np.generic) else "numpy", *_array(np.asarray(value))]}
-    torch = loaded("torch")
+    torch: Any = loaded("torch")
     if torch is not None and isinstance(value, torch.dtype):
         return {"torch.dtype": str(value).removeprefix("torch.")}
     if torch is not None and isinstance(value, torch.device):
@@ -394,7 +394,7 @@ def _key(impl: Any, *parts: Any) -> Any:
     return _framework("jax.random").wrap_key_data(_framework("jax.numpy").asarray(_numpy(*parts)), impl=as_text(impl))
 
 
-def _numpy(name: Any, shape: Any, data: Any, limit: int | None = _ARRAY_LIMIT) -> Any:
+def _numpy(name: Any, shape: Any, data: Any, *, limit: int | None = _ARRAY_LIMIT) -> Any:
     dtype = dtype_from_name(as_text(name))
     sizes = tuple(as_list(shape))
     if not all(type(size) is int and size >= 0 for size in sizes) or len(sizes) > 32:

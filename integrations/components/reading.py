@@ -9,7 +9,7 @@ from functools import cache, cached_property
 from typing import Any
 
 from ...engine.arrays import PartialTree, TreeReader, leaf_values, load_tree, read_checked, tree_metadata
-from ...engine.errors import CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, StorageError
+from ...engine.errors import CheckpointNotFoundError, DamagedCheckpointError
 from ...engine.format import COMPONENT, COMPONENTS, DOCUMENT_LIMIT, CheckpointRecord, ItemRecord
 from ...engine.pytree import (
     LeafRequest,
@@ -28,7 +28,7 @@ from ..formats.torch.files import without_objects
 from ..formats.torch.pickles import Name, unpickle
 from ..graph import Path, StoredGraph
 from .constructor_spec import encode_spec
-from .layout import Description, below, part_records, parts_of, whole_around
+from .layout import Description, below, part_records, parts_of, record_at, whole_around
 from .names import STATE, format_component_path, name_of
 from .permissions import allowed_objects
 from .states import GRAPH, read_document, stored_state
@@ -237,13 +237,10 @@ def _what_is_at(location: Location) -> str:
     if not location.exists():
         return "; there is nothing at this path"
     for place in [location / entry.name for entry in location.entries() if entry.is_directory][:_SEARCHED]:
-        with contextlib.suppress(CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, StorageError):
-            record = read_record(place)
-            if () in parts_of(record):
-                return f"; there is one at {place}"
-            for item in record.items.values():
-                if item.kind == COMPONENTS:
-                    return f"; there is one at {place / item.folder}"
+        if (record := record_at(place)) is not None:
+            items = [place / item.folder for item in record.items.values() if item.kind == COMPONENTS]
+            if trees := [place] if () in parts_of(record) else items:
+                return f"; there is one at {trees[0]}"
     return ", nor in the directories right below"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from ...engine.arrays import SavedLeaf
@@ -26,48 +26,23 @@ _KEPT = (
 )
 
 
-def restore_saved(
-    target: LiveComponent,
-    saved: SavedComponent,
-    *,
-    strict: bool,
-    keep: Keep | PathFilter | None = None,
-    fresh: bool = False,
-    misfits: Misfits | None = None,
-    modes: bool = False,
-) -> RestoreReport:
-    """Restore a live component, just made if it is ``fresh``; with ``misfits``, only values that fit."""
-    restore = _Restore(target, saved, keep, strict=strict, fresh=fresh, fitting=misfits is not None, modes=modes)
-    report = restore.run()
-    if changed := restore.lines(lambda one: one.modes):
-        _logger.info("as at the save, where the program began otherwise: %s", shortened(changed))
-    if misfits is not None:
-        for path, one in restore.done.items():
-            where = format_component_path(path)
-            misfits.kept |= {f"{where}: {name}": f"{where}: {line}" for name, line in one.different.items()}
-        report._note(misfits)
-        report = RestoreReport(checkpoint=report.checkpoint, restored=report.restored, separate=report.separate)
-    for line in report.problems():
-        _logger.warning("%s: %s", saved.location, line.strip())
-    return report
-
-
 def kept_values(patterns: Patterns | None) -> PathFilter | None:
     """Return the filter of the values that a restore changes."""
     return None if patterns in (None, [], ()) else PathFilter(exclude=patterns, option="keep")
 
 
 @dataclass(eq=False)
-class _Restore:
-    """One restore: every state is read, and so verified, before anything changes."""
+class TreeRestore:
+    """One restore into a live component: every state is read, and so verified, before anything changes."""
 
     target: LiveComponent
     saved: SavedComponent
-    keep: Keep | PathFilter | None
+    _: KW_ONLY
     strict: bool
-    fresh: bool
-    fitting: bool  # whether values that do not fit stay as they are
-    modes: bool  # whether modules and parameters are trained or not as they were
+    keep: Keep | PathFilter | None = None
+    fresh: bool = False  # whether the component was just made
+    misfits: Misfits | None = None  # values that do not fit stay as they are, and are noted here
+    modes: bool = False  # whether modules and parameters are trained or not as they were
 
     def __post_init__(self) -> None:
         self._origins = self._match(self.target)
@@ -83,16 +58,16 @@ class _Restore:
         if isinstance(self.keep, PathFilter):
             self.keep.check(self._saved_paths(opened), _KEPT)
         self._states = {path: self._prepared(live[path], state) for path, state in opened.items()}
-        self.done: dict[Path, OwnReport] = {}
+        self._done: dict[Path, OwnReport] = {}
         self._before: list[tuple[LiveComponent, Any]] = []
         self._asked: dict[Path, Any] = {}  # states of remote components before the restore, requested at once
 
     def _left_out(self) -> tuple[str, ...]:
         return _lines((path, origin.left_out) for path, origin in self._origins.items())
 
-    def lines(self, of: Callable[[OwnReport], Iterable[str]]) -> tuple[str, ...]:
+    def _lines(self, of: Callable[[OwnReport], Iterable[str]]) -> tuple[str, ...]:
         """Return what the reports of restored components list, each with the path of the component."""
-        return _lines((path, of(one)) for path, one in self.done.items())
+        return _lines((path, of(one)) for path, one in self._done.items())
 
     def _match(self, target: LiveComponent) -> dict[Path, SavedComponent]:
         """Return the saved component for each live one, by its path, components below others first."""
@@ -145,7 +120,7 @@ class _Restore:
         """Return a function that sets a state that was opened for a component."""
         if isinstance(state, StoredGraph):
             kept = self._kept(one.path, state)
-            return prepare_state(one, state, ignore=kept, fitting=self.fitting, modes=self.modes)
+            return prepare_state(one, state, ignore=kept, fitting=self.misfits is not None, modes=self.modes)
 
         def apply() -> OwnReport:
             one.value.set_state(state)
@@ -176,12 +151,22 @@ class _Restore:
                 f"{self.saved.location} and the program do not match (strict=True); what both have was restored:",
                 report.problems(),
             )
+        if changed := self._lines(lambda one: one.modes):
+            _logger.info("as at the save, where the program began otherwise: %s", shortened(changed))
+        if self.misfits is not None:
+            for path, one in self._done.items():
+                where = format_component_path(path)
+                self.misfits.kept |= {f"{where}: {name}": f"{where}: {line}" for name, line in one.different.items()}
+            report._note(self.misfits)
+            report = RestoreReport(checkpoint=report.checkpoint, restored=report.restored, separate=report.separate)
+        for line in report.problems():
+            _logger.warning("%s: %s", self.saved.location, line.strip())
         return report
 
     def _new_origins(self) -> dict[Path, SavedComponent]:
         """Return the saved components for live ones that did not exist before."""
         self.target = refreshed(self.target)
-        new = {path: origin for path, origin in self._match(self.target).items() if path not in self.done}
+        new = {path: origin for path, origin in self._match(self.target).items() if path not in self._done}
         self._origins.update(new)
         return new
 
@@ -189,7 +174,7 @@ class _Restore:
         if not last and not self.fresh:
             before = self._asked if one.path in self._asked else own_states([one], snapshot=True, partial=True)
             self._before.append((one, before[one.path]))
-        self.done[one.path] = change()
+        self._done[one.path] = change()
 
     def _kept(self, above: Path, stored: StoredGraph) -> list[Path]:
         """Return the paths of the values of a component that stay as they are in the program."""
@@ -212,10 +197,10 @@ class _Restore:
 
     def _forget_moments(self) -> None:
         """Remove the restored optimizer states of parameters that did not fit, wherever in the tree these are."""
-        fresh = [tensor for one in self.done.values() for tensor in one.fresh]
+        fresh = [tensor for one in self._done.values() for tensor in one.fresh]
         if fresh:
             live = paths_of(self.target.root)
-            for path, one in self.done.items():
+            for path, one in self._done.items():
                 one.different.update((line, line) for line in forget_moments(live[path], fresh))
 
     def _report(self) -> RestoreReport:
@@ -223,11 +208,11 @@ class _Restore:
         _, *below = all_components(self.saved)
         return RestoreReport(
             checkpoint=str(self.saved.location),
-            restored=tuple(map(format_component_path, self.done)),
+            restored=tuple(map(format_component_path, self._done)),
             missing=tuple(self._missing()),
             unused=tuple(format_component_path(one.path) for one in below if not _is_used(one, used)),
-            missing_values=self.lines(lambda one: one.missing),
-            unused_values=(*self.lines(lambda one: one.unused), *self._left_out()),
+            missing_values=self._lines(lambda one: one.missing),
+            unused_values=(*self._lines(lambda one: one.unused), *self._left_out()),
             separate=tuple(self._separate()),
         )
 

@@ -8,7 +8,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from ...engine.arrays import Layout
 from ...engine.checkpoint import AsyncCheckpointer, Checkpointer
@@ -37,15 +37,9 @@ _logger = logging.getLogger("holdfast")
 _TIMEOUT = 600.0  # seconds that a process waits for the others
 
 
-class RestoreListener(Protocol):
-    """An object that needs to know what was restored, such as a manager that counts steps from there."""
-
-    def _note_restore(self, stored: StoredGraph) -> None: ...
-
-
 @dataclass(slots=True, eq=False)
 class _CheckpointState(NodeState):
-    listeners: weakref.WeakSet[RestoreListener] = field(default_factory=weakref.WeakSet)
+    managers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # count steps from the last restore
     reported: Mapping[Path, str] = field(default_factory=dict)  # skipped objects that the last save has logged
     restorations: list[Restoration] = field(default_factory=list)  # restores with values for later objects
     saver: _GraphSaver | None = None
@@ -280,11 +274,6 @@ def numbered(checkpoint: Checkpoint, number: int) -> Iterator[CapturedGraph]:
         raise
 
 
-def listen(checkpoint: Checkpoint, listener: RestoreListener) -> None:
-    """Tell a listener of each restore that counts, as long as it exists."""
-    checkpoint._holdfast.listeners.add(listener)
-
-
 @dataclass(frozen=True)
 class CheckpointTemplate:
     """The values of a graph that a checkpoint object takes; the arguments are those of `Checkpoint.restore`."""
@@ -324,9 +313,10 @@ class CheckpointTemplate:
             for other in state.restorations:
                 if wanted.issuperset(other.progress.left().values()):
                     other.retire()  # this restore has all values that the other one waits for
-            state.restorations = [*(other for other in state.restorations if not other.done), restoration]
-            for listener in state.listeners if self.counts else ():
-                listener._note_restore(stored)
+            state.restorations = [other for other in state.restorations if not other.retired and other.progress.left()]
+            state.restorations.append(restoration)
+            for manager in state.managers if self.counts else ():
+                manager._note_restore(stored)
             return RestoreStatus(restoration, checkpoint)
 
         return apply

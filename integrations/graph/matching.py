@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-from ...engine.pytree import is_python_value, is_torch_tensor, unescape_key
+from ...engine.pytree import NUMBERS, is_python_value, is_torch_tensor, unescape_key
 from .frameworks import GROUPS, OPTIMIZER_SLOTS, OptimizerSlot, OptionSlot, group_options, is_optimizer
 from .outside import is_kin
 from .saved import SavedGraph
@@ -78,11 +78,6 @@ class Matching:
         self.bindings.undo()
         self.waiting.clear()
 
-    def expects_below(self, holder: Any, segment: str) -> bool:
-        """Whether the checkpoint has objects below an edge of a holder."""
-        children = (self.graph.nodes[number].edges.get(segment) for number, _ in self.bindings.of(holder))
-        return any(child is not None and self.graph.nodes[child].edges for child in children)
-
     def _match(
         self, queue: list[_Visit], *, anew: bool = False, known: _Visit | None = None, last: bool = False
     ) -> Iterator[Assignment]:
@@ -111,7 +106,7 @@ class Matching:
             seen.add((number, id(value)))
             if self.graph.nodes[number].value is None:
                 yield from self._branch(visit, view, queue)
-            elif self.plain.is_packed(number) and (slot := _slot_of_elements(visit)) is not None:
+            elif self.plain.kinds.get(number) == NUMBERS and (slot := _slot_of_elements(visit)) is not None:
                 yield Assignment(number, slot, visit.path)
             else:
                 self.unused[number] = visit.path
@@ -123,14 +118,19 @@ class Matching:
         if leaf.packed is None:
             return self.graph.nodes[number].value is None
         is_plain = self.plain.is_sequence(number) and self.plain.below(number) is not None
-        return not (is_plain or self.plain.is_packed(number))
+        return not is_plain and self.plain.kinds.get(number) != NUMBERS
 
     def _leaf(self, visit: _Visit, leaf: Leaf) -> Iterator[Assignment]:
         if not self.bindings.bind(visit.number, visit.value, visit.path, fixed=leaf.in_place):
             return
         if self.graph.nodes[visit.number].value is not None:
             slot: Slot = leaf.slot
-            if self._final and leaf.in_place and visit.place is not None and self.plain.is_none(visit.number):
+            if (
+                self._final
+                and leaf.in_place
+                and visit.place is not None
+                and self.plain.kinds.get(visit.number) == "none"
+            ):
                 slot = visit.place  # what changes in place cannot become None
                 _logger.warning("%s is None in the checkpoint, and becomes None", format_node_path(visit.path))
             yield Assignment(visit.number, slot, visit.path)
@@ -151,7 +151,7 @@ class Matching:
             takes_arrays = takes_arrays or (isinstance(value, deque) and not value)
             covers = self.plain.below(number, arrays=takes_arrays)
             # Existing elements stay the same objects if other objects hold them, too, or if a tuple holds them.
-            if covers is not None and (changes or not (self.plain.shares(number) or isinstance(value, tuple))):
+            if covers is not None and (changes or not (number in self.plain.sharing or isinstance(value, tuple))):
                 yield Assignment(number, slot, path, covers)
                 return
         edges = {edge.segment: edge for edge in self._edges(number, view)}
@@ -265,7 +265,7 @@ class Bindings:
         # The paths of two different objects that stand for one node.
         self.conflicts: dict[int, tuple[Path, Path]] = {}
         self._graph = graph
-        self._by_number: dict[int, list[Binding]] = {}
+        self.by_number: dict[int, list[Binding]] = {}
         self._numbers: dict[int, dict[int, None]] = {}  # candidate nodes of an object, by its identity
         self._before: list[tuple[int, list[Binding]]] = []  # the bindings before the pass, by node
 
@@ -279,28 +279,25 @@ class Bindings:
 
     def undo(self) -> None:
         for number, bindings in reversed(self._before):
-            self._by_number[number] = bindings
+            self.by_number[number] = bindings
         self.begin()
-
-    def numbers(self) -> list[int]:
-        return list(self._by_number)
 
     def objects(self, number: int) -> list[tuple[Any, Path]]:
         """Return the live objects that stand for a node, with their paths."""
-        known = self._by_number.get(number, [])
+        known = self.by_number.get(number, [])
         found = [(binding.reference(), binding.path) for binding in known if binding.reference is not None]
         return [(thing, path) for thing, path in found if thing is not None]
 
     def of(self, holder: Any) -> list[tuple[int, Binding]]:
         """Return the nodes that an object stands for."""
         identity = id(_rooted(holder))
-        known = [(number, one) for number in self._numbers.get(identity, ()) for one in self._by_number[number]]
+        known = [(number, one) for number in self._numbers.get(identity, ()) for one in self.by_number[number]]
         # A new object may have the id of one that is gone.
         return [(number, one) for number, one in known if one.identity == identity and one.lives]
 
     def bind(self, number: int, value: Any, path: Path, *, fixed: bool) -> bool:
         """Note that an object stands for a node; return whether no other object does."""
-        bindings, value = self._by_number.get(number, []), _rooted(value)
+        bindings, value = self.by_number.get(number, []), _rooted(value)
         identity = id(value) if fixed else None
         if any(one.identity == identity and one.path == path and one.lives for one in bindings):
             return True
@@ -320,7 +317,7 @@ class Bindings:
             self._numbers.setdefault(identity, {})[number] = None
         can_be_watched = fixed and type(value).__weakrefoffset__ != 0
         self._before.append((number, bindings))
-        self._by_number[number] = [*kept, Binding(identity, path, weakref.ref(value) if can_be_watched else None)]
+        self.by_number[number] = [*kept, Binding(identity, path, weakref.ref(value) if can_be_watched else None)]
         return True
 
 

@@ -272,11 +272,6 @@ class Restoration:
         assert root is not None
         return root
 
-    @property
-    def done(self) -> bool:
-        """Whether nothing is left to restore."""
-        return self.retired or not self.progress.left()
-
     def retire(self) -> None:
         """End the restore, because a later one takes over what it waits for."""
         self.retired = True
@@ -327,7 +322,9 @@ class Restoration:
             (segment,) = [str(key)] if isinstance(key, int) else key_segments([key])
         except KeyProblem:
             return False
-        return self._matching.expects_below(holder, segment)
+        graph = self._matching.graph
+        children = (graph.nodes[number].edges.get(segment) for number, _ in self._matching.bindings.of(holder))
+        return any(child is not None and graph.nodes[child].edges for child in children)
 
     @property
     def found_anything(self) -> bool:
@@ -335,7 +332,7 @@ class Restoration:
         graph = self._matching.graph
         return any(
             number in self.progress.wanted or graph.nodes[number].value is None
-            for number in self._matching.bindings.numbers()
+            for number in self._matching.bindings.by_number
             if number != 0
         )
 

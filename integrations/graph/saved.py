@@ -60,18 +60,19 @@ class SavedGraph:
         self.has_own_states: bool = has_own_states if before is None else before.has_own_states
         self.numbers_keras: bool = numbers_keras if before is None else before.numbers_keras
         self._before = before
-        # Paths are made on demand: in a forged graph, each may be as long as there are nodes.
-        self._above: dict[int, tuple[int, str]] = {0: (0, "")}
+        # The last edge of the shortest path to each node: where it begins, and its name. Paths are made on demand: in a
+        # forged graph, each may be as long as there are nodes.
+        self.above: dict[int, tuple[int, str]] = {0: (0, "")}
         self._slots: dict[int, tuple[int, int, str]] = {}
         queue = [0]
         for number in queue:
             for segment, child in self.nodes[number].edges.items():
-                if child not in self._above:
-                    self._above[child] = number, segment
+                if child not in self.above:
+                    self.above[child] = number, segment
                     queue.append(child)
         for number in queue:
             for parameter, name, value in self.nodes[number].optimizer_slots:
-                if parameter in self._above and value not in self._above:
+                if parameter in self.above and value not in self.above:
                     self._slots.setdefault(value, (number, parameter, name))
 
     def path(self, number: int) -> Path:
@@ -81,16 +82,12 @@ class SavedGraph:
             return (*self.path(optimizer), OPTIMIZER_SLOTS, *self.path(parameter), name)
         keys: list[str] = []
         while number:
-            number, segment = self._above[number]
+            number, segment = self.above[number]
             keys.append(segment)
         return tuple(reversed(keys))
 
-    def above(self, number: int) -> tuple[int, str] | None:
-        """Return the last edge of the shortest path to a node: the node it begins at, and its name."""
-        return self._above.get(number)
-
     def values(self) -> Iterator[tuple[int, SavedNode]]:
-        for number in [*self._above, *self._slots]:
+        for number in [*self.above, *self._slots]:
             if self.nodes[number].value is not None:
                 yield number, self.nodes[number]
 
@@ -110,7 +107,7 @@ class SavedGraph:
     def unwrapped(self) -> SavedGraph:
         """Return the graph with the paths that wrapped modules have without their wrappers, besides their own."""
         nodes, found = list(self.nodes), False
-        for number in reversed(self._above):  # inner wrappers first
+        for number in reversed(self.above):  # inner wrappers first
             for child in wrapped_nodes(nodes[number].type, nodes[number].edges):
                 nodes[number] = replace(nodes[number], edges={**nodes[child].edges, **nodes[number].edges})
                 found = True

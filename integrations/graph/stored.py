@@ -200,17 +200,17 @@ class StoredGraph:
         self._share = None if share is None else TreeReader(share.folder, share.files)
         # Whether the states of objects are those of this process; one process saves those of process 0.
         self.has_own = current_coordinator().process_index == 0 if share is None else share.is_own
-        self._containers = _containers(source.tree.structure, "")
-        kinds = {name: _TYPES.get(container.kind, container.kind) for name, container in self._containers.items()}
+        self.containers = _containers(source.tree.structure, "")  # by storage name
+        kinds = {name: _TYPES.get(container.kind, container.kind) for name, container in self.containers.items()}
         if self._share is not None:
             containers = _containers(self._share.tree.structure, "")
-            self._containers.update({PER_PROCESS + name: container for name, container in containers.items() if name})
+            self.containers.update({PER_PROCESS + name: container for name, container in containers.items() if name})
             self.leaves.update({PER_PROCESS + leaf.name: leaf for leaf in self._share.leaves})
         document = source.graph_document()
         if document is None:
             self.graph = SavedGraph.of_names(self.leaves, kinds)
         else:
-            names = [*self.leaves, *self._containers]
+            names = [*self.leaves, *self.containers]
             self.graph = SavedGraph.of_document(document, names, str(self.location / GRAPH))
 
     def read_arrays(self, names: Sequence[str]) -> list[NDArray[Any] | None]:
@@ -250,7 +250,7 @@ class StoredGraph:
         with naming(self.location):
             values = iter(materialize(templates, saved, arrays, every))
         return [
-            next(values) if name in self.leaves else unflatten(self._containers[name], [next(values) for _ in group])
+            next(values) if name in self.leaves else unflatten(self.containers[name], [next(values) for _ in group])
             for name, group in zip(names, leaves, strict=True)
         ]
 
@@ -258,11 +258,7 @@ class StoredGraph:
         """Return the storage names of the leaves of a container in order, or that of a leaf."""
         if name in self.leaves:
             return [name]
-        return [leaf for child in _names(self._containers[name], name) for leaf in self.leaves_of(child)]
-
-    def container(self, name: str) -> TreeDef | None:
-        """Return the container with a storage name; None if there is none."""
-        return self._containers.get(name)
+        return [leaf for child in _names(self.containers[name], name) for leaf in self.leaves_of(child)]
 
 
 def keys_by_segment(container: TreeDef | None) -> dict[str, Any]:

@@ -41,10 +41,10 @@ from .tracked import TrackedDict, TrackedList
 
 # Leaves of these kinds need no object of the program.
 PLAIN_KINDS = NUMBER_KINDS | {NUMBERS, "str", "bytes", "none", "set", "frozenset", "numpy_scalar"}
-# Arrays of these kinds can be made without an array of the program; those of jax are placed on devices.
 _NUMBER_KINDS = NUMBER_KINDS | {"numpy_scalar"}
 _NUMBERS = (bool, int, float, complex, np.generic)
-MADE_KINDS = frozenset({"numpy", "torch"})
+# Arrays of these kinds can be made without an array of the program; those of jax are placed on devices.
+_MADE_KINDS = frozenset({"numpy", "torch"})
 
 _CONTAINERS = (list, dict, OrderedDict, tuple, deque, TrackedList, TrackedDict)
 _SEQUENCES: dict[str, Any] = {
@@ -64,8 +64,8 @@ class PlainValues:
     def __init__(self, stored: StoredGraph, graph: SavedGraph) -> None:
         self._stored = stored
         self._graph = graph
-        self._values: dict[int, str] = {}  # the kinds of the values, by their nodes
-        self._arrays: set[int] = set()  # nodes of arrays of `MADE_KINDS`
+        self.kinds: dict[int, str] = {}  # the kinds of the values, by their nodes
+        self._arrays: set[int] = set()  # nodes of arrays of `_MADE_KINDS`
         for number, node in graph.values():
             name = str(node.value)
             leaf = stored.leaves.get(name)
@@ -73,11 +73,11 @@ class PlainValues:
             if leaf is None or node.type or node.transform is not None or name.startswith(PER_PROCESS):
                 continue
             if leaf.saved.kind in PLAIN_KINDS:
-                self._values[number] = leaf.saved.kind
-            elif leaf.saved.kind in MADE_KINDS and "sharding" not in leaf.saved.details:
+                self.kinds[number] = leaf.saved.kind
+            elif leaf.saved.kind in _MADE_KINDS and "sharding" not in leaf.saved.details:
                 self._arrays.add(number)
         self._known: dict[tuple[int, bool], list[tuple[int, Path]] | None] = {}
-        self._sharing: set[int] = set()
+        self.sharing: set[int] = set()  # containers with containers that other edges lead to, too; known after `below`
         self._keys: dict[int, dict[str, Any]] = {}  # of dictionaries, by the names of their edges
 
     def below(self, number: int, *, arrays: bool = False) -> list[tuple[int, Path]] | None:
@@ -89,19 +89,8 @@ class PlainValues:
             self._known[key] = self._search(number, self._arrays if arrays else set())
         return self._known[key]
 
-    def is_packed(self, number: int) -> bool:
-        """Whether a value is a sequence of numbers."""
-        return self._values.get(number) == NUMBERS
-
-    def is_none(self, number: int) -> bool:
-        return self._values.get(number) == "none"
-
     def is_sequence(self, number: int) -> bool:
         return self._graph.nodes[number].type in _SEQUENCES
-
-    def shares(self, number: int) -> bool:
-        """Whether other edges lead to containers in this one, too; `below` must be called first."""
-        return number in self._sharing
 
     def build(self, number: int, values: Mapping[int, Any]) -> Any:
         """Return a container with the values of its nodes, or the value of a node itself."""
@@ -129,14 +118,14 @@ class PlainValues:
         return self._keys[number]
 
     def _container(self, number: int) -> TreeDef | None:
-        return self._stored.container(self._graph.container_name(number))
+        return self._stored.containers.get(self._graph.container_name(number))
 
     def _search(self, number: int, arrays: set[int]) -> list[tuple[int, Path]] | None:
         found: list[tuple[int, Path]] = []
         held: Counter[int] = Counter()  # how often the container holds each array
         queue: list[tuple[int, Path]] = [(number, ())]
         for node, path in queue:
-            if node in self._values or node in arrays:
+            if node in self.kinds or node in arrays:
                 found.append((node, path))
                 continue
             known = self._graph.nodes[node]
@@ -149,10 +138,10 @@ class PlainValues:
                     held[child] += 1
                     if held[child] > 1:
                         continue
-                elif self._graph.above(child) != (node, segment):
+                elif self._graph.above.get(child) != (node, segment):
                     return None  # it is stored under another path, or the container holds itself
-                elif self._graph.uses[child] > 1 and child not in self._values:
-                    self._sharing.add(number)
+                elif self._graph.uses[child] > 1 and child not in self.kinds:
+                    self.sharing.add(number)
                 queue.append((child, (*path, segment)))
         return found if all(self._graph.uses[child] == count for child, count in held.items()) else None
 
