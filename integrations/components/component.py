@@ -21,8 +21,8 @@ from .constructor_spec import CtorArguments
 from .live import ARGUMENTS, LiveComponent, discovered, live_tree, paths_of
 from .names import Names, Selection, format_component_path
 from .permissions import Permissions
-from .reading import SavedComponent, open_component
-from .restoring import TreeRestore, descend, kept_values, locate
+from .reading import SavedComponent, descend, open_component
+from .restoring import TreeRestore, kept_values, locate
 from .saving import prepare
 from .states import (
     call_get_state,

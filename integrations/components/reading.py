@@ -68,6 +68,13 @@ class NativeComponent:
             found[path] = NativeComponent(self._root, self._items, (*self.path, *path))
         return found
 
+    def elsewhere(self, goal: Path) -> NativeComponent | None:
+        """Return the component with a path from the root of the tree that was saved, if it is in what was opened."""
+        start = self.description.path[: len(self.description.path) - len(self.path)]
+        path = goal[len(start) :]
+        inside = (*start, *path) == goal and path in self._items
+        return NativeComponent(self._root, self._items, path) if inside else None
+
     def state(self, component: Any = None) -> Any:
         """Read its own state, without those of the components below; raise DamagedCheckpointError."""
         # Arrays are of the libraries that they were saved from. Named tuples and dataclasses are dictionaries, unless
@@ -80,8 +87,12 @@ class NativeComponent:
             return tree if component is None else with_records(tree, reader.tree.structure, component, self.location)
 
     def graph(self) -> StoredGraph:
-        """Open its own state as a graph."""
-        return StoredGraph(_OwnTree(self._reader()), self.location)
+        """Open its own state as a graph, which a text among its values describes."""
+        reader = self._reader()
+        values = {leaf.name: leaf for leaf in reader.leaves if leaf.name != GRAPH}
+        texts = leaf_values(reader, [leaf for leaf in reader.leaves if leaf.name == GRAPH])
+        document = read_document(texts[0], reader.location) if texts else None
+        return StoredGraph(PartialTree(reader, values, reader.tree), self.location, document=document)
 
     def _reader(self) -> TreeReader:
         return TreeReader(self._folder, self._item.files)
@@ -89,17 +100,6 @@ class NativeComponent:
     def structure(self) -> Any:
         """Return its own state with a description of every leaf in its place; no data is read."""
         return tree_metadata(self._reader())
-
-
-class _OwnTree(PartialTree):
-    """The values of a component, whose graph is described by a text among them."""
-
-    def __init__(self, reader: TreeReader) -> None:
-        super().__init__(reader, {leaf.name: leaf for leaf in reader.leaves if leaf.name != GRAPH}, reader.tree)
-        self._texts = leaf_values(reader, [leaf for leaf in reader.leaves if leaf.name == GRAPH])
-
-    def graph_document(self) -> Any:
-        return read_document(self._texts[0], self.location) if self._texts else None
 
 
 class RLlibComponent(RLlibDirectory):
@@ -203,8 +203,14 @@ def _part_of_a_whole(location: Location) -> SavedComponent:
     known = parts_of(record)
     if path in known:
         return NativeComponent(location, parts_of(part_records(record)[path]))
-    if (other := _under_another_name(root, record, path)) is not None:
-        return other
+    around: tuple[Location, CheckpointRecord, Path] | None = found
+    while around is not None:  # a shared component by a path that it is not saved under
+        top, whole, rest = around
+        other = descend(NativeComponent(top, parts_of(whole)), rest)
+        if other is not None:
+            return NativeComponent(other.location, parts_of(part_records(whole)[other.path]))
+        outer = whole_around(top)
+        around = None if outer is None else (outer[0], outer[1], (*outer[2], *rest))
     if path[-1] == STATE and path[:-1] in known:
         raise CheckpointNotFoundError(
             f"{location}: this is the folder of a component's state; give the component's directory, the one above"
@@ -213,24 +219,6 @@ def _part_of_a_whole(location: Location) -> SavedComponent:
     inside = [format_component_path(other) for other in known if other[: len(path)] == path]
     more = f"; below it are {', '.join(inside)}" if inside else ""
     raise CheckpointNotFoundError(f"{location}: {root} has no such component{more}; it has {names}")
-
-
-def _under_another_name(root: Location, record: CheckpointRecord, names: Path) -> SavedComponent | None:
-    """Open a component that is shared by the path that it is not saved under, from the trees around that path."""
-    above: tuple[Location, CheckpointRecord, Path] | None = (root, record, names)
-    while above is not None:
-        root, record, names = above
-        whole = NativeComponent(root, parts_of(record))
-        start = whole.description.path
-        for one in all_components(whole):
-            for relative, goal in one.description.same.items():
-                alias = (*one.path, *relative)
-                path = (*goal[len(start) :], *names[len(alias) :])
-                if names[: len(alias)] == alias and goal[: len(start)] == start and path in parts_of(record):
-                    return NativeComponent(below(root, path), parts_of(part_records(record)[path]))
-        found = whole_around(root)
-        above = None if found is None else (found[0], found[1], (*found[2], *names))
-    return None
 
 
 def _what_is_at(location: Location) -> str:
@@ -249,6 +237,20 @@ def all_components(component: SavedComponent) -> Iterator[SavedComponent]:
     yield component
     for child in component.children.values():
         yield from all_components(child)
+
+
+def descend(saved: SavedComponent, path: Path) -> SavedComponent | None:
+    """Return the component at a path from another, also one that was saved under another path; or None."""
+    if not path:
+        return saved
+    for name, child in saved.children.items():
+        if path[: len(name)] == name:
+            return descend(child, path[len(name) :])
+    for alias, goal in saved.description.same.items():
+        if path[: len(alias)] == alias and isinstance(saved, NativeComponent):
+            other = saved.elsewhere(goal)
+            return None if other is None else descend(other, path[len(alias) :])
+    return None
 
 
 def full_state(component: SavedComponent, own: Callable[[Any], Any] = lambda one: one.state()) -> Any:

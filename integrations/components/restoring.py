@@ -14,8 +14,8 @@ from ...engine.sources import Misfits
 from ..graph import Path, RestoreReport, StoredGraph
 from .live import LiveComponent, paths_of, refreshed
 from .names import find, format_component_path
-from .reading import SavedComponent, all_components
-from .states import OwnReport, forget_moments, has_own, is_remote, own_states, prepare_state, stored_state
+from .reading import SavedComponent, all_components, descend
+from .states import OwnReport, forget_moments, is_remote, overrides, own_states, prepare_state, stored_state
 
 _logger = logging.getLogger("holdfast")
 # Returns whether the value at a path of a component stays as it is in the program.
@@ -76,8 +76,7 @@ class TreeRestore:
 
         def visit(one: LiveComponent, saved: SavedComponent) -> None:
             for child in one.children:
-                origin = descend(saved, one.relative(child)) or self._same(saved, one.relative(child))
-                if origin is not None:
+                if (origin := descend(saved, one.relative(child))) is not None:
                     visit(child, origin)
             for path, goal in one.same.items():
                 if (origin := descend(saved, path[len(one.path) :])) is not None:
@@ -98,14 +97,6 @@ class TreeRestore:
         every = [(one.path, one.path) for one in here]
         every += [(path, goal) for one in here for path, goal in one.same.items() if goal not in within]
         return [format_component_path(path) for path, goal in every if goal not in self._origins]
-
-    def _same(self, saved: SavedComponent, path: Path) -> SavedComponent | None:
-        """Return a component that was saved under another path of the tree, as it was the same object."""
-        goal = saved.description.same.get(path)
-        start = self.saved.description.path
-        if goal is None or goal[: len(start)] != start:
-            return None
-        return descend(self.saved, goal[len(start) :])
 
     def _saved_paths(self, opened: Mapping[Path, Any]) -> Iterator[Path]:
         """Generate the paths of the saved values that patterns choose, also of components that are yet to be made."""
@@ -188,7 +179,7 @@ class TreeRestore:
             if isinstance(state, dict) and not state:
                 continue
             try:
-                if has_own(one.value, "set_state"):
+                if overrides(one.value, "set_state"):
                     one.value.set_state(state)
                 else:
                     prepare_state(one, stored_state(state))()
@@ -233,7 +224,7 @@ def _is_used(one: SavedComponent, used: Collection[Path]) -> bool:
 
 def _opened(origin: SavedComponent, one: LiveComponent) -> Any:
     """Return the state for the component's own ``set_state``, or open it to be read."""
-    return origin.state(one.value) if has_own(one.value, "set_state") else origin.graph()
+    return origin.state(one.value) if overrides(one.value, "set_state") else origin.graph()
 
 
 def locate(live: LiveComponent, component: str) -> LiveComponent:
@@ -241,16 +232,6 @@ def locate(live: LiveComponent, component: str) -> LiveComponent:
         raise OptionError(f"component={component!r} is no part of the tree; leave component= out to restore all of it")
     by_path = paths_of(live)
     return by_path[find(component, by_path, type(live.value).__qualname__)]
-
-
-def descend(saved: SavedComponent, path: Path) -> SavedComponent | None:
-    """Return a saved component below another, or None."""
-    if not path:
-        return saved
-    for below, child in saved.children.items():
-        if path[: len(below)] == below:
-            return descend(child, path[len(below) :])
-    return None
 
 
 def _lines(by_component: Iterable[tuple[Path, Iterable[str]]]) -> tuple[str, ...]:

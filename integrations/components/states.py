@@ -95,12 +95,8 @@ def inherited(method: F) -> F:
 def overrides(value: Any, method: str) -> bool:
     """Whether an object has a ``get_state`` or ``set_state`` other than the one that components inherit."""
     found = getattr(type(value), method, None)
-    return found is not None and not hasattr(found, "inherited")
-
-
-def has_own(value: Any, method: str) -> bool:
-    # Modules and optimizers have a state_dict, but the walk names their values better.
-    return overrides(value, method) and not is_optimizer(value)
+    # The walk names the values of optimizers better.
+    return found is not None and not hasattr(found, "inherited") and not is_optimizer(value)
 
 
 def call_get_state(
@@ -123,7 +119,7 @@ def takes(value: Any, name: str) -> bool:
 
 def is_remote(value: Any) -> bool:
     """Whether ``get_state`` may run in a thread beside others, as the class declares."""
-    return getattr(type(value), "__remote__", False) is True and has_own(value, "get_state")
+    return getattr(type(value), "__remote__", False) is True and overrides(value, "get_state")
 
 
 @contextlib.contextmanager
@@ -154,7 +150,7 @@ def own_states(
     known, states = list(components), dict[Path, Any]()
     with fetched(known, ask) as take:
         for one in known:
-            if not has_own(one.value, "get_state"):
+            if not overrides(one.value, "get_state"):
                 states[one.path] = default_state(one, snapshot=snapshot, partial=partial)
                 continue
             state, names = take(one), {child.name for child in one.children}
@@ -167,7 +163,7 @@ def own_states(
 def check_saveable(root: Any) -> None:
     """Raise UnsupportedLeafError if a component of a tree holds what no save can take; calls nothing of theirs."""
     for one in live_tree(root).walk():
-        if not has_own(one.value, "get_state"):
+        if not overrides(one.value, "get_state"):
             own_graph(one)
 
 
@@ -327,7 +323,7 @@ def prepare_state(
 def forget_moments(component: LiveComponent, tensors: Sequence[Any]) -> list[str]:
     """Remove what a component's torch optimizers keep for tensors that have another shape; return a line for each."""
     # A component that restores an optimizer does not see the values of another component's parameters.
-    if has_own(component.value, "set_state"):
+    if overrides(component.value, "set_state"):
         return []
     graph = own_graph(component)
     known, lines = _parameters(component.root), []
@@ -360,7 +356,7 @@ def stored_state(state: Any, source: Location = _GIVEN) -> StoredGraph:
     found = dict(zip(flat.names, describe(flat.names, flat.values), strict=True))
     leaves = [SavedLeaf(name, Saved.of(leaf)) for name, leaf in found.items()]
     arrays = {name: leaf for name, leaf in found.items() if isinstance(leaf, ArrayLeaf)}
-    return StoredGraph(MemoryTree(source, TreeDocument(flat.structure), leaves, arrays, document), source)
+    return StoredGraph(MemoryTree(source, TreeDocument(flat.structure), leaves, arrays), source, document=document)
 
 
 def read_document(text: Any, source: Location) -> Any:

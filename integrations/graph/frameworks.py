@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -526,11 +527,8 @@ def _numbered(pairs: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
     """Make names unique: the first keeps its own, later ones get numbers."""
     found: dict[str, Any] = {}
     for name, value in pairs:
-        unique, number = name, 0
-        while unique in found:
-            number += 1
-            unique = f"{name}_{number}"
-        found[unique] = value
+        numbered = (f"{name}_{number}" for number in itertools.count(1))
+        found[next(one for one in itertools.chain([name], numbered) if one not in found)] = value
     return list(found.items())
 
 

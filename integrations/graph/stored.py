@@ -188,6 +188,7 @@ class StoredGraph:
         checkpoint: Location,
         files: Mapping[str, FileRecord] | None = None,
         shared: SharedReads | None = None,
+        document: Any = None,  # of nodes and edges, if the source has none
     ) -> None:
         self.checkpoint = checkpoint
         self._source = source
@@ -206,7 +207,7 @@ class StoredGraph:
             containers = _containers(self._share.tree.structure, "")
             self.containers.update({PER_PROCESS + name: container for name, container in containers.items() if name})
             self.leaves.update({PER_PROCESS + leaf.name: leaf for leaf in self._share.leaves})
-        document = source.graph_document()
+        document = source.graph_document() if document is None else document
         if document is None:
             self.graph = SavedGraph.of_names(self.leaves, kinds)
         else:

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Protocol, Self, SupportsIndex
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, SupportsIndex
 
 from ...engine.errors import OptionError, UnsupportedLeafError
 from ...engine.pytree import loaded, opens_as
@@ -142,6 +142,7 @@ class Node:
     """
 
     __slots__ = ("__dict__", "__weakref__", "_holdfast", "_holdfast_pending")
+    _holdfast_state: ClassVar[type[NodeState]] = NodeState
     _holdfast: NodeState
     _holdfast_pending: list[Resumable]
 
@@ -154,10 +155,6 @@ class Node:
         object.__setattr__(node, "_holdfast", cls._holdfast_state())
         object.__setattr__(node, "_holdfast_pending", [])
         return node
-
-    @staticmethod
-    def _holdfast_state() -> NodeState:
-        return NodeState()
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _reserved(type(self)):  # type: ignore[arg-type]  # mypy takes the class for an instance
