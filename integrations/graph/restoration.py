@@ -462,13 +462,13 @@ class Restoration:
 
     def _wait(self) -> None:
         """Make holders report new objects while values wait for objects."""
-        left = len(self.progress.restored) < len(self.progress.wanted)
-        for holder in self._matching.waiting:
+        waits = not self.retired and len(self.progress.restored) < len(self.progress.wanted)
+        for holder in self._matching.waiting if waits else ():
             for target in (holder, holder.__holdfast_root__() if isinstance(holder, Node) else None):
-                if left and not self.retired and expect(target, self):
+                if expect(target, self):
                     self._holders.append(weakref.ref(target))
         self._matching.waiting.clear()
-        if not left or self.retired:
+        if not waits:
             self._stop_waiting()
 
     def _stop_waiting(self) -> None:

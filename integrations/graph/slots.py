@@ -215,7 +215,7 @@ def _replaced(value: Any, updates: dict[Path, Any]) -> Any:
 # ---- the last writer of each slot: the latest restore wins, regardless of the order in which objects are attached
 
 restore_numbers = itertools.count(1)
-_writers: dict[int, tuple[Callable[[], Any], dict[Path, int]]] = {}  # by the ids of the anchors
+_writers: dict[int, dict[Path, int]] = {}  # by the ids of the anchors, which still exist
 
 
 class Keeper:
@@ -227,28 +227,13 @@ class Keeper:
 
 def last_writer(slot: Slot) -> int:
     """Return the number of the restore that wrote to a slot last; 0 if none did."""
-    entry = _entry(slot)
-    return 0 if entry is None else entry.get(slot.trail, 0)
+    return _writers.get(id(slot.anchor), {}).get(slot.trail, 0)
 
 
 def note_writer(slot: Slot, number: int, keepers: list[Keeper]) -> None:
     anchor, key = slot.anchor, id(slot.anchor)
-    entry = _entry(slot)
-    if entry is None:
+    if key not in _writers:
         if not type(anchor).__weakrefoffset__:
             keepers.append(anchor := Keeper(anchor))
-        entry = {}
-        _writers[key] = weakref.ref(anchor, lambda gone: _forget(key, gone)), entry
-    entry[slot.trail] = number
-
-
-def _entry(slot: Slot) -> dict[Path, int] | None:
-    reference, numbers = _writers.get(id(slot.anchor), (lambda: None, None))
-    found = reference()
-    return numbers if slot.anchor is (found.anchor if isinstance(found, Keeper) else found) else None
-
-
-def _forget(key: int, gone: weakref.ref[object]) -> None:
-    entry = _writers.get(key)
-    if entry is not None and entry[0] is gone:
-        del _writers[key]
+        weakref.finalize(anchor, _writers.pop, key, None).atexit = False
+    _writers.setdefault(key, {})[slot.trail] = number
