@@ -8,7 +8,6 @@ from typing import Any, Never, Self
 from ...engine.arrays import Layout
 from ...engine.checkpoint import AsyncCheckpointer, Checkpointer
 from ...engine.clock import Clock
-from ...engine.distributed import ProcessGroup
 from ...engine.errors import CheckpointExistsError, OptionError, SaveFailedError
 from ...engine.manager import CheckpointManager as StepManager
 from ...engine.manager import CheckpointManagerOptions, Mirror, Peek, infos_of
@@ -20,8 +19,6 @@ from .reader import numbers_of
 from .restoration import RestoreStatus
 from .stored import GraphCheckpointHandler, StoredGraph
 from .walk import check
-
-_TIMEOUT = 600.0  # seconds that a process waits for the others to agree on a number
 
 
 class CheckpointManager:
@@ -113,7 +110,6 @@ class CheckpointManager:
             ),
             clock=clock,
         )
-        self._processes = ProcessGroup(f"numbers of {self._directory.url}", None, _TIMEOUT)
         self._later: set[int] = set()  # steps after the one that was restored last, which are saved again
         checkpoint._holdfast.managers.add(self)
 
@@ -166,7 +162,7 @@ class CheckpointManager:
             return None
         wanted = None if checkpoint_number is None else _number(checkpoint_number)
         # Process 0 decides for all: another process may see an older listing of the directory.
-        counter, number, left = self._processes.decide("number", self._next, wanted)
+        counter, number, left = self._steps.processes.decide("number", self._next, wanted)
         reason = f"number {number}" if step is None else f"step {step}"
         failed = None
         with numbered(self._checkpoint, counter) as item:
