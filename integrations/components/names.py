@@ -69,12 +69,11 @@ def find(text: str, known: Iterable[Path], where: str) -> Path:
 
 
 class Selection:
-    """The components that a call selects."""
+    """The components that a call selects; ``known`` has all paths, each with the one that it is saved under."""
 
     def __init__(
         self, components: Names | None, not_components: Names | None, known: Mapping[Path, Path], where: str
     ) -> None:
-        """Choose among components; ``known`` has all their paths, each with the one that it is saved under."""
         self._in = None if components is None else _filter(components, known, where)
         self._out = frozenset() if not_components is None else _filter(not_components, known, where)
 

@@ -149,8 +149,7 @@ class RLlibComponent(RLlibDirectory):
 SavedComponent = NativeComponent | RLlibComponent
 
 
-def open_component(path: Place) -> SavedComponent:
-    location = as_location(path)
+def open_component(location: Location) -> SavedComponent:
     if has_record(location):
         return of_record(location, read_record(location))
     if location.is_local and location.exists() and not location.is_directory():

@@ -120,24 +120,20 @@ class PartState(StateSlot):
     is_stream = False
 
 
-class MemberSlot:
+class MemberSlot(Place):
     """A member of an enumeration, saved as its name, or as the number or text that it equals."""
 
-    def __init__(self, member: Any, owner: Slot) -> None:
-        self.anchor, self.trail = owner.anchor, owner.trail
-        self._member, self._owner = member, owner
-
     def get(self) -> Any:
-        return self._member.value if is_python_value(self._member) else self._member.name
+        return self.value.value if is_python_value(self.value) else self.value.name
 
     def set(self, value: Any) -> None:
-        self._owner.set(self.member(value))
+        super().set(self.member(value))
 
     def member(self, value: Any) -> Any:
         """Return the member that a saved value stands for; raise TreeMismatchError if there is none."""
-        kind = type(self._member)
+        kind = type(self.value)
         try:
-            return kind(value) if is_python_value(self._member) else kind[value]
+            return kind(value) if is_python_value(self.value) else kind[value]
         except (KeyError, ValueError) as error:
             raise TreeMismatchError(
                 f"{'/'.join(self.trail)}: expected a member of {kind.__qualname__} (program: "

@@ -262,14 +262,6 @@ class StoredGraph:
         return [leaf for child in _names(self.containers[name], name) for leaf in self.leaves_of(child)]
 
 
-def keys_by_segment(container: TreeDef | None) -> dict[str, Any]:
-    """Return the keys of a container by the names of its edges."""
-    if container is None:
-        return {}
-    keys = range(len(container.children)) if container.keys is None else container.keys
-    return dict(zip(key_segments(container.keys, len(container.children)), keys, strict=True))
-
-
 def open_graph(location: Location) -> StoredGraph:
     def open_tree(checkpoint: CheckpointSource) -> StoredGraph:
         name = checkpoint.only_tree(how="expected a graph, which is the only tree of its checkpoint")
