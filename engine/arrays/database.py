@@ -279,7 +279,7 @@ class ArrayDatabase:
                 report("", array, what)
                 continue
             left -= decoder.chunk_count
-            keys = chunk_keys(names[array], decoder.grid)
+            keys = chunk_keys(names[array], decoder.spec.grid)
             numbers = assembly.wanted_chunks(array)
             for number, row in zip(numbers, entries.find([keys[number] for number in numbers]), strict=True):
                 if row < 0 or entries.inline[row] is not None:

@@ -152,7 +152,7 @@ def chunk_view(source: Source, number: int) -> Bytes | None:
                 return flat[first : first + box.size * spec.itemsize]
     box = spec.chunk_box(number)
     for piece in pieces:
-        own = Box.at(piece.start, piece.array.shape)
+        own = piece.box
         if piece.array.dtype == source.dtype and box.shape == spec.chunk_shape and box.common(own) == box:
             part = piece.array[box.within(own)]
             if part.flags.c_contiguous:
@@ -165,12 +165,11 @@ def _gather(source: Source, box: Box) -> Bytes:
     chunk = np.zeros(source.spec.chunk_shape, source.dtype)
     missing = box.size
     for piece in source.pieces:
-        own = Box.at(piece.start, piece.array.shape)
-        common = box.common(own)
+        common = box.common(piece.box)
         if common is not None:
             place: Any = (*common.within(box), ...)  # a view, also of an array without axes
             try:
-                cast_checked(piece.array[common.within(own)], source.dtype, chunk[place])
+                cast_checked(piece.array[common.within(piece.box)], source.dtype, chunk[place])
             except CastProblem as problem:
                 raise UnsupportedLeafError(f"{format_path(source.name)}: {problem}") from None
             missing -= common.size

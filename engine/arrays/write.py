@@ -371,8 +371,6 @@ def _boxes(spec: ArraySpec, numbers: NDArray[np.int64]) -> Iterator[Box]:
 
 
 def _parts(piece: Piece, boxes: Sequence[Box]) -> Iterator[Piece]:
-    own = Box.at(piece.start, piece.array.shape)
     for box in boxes:
-        common = box.common(own)
-        if common is not None:
-            yield Piece(common.start, piece.array[common.within(own)])
+        if (common := box.common(piece.box)) is not None:
+            yield Piece(common.start, piece.array[common.within(piece.box)])

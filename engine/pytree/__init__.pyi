@@ -124,6 +124,7 @@ from .transform import OriginalTree as OriginalTree
 from .transform import Taken as Taken
 from .transform import Transform as Transform
 from .transform import apply_transformations as apply_transformations
+from .transform import evaluate as evaluate
 from .transform import has_values as has_values
 from .transform import plan_transformations as plan_transformations
 from .transform import unfilled_error as unfilled_error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Sequence
+from functools import cache
 from operator import attrgetter, eq, itemgetter
 from typing import Any, NamedTuple
 
@@ -44,7 +45,7 @@ def describe(names: Sequence[str], values: Sequence[Any], *, pinned_bytes: int =
     leaves: list[ArrayLeaf | ValueLeaf] = []
     problems: list[tuple[str, str]] = []
     with collection_paused():
-        describers = _Classifier(pinned_bytes).prepare(values)
+        describers = _describers(values, pinned_bytes)
         for index, value in enumerate(values):
             try:
                 leaves.append(describers[type(value)](value))
@@ -52,6 +53,36 @@ def describe(names: Sequence[str], values: Sequence[Any], *, pinned_bytes: int =
                 problems.append((names[index], str(problem)))
     report_problems(problems, "these leaves cannot be saved, and nothing was written")
     return leaves
+
+
+def _describers(values: Sequence[Any], pinned_bytes: int) -> dict[type, _Describe]:
+    """Start the copies of values to the host, where they are needed; return what describes those of each type."""
+    describers: dict[type, _Describe] = {}
+    starts: dict[type, Callable[[Any], None]] = {}
+    of_jax = cache(lambda: JaxDescriber(pinned_bytes))
+    of_torch = cache(lambda: TorchDescriber(later=pinned_bytes > 0))
+    for kind, value in dict(zip(map(type, values), values, strict=True)).items():  # a tree has few types
+        if isinstance(value, np.ndarray | np.generic):
+            describers[kind] = describe_numpy
+        elif is_python_value(value):
+            describers[kind] = describe_python
+        elif isinstance(value, PackedNumbers):
+            describers[kind] = PackedNumbers.describe
+        elif isinstance(value, StaticLeaf):
+            describers[kind] = _describe_static
+        elif is_jax_array(value) and not is_tracer(value):
+            describers[kind] = of_jax().describe_key if is_key(value) else of_jax().describe
+            if of_jax().prefetches:
+                starts[kind] = of_jax().prepare
+        elif is_torch_tensor(value):
+            describers[kind] = of_torch().describe_distributed if is_dtensor(value) else of_torch().describe
+            starts[kind] = of_torch().prepare
+        else:
+            describers[kind] = _refuse
+    for value in values if starts else ():
+        if (start := starts.get(type(value))) is not None:
+            start(value)
+    return describers
 
 
 _PASSED = LeafMetadata | PackedNumbers | StaticLeaf
@@ -110,44 +141,6 @@ def _bounds(array: NDArray[Any]) -> tuple[int, int]:
     spans = [stride * (count - 1) for stride, count in zip(array.strides, array.shape, strict=True)]
     low, high = sum(min(span, 0) for span in spans), sum(max(span, 0) for span in spans)
     return start + low, start + high + array.itemsize
-
-
-class _Classifier:
-    """Finds the describer of each value, once for each of the few types in a tree."""
-
-    def __init__(self, pinned_bytes: int) -> None:
-        self._pinned_bytes = pinned_bytes
-        self._jax: JaxDescriber | None = None
-        self._torch: TorchDescriber | None = None
-
-    def prepare(self, values: Sequence[Any]) -> dict[type, _Describe]:
-        """Start the copies of values to the host, where they are needed, and return the describer of each type."""
-        found = {
-            kind: self._classify(value) for kind, value in dict(zip(map(type, values), values, strict=True)).items()
-        }
-        starts = {kind: prepare for kind, (prepare, _) in found.items() if prepare is not None}
-        for value in values if starts else ():
-            if type(value) in starts:
-                starts[type(value)](value)
-        return {kind: describer for kind, (_, describer) in found.items()}
-
-    def _classify(self, value: Any) -> tuple[Callable[[Any], None] | None, _Describe]:
-        if isinstance(value, np.ndarray | np.generic):
-            return None, describe_numpy
-        if is_python_value(value):
-            return None, describe_python
-        if isinstance(value, PackedNumbers):
-            return None, PackedNumbers.describe
-        if isinstance(value, StaticLeaf):
-            return None, _describe_static
-        if is_jax_array(value) and not is_tracer(value):
-            self._jax = self._jax or JaxDescriber(self._pinned_bytes)
-            prepare = self._jax.prepare if self._jax.prefetches else None
-            return prepare, self._jax.describe_key if is_key(value) else self._jax.describe
-        if is_torch_tensor(value):
-            self._torch = self._torch or TorchDescriber(later=self._pinned_bytes > 0)
-            return self._torch.prepare, self._torch.describe_distributed if is_dtensor(value) else self._torch.describe
-        return None, _refuse
 
 
 def _describe_static(value: StaticLeaf) -> ValueLeaf:

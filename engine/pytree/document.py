@@ -9,17 +9,18 @@ from ``1``; keys that are tuples are lists. A document never names code to run.
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from ..errors import DamagedCheckpointError
-from .containers import FACTORIES, build_counter, build_defaultdict, build_deque, build_mapping
+from .containers import FACTORIES, build_counter, build_mapping
 from .flattening import MAX_DEPTH, Key, TreeDef, key_segments, plain_key, unflatten
 from .names import Pattern, Patterns, choose, compiled, escape_key, unescape_key, unescape_keys
 
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"list": list, "tuple": tuple}
+_MAKERS: dict[str, Callable[[Any], Any]] = {"ordered_dict": OrderedDict, "counter": build_counter}
 _MAPPINGS = {"dict", "ordered_dict", "default_dict", "counter", "mapping", "namedtuple", "dataclass", "node"}
 _LENGTH = re.compile("[0-9]{1,18}")  # the largest length of a deque
 _Keys = dict[tuple[str, ...], tuple[list[Key], list[str]]]  # keys and names by the stored keys, which many layers share
@@ -46,7 +47,7 @@ class TreeDocument(NamedTuple):
         node = self.structure
         for segment in segments:
             assert node is not None
-            node = node.children[key_segments(node.keys, len(node.children)).index(segment)]
+            node = node.children[node.segments.index(segment)]
         return TreeDocument(node)
 
 
@@ -117,10 +118,7 @@ class _Lookup:
         self._counts: dict[int, int] = {}  # leaves below containers; keys are their identities
 
     def below(self, node: dict[str, Any], places: _Places, number: int) -> dict[str, Any] | None:
-        """Return a container with the leaves below it that match, as `TreeDocument.select` does, or None.
-
-        ``number`` leaves precede it.
-        """
+        """Return a container, which ``number`` leaves precede, with its leaves that match, or None without any."""
         children, stored = node["children"], node.get("keys")
         segments = map(str, range(len(children))) if stored is None else stored
         if not all(isinstance(segment, str) for segment in stored or ()):
@@ -269,17 +267,14 @@ def _decode_tuple(stored: Any) -> Any:
 def _plain_node(kind: str, keys: list[Key] | None, children: list[TreeDef | None], label: str | None = None) -> TreeDef:
     build: Callable[[list[Any]], Any]
     if kind == "deque":
-        build = partial(build_deque, None if label is None else int(label))
+        build = partial(deque, maxlen=None if label is None else int(label))
     elif keys is None:
         build = _SEQUENCES[kind]
-    elif kind == "ordered_dict":
-        build = partial(build_mapping, OrderedDict, keys)
-    elif kind == "default_dict":
-        build = partial(build_defaultdict, FACTORIES.get(label) if label else None, keys)
-    elif kind == "counter":
-        build = partial(build_counter, keys)
     else:
-        build = partial(build_mapping, dict, keys)
+        make = _MAKERS.get(kind, dict)
+        if kind == "default_dict":
+            make = partial(defaultdict, FACTORIES.get(label or ""))
+        build = partial(build_mapping, make, keys)
     return TreeDef(kind, keys, children, build, label)
 
 

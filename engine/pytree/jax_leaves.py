@@ -19,7 +19,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .host_leaves import check_storable, native
-from .leaves import WEAK, ArrayLeaf, Box, Details, LeafProblem, Part, Piece, PinnedLeaf, loaded, required
+from .leaves import (
+    WEAK,
+    ArrayLeaf,
+    Box,
+    Details,
+    LeafProblem,
+    Part,
+    Piece,
+    PinnedLeaf,
+    joined_parts,
+    loaded,
+    required,
+)
 
 _logger = logging.getLogger("holdfast")
 
@@ -41,11 +53,9 @@ def is_tracer(value: Any) -> bool:
 
 
 class JaxDescriber:
-    """Describes the jax arrays of one tree.
+    """Describes the jax arrays of one tree: where it `prefetches`, `prepare` all of them before the first.
 
-    Where `prefetches` is true, `prepare` every array before the first is described, so that all copies from devices
-    are under way before one is waited for. All copies are done when the first array is described. At most
-    `pinned_bytes` of arrays are left in pinned memory, for a snapshot to read later.
+    At most `pinned_bytes` of arrays are left in pinned memory, for a snapshot to read later.
     """
 
     def __init__(self, pinned_bytes: int = 0) -> None:
@@ -167,11 +177,7 @@ class WholeArrays:
 
 
 class HostCopies:
-    """Copies to the host of arrays of one device each, which are under way.
-
-    Some become jax arrays in pinned memory, to which an accelerator copies fastest; the others arrays of numpy.
-    `pinned_bytes` of one is how many of the bytes that could be pinned are left.
-    """
+    """Copies to the host that are under way: jax arrays in pinned memory, as far as `pinned_bytes` go, or numpy's."""
 
     def __init__(self, arrays: Sequence[Any], pinned_bytes: int) -> None:
         jax: Any = loaded("jax")
@@ -291,11 +297,8 @@ def _shards(value: Any) -> list[tuple[tuple[int, ...], Any]]:
 @lru_cache(maxsize=4096)
 def parts_of(sharding: Any, shape: tuple[int, ...]) -> tuple[Part, ...]:
     """Return the parts that a sharding makes of an array, in the order of their places in the array."""
-    holders: dict[tuple[tuple[int, ...], tuple[int, ...]], set[int]] = {}
-    for device, index in sharding.devices_indices_map(shape).items():
-        box = _box_of(index, shape)
-        holders.setdefault((box.start, box.shape), set()).add(int(device.process_index))
-    return tuple(Part(start, size, tuple(sorted(processes))) for (start, size), processes in sorted(holders.items()))
+    indices = sharding.devices_indices_map(shape)
+    return joined_parts((int(device.process_index), _box_of(index, shape)) for device, index in indices.items())
 
 
 def _box_of(index: Sequence[Any] | None, shape: Sequence[int]) -> Box:
@@ -310,30 +313,24 @@ def _deleted(value: Any, error: RuntimeError) -> Exception:
     return error
 
 
-def is_weak(value: Any) -> bool:
-    """Whether a jax array, or a `jax.ShapeDtypeStruct`, is weakly typed: it takes the dtype of the other operand."""
-    return bool(getattr(value, "weak_type", False))
-
-
-def template_facts(value: Any) -> tuple[str, np.dtype[Any], tuple[int, ...], str | None]:
-    """Return kind, stored dtype, stored shape and variant of a leaf of a template."""
+def template_facts(value: Any) -> tuple[Any, ...]:
+    """Return kind, stored shape, stored dtype, variant, weak and sharding of a leaf of a template."""
     dtype = value.dtype
     if is_tracer(value):
         raise LeafProblem("is a tracer; load outside of jax.jit, jax.grad and the like")
     if isinstance(dtype, np.dtype):
         check_storable(dtype)
-        return "jax", dtype, value.shape, None
+        is_weak = bool(getattr(value, "weak_type", False))  # it takes the dtype of the other operand
+        return "jax", value.shape, dtype, None, is_weak, template_sharding(value)
     if not is_key(value):
         raise LeafProblem(f"has dtype {dtype}, which cannot be stored")
     data_dtype, data_shape, implementation = _key_data(dtype)
-    return "key", data_dtype, (*value.shape, *data_shape), str(implementation)
+    shape = (*value.shape, *data_shape)
+    return "key", shape, data_dtype, str(implementation), False, template_sharding(value)
 
 
 def implementation_of(key: Any) -> Any:
-    """Return what `jax.random.wrap_key_data` takes as the implementation of keys, also of one that the program defines.
-
-    `key` is an array of keys, perhaps an abstract one.
-    """
+    """Return what `jax.random.wrap_key_data` takes as the implementation of perhaps abstract keys."""
     return _key_data(key.dtype)[2]
 
 
@@ -436,28 +433,59 @@ def is_spread(sharding: Any) -> bool:
     return sharding is not None and not (len(sharding.device_set) == 1 and sharding.is_fully_addressable)
 
 
-class DeviceBoxes(NamedTuple):
-    """The boxes of an array that the devices of this process hold."""
-
-    boxes: tuple[Box, ...]  # one that several devices share is here once
-    holders: tuple[tuple[Any, int], ...]  # each device with the number of its box
-
-
 @lru_cache(maxsize=512)
-def device_boxes(sharding: Any, shape: tuple[int, ...]) -> DeviceBoxes:
+def _device_boxes(sharding: Any, shape: tuple[int, ...]) -> tuple[tuple[Box, ...], tuple[tuple[Any, int], ...]]:
+    """Return the boxes that the devices of this process hold, and each device with the number of its box."""
     indices = sharding.addressable_devices_indices_map(shape)
     numbers: dict[Box, int] = {}
     holders = [(device, numbers.setdefault(_box_of(index, shape), len(numbers))) for device, index in indices.items()]
-    return DeviceBoxes(tuple(numbers), tuple(holders))
+    return tuple(numbers), tuple(holders)
 
 
-def put(arrays: Sequence[NDArray[Any]], shardings: Sequence[Any], implementations: Sequence[Any]) -> list[Any]:
-    """Make jax arrays of whole host arrays, all in one call."""
+def local_boxes(sharding: Any, shape: tuple[int, ...]) -> Sequence[Box] | None:
+    """Return the boxes of an array that this process needs for a sharding; None where one of its devices has it all."""
+    return _device_boxes(sharding, shape)[0] if is_spread(sharding) else None
+
+
+class NewArray(NamedTuple):
+    """An array, or typed keys, to be made of host arrays."""
+
+    sharding: Any
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    arrays: Sequence[NDArray[Any]]  # one for each of its `local_boxes`, or the whole
+    implementation: Any = None  # that of typed keys whose data these are; None for other arrays
+    weak: bool = False
+
+
+def put(new: Sequence[NewArray]) -> list[Any]:
+    """Make jax arrays, all in one call."""
     jax: Any = required("jax")
+    hosts: list[NDArray[Any]] = []
+    shardings: list[Any] = []
+    for sharding, shape, _, arrays, *_ in new:
+        own = [native(array) for array in arrays]
+        if not is_spread(sharding):
+            hosts += own
+            shardings.append(sharding)
+            continue
+        for device, number in _device_boxes(sharding, shape)[1]:
+            hosts.append(own[number])
+            shardings.append(jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
     same = len(set(map(id, shardings))) == 1
     with _unguarded():
-        results = list(jax.device_put([native(array) for array in arrays], shardings[0] if same else list(shardings)))
-    return [_typed(*each) for each in zip(results, implementations, strict=True)]
+        placed = iter(jax.device_put(hosts, shardings[0] if same else shardings))
+    results = []
+    for sharding, shape, dtype, _, implementation, weak in new:
+        if is_spread(sharding):
+            local = [next(placed) for _ in _device_boxes(sharding, shape)[1]]
+            array = jax.make_array_from_single_device_arrays(shape, sharding, local, dtype=dtype)
+        else:
+            array = next(placed)
+        if implementation is not None:
+            array = jax.random.wrap_key_data(array, impl=implementation)
+        results.append(weakened(array) if weak else array)
+    return results
 
 
 def weakened(array: Any) -> Any:
@@ -483,40 +511,3 @@ def _weakening(sharding: Any) -> Any:
         return convert.bind(array, new_dtype=array.dtype, weak_type=True, sharding=None)
 
     return jax.jit(weak) if sharding is None else jax.jit(weak, out_shardings=sharding)
-
-
-class SpreadArray(NamedTuple):
-    """One array that is made from its boxes on the devices of this process."""
-
-    sharding: Any
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    arrays: Sequence[NDArray[Any]]  # one for each of its `device_boxes`
-    implementation: Any  # that of typed keys whose data these are; None for other arrays
-
-
-def put_spread(spread: Sequence[SpreadArray]) -> list[Any]:
-    """Make jax arrays that are spread over devices, all in one call."""
-    jax: Any = required("jax")
-    hosts: list[NDArray[Any]] = []
-    shardings: list[Any] = []
-    for sharding, shape, _, arrays, _ in spread:
-        own = [native(array) for array in arrays]
-        for device, number in device_boxes(sharding, shape).holders:
-            hosts.append(own[number])
-            shardings.append(jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
-    with _unguarded():
-        shards = iter(jax.device_put(hosts, shardings))
-    results = []
-    for sharding, shape, dtype, _, implementation in spread:
-        local = [next(shards) for _ in device_boxes(sharding, shape).holders]
-        array = jax.make_array_from_single_device_arrays(shape, sharding, local, dtype=dtype)
-        results.append(_typed(array, implementation))
-    return results
-
-
-def _typed(array: Any, implementation: Any) -> Any:
-    if implementation is None:
-        return array
-    jax: Any = required("jax")
-    return jax.random.wrap_key_data(array, impl=implementation)

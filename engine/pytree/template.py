@@ -13,7 +13,7 @@ import numpy as np
 from ..errors import DamagedCheckpointError, OptionError, difference
 from . import jax_leaves, torch_leaves
 from .containers import class_name
-from .flattening import TreeDef, key_segments
+from .flattening import TreeDef
 from .host_leaves import check_storable, is_python_value, number_kind
 from .leaves import (
     ARRAY_KINDS,
@@ -37,6 +37,7 @@ from .leaves import (
 )
 from .names import escape_key, format_path
 
+TemplateFacts = tuple[Any, ...]  # kind, shape, dtype, and what follows the leaf in `LeafTemplate`
 _VALUES = NUMBER_KINDS | {"str"}
 _ARRAYS = frozenset({"jax", "numpy", "torch"})
 
@@ -68,63 +69,44 @@ def describe_template(names: Sequence[str], values: Sequence[Any]) -> list[LeafT
     """Describe the leaves of a template, or raise one error for all leaves that cannot be loaded."""
     templates: list[LeafTemplate] = []
     problems: list[tuple[str, str]] = []
-    describers: dict[type, Callable[[str, Any], LeafTemplate]] = {}  # a tree has few types
+    known: dict[type, Callable[[Any], TemplateFacts]] = {}  # a tree has few types
     for name, value in zip(names, values, strict=True):
-        describer = describers.get(type(value))
-        if describer is None:
-            describer = describers[type(value)] = _describer(value)
+        facts_of = known.get(type(value)) or known.setdefault(type(value), _facts_of(value))
         try:
-            templates.append(describer(name, value))
+            kind, shape, dtype, *more = facts_of(value)
+            templates.append(LeafTemplate(name, kind, shape, dtype, value, *more))
         except LeafProblem as problem:
             problems.append((name, str(problem)))
     report_problems(problems, "these leaves of the template cannot be loaded")
     return templates
 
 
-def _describer(value: Any) -> Callable[[str, Any], LeafTemplate]:
+def _facts_of(value: Any) -> Callable[[Any], TemplateFacts]:
     if isinstance(value, np.ndarray | np.generic):
-        return _describe_numpy
+        return _numpy_facts
     if is_jax_array(value) or is_jax_abstract(value):
-        return _describe_jax
-    if is_torch_tensor(value):
-        return _describe_torch
-    if isinstance(value, StaticLeaf):
-        return _describe_static
-    return _describe_python
+        return jax_leaves.template_facts
+    return torch_leaves.template_facts if is_torch_tensor(value) else _python_facts
 
 
-def _describe_numpy(name: str, value: Any) -> LeafTemplate:
+def _numpy_facts(value: Any) -> TemplateFacts:
     check_storable(value.dtype)
-    kind = "numpy" if isinstance(value, np.ndarray) else "numpy_scalar"
-    return LeafTemplate(name, kind, value.shape, value.dtype, value)
+    return "numpy" if isinstance(value, np.ndarray) else "numpy_scalar", value.shape, value.dtype
 
 
-def _describe_jax(name: str, value: Any) -> LeafTemplate:
-    kind, dtype, shape, variant = jax_leaves.template_facts(value)
-    sharding = jax_leaves.template_sharding(value)
-    return LeafTemplate(name, kind, shape, dtype, value, variant, jax_leaves.is_weak(value), sharding)
-
-
-def _describe_torch(name: str, value: Any) -> LeafTemplate:
-    kind, dtype, shape, variant = torch_leaves.template_facts(value)
-    return LeafTemplate(name, kind, shape, dtype, value, variant)
-
-
-def _describe_static(name: str, value: StaticLeaf) -> LeafTemplate:
-    return LeafTemplate(name, STATIC, None, None, value, value.name)
-
-
-def _describe_python(name: str, value: Any) -> LeafTemplate:
+def _python_facts(value: Any) -> TemplateFacts:
+    if isinstance(value, StaticLeaf):
+        return STATIC, None, None, value.name
     if value is ... or isinstance(value, LeafMetadata):
-        return LeafTemplate(name, "any", None, None, value)
+        return "any", None, None
     if value is None:
-        return LeafTemplate(name, "none", None, None, value)
+        return "none", None, None
     if not is_python_value(value):
         raise LeafProblem(
             f"is of type {class_name(value)}; templates are arrays, jax.ShapeDtypeStruct and Python values"
         )
     kinds = (bool, int, float, complex, str, bytes, set, frozenset)
-    return LeafTemplate(name, next(kind.__name__ for kind in kinds if isinstance(value, kind)), None, None, value)
+    return next(kind.__name__ for kind in kinds if isinstance(value, kind)), None, None
 
 
 def compare(template: LeafTemplate, saved: Saved, path: str | None = None) -> str | None:
@@ -474,10 +456,10 @@ def regrown(wanted: TreeDef | None, saved: TreeDef | None, name: str = "") -> Tr
     """Return the containers of a saved tree, with the classes of a template where it has the same containers."""
     if saved is None:
         return None
-    segments = key_segments(saved.keys, len(saved.children))
+    segments = saved.segments
     known: dict[str, TreeDef | None] = {}
     if wanted is not None:
-        known = dict(zip(key_segments(wanted.keys, len(wanted.children)), wanted.children, strict=True))
+        known = dict(zip(wanted.segments, wanted.children, strict=True))
     prefix = f"{name}." if name else ""
     if wanted is not None and wanted.kind == saved.kind and known.keys() == set(segments):
         found = dict(zip(segments, saved.children, strict=True))
@@ -489,10 +471,8 @@ def regrown(wanted: TreeDef | None, saved: TreeDef | None, name: str = "") -> Tr
             f"{format_path(name)}: {saved.label or saved.kind} with the keys {', '.join(segments)[:80]} (checkpoint), "
             "which the fresh state lacks, and which cannot be made without its class: make it in the fresh state"
         )
-    children = [
-        regrown(known.get(segment), child, prefix + segment)
-        for segment, child in zip(segments, saved.children, strict=True)
-    ]
+    pairs = zip(segments, saved.children, strict=True)
+    children = [regrown(known.get(segment), child, prefix + segment) for segment, child in pairs]
     return TreeDef(saved.kind, saved.keys, children, build or saved.build, saved.label)
 
 
@@ -518,10 +498,4 @@ def leaf_names(structure: TreeDef | None, name: str = "") -> list[str]:
     """Return the names of the leaves below a container, in their order."""
     if structure is None:
         return [name]
-    prefix = f"{name}." if name else ""
-    segments = key_segments(structure.keys, len(structure.children))
-    return [
-        found
-        for segment, child in zip(segments, structure.children, strict=True)
-        for found in leaf_names(child, prefix + segment)
-    ]
+    return [found for below, child in structure.named_children(name) for found in leaf_names(child, below)]
