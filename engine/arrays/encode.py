@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -181,17 +181,6 @@ def _gather(source: Source, box: Box) -> Bytes:
     return chunk.reshape(-1).view(np.uint8)
 
 
-class CompressedChunk(NamedTuple):
-    """Where a compressed chunk was written; its length in bytes includes its checksum."""
-
-    array: int
-    number: int
-    file: int
-    offset: int
-    length: int
-    checksum: int
-
-
 class ChunkToCompress(NamedTuple):
     """A chunk, by the numbers of its array and its own, and its level of compression."""
 
@@ -210,21 +199,24 @@ def write_compressed(
     awaited: threading.Event | None = None,
     *,
     group_chunks: int = 4096,  # that a thread takes at a time, at most
-) -> tuple[list[CompressedChunk], list[int]]:
-    """Compress chunks with several threads; write one file while the chunks of another are compressed."""
+) -> tuple[Integers, list[int]]:
+    """Compress chunks with several threads; write one file while the chunks of another are compressed.
+
+    Returns a row for each chunk, as `chunk_table` does, and the bytes of each file.
+    """
 
     def size(chunk: ChunkToCompress) -> int:
         return sources.specs[chunk.array].chunk_nbytes
 
     files_of = list(batches(chunks, size, min(_FILE_BYTES, layout.data_file_bytes)))
 
-    def write_batch(number: int) -> tuple[list[CompressedChunk], int]:
+    def write_batch(number: int) -> tuple[list[tuple[int, ...]], int]:
         stored = _compressed(files_of[number], sources, digests, awaited, group_chunks)
         segments, offsets, size = _lay_out(stored, layout.segment_bytes)
         file = first_file + number
         write(file, size, segments)
         rows = [
-            CompressedChunk(chunk.array, chunk.number, file, offset, len(data), checksum_after(data))
+            (chunk.array, chunk.number, file, offset, len(data), checksum_after(data))
             for chunk, offset, data in zip(files_of[number], offsets, stored, strict=True)
         ]
         return rows, size
@@ -232,7 +224,8 @@ def write_compressed(
     files = parallel_map(
         write_batch, range(len(files_of)), _FILES, beside=1, awaited=awaited, name="holdfast-compressed-file"
     )
-    return [row for rows, _ in files for row in rows], [size for _, size in files]
+    table = np.array([row for rows, _ in files for row in rows], np.int64).reshape(-1, 6)
+    return table, [size for _, size in files]
 
 
 def _compressed(
@@ -243,15 +236,15 @@ def _compressed(
     group_chunks: int,
 ) -> list[bytes]:
     """Compress chunks in groups of one size and level; return their bytes in the order of the batch."""
-    groups: list[list[int]] = []
-    current: dict[tuple[int, int], list[int]] = {}
-    for position, chunk in enumerate(batch):
-        nbytes = sources.specs[chunk.array].chunk_nbytes
-        group = current.get((nbytes, chunk.level))
-        if group is None or len(group) == group_chunks or (len(group) + 1) * nbytes > _GROUP_BYTES:
-            group = current[nbytes, chunk.level] = []
-            groups.append(group)
-        group.append(position)
+
+    def kind(position: int) -> tuple[int, int]:
+        return sources.specs[batch[position].array].chunk_nbytes, batch[position].level
+
+    groups = [
+        group
+        for (nbytes, _), alike in groupby(sorted(range(len(batch)), key=kind), kind)
+        for group in batches(alike, lambda _, nbytes=nbytes: nbytes, min(_GROUP_BYTES, group_chunks * nbytes))
+    ]
 
     def compress(group: Sequence[int]) -> list[bytes]:
         whole = []
@@ -263,13 +256,11 @@ def _compressed(
             whole.append(np.pad(data, (0, missing)) if missing else data)
         return compress_chunks(whole, batch[group[0]].level)
 
-    found: dict[int, bytes] = {}
     threads = min(_THREADS, CORES)
     compressed = parallel_map(
         compress, groups, threads, beside=max(1, CORES // 2), awaited=awaited, name="holdfast-compress"
     )
-    for group, stored in zip(groups, compressed, strict=True):
-        found.update(zip(group, stored, strict=True))
+    found = dict(zip(chain.from_iterable(groups), chain.from_iterable(compressed), strict=True))
     return [found[position] for position in range(len(batch))]
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from itertools import product
 from typing import Any
@@ -298,7 +299,8 @@ def _matching(
             for target in targets
         ]
     differences = []
-    containers: set[str] | None = None
+    are_saved = all(target.name in saved for target in targets)
+    containers = set() if are_saved else {name[: end.start()] for name in saved for end in re.finditer(r"\.", name)}
     for target, original in zip(targets, originals, strict=True):
         leaf = saved.get(target.name)
         if leaf is not None and target.name in selected:
@@ -308,7 +310,6 @@ def _matching(
         else:
             why = "not in the checkpoint" if leaf is None else "not selected"
             if leaf is None:
-                containers = _containers(saved) if containers is None else containers
                 why = "a container in the checkpoint" if target.name in containers else why
             difference = f"{format_path(target.name)}: expected {target} (template), {why}"
         if difference is not None:
@@ -326,16 +327,6 @@ def _matching(
             differences,
         )
     return [saved[target.name] for target in targets], list(targets)
-
-
-def _containers(names: Iterable[str]) -> set[str]:
-    found: set[str] = set()
-    for name in names:
-        above = name.rpartition(".")[0]
-        while above and above not in found:
-            found.add(above)
-            above = above.rpartition(".")[0]
-    return found
 
 
 def _values(

@@ -203,7 +203,7 @@ class TreeWriter:
                 added, more = write_compressed(
                     one, sources, layout, len(sizes), write_packed, shared.digests, member.awaited
                 )
-                table = np.concatenate((table, np.array(added, np.int64)))
+                table = np.concatenate((table, added))
                 sizes += more
             if self._reuse is not None:
                 self._reuse.note(shared, [path(number) for number in range(len(sizes))], sizes, table)

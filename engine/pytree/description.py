@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Sequence
-from functools import cache
 from operator import attrgetter, eq, itemgetter
 from typing import Any, NamedTuple
 
@@ -57,32 +56,28 @@ def describe(names: Sequence[str], values: Sequence[Any], *, pinned_bytes: int =
 
 def _describers(values: Sequence[Any], pinned_bytes: int) -> dict[type, _Describe]:
     """Start the copies of values to the host, where they are needed; return what describes those of each type."""
+    kinds = dict(zip(map(type, values), values, strict=True))  # a tree has few types
+    jax_kinds = {kind for kind, value in kinds.items() if is_jax_array(value) and not is_tracer(value)}
+    torch_kinds = {kind for kind, value in kinds.items() if is_torch_tensor(value)}
     describers: dict[type, _Describe] = {}
-    starts: dict[type, Callable[[Any], None]] = {}
-    of_jax = cache(lambda: JaxDescriber(pinned_bytes))
-    of_torch = cache(lambda: TorchDescriber(later=pinned_bytes > 0))
-    for kind, value in dict(zip(map(type, values), values, strict=True)).items():  # a tree has few types
-        if isinstance(value, np.ndarray | np.generic):
-            describers[kind] = describe_numpy
-        elif is_python_value(value):
-            describers[kind] = describe_python
-        elif isinstance(value, PackedNumbers):
-            describers[kind] = PackedNumbers.describe
-        elif isinstance(value, StaticLeaf):
-            describers[kind] = _describe_static
-        elif is_jax_array(value) and not is_tracer(value):
-            describers[kind] = of_jax().describe_key if is_key(value) else of_jax().describe
-            if of_jax().prefetches:
-                starts[kind] = of_jax().prepare
-        elif is_torch_tensor(value):
-            describers[kind] = of_torch().describe_distributed if is_dtensor(value) else of_torch().describe
-            starts[kind] = of_torch().prepare
-        else:
-            describers[kind] = _refuse
-    for value in values if starts else ():
-        if (start := starts.get(type(value))) is not None:
-            start(value)
-    return describers
+    if jax_kinds:
+        of_jax = JaxDescriber([value for value in values if type(value) in jax_kinds], pinned_bytes)
+        describers = {kind: of_jax.describe_key if is_key(kinds[kind]) else of_jax.describe for kind in jax_kinds}
+    if torch_kinds:
+        of_torch = TorchDescriber([value for value in values if type(value) in torch_kinds], later=pinned_bytes > 0)
+        for kind in torch_kinds:
+            describers[kind] = of_torch.describe_distributed if is_dtensor(kinds[kind]) else of_torch.describe
+    return describers | {kind: _describer(value) for kind, value in kinds.items() if kind not in describers}
+
+
+def _describer(value: Any) -> _Describe:
+    if isinstance(value, np.ndarray | np.generic):
+        return describe_numpy
+    if is_python_value(value):
+        return describe_python
+    if isinstance(value, PackedNumbers):
+        return PackedNumbers.describe
+    return _describe_static if isinstance(value, StaticLeaf) else _refuse
 
 
 _PASSED = LeafMetadata | PackedNumbers | StaticLeaf
@@ -224,7 +219,7 @@ class KnownLeaves:
             elif kind == "plain" and (type(value) is not int or isinstance(leaf, ArrayLeaf)):
                 group = self.plain  # an int of more than 64 bits is another kind of leaf
             group.append(position)
-        self._tensors = small_facts([values[position] for position in self.tensors])
+        self.tensor_facts = small_facts([values[position] for position in self.tensors])
         self._arrays = [_ARRAY_FACTS(values[position]) for position in self.arrays]
         self._whole = WholeArrays([values[position] for position in self.whole])
         self._others = [_facts(leaves[position]) for position in self.others]
@@ -242,7 +237,7 @@ class KnownLeaves:
         arrays, tensors = list(map(get, self.arrays)), list(map(get, self.tensors))
         if not all(map(eq, map(_ARRAY_FACTS, arrays), self._arrays)):
             return None
-        if tensors and not have_facts(tensors, self._tensors):
+        if tensors and not have_facts(tensors, self.tensor_facts):
             return None
         plain = list(map(get, self.plain))
         if any(type(value) is int and value not in INT64 for value in plain):
@@ -259,10 +254,6 @@ class KnownLeaves:
         if list(map(_facts, others)) != self._others:
             return None
         return TakenLeaves(tensors, arrays, [*copies.wait(), *plain], others)
-
-    @property
-    def tensor_facts(self) -> Sequence[tuple[Any, ...]]:
-        return self._tensors
 
     @property
     def held(self) -> list[int]:

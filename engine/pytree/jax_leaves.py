@@ -53,31 +53,41 @@ def is_tracer(value: Any) -> bool:
 
 
 class JaxDescriber:
-    """Describes the jax arrays of one tree: where it `prefetches`, `prepare` all of them before the first.
+    """Describes the jax arrays of one tree; all copies from devices are under way before one is waited for.
 
-    At most `pinned_bytes` of arrays are left in pinned memory, for a snapshot to read later.
+    At most ``pinned_bytes`` of arrays are left in pinned memory, for a snapshot to read later.
     """
 
-    def __init__(self, pinned_bytes: int = 0) -> None:
-        jax: Any = loaded("jax")
-        self._jax = jax
+    def __init__(self, values: Sequence[Any], pinned_bytes: int = 0) -> None:
+        self._jax: Any = loaded("jax")
         self._shardings: dict[int, _ShardingInfo] = {}
-        self._pinned_bytes = pinned_bytes
-        self._waiting: list[tuple[int, Any]] = []  # arrays of one device, with the id of the array they are a part of
-        self._hosted: dict[int, list[Any]] = {}  # the same parts on the host, by that id
-        self.prefetches: bool = jax.default_backend() != "cpu" or bool(PINNED_PLATFORMS & {"cpu"})
+        self._hosted: dict[int, list[Any]] = {}  # what each device has of an array, by the id of that
+        parts: list[tuple[int, Any]] = []
+        if self._jax.default_backend() != "cpu" or "cpu" in PINNED_PLATFORMS:
+            for value in values:
+                with contextlib.suppress(LeafProblem):  # raised again for the leaf
+                    parts += [(id(value), part) for part in self._parts(self._data_of(value))]
+        self._owners = [number for number, _ in parts]
+        self._copies: HostCopies | None = HostCopies([part for _, part in parts], pinned_bytes)
 
-    def prepare(self, value: Any) -> None:
-        found = self._data_of(value) if is_key(value) else value
-        if found.is_deleted():
-            return
-        whole = self._sharding(found).whole
-        self._waiting += [(id(value), data) for data in ([found] if whole else [data for _, data in _shards(found)])]
+    def _parts(self, value: Any) -> list[Any]:
+        """Return the arrays of one device that are copied."""
+        if value.is_deleted():
+            return []
+        return [value] if self._sharding(value).whole else [data for _, data in _shards(value)]
+
+    def _fetched(self, value: Any) -> list[Any] | None:
+        """Return the host copies of what the devices have of an array; None if none was started."""
+        if self._copies is not None:
+            for number, array in zip(self._owners, self._copies.wait(), strict=True):
+                self._hosted.setdefault(number, []).append(array)
+            self._copies = None
+        return self._hosted.get(id(value))
 
     def describe(self, value: Any) -> ArrayLeaf:
-        return self._fetched(value, value) if self.prefetches else self._described(value)
+        return self._described(value, self._fetched(value))
 
-    def _described(self, value: Any, hosted: Sequence[Any] | None = None) -> ArrayLeaf:
+    def _described(self, value: Any, hosted: Sequence[Any] | None) -> ArrayLeaf:
         """Describe an array; what each device holds of it may have been copied to the host before."""
         sharding = self._shardings.get(id(value.sharding)) or self._sharding(value)
         kind = ArrayLeaf if hosted is None else PinnedLeaf
@@ -94,30 +104,20 @@ class JaxDescriber:
         parts = None if sharding.local else parts_of(sharding.sharding, value.shape)
         return kind(np.dtype(value.dtype), value.shape, pieces, False, sharding.details_of(value), parts)
 
-    def _fetched(self, value: Any, prepared: Any) -> ArrayLeaf:
-        """Describe a prepared array, or the keys whose data it is, from the host copies."""
-        if self._waiting:
-            self._fetch()
-        return self._described(value, self._hosted.get(id(prepared)))
-
-    def _fetch(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        arrays = HostCopies([data for _, data in waiting], self._pinned_bytes).wait()
-        for (number, _), array in zip(waiting, arrays, strict=True):
-            self._hosted.setdefault(number, []).append(array)
-
     def describe_key(self, value: Any) -> ArrayLeaf:
         """Describe an array of typed keys, stored as its key data."""
         try:
-            leaf = self._fetched(self._data_of(value), value)
+            leaf = self._described(self._data_of(value), self._fetched(value))
         except RuntimeError as error:
             raise _deleted(value, error) from error
         leaf.details = {**leaf.details, "kind": "key", "impl": str(self._jax.random.key_impl(value))}
         return leaf
 
-    def _data_of(self, keys: Any) -> Any:
+    def _data_of(self, value: Any) -> Any:
         """Return the jax array in typed keys. With jax 0.5, keys may hold the numpy array that they were made of."""
-        data = self._jax.random.key_data(keys)
+        if not is_key(value):
+            return value
+        data = self._jax.random.key_data(value)
         return self._jax.numpy.asarray(data) if isinstance(data, np.ndarray) else data
 
     def _sharding(self, value: Any) -> _ShardingInfo:

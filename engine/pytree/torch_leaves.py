@@ -41,17 +41,19 @@ def is_dtensor(value: Any) -> bool:
 
 
 class TorchDescriber:
-    """Describes the tensors of one tree once all are prepared; a snapshot that follows copies, `later`, what it can."""
+    """Describes the tensors of one tree; a snapshot that follows copies, ``later``, what it can."""
 
-    def __init__(self, *, later: bool = False) -> None:
+    def __init__(self, values: Sequence[Any], *, later: bool = False) -> None:
         self._torch: Any = loaded("torch")
         self._later = later
         self._copies: dict[int, Any] = {}
         self._devices: set[Any] = set()
         self._left = BYTES_AT_ONCE
         self._axes: dict[Mesh, set[int]] = {}  # axes of each root mesh over which DTensors of the tree are spread
+        for value in values:
+            self._prepare(value)
 
-    def prepare(self, value: Any) -> None:
+    def _prepare(self, value: Any) -> None:
         if is_dtensor(value) and (place := _place_in_root(value.device_mesh)) is not None:
             self._axes.setdefault(place[0], set()).update(place[1])
         if value.device.type not in HOST_DEVICES and _why_not(value) is None:
