@@ -28,7 +28,7 @@ def install_command(*extras: str) -> str:
 def _origin() -> dict[str, Any]:
     """Return what pip notes about a distribution that it has not taken from an index (PEP 610); empty if it has."""
     folder = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-    if os.path.exists(os.path.join(folder, "pyproject.toml")):  # a checkout, which may be on the path without an installation
+    if os.path.exists(os.path.join(folder, "pyproject.toml")):  # a checkout on the path, perhaps not installed
         return {"url": f"file://{folder}", "dir_info": {"editable": True}}
     from importlib.metadata import PackageNotFoundError, distribution  # imported lazily: only errors need it
 

@@ -307,7 +307,8 @@ class StepSaver:
     def save(self, reason: str, *, reported: bool = False) -> bool:
         """Save the last step in the background, also if the save before it has failed, which then raises an error.
 
-        ``reported`` says that this is the call of ``on_step`` that has reported the step. Return False if the step has a folder that is no checkpoint.
+        ``reported`` says that this is the call of ``on_step`` that has reported the step. Return False if the step has
+        a folder that is no checkpoint.
         """
         last, step = self._last, self._last.step
         assert step is not None
