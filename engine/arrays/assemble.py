@@ -233,11 +233,6 @@ class Assembly:
         view = found[part.within(box)]
         return view.reshape(-1).view(np.uint8) if view.flags.c_contiguous and view.flags.writeable else None
 
-    def accept_placed(self, array: int, chunk: int, values: Bytes, checksum: Bytes, indexed: int) -> str:
-        """Verify a chunk that was received in its place; return what is wrong with it, or ""."""
-        problem = self.decoders[array].check(values, checksum, indexed)
-        return f"chunk {chunk} {problem}" if problem else ""
-
     def accept_many(
         self, chunks: ChunkTable, rows: range, base: int, data: Bytes, kept: bool
     ) -> Iterator[tuple[int, str]]:

@@ -117,17 +117,12 @@ def open_folder(
     return folder_in_memory(place, found), {path: FileRecord(len(content)) for path, content in found.items()}
 
 
-def check_file(place: Location, known: FileRecord) -> None:
-    """Read a file and compare it with the commit record."""
-    FileCheck(known).check(place)
-
-
 def check_files(folder: Location, files: Mapping[str, FileRecord]) -> None:
     """Read all files of an item and compare them with the commit record."""
     problems = []
     for path, known in files.items():
         try:
-            check_file(folder / path, known)
+            FileCheck(known).check(folder / path)
         except DamagedCheckpointError as error:
             problems.append(str(error))
     if problems:
