@@ -215,7 +215,7 @@ def write_compressed(
         segments, offsets, size = _lay_out(stored, layout.segment_bytes)
         file = first_file + number
         write(file, size, segments)
-        rows = [
+        rows: list[tuple[int, ...]] = [
             (chunk.array, chunk.number, file, offset, len(data), checksum_after(data))
             for chunk, offset, data in zip(files_of[number], offsets, stored, strict=True)
         ]
@@ -243,7 +243,7 @@ def _compressed(
     groups = [
         group
         for (nbytes, _), alike in groupby(sorted(range(len(batch)), key=kind), kind)
-        for group in batches(alike, lambda _, nbytes=nbytes: nbytes, min(_GROUP_BYTES, group_chunks * nbytes))
+        for group in batches(alike, lambda position: kind(position)[0], min(_GROUP_BYTES, group_chunks * nbytes))
     ]
 
     def compress(group: Sequence[int]) -> list[bytes]:

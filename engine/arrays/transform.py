@@ -20,7 +20,6 @@ from ..pytree import (
     Call,
     Computed,
     Flattened,
-    Kept,
     Key,
     LeafMetadata,
     LeafRequest,
@@ -210,7 +209,7 @@ class _Loader:
         self._new = new
         self._origins = origins
         self._cache = LeafCache(source)
-        needed = [number for number, origin in enumerate(origins) if not isinstance(origin, Kept)]
+        needed = [number for number, origin in enumerate(origins) if origin is not None]
         described = describe_template(
             [new.names[number] for number in needed], [new.values[number] for number in needed]
         )
@@ -252,7 +251,7 @@ class _Loader:
         differences = []
         for number, origin in enumerate(self._origins):
             name, value = self._new.names[number], self._new.values[number]
-            if isinstance(origin, Kept) and not has_values(value):
+            if origin is None and not has_values(value):
                 differences.append(
                     f"{format_path(name)}: expected a value, found only a shape and dtype in the new tree"
                 )

@@ -118,7 +118,6 @@ from .torch_leaves import tensors_over as tensors_over
 from .torch_leaves import with_strides as with_strides
 from .transform import Call as Call
 from .transform import Computed as Computed
-from .transform import Kept as Kept
 from .transform import Origin as Origin
 from .transform import OriginalTree as OriginalTree
 from .transform import Taken as Taken

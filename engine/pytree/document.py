@@ -215,38 +215,35 @@ def _decode_node(document: Any, name: str, names: list[str], known: _Keys, depth
 def _decode_keys(stored: Any, name: str, known: _Keys) -> tuple[list[Key], list[str]]:
     if not isinstance(stored, list):
         raise _damaged(name, "has no list of keys")
-    texts = tuple([item for item in stored if isinstance(item, str)])
-    are_texts = len(texts) == len(stored)
-    if are_texts and texts in known:
+    texts = tuple(stored) if all(isinstance(item, str) for item in stored) else None
+    if texts is not None and texts in known:
         return known[texts]
-    keys: list[Key] = []
-    segments: list[str] = []
     try:
-        unescaped = iter(unescape_keys(texts))
+        if texts is not None:
+            keys: list[Key] = [*unescape_keys(texts)]
+            segments = [*texts]
+        else:
+            pairs = [_decode_key(item) for item in stored]
+            keys, segments = [key for key, _ in pairs], [segment for _, segment in pairs]
     except ValueError as error:
         raise _damaged(name, f"has a key that no save writes: {error}") from error
-    if are_texts:
-        keys, segments, stored = list(unescaped), list(texts), ()
-    for item in stored:
-        if isinstance(item, str):
-            keys.append(next(unescaped))
-            segments.append(item)
-        elif isinstance(item, int) and -(1 << 63) <= item < 1 << 63:
-            keys.append(item)
-            segments.append(str(item))
-        elif isinstance(item, list):
-            try:
-                keys.append(plain_key(_decode_tuple(item)))
-            except ValueError as error:
-                raise _damaged(name, f"has the key {item!r:.80}: {error}") from error
-            segments.append(escape_key(repr(keys[-1])))
-        else:
-            raise _damaged(name, f"has the key {item!r:.80}; keys are str, int or lists of them")
     if len(set(segments)) != len(segments) or (keys != segments and len(set(keys)) != len(keys)):
         raise _damaged(name, "has two keys that are the same")
-    if are_texts:
+    if texts is not None:
         known[texts] = keys, segments
     return keys, segments
+
+
+def _decode_key(stored: Any) -> tuple[Key, str]:
+    """Return a stored key, and what it adds to the names of leaves."""
+    if isinstance(stored, str):
+        return unescape_key(stored), stored
+    if isinstance(stored, int) and -(1 << 63) <= stored < 1 << 63:
+        return stored, str(stored)
+    if isinstance(stored, list):
+        key = plain_key(_decode_tuple(stored))
+        return key, escape_key(repr(key))
+    raise ValueError(f"{stored!r:.80}; keys are str, int or lists of them")
 
 
 def _damaged(name: str, what: str) -> DamagedCheckpointError:

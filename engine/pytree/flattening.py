@@ -18,6 +18,7 @@ from .containers import NnxObjects, expand
 from .leaves import (
     MIXED,
     NUMBERS,
+    PLAIN,
     ArrayLeaf,
     Details,
     LeafMetadata,
@@ -37,9 +38,8 @@ MAX_DEPTH = 200  # levels of containers; deeper trees are errors, as code that w
 
 _LARGEST_KEY = 1 << 63  # integer keys have 64 bits
 _DEEPEST_KEY = 8  # levels of tuples in a key
-_SCALARS = (type(None), bool, int, float, complex, str, bytes, set, frozenset)
 # The array types of the frameworks in use are added to these.
-_LEAF_TYPES: set[type] = {*_SCALARS, np.ndarray, LeafMetadata, StaticLeaf}
+_LEAF_TYPES: set[type] = {*PLAIN, set, frozenset, np.ndarray, LeafMetadata, StaticLeaf}
 
 
 @dataclass(slots=True)
@@ -141,12 +141,8 @@ def is_leaf(value: Any) -> bool:
         return True
     if isinstance(value, np.ndarray | np.generic | str | bytes | int | float | complex):
         return True  # subclasses; not remembered, as a program may make classes without end
-    if is_jax_array(value):
-        if kind.__module__.startswith("jaxlib"):  # the one concrete array type; not tracers and keys
-            _LEAF_TYPES.add(kind)
-        return True
-    if is_torch_tensor(value):
-        if kind.__module__.startswith("torch"):
+    if is_jax_array(value) or is_torch_tensor(value):
+        if kind.__module__.startswith(("jaxlib", "torch")):  # not tracers, keys and classes of the program
             _LEAF_TYPES.add(kind)
         return True
     return is_jax_abstract(value)

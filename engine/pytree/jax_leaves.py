@@ -11,7 +11,7 @@ import contextlib
 import importlib
 import logging
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from operator import attrgetter, eq, is_
 from typing import Any, NamedTuple
 
@@ -59,7 +59,7 @@ class JaxDescriber:
     """
 
     def __init__(self, values: Sequence[Any], pinned_bytes: int = 0) -> None:
-        self._jax: Any = loaded("jax")
+        self._jax: Any = required("jax")
         self._shardings: dict[int, _ShardingInfo] = {}
         self._hosted: dict[int, list[Any]] = {}  # what each device has of an array, by the id of that
         parts: list[tuple[int, Any]] = []
@@ -163,17 +163,9 @@ class WholeArrays:
         return HostCopies(arrays, pinned_bytes)
 
     def _equal(self, shardings: Sequence[Any]) -> bool:
-        known: dict[int, Details | None] = {}
-
-        def details(sharding: Any) -> Details | None:
-            if id(sharding) not in known:
-                known[id(sharding)] = _describe_sharding(sharding) if is_whole(sharding) else None
-            return known[id(sharding)]
-
-        return all(
-            one is other or details(one) == details(other)
-            for one, other in zip(shardings, self._shardings, strict=True)
-        )
+        details = cache(lambda sharding: _describe_sharding(sharding) if is_whole(sharding) else None)
+        pairs = zip(shardings, self._shardings, strict=True)
+        return all(one is other or details(one) == details(other) for one, other in pairs)
 
 
 class HostCopies:

@@ -55,9 +55,6 @@ def loaded(name: str) -> Any | None:
 
 def required(name: str) -> Any:
     """Return a module that the caller requested by name, and import it if needed."""
-    module = loaded(name)
-    if module is not None:
-        return module
     try:
         return importlib.import_module(name)
     except ImportError as error:

@@ -200,9 +200,9 @@ class _Inexact(ValueError):  # noqa: N818 - becomes one line of a TreeMismatchEr
 def materialize(
     templates: Sequence[LeafTemplate | None],
     saved: Sequence[Saved],
-    arrays: Sequence[NDArray[Any] | None],
+    arrays: list[NDArray[Any] | None],
     names: Sequence[str],
-    parts: Mapping[int, tuple[Partition, Sequence[NDArray[Any]]]] = MappingProxyType({}),
+    parts: Mapping[int, tuple[Partition, list[NDArray[Any]]]] = MappingProxyType({}),
 ) -> list[Any]:
     """Make the leaves of saved values; raise one error for all that cannot be made exactly as asked.
 
@@ -235,13 +235,17 @@ def materialize(
                 else:
                     fitted = [_fitted(template, leaf, piece, name) for piece in part[1]]
                     pieces = [_sized(*piece) for piece in zip(fitted, *part[0], strict=True)]
-                if template.cast:  # a copy was made: the next one can use the memory
-                    _forget(arrays, index)
-                    _forget(() if part is None else part[1], slice(None))
+                    if template.cast:  # a copy was made: the next one can use the memory
+                        part[1].clear()
+                if template.cast:
+                    arrays[index] = None
                 if template.kind in _OF_JAX:
                     facts = _on_devices(template, leaf), template.shape, template.dtype
                     is_weak = template.weak and template.kind == "jax"
-                    for_jax[index] = jax_leaves.NewArray(*facts, pieces, _implementation(template), is_weak)
+                    implementation = template.variant if template.kind == "key" else None
+                    if implementation is not None and template.leaf is not None:
+                        implementation = jax_leaves.implementation_of(template.leaf)
+                    for_jax[index] = jax_leaves.NewArray(*facts, pieces, implementation, is_weak)
                 elif template.kind == "torch":
                     results[index] = _torch(template, pieces, leaf.details.get(torch_leaves.STRIDES))
                 else:
@@ -254,17 +258,6 @@ def materialize(
         for index, value in zip(for_jax, jax_leaves.put(list(for_jax.values())), strict=True):
             results[index] = value
     return results
-
-
-def _forget(arrays: Sequence[Any], which: Any) -> None:
-    if isinstance(arrays, list):
-        arrays[which] = [] if isinstance(which, slice) else None
-
-
-def _implementation(template: LeafTemplate) -> Any:
-    if template.kind != "key":
-        return None
-    return template.variant if template.leaf is None else jax_leaves.implementation_of(template.leaf)
 
 
 def _is_as_read(leaf: Saved) -> bool:
@@ -328,7 +321,7 @@ def _same(one: NDArray[Any], other: NDArray[Any]) -> bool:
 
 def _part(
     template: LeafTemplate, leaf: Saved, array: NDArray[Any] | None
-) -> tuple[Partition, Sequence[NDArray[Any]]] | None:
+) -> tuple[Partition, list[NDArray[Any]]] | None:
     """Return the partition of a leaf, where it has one, and its parts of a whole array."""
     try:
         cut = partition(template, leaf)

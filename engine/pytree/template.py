@@ -40,6 +40,7 @@ from .names import escape_key, format_path
 TemplateFacts = tuple[Any, ...]  # kind, shape, dtype, and what follows the leaf in `LeafTemplate`
 _VALUES = NUMBER_KINDS | {"str"}
 _ARRAYS = frozenset({"jax", "numpy", "torch"})
+_SAVED_ARRAYS = _ARRAYS | {"numpy_scalar"}
 
 
 @dataclass(slots=True)
@@ -147,20 +148,16 @@ def compare_metadata(name: str, wanted: LeafMetadata, saved: Saved) -> str | Non
 
 def _fits(template: LeafTemplate, saved: Saved) -> bool:
     wanted, kind = template.kind, saved.kind
-    if wanted in NUMBER_KINDS:
-        number = _saved_number(saved)
-        return number == wanted or (template.cast and _castable(number, wanted))
+    if wanted in NUMBER_KINDS or kind in NUMBER_KINDS:
+        asked, number = _number_of(template), _number_of(saved)
+        return asked is not None and (number == asked or (template.cast and _castable(number, asked)))
     if template.dtype is None:
         return wanted == kind and (wanted != STATIC or template.variant == saved.variant)
-    if kind in NUMBER_KINDS:
-        number = number_kind(template.dtype)
-        same = number == kind or (template.cast and _castable(kind, number))
-        return template.variant is None and template.shape == () and same
     if kind not in ARRAY_KINDS and kind != "numpy_scalar" and not saved.is_number_array:
         return False
     if saved.dtype is None or template.variant != saved.variant or (wanted == "key") != (kind == "key"):
         return False
-    if template.shape != saved.shape and not (template.resize and _same_axes(template.shape, saved.shape)):
+    if template.shape != saved.shape and not (template.resize and len(template.shape or ()) == len(saved.shape or ())):
         return False
     cast = template.cast and _castable(number_kind(saved.dtype), number_kind(template.dtype))
     return cast or _same_dtype(template.dtype, saved.dtype)
@@ -181,23 +178,17 @@ def _castable(one: str | None, other: str | None) -> bool:
     return one is not None and other is not None and (one != "complex" or other == "complex")
 
 
-def _same_axes(one: tuple[int, ...] | None, other: tuple[int, ...] | None) -> bool:
-    return one is not None and other is not None and len(one) == len(other)
-
-
 def _same_dtype(one: np.dtype[Any], other: np.dtype[Any]) -> bool:
     """Whether two dtypes have the same values, in any byte order."""
     return one == other or one.newbyteorder("=") == other.newbyteorder("=")
 
 
-def _saved_number(saved: Saved) -> str | None:
-    """Return the kind of Python number that a saved leaf can be read as, or None."""
-    if saved.kind in NUMBER_KINDS:
-        return saved.kind
-    is_array = saved.kind in ARRAY_KINDS or saved.kind == "numpy_scalar"
-    if is_array and saved.kind != "key" and saved.shape == () and saved.dtype is not None and saved.variant is None:
-        return number_kind(saved.dtype)
-    return None
+def _number_of(leaf: LeafTemplate | Saved) -> str | None:
+    """Return the kind of Python number that a leaf is or can be read as, or None."""
+    if leaf.kind in NUMBER_KINDS:
+        return leaf.kind
+    is_plain = leaf.kind in _SAVED_ARRAYS and leaf.shape == () and leaf.variant is None
+    return number_kind(leaf.dtype) if is_plain and leaf.dtype is not None else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,7 +295,6 @@ def _changed(template: LeafTemplate, kind: str, request: LeafRequest) -> LeafTem
 # new fresh state has the same types, the program is unchanged, and the leaf is restored as it was saved: array or
 # number, weak or strong, with its dtype and shape. Where they differ, the program has changed.
 
-_SAVED_ARRAYS = frozenset({"numpy", "numpy_scalar", "jax", "torch"})
 _KNOWN = NUMBER_KINDS | _SAVED_ARRAYS | {"key"}  # kinds whose dtype and shape count; of the others, the kind alone
 _PLAIN = frozenset({"dict", "list", "tuple"})  # containers that can be made without their class
 _PLAIN_WITH_LABEL = frozenset({"deque", "default_dict", "ordered_dict", "counter"})

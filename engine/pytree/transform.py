@@ -133,11 +133,6 @@ class OriginalTree:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """The leaf of the new tree stays."""
-
-
-@dataclass(frozen=True, slots=True)
 class Taken:
     """A leaf of the new tree that is a leaf or container of the original tree."""
 
@@ -200,7 +195,7 @@ class Computed:
     name: str
 
 
-Origin = Kept | Taken | Computed  # the source of a leaf of the new tree
+Origin = Taken | Computed | None  # the source of a leaf of the new tree, or None where that stays
 
 
 def evaluate(
@@ -253,7 +248,7 @@ class _Planner:
         if value is None:
             if match is not None and match.rule.key == path and not match.rule.transform.use_fallback:
                 self._problem(path, "expected a place for a value, found None, which stays; write ... instead", match)
-            return Kept()
+            return None
         if match is None:
             if self._default_to_original and self._is_there(path, value):
                 return self._taken(path, path, value, None)
@@ -286,7 +281,7 @@ class _Planner:
     def _kept(self, path: str, value: Any, why: str, match: _Match | None = None) -> Origin:
         if value is ...:
             self._problem(path, f"expected a value, found only a placeholder in the new tree, and {why}", match)
-        return Kept()
+        return None
 
     def _taken(self, path: str, source: str, value: Any, match: _Match | None) -> Origin:
         function = None if match is None else match.rule.transform.value_fn
@@ -296,7 +291,7 @@ class _Planner:
             if function is not None and source == path:
                 why += "; value_fn is given the value at this key: add original_key=, or use multi_value_fn"
             self._problem(path, f"expected a value, {why}", match)
-            return Kept()
+            return None
         start, stop, container = found
         if value is not ... and container is not None and function is None:
             self._problem(
