@@ -5,6 +5,7 @@ from .checkpointer import Checkpointer as Checkpointer
 from .checkpointer import PyTreeCheckpointer as PyTreeCheckpointer
 from .checkpointer import start_save as start_save
 from .commit import PendingCheckpoint as PendingCheckpoint
+from .commit import commit_protocol as commit_protocol
 from .commit import write_record as write_record
 from .copying import CopiedFiles as CopiedFiles
 from .copying import CopyProgress as CopyProgress
@@ -25,7 +26,6 @@ from .save import ItemToSave as ItemToSave
 from .save import Save as Save
 from .save import SaveReport as SaveReport
 from .save import leave_save as leave_save
-from .save import pending_checkpoint as pending_checkpoint
 from .stored import OtherItems as OtherItems
 from .stored import OwnItems as OwnItems
 from .stored import StoredItems as StoredItems

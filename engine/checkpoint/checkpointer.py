@@ -11,11 +11,7 @@ from ..clock import Clock, Duration, SystemClock, seconds
 from ..distributed import Coordinator, ProcessGroup
 from ..errors import CheckpointNotFoundError, StateError
 from ..format import ITEM, CheckpointRecord, ItemRecord
-from ..handlers import (
-    AsyncCheckpointHandler,
-    CheckpointHandler,
-    PyTreeCheckpointHandler,
-)
+from ..handlers import AsyncCheckpointHandler, CheckpointHandler, PyTreeCheckpointHandler
 from ..peer_names import refuse_unknown
 from ..sources import is_ours, recognise
 from ..steps import read_steadily

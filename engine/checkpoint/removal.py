@@ -156,7 +156,9 @@ def _sweep(location: Location, parts: CommitParts, locks: Mapping[str, SaveLock]
             (location / PARTIAL).remove()
         return False
     if not tells:
-        _announce(location, record, folders)
+        # The marker of a deletion names the record that is kept and the folders that are removed.
+        kept = None if record is None else record.identity
+        (location / DELETED).write_bytes(marker_content(os.urandom(16).hex(), folders, record=kept))
         if PARTIAL in names:
             (location / PARTIAL).remove()
         if _has_changed(location, record):  # a save was committed meanwhile
@@ -183,12 +185,6 @@ def _sweep(location: Location, parts: CommitParts, locks: Mapping[str, SaveLock]
     if tells and PARTIAL in names:  # Otherwise, a save that has begun since has written it.
         (location / PARTIAL).remove()
     return False
-
-
-def _announce(location: Location, record: CheckpointRecord | None, folders: Sequence[str]) -> None:
-    """Leave the marker of a deletion, with the record that it keeps and the folders that it removes."""
-    kept = None if record is None else record.identity
-    (location / DELETED).write_bytes(marker_content(os.urandom(16).hex(), folders, record=kept))
 
 
 def _has_changed(location: Location, record: CheckpointRecord | None) -> bool:

@@ -18,6 +18,7 @@ from .files import last_bytes as last_bytes
 from .files import read_json as read_json
 from .files import read_object as read_object
 from .files import read_optional as read_optional
+from .files import refuse_leaves as refuse_leaves
 from .files import replacing as replacing
 from .files import total_bytes as total_bytes
 from .merging import read_merged as read_merged

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..arrays import read_checked
-from ..errors import CheckpointExistsError, DamagedCheckpointError, ObjectNotFoundError
+from ..arrays import TreeSource, read_checked
+from ..errors import CheckpointExistsError, DamagedCheckpointError, ObjectNotFoundError, UnsupportedLeafError
 from ..storage import TEMPORARY_PREFIX, Entry, Location
 
 _JSON_LIMIT = 512 << 20  # bytes
@@ -85,6 +85,13 @@ def last_bytes(place: Location, count: int) -> bytes:
     with place.open_data() as file:
         start = max(0, file.size - count)
         return file.read(start, file.size - start).tobytes()
+
+
+def refuse_leaves(source: TreeSource, what: str, problems: Sequence[str]) -> None:
+    """Refuse an export of leaves that another format cannot store, if there are any; the error names all of them."""
+    if problems:
+        headline = f"{source.location} cannot be stored in {what}; nothing was written:"
+        raise UnsupportedLeafError("\n  ".join([headline, *problems]))
 
 
 def check_destination(destination: Location, *, overwrite: bool) -> None:

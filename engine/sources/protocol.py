@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import abc
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import CheckpointNotFoundError, OptionError
@@ -147,21 +148,34 @@ class CheckpointSource(Protocol):
 
 
 class SingleTree(CheckpointSource):
-    """A checkpoint that is one tree and nothing else."""
+    """A checkpoint that is one tree and nothing else; functions give what is not known before it is needed."""
 
     def __init__(
-        self, format_name: str, location: Location, source: TreeSource, nbytes: int, step: int | None = None
+        self,
+        format_name: str,
+        location: Location,
+        source: TreeSource | Callable[[], TreeSource],
+        nbytes: int | Callable[[], int],
+        step: int | None = None,
+        time: Callable[[], float | None] = lambda: None,
     ) -> None:
         self.format = format_name
         self.location = location
         self.items = {ITEM: TREE}
         self.step = step
-        self.source = source
-        self._nbytes = nbytes
+        self._source, self._nbytes, self._time = source, nbytes, time
 
-    @property
+    @cached_property
+    def source(self) -> TreeSource:
+        return self._source() if callable(self._source) else self._source
+
+    @cached_property
     def nbytes(self) -> int:
-        return self._nbytes
+        return self._nbytes() if callable(self._nbytes) else self._nbytes
+
+    @cached_property
+    def time(self) -> float | None:
+        return self._time()
 
     def tree(self, item: str) -> TreeSource:
         return self.source

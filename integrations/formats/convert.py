@@ -50,6 +50,7 @@ _logger = logging.getLogger("holdfast")
 
 _BATCH = 32 << 20  # bytes of leaves that are read together
 _KEPT = 8  # batches in memory: one for each writing thread
+_LARGE_BATCH = 256 << 20  # bytes of leaves that are read together where all of them are kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,16 +253,37 @@ def _write_file(tree: TreeSource, target: Location, to: ExportFormat, overwrite:
             f"{tree.location}: {', '.join(external[:8])} cannot be exported: only their handlers read these leaves; "
             "leave them out of the tree. Nothing was written"
         )
-    if to == "torch":
-        from .torch.files import export_torch as write
-    elif to == "dcp":
-        from .torch.dcp_export import export_dcp as write
-    else:
-        from .safetensors import export_safetensors as write
     nbytes = sum(leaf.nbytes for leaf in tree.leaves)
     progress.expect(nbytes)
     with Portion(progress, nbytes, nbytes) as portion:
-        write(tree, target, overwrite=overwrite, advance=portion.advance)
+        source = _InBatches(tree, portion.advance)
+        if to == "dcp":
+            from .torch.dcp_export import export_dcp
+
+            export_dcp(source, target)
+        elif to == "torch":
+            from .torch.files import export_torch
+
+            export_torch(source, target, overwrite=overwrite)
+        else:
+            from .safetensors import export_safetensors
+
+            export_safetensors(source, target, overwrite=overwrite)
+
+
+class _InBatches(PartialTree):
+    """A tree that is read in batches and reports its progress."""
+
+    def __init__(self, source: TreeSource, advance: Callable[[int], None]) -> None:
+        super().__init__(source, {leaf.name: leaf for leaf in source.leaves}, source.tree)
+        self._advance = advance
+
+    def read_leaves(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
+        found = []
+        for batch in batches(leaves, lambda leaf: leaf.nbytes, _LARGE_BATCH):
+            found += super().read_leaves(batch)
+            self._advance(sum(leaf.nbytes for leaf in batch))
+        return found
 
 
 def _import(
@@ -411,18 +433,15 @@ class _Loader:
         found = self._loaded.get(number)
         if found is None:
             with self._reading:  # Sources need not be thread-safe.
-                found = self._loaded.get(number) or self._read_batch(number)
+                found = self._loaded.get(number)
+                if found is None:
+                    batch = self._batches[number]
+                    pairs = zip(batch, self._source.read_leaves(batch), strict=True)
+                    found = self._loaded[number] = {leaf.name: array for leaf, array in pairs if array is not None}
+                    self._advance(sum(leaf.nbytes for leaf in batch))
+                    if len(self._loaded) > self._kept:
+                        del self._loaded[next(iter(self._loaded))]
         return found[name]
-
-    def _read_batch(self, number: int) -> dict[str, NDArray[Any]]:
-        batch = self._batches[number]
-        arrays = self._source.read_leaves(batch)
-        found = {leaf.name: array for leaf, array in zip(batch, arrays, strict=True) if array is not None}
-        self._advance(sum(leaf.nbytes for leaf in batch))
-        self._loaded[number] = found
-        if len(self._loaded) > self._kept:
-            del self._loaded[next(iter(self._loaded))]
-        return found
 
 
 @dataclass(frozen=True, slots=True)

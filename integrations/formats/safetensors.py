@@ -27,7 +27,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...engine.arrays import SavedLeaf, TreeSource, batches, naming
-from ...engine.clock import UNHEARD
 from ...engine.errors import DamagedCheckpointError, ObjectNotFoundError, UnsupportedLeafError
 from ...engine.pytree import Saved, format_path, from_document, split, to_document
 from ...engine.sources import (
@@ -39,6 +38,7 @@ from ...engine.sources import (
     left_by_download,
     nested,
     read_object,
+    refuse_leaves,
     replacing,
 )
 from ...engine.storage import DataReader, Location, Segment
@@ -98,8 +98,15 @@ def read_header(reader: DataReader, file: str, begin: int = 0) -> Header:
     size = reader.size - begin
     length = _header_length(reader.read(begin, min(_LENGTH_BYTES, size)).tobytes(), size)
     content = reader.read(begin + _LENGTH_BYTES, length).tobytes()
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError("a name occurs twice")
+        return found
+
     try:
-        document = json.loads(content, object_pairs_hook=_unique)
+        document = json.loads(content, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpointError(f"the header is not JSON: {error}") from error
     if not isinstance(document, dict):
@@ -129,46 +136,6 @@ def _header_length(prefix: bytes, file_size: int) -> int:
     if length > file_size - _LENGTH_BYTES:
         raise DamagedCheckpointError(f"the header claims {length} bytes, the whole file has {file_size}")
     return length
-
-
-def encode_header(
-    tensors: Iterable[tuple[str, np.dtype[Any], tuple[int, ...]]], metadata: Mapping[str, str]
-) -> tuple[bytes, list[int]]:
-    """Return a header with its length in front, and the size of every tensor in bytes."""
-    document: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
-    position, lengths = 0, []
-    for name, dtype, shape in tensors:
-        if name == _METADATA:
-            raise UnsupportedLeafError(f"a tensor of a safetensors file cannot be called {name!r}")
-        length = math.prod(shape) * dtype.itemsize
-        document[name] = {
-            "dtype": dtype_name(dtype),
-            "shape": list(shape),
-            "data_offsets": [position, position + length],
-        }
-        lengths.append(length)
-        position += length
-    content = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
-    content += b" " * (-(_LENGTH_BYTES + len(content)) % _ALIGNMENT)
-    if len(content) > _HEADER_LIMIT:
-        raise UnsupportedLeafError(
-            f"the header of the safetensors file would have {len(content)} bytes, more than the {_HEADER_LIMIT} allowed"
-        )
-    return struct.pack("<Q", len(content)) + content, lengths
-
-
-def dtype_name(dtype: np.dtype[Any]) -> str:
-    name = _NAMES.get(dtype.newbyteorder("="))
-    if name is None:
-        raise UnsupportedLeafError(f"safetensors has no {dtype}")
-    return name
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name occurs twice")
-    return found
 
 
 def _tensor(name: str, facts: Any, file: str, begin: int) -> StoredArray:
@@ -399,46 +366,36 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 
 
-def export_safetensors(
-    source: TreeSource,
-    destination: Location,
-    *,
-    overwrite: bool = False,
-    advance: Callable[[int], None] = UNHEARD.advance,
-) -> None:
-    """Write a tree as a safetensors file, atomically and durably.
+def export_safetensors(source: TreeSource, destination: Location, *, overwrite: bool = False) -> None:
+    """Write a tree as a safetensors file, atomically and durably; only some of its leaves are in memory at a time.
 
     Python's numbers become tensors without axes. Text, bytes, None and the containers are noted in the file's metadata,
-    which only holdfast reads. Leaves are read in batches, so that only some are in memory.
+    which only holdfast reads.
     """
     check_destination(destination, overwrite=overwrite)
     arrays = [leaf for leaf in source.leaves if leaf.saved.dtype is not None]
-    _check(source, arrays)
+    refuse_leaves(source, "a safetensors file", _obstacles(arrays))
     note = to_document(source.tree.structure, [leaf.saved.details for leaf in source.leaves])
+    metadata = {TREE_NOTE: json.dumps(note, separators=(",", ":"))}
 
     def contents() -> Iterator[NDArray[Any]]:
         for batch in batches(arrays, lambda leaf: leaf.nbytes, _BATCH):
             for array in source.read_leaves(batch):
                 assert array is not None
                 yield array
-                advance(array.nbytes)
 
-    write_tensors(
-        destination,
-        [(tensor_name(leaf.name), _dtype(leaf), leaf.saved.shape or ()) for leaf in arrays],
-        {TREE_NOTE: json.dumps(note, separators=(",", ":"))},
-        contents,
-    )
+    tensors = [(tensor_name(leaf.name), leaf.saved.dtype, leaf.saved.shape or ()) for leaf in arrays]
+    write_tensors(destination, tensors, metadata, contents)
 
 
 def write_tensors(
     destination: Location,
-    tensors: Sequence[tuple[str, np.dtype[Any], tuple[int, ...]]],
+    tensors: Iterable[tuple[str, Any, tuple[int, ...]]],
     metadata: Mapping[str, str],
     contents: Callable[[], Iterable[NDArray[Any]]],
 ) -> None:
     """Write tensors with these names, dtypes and shapes, in their order."""
-    header, lengths = encode_header(tensors, {**_PT, **metadata})
+    header, size = _encode_header(tensors, {**_PT, **metadata})
 
     def parts() -> Iterator[NDArray[np.uint8]]:
         yield np.frombuffer(header, np.uint8)
@@ -447,33 +404,45 @@ def write_tensors(
             for start in range(0, len(flat), _STEP):
                 yield flat[start : start + _STEP]
 
-    size = len(header) + sum(lengths)
     with replacing(destination) as partial:
-        partial.write_data(size, [Segment(0, size, parts)])
+        partial.write_data(len(header) + size, [Segment(0, len(header) + size, parts)])
 
 
-def _dtype(leaf: SavedLeaf) -> np.dtype[Any]:
-    assert leaf.saved.dtype is not None
-    return leaf.saved.dtype
+def _encode_header(
+    tensors: Iterable[tuple[str, Any, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> tuple[bytes, int]:
+    """Return a header with its length in front, and the bytes of all tensors."""
+    document: dict[str, Any] = {_METADATA: metadata}
+    end = 0
+    for name, dtype, shape in tensors:
+        kind = _NAMES.get(dtype.newbyteorder("="))
+        if name == _METADATA or kind is None:
+            what = (
+                f"a tensor of a safetensors file cannot be called {name!r}" if kind else f"safetensors has no {dtype}"
+            )
+            raise UnsupportedLeafError(what)
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        document[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [begin, end]}
+    content = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+    content += b" " * (-(_LENGTH_BYTES + len(content)) % _ALIGNMENT)
+    if len(content) > _HEADER_LIMIT:
+        raise UnsupportedLeafError(
+            f"the header of the safetensors file would have {len(content)} bytes, more than the {_HEADER_LIMIT} allowed"
+        )
+    return struct.pack("<Q", len(content)) + content, end
 
 
-def _check(source: TreeSource, leaves: Sequence[SavedLeaf]) -> None:
+def _obstacles(leaves: Sequence[SavedLeaf]) -> list[str]:
+    """Return a line for every leaf that a safetensors file cannot hold."""
     problems = []
     taken: dict[str, str] = {}
     for leaf in leaves:
-        name = tensor_name(leaf.name)
-        if name in taken:
-            problems.append(
-                f"{format_path(leaf.name)}: its tensor would have the name {name!r} of {format_path(taken[name])}"
-            )
-        taken.setdefault(name, leaf.name)
-        try:
-            if (variant := leaf.saved.details.get("torch_dtype")) is not None:
-                raise UnsupportedLeafError(f"safetensors has no {variant}")
-            dtype_name(_dtype(leaf))
-        except UnsupportedLeafError as error:
-            problems.append(f"{format_path(leaf.name)}: {error}")
-    if problems:
-        raise UnsupportedLeafError(
-            "\n  ".join([f"{source.location} cannot be stored in a safetensors file; nothing was written:", *problems])
-        )
+        name, dtype = tensor_name(leaf.name), leaf.saved.dtype
+        other = taken.setdefault(name, leaf.name)
+        if other != leaf.name:
+            what = f"its tensor would have the name {name!r} of {format_path(other)}"
+            problems.append(f"{format_path(leaf.name)}: {what}")
+        variant = leaf.saved.details.get("torch_dtype")
+        if variant is not None or dtype is None or dtype.newbyteorder("=") not in _NAMES:
+            problems.append(f"{format_path(leaf.name)}: safetensors has no {variant or dtype}")
+    return problems
