@@ -43,11 +43,13 @@ from .stored import OPTIONAL as OPTIONAL
 from .stored import Bytes as Bytes
 from .stored import FetchedArray as FetchedArray
 from .stored import FetchedTree as FetchedTree
+from .stored import OtherTree as OtherTree
 from .stored import Path as Path
 from .stored import StoredArray as StoredArray
 from .stored import StoredPart as StoredPart
 from .stored import StoredTree as StoredTree
 from .stored import Unreadable as Unreadable
+from .stored import described as described
 from .stored import is_contiguous as is_contiguous
 from .stored import nested as nested
 from .stored import nested_tree as nested_tree

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import CheckpointNotFoundError, OptionError
 from ..format import ITEM, FileRecord
-from ..pytree import Patterns, collection_paused, flatten
+from ..pytree import Patterns, collection_paused
 from ..storage import Location
 
 if TYPE_CHECKING:
@@ -110,15 +110,14 @@ class CheckpointSource(Protocol):
                     f"{self.location}: item {item!r} is JSON, not a tree of arrays: like= and select= do not apply"
                 )
             return self.value(item)
-        # Not above: to show and to verify checkpoints, and to save one, needs nothing that loads.
-        from ..arrays import load_tree, with_optimizer_states
+        from ..handlers import PyTreeCheckpointHandler  # to show and to verify checkpoints needs no handlers
 
-        with collection_paused():
-            source = self.tree(item)
-            template = None if like is None else flatten(with_optimizer_states(like, source))
-            if template is not None:
-                source = source.for_template(template.names)
-            return load_tree(source, like=template, select=select, cast=cast, subset=subset)
+        folder, source = self._source_of(item)
+        return PyTreeCheckpointHandler().restore(folder, like, select=select, cast=cast, subset=subset, **source)
+
+    def _source_of(self, item: str) -> tuple[Location, Mapping[str, Any]]:
+        """Return where a tree is, and by which arguments its handler reads it."""
+        return self.location, {"source": self.tree(item)}
 
     def load_transformed(self, item: str, transformations: Any, new_tree: Any, *, default_to_original: bool) -> Any:
         """Load a tree into another structure; see :func:`~holdfast.load_transformed`."""

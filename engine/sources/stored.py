@@ -291,7 +291,7 @@ class Unreadable:
         self.what = what
 
 
-class _OtherTree(TreeSource):
+class OtherTree(TreeSource):
     """A tree of another library, of which whole arrays and boxes of them are read in the same way."""
 
     @abc.abstractmethod
@@ -309,7 +309,7 @@ class _OtherTree(TreeSource):
         return renamed_for(self, names)
 
 
-class StoredTree(_OtherTree):
+class StoredTree(OtherTree):
     """A tree whose leaves are arrays in files, plain values, and leaves that cannot be read."""
 
     def __init__(
@@ -344,7 +344,7 @@ class StoredTree(_OtherTree):
             raise DamagedCheckpointError(f"{location}: {error}") from error
         leaves, values = [], {}
         for name, value in zip(flat.names, flat.values, strict=True):
-            saved, values[name] = _described(name, value)
+            saved, values[name] = described(name, value)
             leaves.append(SavedLeaf(name, saved))
         return cls(location, TreeDocument(flat.structure), leaves, values, nbytes, **more)
 
@@ -364,7 +364,7 @@ class StoredTree(_OtherTree):
                 continue
             boxes[index] = whole(value.shape) if box is None else box
             if isinstance(value, np.ndarray):
-                arrays[index] = value[boxes[index].within(whole(value.shape))].copy()
+                arrays[index] = np.array(value[boxes[index].within(whole(value.shape))])
                 continue
             try:
                 parts[index] = value.parts()
@@ -438,7 +438,7 @@ class FetchedArray(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class FetchedTree(_OtherTree):
+class FetchedTree(OtherTree):
     """A tree whose arrays are read one by one, through :meth:`opened`."""
 
     def __init__(self, location: Location, arrays: Sequence[FetchedArray]) -> None:
@@ -511,7 +511,8 @@ def _apart(ranges: Sequence[Range]) -> list[Range]:
     return found
 
 
-def _described(name: str, value: Any) -> tuple[Saved, StoredArray | Unreadable | NDArray[Any] | None]:
+def described(name: str, value: Any) -> tuple[Saved, StoredArray | Unreadable | NDArray[Any] | None]:
+    """Return the description of a value in a file, and what it is read from; None for what the description holds."""
     if isinstance(value, StoredArray):
         return Saved(value.details, value.dtype, value.shape), value
     if isinstance(value, Unreadable):
