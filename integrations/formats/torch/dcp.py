@@ -53,9 +53,8 @@ _OF_RANK = re.compile(r"__([0-9]{1,9})\.metadata")
 _METADATA_LIMIT = 1 << 30  # bytes
 _OPEN_FILES = 32
 _LARGEST = 1 << 62
-_ZSTD = re.compile(
-    r"stream\.zstd/1(\..*)?", re.DOTALL
-)  # torch's extension ZStandard, in any version that is compatible with the first
+# Torch's extension ZStandard, in any version that is compatible with the first.
+_ZSTD = re.compile(r"stream\.zstd/1(\..*)?", re.DOTALL)
 _FRAMES = 8  # of an entry: one, and the empty ones that writers add when they are flushed
 _RATIO = 1 << 16  # bytes that a compressed byte can stand for
 _ARCHIVE = 1 << 20  # bytes that an archive of one tensor may have besides the elements
