@@ -52,7 +52,7 @@ from ..errors import (
 from ..format import ARCHIVE, DELETED, OWNER, PARTIAL, RECORD, STEP_FOLDER, WITNESSES, CheckpointRecord, unsynced
 from ..steps import RECORD_LIMIT, read_record
 from ..storage import FileLock, Location, SaveLock, as_location, locked_elsewhere
-from .folders import (
+from .removal import (
     CommitParts,
     deletion_at,
     folders_of,
@@ -62,8 +62,8 @@ from .folders import (
     parents_of,
     remove_empty,
     remove_folders,
+    sweep,
 )
-from .removal import sweep
 
 
 def write_record(location: Location, record: CheckpointRecord, *, before: Sequence[Location] = ()) -> None:
@@ -436,7 +436,11 @@ class LocalCommit(PendingCheckpoint):
         self.location.make_directory(sync=False)  # the commit makes its name durable
         if not self.continues:
             self._lock.make()
-            self._check_unchanged()
+            names = names_in(self.location)
+            record = (self.location / RECORD).read_bytes(limit=RECORD_LIMIT) if RECORD in names else None
+            if record != self._old_record or names.intersection(self.paths.values()):  # another save is committed
+                (self.location / PARTIAL).remove()
+                raise self._lock.conflict()
         self._phase, marker = Phase.CLAIMED, self._marker()
         # Of a new checkpoint, its presence says enough after a power cut: everything beside it is removed.
         sync = self._old_record is not None or self._copies is not None
@@ -453,14 +457,6 @@ class LocalCommit(PendingCheckpoint):
         for item, folder in self.folders.items():
             if item not in archives:
                 folder.make_directory(sync=False)
-
-    def _check_unchanged(self) -> None:
-        """Raise StorageConflictError if another save has been committed since this one was made."""
-        names = names_in(self.location)
-        record = (self.location / RECORD).read_bytes(limit=RECORD_LIMIT) if RECORD in names else None
-        if record != self._old_record or names.intersection(self.paths.values()):
-            (self.location / PARTIAL).remove()
-            raise self._lock.conflict()
 
     def _write(self, record: CheckpointRecord) -> None:
         write_record(self.location, record, before=self._unsynced(record))

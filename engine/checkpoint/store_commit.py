@@ -35,8 +35,7 @@ from ..format import DELETED, PARTIAL, RECORD, CheckpointRecord
 from ..steps import has_record, read_record
 from ..storage import Location
 from .commit import PendingCheckpoint, Phase, answered, write_record
-from .folders import CommitParts, folders_of, left_archives, marker_content, names_in, remove_folders
-from .removal import sweep
+from .removal import CommitParts, folders_of, left_archives, marker_content, names_in, remove_folders, sweep
 
 _UNIQUE = re.compile(r".+\.[0-9a-f]{8}")  # names that saves to object stores give to the folders of items
 

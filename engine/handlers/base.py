@@ -11,7 +11,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Protocol, TypeGuard, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from ..arrays import Layout, make_durable, open_folder, read_checked, write_file
 from ..distributed import ProcessInfo
@@ -242,15 +242,10 @@ def finish(futures: Sequence[SaveFuture] | None) -> Files | None:
     known = bool(futures)
     for future in futures or ():
         files = future.result()
-        if _is_files(files):
-            found.update(files)
-        else:
-            known = False  # it is a future of another library, such as concurrent.futures
+        # Otherwise, it is a future of another library, such as concurrent.futures.
+        known &= isinstance(files, Mapping) and all(isinstance(file, FileRecord) for file in files.values())
+        found |= files if known else {}
     return found if known else None
-
-
-def _is_files(result: Any) -> TypeGuard[Files]:
-    return isinstance(result, Mapping) and all(isinstance(file, FileRecord) for file in result.values())
 
 
 def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -20,7 +20,7 @@ import re
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 import ml_dtypes
 import numpy as np
@@ -86,15 +86,11 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _PACKED = {"F4": "float4_e2m1fn_x2"}
 
 
-class Header(NamedTuple):
-    """The header of a file: its tensors by name, in order, and the writer's notes, text by name."""
-
-    tensors: dict[str, StoredArray]
-    metadata: Mapping[str, str]
+Tensors = Mapping[str, StoredArray]
 
 
-def read_header(reader: DataReader, file: str, begin: int = 0) -> Header:
-    """Read the header of tensors that begin at a byte of a file and extend to its end."""
+def read_header(reader: DataReader, file: str, begin: int = 0) -> tuple[dict[str, StoredArray], Mapping[str, str]]:
+    """Read the header at a byte of a file: its tensors by name, in order, and the writer's notes, text by name."""
     size = reader.size - begin
     length = _header_length(reader.read(begin, min(_LENGTH_BYTES, size)).tobytes(), size)
     content = reader.read(begin + _LENGTH_BYTES, length).tobytes()
@@ -124,7 +120,7 @@ def read_header(reader: DataReader, file: str, begin: int = 0) -> Header:
         end += part.length
     if end != reader.size:
         raise DamagedCheckpointError(f"the tensors end at byte {end}, the file has {reader.size} bytes")
-    return Header(tensors, metadata)
+    return tensors, metadata
 
 
 def _header_length(prefix: bytes, file_size: int) -> int:
@@ -169,9 +165,6 @@ def _sizes(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(item) is int and 0 <= item <= _LARGEST_SIZE for item in value)
 
 
-Tensors = Mapping[str, StoredArray]
-
-
 def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
     if not names:
         if not location.exists() or location.is_directory() or not _looks_right(location):
@@ -190,11 +183,17 @@ def _open(location: Location, files: Mapping[str, Location], weight_map: Mapping
     parts: dict[str, list[StoredArray]] = {}
     note, nbytes = None, 0
     for path, file in files.items():
-        header, size = _header(file, path)
-        nbytes += size
-        note = header.metadata.get(TREE_NOTE)
-        # A file that is opened by itself is what it holds, not a part.
-        found = _placed(file, header) if path and weight_map is None else header.tensors
+        try:
+            with naming(file, " is not a whole safetensors file"), file.open_data() as reader:
+                if what := left_by_download(reader):
+                    raise DamagedCheckpointError(f"it is {what}")
+                found, metadata = read_header(reader, path)
+                nbytes += reader.size
+        except ObjectNotFoundError as error:
+            raise DamagedCheckpointError(f"{file} is missing, although the index of its folder names it") from error
+        note = metadata.get(TREE_NOTE)
+        if path and weight_map is None:  # a file that is opened by itself is what it holds, not a part
+            found = _placed(file, found, metadata.get(_SHARDING, "{}"))
         for name, tensor in found.items():
             if weight_map is None or weight_map.get(name) == path:
                 parts.setdefault(name, []).append(tensor)
@@ -239,16 +238,16 @@ def _first_missing(numbers: Collection[int]) -> int:
     return next(number for number in itertools.count(1) if number not in numbers)
 
 
-def _placed(file: Location, header: Header) -> Tensors:
-    """Return the tensors of a file at their places in the whole ones, where its metadata has these."""
+def _placed(file: Location, tensors: Tensors, noted: str) -> dict[str, StoredArray]:
+    """Return the tensors of a file at their places in the whole ones, where its metadata has noted these."""
     with naming(file, ": the places of its tensors cannot be read"):
         try:
-            places = json.loads(header.metadata.get(_SHARDING, "{}"))
+            places = json.loads(noted)
             if not isinstance(places, dict):
                 raise ValueError("not an object")
             return {
                 name: _at(tensor, places[name][_OFFSETS]) if name in places else tensor
-                for name, tensor in header.tensors.items()
+                for name, tensor in tensors.items()
             }
         except (ValueError, RecursionError, KeyError, TypeError) as error:
             raise DamagedCheckpointError(f"{_SHARDING} in its header: {error}") from error
@@ -315,16 +314,6 @@ def _looks_right(file: Location) -> bool:
         except DamagedCheckpointError:
             return False
         return begin.endswith(b"{")
-
-
-def _header(file: Location, path: str) -> tuple[Header, int]:
-    try:
-        with naming(file, " is not a whole safetensors file"), file.open_data() as reader:
-            if what := left_by_download(reader):
-                raise DamagedCheckpointError(f"it is {what}")
-            return read_header(reader, path), reader.size
-    except ObjectNotFoundError as error:
-        raise DamagedCheckpointError(f"{file} is missing, although the index of its folder names it") from error
 
 
 def _cut(location: Location, tensors: Tensors, nbytes: int) -> StoredTree:

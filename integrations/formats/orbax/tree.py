@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import base64
-import binascii
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -55,8 +55,8 @@ SHARDING_FILE = "_sharding"
 ARRAYS_FOLDER = "array_metadatas"
 PROCESS_FOLDER = "ocdbt.process_"  # the beginning of the name of a database of one process
 
-# Value types of containers without leaves, with the kind that each becomes.
-_EMPTY_KINDS = {"Dict": "dict", "List": "list", "Tuple": "tuple", "NamedTuple": "dict"}
+# Value types of containers without leaves, with what each becomes.
+_EMPTY: dict[str, Any] = {"Dict": {}, "List": [], "Tuple": (), "NamedTuple": {}}
 _EMPTY_TYPES = {dict: "Dict", list: "List", tuple: "Tuple"}
 NONE = "None"
 STRING = "string"
@@ -121,17 +121,13 @@ def _member(value: Any, *names: str) -> Any:
 def _path(keys: Any, text: str) -> Path | None:
     """Return the path of an entry: its list of keys, or else its name, which is the text of a tuple."""
     if keys is None:
-        try:
+        with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
             found = ast.literal_eval(text)
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
-            return None
-        if not isinstance(found, tuple) or not all(isinstance(key, str | int) for key in found):
-            return None
-        return tuple(str(key) for key in found)
-    if not isinstance(keys, list):
+            if isinstance(found, tuple) and all(isinstance(key, str | int) for key in found):
+                return tuple(map(str, found))
         return None
     path: list[str | int] = []
-    for key in keys:
+    for key in keys if isinstance(keys, list) else [None]:
         name = _member(key, "key")
         if not isinstance(name, str | int) or isinstance(name, bool):
             return None
@@ -143,11 +139,10 @@ def _path(keys: Any, text: str) -> Path | None:
 
 def read_key_kinds(folder: Location) -> dict[str, str]:
     """Return the implementations of typed PRNG keys by the names of their arrays."""
+    entries = [entry for entry in (folder / ARRAYS_FOLDER).entries() if entry.name.startswith("process_")]
     found: dict[str, str] = {}
-    for entry in (folder / ARRAYS_FOLDER).entries():
-        if entry.is_directory or not entry.name.startswith("process_"):
-            continue
-        listed = read_optional(folder / ARRAYS_FOLDER / entry.name).get("array_metadatas")
+    for file in (entry.name for entry in entries if not entry.is_directory):
+        listed = read_optional(folder / ARRAYS_FOLDER / file).get("array_metadatas")
         for item in listed if isinstance(listed, list) else ():
             kind = _member(item, "array_metadata", "ext_metadata", "random_key_impl")
             name = _member(item, "array_metadata", "param_name")
@@ -158,15 +153,12 @@ def read_key_kinds(folder: Location) -> dict[str, str]:
 
 def read_shardings(folder: Location) -> dict[str, Details]:
     """Return the shardings of arrays by their names, as far as they can be read; they are only shown to users."""
-    found = {}
+    found: dict[str, Details] = {}
     for encoded, text in read_optional(folder / SHARDING_FILE).items():
-        try:
-            name = base64.urlsafe_b64decode(encoded).decode("utf-8")
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
             details = _sharding(json.loads(text))
-        except (ValueError, TypeError, RecursionError, binascii.Error):
-            continue
-        if details is not None:
-            found[name] = details
+            if details is not None:
+                found[base64.urlsafe_b64decode(encoded).decode("utf-8")] = details
     return found
 
 
@@ -210,8 +202,8 @@ class OrbaxTree(OtherTree):
         self._metadata = self._read_structure(decoded, names)
         self._ocdbt = MANIFEST in names
         entries = self._metadata.parameters
-        parameters = [p for p in entries if p.value_type not in _EMPTY_KINDS]
-        empties = [(p.path, _EMPTY_KINDS[p.value_type]) for p in entries if p.value_type in _EMPTY_KINDS]
+        parameters = [p for p in entries if p.value_type not in _EMPTY]
+        empties = [(p.path, _EMPTY[p.value_type]) for p in entries if p.value_type in _EMPTY]
         if bare is not None and [p.path for p in parameters] == [bare]:
             parameters = [parameters[0]._replace(path=())]
         self._names = {
@@ -221,7 +213,7 @@ class OrbaxTree(OtherTree):
         if arrays and self._metadata.uses_ocdbt and not self._ocdbt:  # Without arrays, Orbax makes no database.
             raise DamagedCheckpointError(f"{location / MANIFEST} is missing: it says where the arrays are")
         with naming(location):
-            self.tree, order = nested_tree([p.path for p in parameters], empties)
+            self.tree, order = nested_tree([*((p.path, number) for number, p in enumerate(parameters)), *empties])
             stored = [self._names[storage_name(p.path)] for p in arrays]
             self._arrays = OpenedArrays(location, {name: self._spec(name) for name in stored})
             self._keys = read_key_kinds(location)
@@ -273,9 +265,8 @@ class OrbaxTree(OtherTree):
             )
             raise DamagedCheckpointError(itemized(headline, [f"{p.leaf}: {p.what}" for p in problems]))
         if problems:
-            raise damaged_leaves(
-                self.location, [(p.leaf, f"{p.file or ''}{': ' if p.file else ''}{p.what}") for p in problems]
-            )
+            lines = [(p.leaf, f"{p.file}: {p.what}" if p.file else p.what) for p in problems]
+            raise damaged_leaves(self.location, lines)
 
     def _read_parts(
         self, parts: Sequence[tuple[SavedLeaf, Box | None]], use: Callable[[int, NDArray[Any]], None]

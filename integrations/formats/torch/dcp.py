@@ -186,7 +186,7 @@ class _Folder:
             try:
                 return _checked(name, read_object(self._archive(place), place.file), place, dtype, shape)
             except NoArchive:
-                tensors = read_header(self._reader(place.file), place.file, place.offset).tensors
+                tensors, _ = read_header(self._reader(place.file), place.file, place.offset)
                 self._headers[place.file, place.offset] = tensors
         return _checked(name, tensors.get(name), place, dtype, shape)
 
