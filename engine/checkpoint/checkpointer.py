@@ -14,6 +14,7 @@ from ..arrays import check_files
 from ..clock import Clock, Duration, SystemClock, seconds
 from ..distributed import Coordinator, ProcessGroup
 from ..errors import CheckpointNotFoundError, OptionError, StateError, UnknownArgumentError
+from ..forks import cached_property
 from ..format import ITEM, CheckpointRecord, ItemRecord
 from ..handlers import (
     AsyncCheckpointHandler,
@@ -70,7 +71,7 @@ class Checkpointer:
         self._coordinator = coordinator
         self._timeout = seconds(barrier_timeout_secs, name="barrier_timeout_secs")
 
-    @functools.cached_property
+    @cached_property
     def _processes(self) -> ProcessGroup:
         # A program may make a checkpointer before its processes are connected.
         return ProcessGroup("checkpointer", self._coordinator, self._timeout)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import abc
 import logging
 from collections.abc import Callable, Mapping
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import CheckpointNotFoundError, OptionError
+from ..forks import cached_property
 from ..format import ITEM, FileRecord
 from ..pytree import Patterns, collection_paused
 from ..storage import Location
