@@ -261,45 +261,34 @@ class FsspecBackend(ObjectStoreBackend):
                 missing.append(_NOT_REPLACED)
         _logger.warning("%s is reached through fsspec (%s). Not promised there: %s", root, protocol, "; ".join(missing))
 
-    def has_object(self, key: str) -> bool:
-        try:
-            return bool(self._info(key)["type"] == "file")
-        except ObjectNotFoundError:
-            return False
-
-    def object_size(self, key: str) -> int | None:
-        found = self._info(key)
+    def object_size(self, key: str) -> int:
+        found = self._do(key, "access", lambda fs, path: fs.info(path))
         if found["type"] != "file":
             raise ObjectNotFoundError(f"cannot access {self.url(key)}: there is no such file")
         size = found.get("size")
-        return None if size is None else int(size)
-
-    def _info(self, key: str) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = self._do(key, "access", lambda fs, path: fs.info(path))
-        return found
+        return len(self.read_range(key, None)) if size is None else int(size)
 
     def read_range(self, key: str, byte_range: slice | None) -> bytes:
         if byte_range is None:
             return bytes(self._do(key, "read", lambda fs, path: fs.cat_file(path), UNKNOWN_SIZE))
         start, stop = byte_range.start, byte_range.stop
         size = self.object_size(key)  # systems differ in what they say of a range that the file does not have
-        if size is not None and start >= size and stop > start:
+        if start >= size and stop > start:
             raise truncated(self.url(key), size, start, stop - start)
         if start == stop:
             return b""
-        stop = stop if size is None else min(stop, size)
 
         def read(fs: Any, path: str) -> Any:
             options = {"seekable": True} if _is_arrow(fs) else {}
-            return fs.cat_file(path, start=start, end=stop, **options)
+            return fs.cat_file(path, start=start, end=min(stop, size), **options)
 
         return bytes(self._do(key, "read", read, stop - start))
 
     def write_bytes(self, key: str, data: bytes, *, atomic: bool) -> None:
         self._write(key, bytes(data), atomic=atomic)
 
-    def write_object(self, key: str, content: list[bytes]) -> None:
-        self._write(key, content.pop(), atomic=True)
+    def write_object(self, key: str, data: bytes) -> None:
+        self._write(key, data, atomic=True)
 
     def _write(self, key: str, data: bytes, *, atomic: bool) -> None:
         def write(fs: Any, path: str) -> None:
@@ -324,7 +313,7 @@ class FsspecBackend(ObjectStoreBackend):
 
         self._do(key, "write", write, len(data))
 
-    def write_data(self, key: str, size: int, segments: Sequence[Segment], awaited: threading.Event | None) -> None:
+    def write_data(self, key: str, size: int, segments: Sequence[Segment]) -> None:
         def write(fs: Any, path: str) -> None:
             if not self._whole:
                 fs.makedirs(path.rpartition("/")[0] or "/", exist_ok=True)
@@ -340,7 +329,7 @@ class FsspecBackend(ObjectStoreBackend):
         with failing_parts(file_parts(size, segments)) as parts:
             self._do(key, "write", write, size)
         found = self.object_size(key)
-        if found is not None and found != size:
+        if found != size:
             self.remove(key)
             raise StorageError(
                 f"cannot write {self.url(key)}: {size} bytes were sent, and {found} are there; try again"
