@@ -67,10 +67,6 @@ _loops: list[tuple[int, asyncio.AbstractEventLoop]] = []  # one at most, with th
 _conditional: dict[str, bool] = {}  # whether each service honours conditions
 
 
-class _ForeignAnswerError(ValueError):
-    """An answer lacks what every answer of the service has: a proxy may have answered in its place."""
-
-
 def open_cloud(service: type[Service], root: str) -> CloudBackend:
     """Return the backend of a bucket or container: the same object for the same settings."""
     for package in service.packages:
@@ -307,9 +303,7 @@ class CloudBackend(ObjectStoreBackend):
         address = self._service.address
         if self._service.is_conditional:
             return True
-        if address not in _conditional:
-            if data is None:
-                return False
+        if address not in _conditional and data is not None:
             try:
                 # If the first one succeeds, the object may have been missing.
                 found = not all(self.write_where(key, data, None) for _ in range(2))
@@ -320,7 +314,7 @@ class CloudBackend(ObjectStoreBackend):
             if not found:
                 _logger.info("%s: no conditional writes here; two saves to one path are not kept apart", self._root)
             _conditional[address] = found
-        return _conditional[address]
+        return _conditional.get(address, False)
 
     def read_generation(self, key: str) -> tuple[bytes | None, dict[str, Any] | None]:
         try:
@@ -389,16 +383,15 @@ class CloudBackend(ObjectStoreBackend):
         with self._opening:
             end, store = self._stores.get(once, (0.0, None))
             if time.monotonic() >= end:
-                client: Any = {"timeout": _NEVER, "read_timeout": datetime.timedelta(seconds=_stalled())}
+                # Seconds without a byte after which an attempt has failed.
+                stalled = float(os.environ.get("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS") or 120)
+                client: Any = {"timeout": _NEVER, "read_timeout": datetime.timedelta(seconds=stalled)}
                 certificates = os.environ.get("TENSORSTORE_CA_BUNDLE")
                 if certificates:
                     with open(certificates, "rb") as file:
                         client["root_certificate"] = file.read()
-                retries = {
-                    "max_retries": 0 if once else object_store.RETRIES,
-                    "retry_timeout": _NEVER,
-                    "backoff": BACKOFF,
-                }
+                most = 0 if once else object_store.RETRIES
+                retries = {"max_retries": most, "retry_timeout": _NEVER, "backoff": BACKOFF}
                 self._service.check()
                 store = self._service.connect({"retry_config": retries}, client, once=once)
                 lasting = _ANONYMOUS if store.config.get("skip_signature") else float("inf")
@@ -420,20 +413,15 @@ class CloudBackend(ObjectStoreBackend):
 
 
 def _checked(meta: Any) -> Any:
-    """Return what an answer says of its object; raise an error unless it is an answer of the service."""
+    """Return what an answer says of its object; raise ValueError if a proxy may have answered for the service."""
     if not meta["e_tag"]:
-        raise _ForeignAnswerError("the answer has no ETag")
+        raise ValueError("the answer has no ETag")
     return meta
 
 
 def _answer(future: asyncio.Future[Any], value: Any) -> None:
     if not future.done():  # it may have been cancelled
         future.set_result(value)
-
-
-def _stalled() -> float:
-    """Return the seconds without a byte after which an attempt has failed."""
-    return float(os.environ.get("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS") or 120)
 
 
 def _running_loop(url: str) -> asyncio.AbstractEventLoop:

@@ -26,6 +26,7 @@ from ..errors import (
 )
 from .backend import DataReader, Entry, FileIdentity, Segment
 from .buffers import Buffer, aligned_empty
+from .local import HIDDEN_SUFFIX
 from .parallel import REQUESTS, parallel_map
 from .status import GarbledAnswerError, check_extent, map_status, without_secrets
 
@@ -194,7 +195,7 @@ class ObjectStoreBackend:
         kinds: dict[str, bool] = {}
         for name in self.names(key):
             head, slash, _ = name.partition("/")
-            if head and not head.endswith(".__lock"):
+            if head and not head.endswith(HIDDEN_SUFFIX):
                 kinds[head] = kinds.get(head, False) or bool(slash)
         return sorted(Entry(name, is_directory) for name, is_directory in kinds.items())
 
