@@ -85,7 +85,6 @@ from .ownership import (
     RunIdentity,
     Tombstone,
     Tombstones,
-    new_run,
     store_identity,
     stored_identity,
 )
@@ -442,7 +441,7 @@ class RunDirectory:
     def acquire(
         self,
         metadata: Mapping[str, Any] | None,
-        belongs: RunIdentity | None,
+        belongs: RunIdentity,
         *,
         partial: CheckpointRecord | None = None,
     ) -> list[int]:
@@ -472,17 +471,11 @@ class RunDirectory:
             place, record = self.step_location(step), self.stored_record(step)
             sweep_stray(place, {entry.name for entry in (listing / place.name).entries()}, record)
         store_metadata(self.location, metadata)
-        stored, belongs = stored_identity(self.location), belongs or RunIdentity()
-        identity = replace(
-            stored,
-            run=belongs.run or stored.run or new_run(),
-            directory=belongs.directory or stored.directory,
-            mirror=belongs.mirror or stored.mirror,
-            local=belongs.local or stored.local,
-        )
+        stored = stored_identity(self.location)
+        identity = belongs.over(stored)
         # A directory of holdfast 0.1 does not say whether it had a mirror.
         self._keeps_tombstones = identity.mirror is not None or (stored.run is None and bool(self.steps()))
-        self._store(identity)
+        self._store(identity if identity.run else replace(identity, run=os.urandom(16).hex()))
         known = [StepEntry(step, self.step_location(step)) for step in self.steps_and_damaged()]
         strays = sorted(entry.step for entry in stray_folders(self.location, self._series, known))
         self.add_strays(strays)

@@ -28,7 +28,7 @@ from .items import PendingSave
 from .local_steps import COPIES, OWN, LocalHosts, WholeStep, files_in, is_on_line, sequence_of
 from .options import CheckpointManagerOptions, Local, LocalStatus
 from .ownership import LocalBranch
-from .places import StepPlace
+from .places import Point, StepPlace
 from .policies import passes
 
 _logger = logging.getLogger("holdfast")
@@ -206,29 +206,24 @@ class LocalTier(StepPlace):
             f"without local steps, or steps of it were deleted{way}"
         )
 
-    def save_begins(self, step: int) -> None:
-        """Find the history to note before the commit of a save in the directory that begins, and the one after it.
-
-        If the step is saved once more, the local step counts until the commit; then the one of the directory does.
-        """
-        self.held = {held: found for held, found in self.held.items() if held < step}
-        before, last = self._history, self._reached
-        self._reach(step, again=True)
-        self._saving = before if step == last else self._history, self._history
-
-    def committing(self) -> None:
-        self.note(self._saving[0])
-
-    def committed(self, step: int) -> None:
-        """Let local steps not count that a save in the directory has replaced, after its commit."""
-        history = self._saving[1]
-        if self._processes.is_primary:
-            try:
-                self.note(history)
-            except (StorageError, OwnershipError) as error:  # the local step may stand in for this one, if damaged
-                _logger.debug("%s: the history after step %d is not noted: %s", self._run.location, step, error)
-        with self._noting:
-            self._keep(_on_line(self._kept, history))
+    def reached(self, point: Point, step: int) -> None:
+        if point == "saving":
+            self.held = {held: found for held, found in self.held.items() if held < step}
+            before, last = self._history, self._reached
+            self._reach(step, again=True)
+            # If the step is saved once more, the local one counts until the commit; then that of the directory does.
+            self._saving = before if step == last else self._history, self._history
+        elif point == "commit":
+            self.note(self._saving[0])
+        elif point == "committed":
+            history = self._saving[1]
+            if self._processes.is_primary:
+                try:
+                    self.note(history)
+                except (StorageError, OwnershipError) as error:  # the local step may stand in for this one, if damaged
+                    _logger.debug("%s: the history after step %d is not noted: %s", self._run.location, step, error)
+            with self._noting:
+                self._keep(_on_line(self._kept, history))
 
     def note(self, history: LocalHistory) -> None:
         """Note a history right before the commit of a save, so that other local steps do not count; on process 0."""

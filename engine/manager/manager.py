@@ -166,7 +166,7 @@ class CheckpointManager(ExplainsNames):
         mirror = self._mirror
         if mirror is None or not self.processes.is_primary:
             return True
-        return mirror.finish(mirror.limit) if timeout_secs is None else mirror.finish(timeout_secs, must_fit=True)
+        return mirror.finish(timeout_secs)
 
     # ---- reading the directory
 

@@ -150,8 +150,7 @@ class Saves:
             try:
                 try:
                     # What fails on one process only comes after this, so that all have the same local steps to read.
-                    for place in self._run.places:
-                        place.save_begins(step)
+                    self._run.tell("saving", step)
                     self._steps.ownership.check(at_once=True)
                     self._steps.make_room(step, replaces=replaces)
                     pending = PendingSave(step, reason or decision.reason, metrics, custom_metadata)
@@ -172,7 +171,7 @@ class Saves:
                     timeout=self._processes.timeout,
                 )
             except BaseException:
-                self._places_go_on()
+                self._run.tell("ended", step)
                 raise
             if save.replaces and not replaces:
                 _logger.warning(
@@ -261,8 +260,7 @@ class Saves:
         slowed = self._decisions.slowed(report.total_seconds - report.blocked_seconds)
         self._steps.add(step, record)
         self._steps.last_saved = step
-        for place in self._run.places:
-            place.committed(step)
+        self._run.tell("committed", step)
         self._abandoned.saved(step)
         self._ended(pending, failed=False)
         _logger.info("%s", report)
@@ -284,7 +282,7 @@ class Saves:
         try:
             with self._items.steps_deleted():
                 self._steps.collect()
-            self._run.notify_places()
+            self._run.tell("changed", step)
         except Exception as error:
             raise SaveFailedError(
                 f"step {step} of {self._steps.location} is saved, but best_fn failed then: {error!r}",
@@ -296,20 +294,15 @@ class Saves:
         self._steps.ownership.check()
         if self._local is None:
             self._steps.note_branches(NO_LOCAL_STEPS)
-        for place in self._run.places:
-            place.committing()
+        self._run.tell("commit", pending.step)
         self._observer.reached("commit", pending.step)
         return pending.record(items, self._run.clock.now())
 
     def _ended(self, pending: PendingSave, *, failed: bool) -> None:
-        self._places_go_on()
+        self._run.tell("ended", pending.step)
         self._decisions.save_ended(failed=failed)
         self._pending = None
         pending.close()
-
-    def _places_go_on(self) -> None:
-        for place in self._run.places:
-            place.save_ended()
 
     # ---- changes of what was saved
 
@@ -355,4 +348,4 @@ class Saves:
         self._steps.add_late_metrics()
         self._steps.change(step, metrics=metrics)
         self._events.write("metrics", step=step, metrics=few(metrics))
-        self._run.notify_places()
+        self._run.tell("changed", step)
