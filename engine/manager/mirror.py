@@ -39,7 +39,7 @@ from ..steps import store_metadata, stored_metadata
 from ..storage import Helper, Location
 from .copying import follow
 from .decisions import Moment, decide
-from .directory import RunDirectory, StepState
+from .directory import RunDirectory
 from .events import RunEvents
 from .options import CheckpointManagerOptions, Mirror, mirror_of, save_triggers
 from .ownership import NO_LOCAL_STEPS, RunIdentity, stored_options
@@ -233,7 +233,7 @@ class RunMirror(StepPlace):
             record = far.record(step) if step in far else None
             if record is None or tombstones.cover(step, record):
                 return False
-            overwrite = overwrite or run.state(step) is StepState.DAMAGED
+            overwrite = overwrite or run.is_damaged(step)
             run.make_room(step, replaces=overwrite)
             _logger.info("%s: fetching step %d from the mirror %s", run.location, step, self.location)
             began = time.monotonic()

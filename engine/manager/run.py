@@ -89,13 +89,19 @@ class Run:
             self.report_interval()
             self.tell("changed")
 
-    def change(self, what: str, work: Callable[..., None], *inputs: Any) -> None:
+    def change(self, what: str, work: Callable[..., Any], *inputs: Any) -> Any:
         """Change the directory on process 0, and after a success the view of it that the other processes have."""
         self.acquire()
-        self.processes.decide(what, work, *inputs)
+        answer = self.processes.decide(what, work, *inputs)
         if not self.processes.is_primary:
             work(*inputs)
         self.tell("changed")
+        return answer
+
+    def forget_deleted(self) -> None:
+        """Let no place bring back a step that was deleted."""
+        for place in self.places:
+            place.forget()
 
     def close(self) -> bool:
         """Refuse all further changes; return False if an earlier call has done so."""
