@@ -43,17 +43,10 @@ COPIES = "copies"  # the folder of what other hosts have sent
 
 
 def neighbours(domains: Sequence[str], copies: int) -> list[list[int]]:
-    """Return for each host the ``copies`` other hosts that keep copies of its files, given the domain of each.
-
-    The hosts form a ring in which failure domains alternate, and each host sends to the next ones that are in other
-    domains; only where there are too few of these, to hosts of its own domain.
-    """
-    seen: dict[str, int] = {}
-    turns = []
-    for host, domain in enumerate(domains):
-        turns.append((seen.setdefault(domain, 0), host))
-        seen[domain] += 1
-    ring = [host for _, host in sorted(turns)]
+    """Return for each host the ``copies`` other hosts that keep copies of its files, given the domain of each."""
+    # Failure domains alternate in this ring. Each host sends to the next ones in other domains, and only where there are
+    # too few of these, to hosts of its own.
+    ring = sorted(range(len(domains)), key=lambda host: (domains[:host].count(domains[host]), host))
     found: list[list[int]] = [[] for _ in domains]
     for place, host in enumerate(ring):
         after = [*ring[place + 1 :], *ring[:place]]
@@ -129,10 +122,7 @@ def whole_steps(held: Sequence[Mapping[str, HeldStep]]) -> list[WholeStep]:
 
 
 def is_on_line(folder: str, step: int, branches: Sequence[LocalBranch]) -> bool:
-    """Return whether the history of a run goes through a local step, whose folder names the save and the start.
-
-    The branches are the last parts of the history in their order; each begins in the last.
-    """
+    """Return whether the history of a run, whose last branches are given, goes through the local step of a folder."""
     sequence, attempt = sequence_of(folder), folder.rpartition(".")[2]
     own = [n for n, branch in enumerate(branches) if branch.attempt == attempt and branch.sequence < sequence]
     return bool(own) and all(step <= later.after for later in branches[own[-1] + 1 :])
@@ -172,6 +162,8 @@ class LocalHosts:
         self._patience = min(_PATIENCE, processes.timeout / 4)
         self._server: PeerServer | None = None
         self.branches: tuple[LocalBranch, ...] = ()  # the history of which local steps counted at the start
+        self.further: set[int] = set()  # whole steps that count, and are read if they are needed
+        self.left: set[int] = set()  # whole steps that do not count
         self._agreed_steps: list[dict[str, HeldStep]] = []  # of process 0
         self._elsewhere: dict[int, str] = {}  # on process 0, steps that are not known to be of this run, and why
         self.unused: dict[int, str] = {}  # steps that are not whole, or not known to be of this run, and why
@@ -230,8 +222,7 @@ class LocalHosts:
                 self.peers[number] = Peer(
                     f"host {hosts[number].name}", (host, port), self.program.token, timeout=self._patience
                 )
-        # The whole steps that count, and those that do not.
-        self.further, self.left = frozenset(answer["steps"]), frozenset(answer["left"])
+        self.further, self.left = set(answer["steps"]), set(answer["left"])
         self.newest = self._find(answer, None)
         newest = max(self._newest_in_directory(), -1 if self.newest is None else self.newest.step)
         newer = [f"step {step}: {why}" for step, why in sorted(self.unused.items()) if step > newest]
@@ -359,10 +350,7 @@ class LocalHosts:
         return [whole for whole in whole_steps(self._agreed_steps) if self._counts(whole.folder, whole.step)]
 
     def _choose(self, step: int | None) -> dict[str, Any]:
-        """Return a step that counts, or without its number the newest if it is newer than all of the directory.
-
-        Return also those that would count and are not used, each with the reason.
-        """
+        """Return the named step that counts, or the newest if the directory has none as new; and those not used."""
         counting, unused = self._counting(), self._elsewhere.copy()
         for folder in set().union(*self._agreed_steps):
             why = gather(folder, self._agreed_steps)
@@ -392,6 +380,7 @@ class LocalHosts:
 
     def take(self, step: int) -> WholeStep | None:
         """Return one of the ``further`` steps, if it is whole; all processes call it."""
+        self.further.discard(step)
         return self._find(self._processes.agree("local step", None, lambda _: self._choose(step)), step)
 
     def _find(self, answer: Mapping[str, Any], number: int | None) -> WholeStep | None:
@@ -411,7 +400,14 @@ class LocalHosts:
             if verified:
                 break
         self.unused = dict(answer["unused"])
-        return None if whole is None else step
+        if whole is None:
+            return None
+        self.further.discard(step.step)
+        return step
+
+    def forget(self) -> None:
+        """Forget the steps that were found."""
+        self.unused, self.further, self.left = {}, set(), set()
 
     def _newest_in_directory(self) -> int:
         return max(self._run.steps(), default=-1)

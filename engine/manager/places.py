@@ -23,7 +23,11 @@ class StepPlace:
     identity = RunIdentity()  # what this place knows of the identity of the run
     # The steps that are read from here, with their folder and commit record.
     held: Mapping[int, tuple[Location, CheckpointRecord]] = MappingProxyType({})
-    unused: Mapping[int, str] = MappingProxyType({})  # steps that are damaged, or perhaps of this run, and the reason
+
+    @property
+    def unused(self) -> Mapping[int, str]:
+        """The steps that are damaged, or perhaps of this run, and why they are not used."""
+        return {}
 
     def reached(self, point: Point, step: int) -> None:
         """Follow what happens in the directory."""

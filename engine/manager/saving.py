@@ -207,7 +207,6 @@ class Saves:
                 left_out = self._items_left_out(step)
                 pending = PendingSave(content, local.reason)
                 values = self._items.to_save(content, left_out)
-                local.make_room(step)
             local.save(pending, values, rendezvous, began, self.committed)
         return True
 
