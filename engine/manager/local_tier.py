@@ -24,12 +24,12 @@ from ..format import RECORD, CheckpointRecord
 from ..storage import Buffer, Location, parallel_map
 from .directory import RunDirectory
 from .events import RunEvents, described
+from .intervals import passes
 from .items import PendingSave
 from .local_steps import COPIES, OWN, LocalHosts, WholeStep, files_in, is_on_line, sequence_of
 from .options import CheckpointManagerOptions, Local, LocalStatus
 from .ownership import LocalBranch
 from .places import Point, StepPlace
-from .policies import passes
 
 _logger = logging.getLogger("holdfast")
 
@@ -134,7 +134,7 @@ class LocalTier(StepPlace):
         is_local = step in self.held
         if self._reached is None:
             self._previous = step
-            self._continue_after(step, self._hosts.branches if is_local else ())
+            self._continue_after(step, self._hosts.program.branches if is_local else ())
         else:
             self._restored = step, is_local
         return {"local": True, "peer_bytes": self.bytes_from_peers} if is_local else {}

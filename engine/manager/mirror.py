@@ -183,16 +183,16 @@ class RunMirror(StepPlace):
     # ---- from the mirror to the run
 
     def newer_steps(self) -> list[int]:
-        """Return the steps newer than all of the run, the newest first; a run without any must read the mirror."""
         newer: list[int] = self._processes.decide("the newest step of the mirror", self._newer_steps)
         return newer
 
     def _newer_steps(self) -> list[int]:
         newest = max(self._run.steps(), default=-1)
-        found = self.steps(required=not self._run.steps_and_damaged())
+        found = self.steps(required=not self._run.steps_and_damaged())  # a run without any must read the mirror
         newer = [step for step in reversed(found) if step > newest]
-        for step in [] if self._far is None else self._far.steps_and_damaged():
-            if step not in self._far and step > max([newest, *newer]):
+        far = self._far
+        for step in [] if far is None else set(far.steps_and_damaged()).difference(far.steps()):
+            if step > max([newest, *newer]):
                 _logger.warning("%s: step %d of the mirror is damaged, and not used", self.location, step)
         return newer
 
@@ -277,9 +277,9 @@ class RunMirror(StepPlace):
             self._changed()
 
     def forget(self) -> None:
-        """Delete the steps that the run has deleted explicitly: otherwise a later run would fetch them."""
         if not self._processes.is_primary:
             return
+        # Otherwise a later run would fetch them.
         with self._wake:
             self._due = True
             self._changed()
@@ -322,12 +322,11 @@ class RunMirror(StepPlace):
         return True
 
     def status(self) -> MirrorStatus:
-        """Return the contents and the activity of the mirror."""
-        steps = self._far.steps() if self._far is not None else []
+        copying = self._copying
         return MirrorStatus(
             path=str(self.location),
-            step=steps[-1] if steps else None,
-            copying=None if self._copying is None else self._copying.step,
+            step=None if self._far is None else max(self._far.steps(), default=None),
+            copying=None if copying is None else copying.step,
             bytes_left=self._bytes_left(),
             bytes_per_second=self._rate,
             error=self._error,
@@ -374,12 +373,10 @@ class RunMirror(StepPlace):
 
     def _tell(self) -> None:
         """Log where the newest step is, if the mirror lacks it."""
-        lacking = self._lacking()
-        if lacking is None:
+        if (lacking := self._lacking()) is None:
             return
         step, record = lacking
-        there = self.status().step
-        place = self._run.step_location(step)
+        there, place = self.status().step, self._run.step_location(step)
         _logger.warning(
             "step %d is in %s, and not in the mirror %s, where %s%s: %d of its %d bytes are missing there. Run the "
             "same program again in this directory, or copy it: holdfast cp %s %s",
@@ -565,14 +562,11 @@ class RunMirror(StepPlace):
             return self._far
 
     def _check_same_run(self, far: RunDirectory) -> None:
-        """Raise OptionError if the mirror belongs to another run.
-
-        Where one of them has no identity yet, a common step decides; an empty directory takes that of the mirror.
-        """
+        """Raise OptionError if the mirror belongs to another run; an empty directory takes its identity."""
         ours, theirs = self._run.identity.run, far.identity
         if ours is not None and theirs.run is not None:
             same = ours == theirs.run or not far.steps_and_damaged()
-        else:
+        else:  # a common step decides
             common = [step for step in far.steps() if step in self._run]
             same = any(self._is_here(step, far.record(step)) for step in common)
             same = same or not (common or (theirs.run is not None and self._run.steps()))
@@ -632,8 +626,8 @@ class RunMirror(StepPlace):
     def _lacking(self) -> tuple[int, CheckpointRecord] | None:
         """Return the newest step of the run, unless the mirror has it, as far as it is known."""
         newest = self._newest()
-        known = None if newest is None or self._far is None else self._far.known_record(newest[0])
-        return None if newest is None or _is_copy(known, newest[1]) else newest
+        is_there = newest and self._far is not None and _is_copy(self._far.known_record(newest[0]), newest[1])
+        return None if is_there else newest
 
     def _bytes_left(self) -> int:
         lacking, copying = self._lacking(), self._copying

@@ -10,6 +10,7 @@ directory without one gets one when a run acquires it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -196,10 +197,9 @@ class Ownership:
             os.pwrite(self._lock.descriptor, content, 0)
 
     def _describe(self) -> str:
-        try:
+        found: Mapping[str, Any] = {}
+        with contextlib.suppress(HoldfastError):
             found = self._lock.content()
-        except HoldfastError:
-            found = {}
         return f"process {found.get('pid', '?')} on {found.get('host', '?')}"
 
 
@@ -212,10 +212,7 @@ OPTIONS = "options.json"  # name of the file that holds the retention options of
 
 
 class Tombstone(NamedTuple):
-    """A step, or all later ones, that the run has deleted explicitly, and that the mirror may still have.
-
-    A step that was saved again since is another record, and not covered.
-    """
+    """A step, or all later ones, that the run has deleted, and the mirror may have; one saved again is not covered."""
 
     step: int
     later: bool = False  # whether it stands for the steps after this one

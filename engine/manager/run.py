@@ -15,11 +15,10 @@ from ..observer import Observer
 from ..storage import Location, as_location
 from .directory import RunDirectory, check_json
 from .events import RunEvents
-from .intervals import LearnedInterval
+from .intervals import Every, LearnedInterval
 from .options import CheckpointManagerOptions, mirror_of
 from .ownership import RunIdentity
 from .places import Point, StepPlace
-from .policies import Every
 
 _logger = logging.getLogger("holdfast")
 
@@ -56,7 +55,6 @@ class Run:
         self._closed = False
 
     def metadata(self) -> Mapping[str, Any] | None:
-        """Return the facts about the run: those that were given, or those that are stored."""
         return self._metadata if self._metadata is not None else self.steps.stored_metadata()
 
     # ---- the right to change the run
@@ -104,7 +102,7 @@ class Run:
             place.forget()
 
     def close(self) -> bool:
-        """Refuse all further changes; return False if an earlier call has done so."""
+        """Refuse all further changes; return False if an earlier call did so."""
         with self.changing:  # a save of another thread has begun before this, or is refused
             was_open, self._closed = not self._closed, True
             return was_open
@@ -165,10 +163,8 @@ class Run:
             place.reached(point, step)
 
     def fetch(self, step: int, *, overwrite: bool = False) -> bool:
-        """Find a step in the other places; return whether it can be read now.
-
-        With ``overwrite``, for a damaged step, the farthest place goes first: its copy repairs the directory.
-        """
+        """Find a step, or with ``overwrite`` a copy of a damaged one, elsewhere; return whether it can be read now."""
+        # The farthest place goes first for a damaged step, because its copy repairs the directory.
         places = self.places[::-1] if overwrite else self.places
         return any(self._fetch_from(place, step, overwrite) for place in places)
 

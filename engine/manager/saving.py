@@ -18,10 +18,10 @@ from ..steps import LEFT_BEHIND
 from ..storage import Location
 from .decisions import AbandonedSteps, Decision, SaveDecisions
 from .events import described, few
+from .intervals import passes
 from .items import ItemSet, PendingSave, StepContent
 from .metrics import MetricWatch, named, plain_containers
 from .ownership import NO_LOCAL_STEPS
-from .policies import passes
 from .retention import StepInfo, newest_with
 from .run import Run
 
