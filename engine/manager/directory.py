@@ -711,11 +711,9 @@ class RunDirectory:
         if rule is None or self._warned or not infos or any(info.value(rule.metric) is not None for info in infos):
             return
         self._warned = True
-        metrics = infos[-1].metrics
-        _logger.warning(
+        text = (
             "%s: no checkpoint has %s, by which best_fn finds the best (the newest has %s); the newest "
-            "are kept in place of the best",
-            self.location,
-            shown_metric(metric_name(rule.metric)),
-            ", ".join(metrics) if metrics else "no metrics",
+            "are kept in place of the best"
         )
+        found = ", ".join(infos[-1].metrics or ()) or "no metrics"
+        _logger.warning(text, self.location, shown_metric(metric_name(rule.metric)), found)
