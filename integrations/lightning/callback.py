@@ -345,7 +345,7 @@ class CheckpointCallback(ResumingCallback):
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Note what the program has set in its optimizers, before the restore replaces it."""
         if self._recorder is not None:
-            self._recorder.begin_fit()
+            self._recorder.fitting.note_hyperparameters()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to save."""

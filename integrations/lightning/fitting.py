@@ -103,10 +103,7 @@ class Fitting:
         self._hyperparameters = Hyperparameters(StateAdapter(), (), self._optimizing())
 
     def begin(self, counting: str) -> None:
-        """Note the schedulers, which callbacks such as StochasticWeightAveraging change later.
-
-        In a resumed run, set the hyperparameters that count: those that were ``"saved"`` or those of the ``"program"``.
-        """
+        """Note the schedulers, which callbacks may change; in a resumed run, set the hyperparameters that count."""
         if self._hyperparameters is not None and self._is_resumed:
             shown = self._trainer.is_global_zero
             self._hyperparameters.settle((), self._optimizing(), counting, shown=shown)
@@ -412,11 +409,8 @@ def _differing(name: str, saved: Any, live: Any) -> str | None:
 
 
 def _related(live: Any, saved: str, options: _Options | None = None) -> bool:
-    """Return whether an object may have a state of the saved class.
-
-    Its class is the same, a base or a derived one, or its groups have the same ``options``. Classes of the
-    program may have been moved, and its schedules renamed.
-    """
+    """Return whether an object may have a state of the saved class: a related one, or with groups of equal options."""
+    # Classes of the program may have been moved, and its schedules renamed.
     of_torch = [name.startswith("torch.") for name in (class_name(live), saved)]
     if is_kin(type(live), saved) or (options is None and not any(of_torch)):
         return True

@@ -59,23 +59,19 @@ class ResumingCallback(OnExceptionCheckpoint):
     """The only kind of callback that a trainer asks for a checkpoint if ``fit`` got none."""
 
     def __init__(self) -> None:
-        """Take no arguments: the base class only stores the file that it would save on an exception.
-
-        Parsers of arguments (LightningCLI) resolve ``**unknown`` of a derived class here.
-        """
+        # The base class only stores the file that it would save on an exception. Parsers of arguments (LightningCLI)
+        # resolve ``**unknown`` of a derived class here.
+        pass
 
 
 class ResumePath(str):
-    """The path that a trainer resumes from: the newest whole checkpoint of a directory, or one of its steps.
-
-    A trainer accepts only paths that its own file systems find. If the directory is not on this machine, the path is
-    that of an existing directory; messages show the real one.
-    """
+    """The path that a trainer resumes from: the newest whole checkpoint of a directory, or one of its steps."""
 
     directory: Location
     step: int | None
 
     def __new__(cls, directory: Location, step: int | None = None) -> Self:
+        # A trainer accepts only paths that its own file systems find; messages show the real one.
         path = super().__new__(cls, os.fspath(directory) if directory.is_local else os.path.dirname(__file__))
         path.directory = directory
         path.step = step
@@ -136,11 +132,7 @@ class HoldfastCheckpointIO(CheckpointIO):
 
 
 class EngineCheckpointIO(HoldfastCheckpointIO):
-    """Saves and loads the checkpoints of one run with the engine, and leaves every other path to the plugin before it.
-
-    Other paths are those of the tuner, of SLURM's requeueing, and files that the user names. Checkpoints of the engine
-    in other directories are read as well.
-    """
+    """Saves and loads the steps of a run, reads other checkpoints of the engine, and leaves all else to ``inner``."""
 
     def __init__(self, store: RunStore, strategy: Any) -> None:
         super().__init__(strategy.checkpoint_io)
@@ -160,23 +152,20 @@ class EngineCheckpointIO(HoldfastCheckpointIO):
         self, path: str | os.PathLike[str], template: Callable[[], Template] = lambda: None
     ) -> dict[str, Any] | None:
         """Load a checkpoint with the names that the module has now: a part of it may be compiled, or not any more."""
-        checkpoint = self._read(path, template)
-        return None if checkpoint is None else named_as(self._strategy.lightning_module, checkpoint)
-
-    def _read(self, path: str | os.PathLike[str], template: Callable[[], Template]) -> dict[str, Any] | None:
-        if isinstance(path, ResumePath):
-            if path.directory != self.store.directory:
-                return None
-            if path.step is not None:
-                return self.store.load(path.step, with_position=self.store.is_open, template=template())
-            checkpoint = self.store.load(None, with_position=True, template=template())
+        store = self.store
+        if isinstance(path, ResumePath) and path.directory != store.directory:
+            return None
+        step = path.step if isinstance(path, ResumePath) else store.step_of(path)
+        if isinstance(path, ResumePath) and step is None:
+            checkpoint = store.load(None, with_position=True, template=template())
             checkpoint.get(POSITION, {})["automatic"] = True
-            return checkpoint
-        if (step := self.store.step_of(path)) is not None:
-            return self.store.load(step, with_position=self.store.is_open, template=template())
-        if is_checkpoint(path):
-            return read_checkpoint(path, with_position=self.store.is_open, template=template())
-        return None
+        elif step is not None:
+            checkpoint = store.load(step, with_position=store.is_open, template=template())
+        elif is_checkpoint(path):
+            checkpoint = read_checkpoint(path, with_position=store.is_open, template=template())
+        else:
+            return None
+        return named_as(self._strategy.lightning_module, checkpoint)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         if (step := self.store.step_of(path)) is None:

@@ -119,10 +119,7 @@ class EpochReplay:
             )
 
     def capture(self, point: Point, *, is_cut_off: bool = False) -> dict[str, Any]:
-        """Return the position as a tree that a checkpoint can hold; the run has just finished ``point``.
-
-        ``is_cut_off`` tells that the process ends here, although something follows this batch, if only the end.
-        """
+        """Return the position as a tree; ``is_cut_off`` if the process ends here although something follows."""
         parts, averages = self._loaders(), capture_averages(self._trainer)
         position: dict[str, Any] = {
             "point": point,

@@ -242,25 +242,20 @@ class RunStore:
     def awaited_metric(
         self, newest: Mapping[int, Mapping[str, float]], metrics: Callable[[], Mapping[str, float]]
     ) -> str | None:
-        """Return the name of the metric that ranks checkpoints if the newest checkpoint lacks it, unlike ``metrics``.
-
-        An interval seldom ends at a validation: its checkpoints would never be ranked. ``newest`` has the step of the
-        newest checkpoint and the metrics that it was saved with. All processes take the answer of process 0.
-        """
-        if self._options.best_fn is None or self._options.save_on_best:  # ``save_on_best`` has decided about this step.
-            return None
-        name: str | None = self.processes.decide("a step with the metric", self._awaited, newest, metrics)
-        return name
-
-    def _awaited(
-        self, newest: Mapping[int, Mapping[str, float]], metrics: Callable[[], Mapping[str, float]]
-    ) -> str | None:
+        """Return the name of the metric that ranks checkpoints if the newest one lacks it, unlike ``metrics``."""
         metric = self._options.best_fn
-        assert metric is not None
-        for step, saved in newest.items():
-            if metric_value(saved, metric) is None and self.score(step) is None:
-                return None if metric_value(metrics(), metric) is None else metric_name(metric)
-        return None
+        if metric is None or self._options.save_on_best:  # ``save_on_best`` has decided about this step.
+            return None
+
+        # An interval seldom ends at a validation: its checkpoints would never be ranked.
+        def awaited() -> str | None:
+            lacks = any(
+                metric_value(saved, metric) is None and self.score(step) is None for step, saved in newest.items()
+            )
+            return metric_name(metric) if lacks and metric_value(metrics(), metric) is not None else None
+
+        name: str | None = self.processes.decide("a step with the metric", awaited)
+        return name
 
     def save(
         self,
@@ -272,10 +267,7 @@ class RunStore:
         reason: str = "trainer.save_checkpoint",
         locally: bool = False,
     ) -> None:
-        """Save Lightning's dictionary, which ``dump`` makes, in the background; all processes of a strategy call this.
-
-        ``locally`` saves it in the local places of the hosts only.
-        """
+        """Save what ``dump`` returns in the background, or ``locally`` only; all processes of a strategy call this."""
         if strategy.world_size == 1:
             items = self._tree(dump())
         else:
@@ -381,11 +373,9 @@ def is_checkpoint(path: Place) -> bool:
 
 
 def _checkpoint(found: Any, place: Place) -> dict[str, Any]:
-    """Return restored items as Lightning's dictionary with the position of this process.
-
-    If another number of processes has saved, the position also has those of all of them, as ``shares``; a process
-    without a position of its own gets that of process 0.
-    """
+    """Return restored items as Lightning's dictionary with the position of this process."""
+    # If another number of processes has saved, the position also has those of all of them, as ``shares``; a process
+    # without a position of its own gets that of process 0.
     tree, own = found, None
     if isinstance(found, dict) and "state_dict" not in found and ITEM in found:
         tree, own = found[ITEM], found.get(PROCESS)
@@ -452,11 +442,7 @@ class Published:
 
 
 def export_weights(step: Location, place: Location) -> None:
-    """Write the weights of a step into one file, atomically.
-
-    A ``.safetensors`` file has the names of the module's state dict. A ``.ckpt`` file also has the hyper-parameters, as
-    plain data, so that Lightning loads it with ``weights_only=True``.
-    """
+    """Write the weights of a step into a file, atomically; a ``.ckpt`` file also has plain hyper-parameters."""
     if place.name.endswith(".safetensors"):
         _export_safetensors(step, place)
         return

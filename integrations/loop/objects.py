@@ -91,7 +91,7 @@ def adapter_for(state: Any, misfits: Misfits | None) -> StateAdapter:
         return ComponentAdapter(misfits)
     if holds_objects(state):
         return ObjectsAdapter(misfits)
-    return TreeAdapter(misfits) if next(located(state, is_torch_tensor), None) is None else TensorsAdapter(misfits)
+    return TreeAdapter(misfits, is_live=next(located(state, is_torch_tensor), None) is not None)
 
 
 def _is_plain_object(value: object) -> bool:
@@ -108,43 +108,10 @@ def _imported(package: str) -> Any:
     return sys.modules.get(f"{__package__.rpartition('.')[0]}.{package}")
 
 
-class LiveAdapter(StateAdapter):
-    """Watches live objects and tensors for changes by steps."""
+class ObjectsAdapter(StateAdapter):
+    """Saves live objects as a graph, and restores them in place if everything in state and checkpoint matches."""
 
-    may_have_gradients = True
-
-    def __init__(self, misfits: Misfits | None = None) -> None:
-        super().__init__(misfits)
-        self._versions = VersionCounters()
-
-    def watch(self, state: Any) -> None:
-        self._versions.watch(state)
-
-    def note(self, state: Any) -> None:
-        super().note(state)
-        self._versions.note(state)
-
-    @property
-    def has_updated(self) -> bool:
-        return self._versions.has_updated
-
-    def new_gradients(self) -> list[str]:
-        return self._versions.new_gradients()
-
-    def why_lost(self, step: int, state: Any) -> str | None:
-        return self._versions.why_lost() or super().why_lost(step, state)
-
-
-class TensorsAdapter(LiveAdapter, TreeAdapter):
-    """Saves trees with tensors of torch, which a loop may change in place and give gradients."""
-
-
-class ObjectsAdapter(LiveAdapter):
-    """Saves live objects, alone or in dicts, lists and tuples, as a graph, and restores them in place.
-
-    Nothing changes unless everything in the state and in the checkpoint matches.
-    """
-
+    is_live = True
     needs = "one torch module in the state"
 
     def __init__(self, misfits: Misfits | None = None) -> None:
@@ -238,9 +205,10 @@ class _ObjectsTemplate:
         return apply
 
 
-class ComponentAdapter(LiveAdapter):
+class ComponentAdapter(StateAdapter):
     """Saves trees of components as directories, and restores them in place."""
 
+    is_live = True
     is_component_tree = True
 
     def handler(self, options: CallbackOptions) -> AsyncCheckpointHandler:
@@ -277,14 +245,11 @@ class ComponentAdapter(LiveAdapter):
 
 
 class VersionCounters:
-    """Watches the torch tensors of live objects, which count their changes in place.
-
-    Changes through ``tensor.data`` are not counted: a program that trains so is watched by samples of some parameters.
-    """
+    """Watches the torch tensors of live objects, which count their changes in place, except through ``tensor.data``."""
 
     def __init__(self) -> None:
         self._sampler = Sampler()
-        self._samples: Samples | None = None  # at the last step, unless changes are counted
+        self._samples: Samples | None = None  # of some parameters at the last step, unless changes are counted
         self._are_counted: bool | None = None  # None before the first change
         self.has_updated = False  # whether the last step has changed a trained parameter
         self._parts: list[Any] = []
@@ -384,10 +349,7 @@ def named_tensors(state: Any) -> dict[str, Any]:
 
 
 def live_objects(state: Any) -> Iterator[tuple[str, Any]]:
-    """Generate the live objects of a state and all that they hold, each with the first path to it.
-
-    Without torch, there are none. The parts of its modules and optimizers are left to these.
-    """
+    """Generate the live objects of a state and all that they hold, with the first path to each; none without torch."""
     seen: set[int] = set()
     for root in located(state, _is_watched) if loaded("torch") is not None else ():
         found = [root]

@@ -39,8 +39,9 @@ class TreeAdapter(StateAdapter):
 
     needs = "a state with params, or one module of nnx"
 
-    def __init__(self, misfits: Misfits | None = None) -> None:
+    def __init__(self, misfits: Misfits | None = None, *, is_live: bool = False) -> None:
         super().__init__(misfits)
+        self.is_live = is_live
         self._kind: type | None = None
         self._optimizer: Callable[[Any], Any] | None = None  # takes the nnx.Optimizer out of a state
         self._count: Any = None  # the array in which an optimizer of the last state counts its updates
@@ -72,7 +73,7 @@ class TreeAdapter(StateAdapter):
             self._kind, self._optimizer = type(state), _optimizer_in(state)
         self._count = None if self._optimizer is None else self._updates_of(state)
 
-    def why_lost(self, step: int, state: Any) -> str | None:
+    def why_lost(self, state: Any) -> str | None:
         if self._count is not None and _has_changed(self._count, self._updates_of(state)):
             return "its objects were updated since; call on_step after every update"
         if is_deleted(to_tree(state)):
@@ -255,11 +256,9 @@ class FittingHandler(PyTreeCheckpointHandler):
 
 
 def _pairs(saved: _Place, wanted: _Place) -> Iterator[tuple[str, str]]:
-    """Generate the names of corresponding leaves of two trees.
-
-    Entries of dictionaries and attributes correspond by their keys. Chains of optimizers are tuples that may have grown
-    and may be nested differently: the states in them correspond by their order and by the names of their classes.
-    """
+    """Generate the names of corresponding leaves of two trees."""
+    # Entries of dictionaries and attributes correspond by their keys. Chains of optimizers are tuples that may have
+    # grown and may be nested differently: the states in them correspond by their order and the names of their classes.
     if _is_chain(saved) or _is_chain(wanted):
         ours, theirs = list(_parts(saved)), list(_parts(wanted))
         kinds = [_kind(part, len(saved[0])) for part in ours]
@@ -296,11 +295,10 @@ def _entries_of(place: _Place) -> Iterator[tuple[str, _Place]]:
 def _is_chain(place: _Place) -> bool:
     """Whether a container is a tuple, or one in an optimizer of nnx, of which its state is a dictionary by index."""
     name, node = place
-    return node is not None and (node.kind == "tuple" or (_OF_NNX.search(name) is not None and _has_indices(node)))
-
-
-def _has_indices(node: TreeDef) -> bool:
-    return node.keys is not None and all(isinstance(key, int) for key in node.keys)
+    if node is None:
+        return False
+    is_indexed = node.keys is not None and all(isinstance(key, int) for key in node.keys)
+    return node.kind == "tuple" or (is_indexed and _OF_NNX.search(name) is not None)
 
 
 _OF_NNX = re.compile(r"(^|\.)opt_state(\.\d+)*$")
