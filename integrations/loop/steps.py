@@ -240,12 +240,12 @@ class StepSaver:
             return "arrays of its extras were donated since; call on_step after every update"
         return None
 
-    def save(self, reason: str) -> bool:
-        """Save the last step in the background; return False if it has a folder that is no checkpoint."""
+    def save(self, reason: str, *, reported: bool = False) -> bool:
+        """Save the last step, just ``reported``, in the background; False if its folder is no checkpoint."""
         assert self.step is not None
         with part_of_save(self._manager, self.step):
             self._warn_of_gradients()
-            taken = self._taken()
+            taken = self._taken(reported=reported)
             if (first := self._first_steps) is not None:
                 metrics, is_live = taken["metrics"] or {}, self._adapter.is_live
                 self._ask(lambda: first.save(self._report.step, self._report.state, metrics, is_live=is_live))
@@ -266,7 +266,7 @@ class StepSaver:
                 taken = self._taken()
                 self._manager.save_locally(self.step, **taken)
 
-    def _taken(self) -> dict[str, Any]:
+    def _taken(self, *, reported: bool = False) -> dict[str, Any]:
         """Show the last step to the witness, and return what is saved of it, as arguments of the manager."""
         report = self._report
         metrics = None if report.metrics is None else host_metrics(report.metrics)
@@ -275,7 +275,7 @@ class StepSaver:
         if self._fresh_extras is not None and "extras" in items:
             arguments["extras"] = {"fresh": self._fresh_extras}
         kept = {"step_offset": self._step_offset} if self._step_offset else None
-        self._witness.save(report.step, lambda: report.seen(self._positions.taken))
+        self._witness.save(report.step, lambda: report.seen(self._positions.taken), reported=reported)
         return {"items": items, "metrics": metrics, "save_kwargs": arguments, "custom_metadata": kept}
 
     def _items(self, report: Report) -> dict[str, Any]:
