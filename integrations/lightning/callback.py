@@ -332,11 +332,6 @@ class CheckpointCallback(ResumingCallback):
         )
         self._witness = self._recorder.witness
 
-    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Add the position in the data and the random generators to a checkpoint."""
-        if self._recorder is not None:
-            self._recorder.add_to(checkpoint)
-
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Keep the position in the data and the random generators until the loops need them."""
         if self._recorder is not None and not is_search_file(trainer.ckpt_path):
@@ -368,12 +363,10 @@ class CheckpointCallback(ResumingCallback):
             self._recorder.during_validation()
 
     def on_test_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        """Leave a test in which the process was asked to end."""
+        """Leave a test, or predictions, in which the process was asked to end."""
         self._leave_evaluation(trainer)
 
-    def on_predict_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        """Leave predictions in which the process was asked to end."""
-        self._leave_evaluation(trainer)
+    on_predict_batch_end = on_test_batch_end
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Store the metrics of the validation."""
@@ -422,8 +415,11 @@ class CheckpointCallback(ResumingCallback):
         found = path or self.ckpt_path
         if found and (decides or path is None) and self._options.resume == "auto":
             self._store.check_module(trainer.lightning_module)
-        agreed = self._store.agree(found is not None, self._options.resume)
-        return (found or ResumePath(self._store.directory)) if agreed else None
+        directory, processes = self._store.directory, self._store.processes
+        mine = {"directory": directory.url, "resume": self._options.resume}
+        processes.compare("the options of the callbacks", mine)
+        agreed = processes.decide("what to begin from", bool, found is not None)
+        return (found or ResumePath(directory)) if agreed else None
 
     def _stop(self, evaluation: Any) -> Stop:
         return stop_of(self._store.processes, self._preemption, lambda: sum(evaluation.max_batches))

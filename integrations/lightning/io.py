@@ -173,6 +173,35 @@ class EngineCheckpointIO(HoldfastCheckpointIO):
         else:
             self.store.manager.delete(step)
 
+    # ---- wrappers of methods of a trainer and its strategy, so that all processes save, delete and load a step
+    # together: Lightning would ask the plugin on one of them, or on none
+
+    def save_together(
+        self, trainer: Any, original: Any, filepath: Any, weights_only: Any = None, storage_options: Any = None
+    ) -> None:
+        if (step := self.store.step_of(filepath)) is None:
+            original(filepath, weights_only, storage_options)
+            return
+        with trainer.profiler.profile("save_checkpoint"):
+            self.store.save(step, partial(dump_checkpoint, trainer, weights_only=bool(weights_only)), self._strategy)
+            self._strategy.barrier("CheckpointCallback")
+
+    def save_given(self, original: Any, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        save = original if self.store.step_of(filepath) is None else self.save_checkpoint
+        save(checkpoint, filepath, storage_options=storage_options)
+
+    def remove_together(self, original: Callable[..., None], filepath: Any) -> None:
+        remove = original if self.store.step_of(filepath) is None else self.remove_checkpoint
+        remove(filepath)
+
+    def load_in_place(self, original: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load into the module and the optimizers, where a strategy does that itself."""
+        state = ShardedState(self._strategy)
+        if (checkpoint := self.read(path, state.template)) is None:
+            return original(path, *args, **kwargs)
+        state.load(checkpoint, strict=self._strategy.lightning_module.strict_loading)
+        return checkpoint
+
 
 def _torch_io() -> Any:
     for fabric in ("lightning.fabric", "lightning_fabric"):
@@ -192,62 +221,11 @@ def install(trainer: Any, store: RunStore) -> None:
     plugin = strategy.checkpoint_io = EngineCheckpointIO(store, strategy)
     hooks = LoopHooks()  # stay as long as the plugin
     if can_save(strategy) and (strategy.world_size > 1 or is_sharded(strategy)):
-        hooks.place(trainer, "save_checkpoint", partial(_save_together, store, trainer))
-        hooks.place(strategy, "save_checkpoint", partial(_save_given, plugin))
-        hooks.place(strategy, "remove_checkpoint", partial(_remove_together, plugin))
+        hooks.place(trainer, "save_checkpoint", partial(plugin.save_together, trainer))
+        hooks.place(strategy, "save_checkpoint", plugin.save_given)
+        hooks.place(strategy, "remove_checkpoint", plugin.remove_together)
         if is_sharded(strategy):
-            hooks.place(strategy, "load_checkpoint", partial(_load_in_place, plugin, strategy))
-
-
-def _save_together(
-    store: RunStore,
-    trainer: Any,
-    original: Callable[..., None],
-    filepath: Any,
-    weights_only: bool | None = None,
-    storage_options: Any = None,
-) -> None:
-    """Let all processes save what the engine saves: Lightning would ask the plugin on one of them, or on none."""
-    if (step := store.step_of(filepath)) is None:
-        original(filepath, weights_only, storage_options)
-        return
-    with trainer.profiler.profile("save_checkpoint"):
-        store.save(step, partial(dump_checkpoint, trainer, weights_only=bool(weights_only)), trainer.strategy)
-        trainer.strategy.barrier("CheckpointCallback")
-
-
-def _save_given(
-    plugin: EngineCheckpointIO,
-    original: Callable[..., None],
-    checkpoint: dict[str, Any],
-    filepath: Any,
-    storage_options: Any = None,
-) -> None:
-    """Let all processes save a dictionary for which a program calls the strategy itself."""
-    save = original if plugin.store.step_of(filepath) is None else plugin.save_checkpoint
-    save(checkpoint, filepath, storage_options=storage_options)
-
-
-def _remove_together(plugin: EngineCheckpointIO, original: Callable[..., None], filepath: Any) -> None:
-    """Let all processes delete a step: the engine does it on process 0, and tells the others."""
-    remove = original if plugin.store.step_of(filepath) is None else plugin.remove_checkpoint
-    remove(filepath)
-
-
-def _load_in_place(
-    plugin: EngineCheckpointIO,
-    strategy: Any,
-    original: Callable[..., dict[str, Any]],
-    path: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> dict[str, Any]:
-    """Make a strategy that itself loads into its module and optimizers use the engine."""
-    state = ShardedState(strategy)
-    if (checkpoint := plugin.read(path, state.template)) is None:
-        return original(path, *args, **kwargs)
-    state.load(checkpoint, strict=strategy.lightning_module.strict_loading)
-    return checkpoint
+            hooks.place(strategy, "load_checkpoint", plugin.load_in_place)
 
 
 def redirect_resume(trainer: Any, choose: Callable[[Any], Any]) -> None:

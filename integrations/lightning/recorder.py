@@ -92,7 +92,6 @@ class FitRecorder:
         self._hooks.place(checkpoint_connector(trainer), "restore_training_state", self._restore_state)
         for finder in finders_of(trainer):
             self._hooks.place(finder, "on_fit_start", self._search)
-        self._capture: Callable[[], dict[str, Any]] | None = None  # of the position, while this recorder saves
         self._copies = Copies() if options.save_on_exception else None
         self._held: tuple[int, dict[str, Any]] | None = None
         self._seen: int = self.step
@@ -175,12 +174,6 @@ class FitRecorder:
                 listener.after_save_checkpoint(self._callback)
 
     # ---- resuming from a checkpoint
-
-    def add_to(self, checkpoint: dict[str, Any]) -> None:
-        """Add the position to Lightning's dictionary, if this recorder is saving it."""
-        if self._capture is not None:
-            checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)  # the position holds it
-            checkpoint[POSITION] = {**self._capture(), "optimizers": self.fitting.description()}
 
     def resume_from(self, checkpoint: dict[str, Any]) -> None:
         """Take the position out of Lightning's dictionary after it was loaded."""
@@ -340,7 +333,9 @@ class FitRecorder:
         if known is None:
             return
         late = {name: value for name, value in self._ledger.of(step).items() if not _same(known, name, value)}
-        known.update(self._store.record_metrics(step, late))
+        if late := self._store.processes.decide("late metrics", dict, late):  # those of process 0
+            self._store.manager.record_metrics(step, late)
+        known.update(late)
 
     # ---- saving
 
@@ -403,15 +398,13 @@ class FitRecorder:
         self._outdated.discard(step)
 
     def _dump(self, point: Point, *, is_cut_off: bool = False) -> dict[str, Any]:
-        """Return Lightning's dictionary with the position, which :meth:`add_to` adds."""
+        """Return Lightning's dictionary with the position in the data and the random generators."""
+        checkpoint = dump_checkpoint(self._trainer)
+        self._warn_of_pruning(checkpoint)
         cut_off = is_cut_off and point == "batch" and self._fit.epoch_loop.done
-        self._capture = partial(self._replay.capture, point, is_cut_off=cut_off)
-        try:
-            checkpoint = dump_checkpoint(self._trainer)
-            self._warn_of_pruning(checkpoint)
-            return checkpoint
-        finally:
-            self._capture = None
+        position = self._replay.capture(point, is_cut_off=cut_off)
+        checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)  # the position holds it
+        return {**checkpoint, POSITION: {**position, "optimizers": self.fitting.description()}}
 
     def _warn_of_pruning(self, checkpoint: dict[str, Any]) -> None:
         """Warn once that ModelPruning has replaced the weights that training continues with."""

@@ -37,7 +37,7 @@ from ...engine.pytree import flatten
 from ...engine.steps import list_steps, newest_step, prefix_of, read_record, read_steadily, series_and_step, series_of
 from ...engine.storage import TEMPORARY_PREFIX, Location, Place, as_location
 from ..loop import WITHOUT_GRACE, all_steps, grace_check
-from ..options import ProgramOptions, Resume
+from ..options import ProgramOptions
 from .strategies import SharedState, StateHandler
 from .trees import POSITION, from_tree, plain_weights, to_tree
 
@@ -198,24 +198,9 @@ class RunStore:
             self._make(replace(self._options, local=None)).close()
             self._has_fetched = True
 
-    def agree(self, found: bool, resume: Resume) -> bool:
-        """Return whether process 0 has found a checkpoint to resume from; ``resume`` must be the same on all."""
-        mine = {"directory": self.directory.url, "resume": resume}
-        self.processes.compare("the options of the callbacks", mine)
-        return bool(self.processes.decide("what to begin from", bool, found))
-
-    def record_metrics(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
-        """Store the metrics of process 0 that were logged after their step was saved; return them."""
-        late: dict[str, float] = self.processes.decide("late metrics", dict, metrics)
-        if late:
-            self.manager.record_metrics(step, late)
-        return late
-
     def steps(self) -> list[int]:
         """Return the steps in the directory, and that which the hosts have when a fit begins."""
-        there = all_steps(self.directory, self._options.step_prefix)
-        newest = self._manager.latest_step() if self.is_open and self._manager is not None else None
-        return sorted({*there, *([] if newest is None else [newest])})
+        return all_steps(self.directory, self._options.step_prefix, self._manager if self.is_open else None)
 
     def path_of(self, step: int) -> str:
         return str(self.directory / f"{self._series}{step}")

@@ -432,7 +432,7 @@ class CheckpointCallback:
         """
         self._has_peeked = True
         if self._options.resume == "must":
-            check_resume("must", self._all_steps(), self._manager.directory)
+            self._check_resume("must")
         return peek(self._manager, self._options.resume)
 
     def on_step(
@@ -606,7 +606,7 @@ class CheckpointCallback:
     def _restore_or_initialize(self, state: Any, like: Any, extras: dict[str, Any]) -> tuple[Any, int]:
         resume, place = self._options.resume, self._options.init_from
         initial = InitialState(state, like)
-        template = initial.template()
+        template = initial.template
         adapter = self._adapt(template)
         check_extras(extras)
         check_replicated(self._options.replicated, self._with_generators(extras), "restore_or_initialize")
@@ -614,7 +614,7 @@ class CheckpointCallback:
         typed = templates_of(extras)
         fresh = fresh_types(typed, list(typed)) if typed else None
         if resume in ("must", "never"):
-            check_resume(resume, self._all_steps(), self._manager.directory)
+            self._check_resume(resume)
         if resume == "never" or self._manager.latest_step() is None:
             initial.check_fresh(adapter)
         self._begin()
@@ -653,11 +653,9 @@ class CheckpointCallback:
         self._witness.resume(restored.step, shown, why_not_comparable(self._options, adapter.misfits))
         return state, restored.step + offset
 
-    def _all_steps(self) -> list[int]:
-        """Return the steps in the directory, damaged ones among them, and that of the hosts."""
-        there = all_steps(self._manager.directory, self._options.step_prefix)
-        newest = self._manager.latest_step()
-        return sorted({*there, *([] if newest is None else [newest])})
+    def _check_resume(self, resume: Resume) -> None:
+        directory = self._manager.directory
+        check_resume(resume, all_steps(directory, self._options.step_prefix, self._manager), directory)
 
     def _signal(self, signals: Sequence[signal.Signals]) -> PreemptionSignal:
         return PreemptionSignal(signals)

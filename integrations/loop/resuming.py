@@ -68,9 +68,11 @@ class Resumed:
     is_own: bool  # whether a callback has saved it, as far as this is known
 
 
-def all_steps(directory: Location, prefix: str | None = None) -> list[int]:
-    """Return the steps in a directory, damaged ones included, in ascending order."""
-    return [entry.step for entry in list_steps(directory, series_of(prefix))]
+def all_steps(directory: Location, prefix: str | None = None, manager: CheckpointManager | None = None) -> list[int]:
+    """Return the steps in a directory, damaged ones included, and the newest of the hosts that a manager knows of."""
+    found = {entry.step for entry in list_steps(directory, series_of(prefix))}
+    newest = None if manager is None else manager.latest_step()
+    return sorted(found if newest is None else {*found, newest})
 
 
 def unfinished_neighbour(directory: Location) -> str:
@@ -157,7 +159,7 @@ def restore(
     """Restore the newest whole checkpoint, or without a fallback the step of ``resume``; None if there is none."""
     # Everything is read before anything is changed in place, except in trees of components.
     chosen = resume_step(options.resume, manager)
-    template = initial.template()
+    template = initial.template
     mine = Hyperparameters(adapter, template, extras, initial)
     templates: dict[str, Any] = {STATE: adapter.template(template)}
     kwargs = {STATE: adapter.restore_kwargs()}

@@ -17,7 +17,7 @@ from ...engine.errors import OptionError
 from ...engine.handlers import AsyncCheckpointHandler
 from ...engine.manager import limits
 from ...engine.pytree import MAX_DEPTH, flatten, loaded
-from ...engine.sources import Misfits, load_weights
+from ...engine.sources import Misfits, Weights, load_weights
 from ...engine.storage import Place
 from ..options import CallbackOptions, ProgramOptions
 
@@ -39,7 +39,8 @@ class LoopArguments(ProgramOptions):
 class StateAdapter:
     """Saves and restores one kind of state. A callback has its own adapter, which may remember the last state."""
 
-    needs = "a state with params"  # what can take weights from another checkpoint, for error messages
+    # What can take weights from another checkpoint, for error messages: its modules, and what a state without one is.
+    needs, modules, lacks = "a state with params", "", "a {} without params"
     is_component_tree = False  # whether the item is one; such a checkpoint has other items only for extras
     is_live = False  # whether a state has objects or tensors of torch, with which earlier versions saved gradients
 
@@ -83,23 +84,31 @@ class StateAdapter:
         """Return why the state of the last step cannot be saved any more, or None when it can."""
         return None
 
-    def describe(self, state: Any) -> str:
-        """Describe a state without weights, for an error message."""
-        return f"a {type(state).__name__} without params"
+    def is_module(self, value: object) -> bool:
+        """Return whether an object in a state is a module, whose weights :meth:`fill` can replace."""
+        return False
+
+    def fill(self, path: str, module: Any, place: Place) -> Weights:
+        """Give a module of a state the weights of a checkpoint."""
+        raise NotImplementedError
 
     def with_weights(self, state: Any, place: Place) -> tuple[Any, str]:
         """Return a state with the weights of a checkpoint and everything else unchanged, and a text that names them."""
+        modules = list(located(state, self.is_module))
+        if len(modules) == 1:
+            return state, str(self.fill(*modules[0], place))
+        is_dataclass = dataclasses.is_dataclass(state) and not isinstance(state, type)
         if isinstance(state, dict) and _PARAMS in state:
             weights = load_weights(place, state[_PARAMS], misfits=self.misfits)
             return type(state)({**state, _PARAMS: weights.tree}), str(weights)
-        is_dataclass = dataclasses.is_dataclass(state) and not isinstance(state, type)
         if hasattr(state, _PARAMS) and (is_dataclass or hasattr(state, "_replace")):
             weights = load_weights(place, state.params, misfits=self.misfits)
             replace = state._replace if hasattr(state, "_replace") else partial(dataclasses.replace, state)
             return replace(**{_PARAMS: weights.tree}), str(weights)
+        found = f"{len(modules)} {self.modules}" if modules else self.lacks.format(type(state).__name__)
         raise OptionError(
-            f"init_from={str(place)!r} needs {self.needs}, and this is {self.describe(state)}; load the weights with "
-            "hf.load, and put them where they belong"
+            f"init_from={str(place)!r} needs {self.needs}, and this is {found}; load the weights with hf.load, and put "
+            "them where they belong"
         )
 
 

@@ -31,7 +31,7 @@ from .extras import (
 )
 from .first_steps import FirstSteps
 from .objects import VersionCounters, is_versioned
-from .states import STATE, StateAdapter, is_deleted
+from .states import STATE, StateAdapter, is_deleted, located
 from .witnessing import Witness
 
 if TYPE_CHECKING:
@@ -352,14 +352,7 @@ def host_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(error, RuntimeError):  # The computation failed, or the value was donated.
             logger.warning("the metric %s cannot be read, and is not stored: %s", name, error)
 
-    _start_copies(metrics)  # all of them, before the first one is awaited
+    for _, value in located({**metrics}, lambda one: hasattr(one, "copy_to_host_async")):
+        with contextlib.suppress(RuntimeError):  # It is reported when the value is read.
+            value.copy_to_host_async()  # All copies are started before the first one is awaited.
     return plain_metrics(metrics, omitted=omitted)
-
-
-def _start_copies(metrics: Mapping[str, Any]) -> None:
-    for value in metrics.values():
-        if isinstance(value, Mapping):
-            _start_copies(value)
-        elif (start := getattr(value, "copy_to_host_async", None)) is not None:
-            with contextlib.suppress(RuntimeError):  # It is reported when the value is read.
-                start()

@@ -37,7 +37,7 @@ logger = logging.getLogger("holdfast")
 class TreeAdapter(StateAdapter):
     """Saves pytrees, and nnx objects, alone or in dicts, lists and tuples."""
 
-    needs = "a state with params, or one module of nnx"
+    needs, modules = "a state with params, or one module of nnx", "modules of nnx"
 
     def __init__(self, misfits: Misfits | None = None, *, is_live: bool = False) -> None:
         super().__init__(misfits)
@@ -89,16 +89,21 @@ class TreeAdapter(StateAdapter):
             return None
         return step.get_raw_value() if hasattr(step, "get_raw_value") else step.raw_value  # flax before 0.12
 
-    def describe(self, state: Any) -> str:
-        count = len(list(located(state, _is_module)))
-        return f"{count} modules of nnx" if count else super().describe(state)
+    def is_module(self, value: object) -> bool:
+        nnx = loaded("flax.nnx")
+        return nnx is not None and isinstance(value, nnx.Module)
 
-    def with_weights(self, state: Any, place: Place) -> tuple[Any, str]:
-        modules = list(located(state, _is_module))
-        if len(modules) != 1:
-            return super().with_weights(state, place)
-        path, module = modules[0]
-        return state, str(_fill(module, path, place, self.misfits))
+    def fill(self, path: str, module: Any, place: Place) -> Weights:
+        from flax import nnx
+
+        parameters = nnx.state(module, nnx.Param)
+        # Checkpoints of the module may also hold its other variables, such as statistics, generators and caches.
+        others = {".".join(split(name)) for name in flatten(nnx.to_pure_dict(nnx.state(module))).names}
+        pure: dict[Any, Any] = nnx.to_pure_dict(parameters)
+        weights = load_weights(place, pure, ignored=others, containers=[path] if path else (), misfits=self.misfits)
+        nnx.replace_by_pure_dict(parameters, weights.tree)
+        nnx.update(module, parameters)
+        return weights
 
 
 def is_stream(value: object) -> bool:
@@ -209,24 +214,6 @@ def _merge(value: Any, tree: Any, found: dict[int, Any]) -> Any:
     if type(value) in (list, tuple) and type(tree) is type(value):
         return type(tree)([_merge(item, part, found) for item, part in zip_longest(value[: len(tree)], tree)])
     return tree
-
-
-def _is_module(value: object) -> bool:
-    nnx = loaded("flax.nnx")
-    return nnx is not None and isinstance(value, nnx.Module)
-
-
-def _fill(module: Any, path: str, place: Place, misfits: Misfits | None) -> Weights:
-    from flax import nnx
-
-    parameters = nnx.state(module, nnx.Param)
-    # Checkpoints of the module may also hold its other variables, such as statistics, generators and caches.
-    others = {".".join(split(name)) for name in flatten(nnx.to_pure_dict(nnx.state(module))).names}
-    pure: dict[Any, Any] = nnx.to_pure_dict(parameters)
-    weights = load_weights(place, pure, ignored=others, containers=[path] if path else (), misfits=misfits)
-    nnx.replace_by_pure_dict(parameters, weights.tree)
-    nnx.update(module, parameters)
-    return weights
 
 
 # ---- partial restores: leaves of the same path, also if a chain of optimizers has grown
