@@ -53,7 +53,7 @@ from .private_api import (
 )
 from .recorder import FitRecorder
 from .stopping import Preempted, Signals, leave
-from .store import CallbackArguments, Published, RunStore
+from .store import CallbackArguments, RunStore
 from .strategies import check_strategy, is_sharded
 
 if TYPE_CHECKING:
@@ -174,7 +174,6 @@ class CheckpointCallback(ResumingCallback):
         options = CallbackArguments(**given)
         self._options = options
         self._store = RunStore(options.dirpath, options)
-        self._published = Published(self._store.directory, options)
         self.dirpath = str(self._store.directory)
         self._preemption = PreemptionSignal(options.preemption_signals())
         self._signals: Signals | None = None
@@ -322,14 +321,12 @@ class CheckpointCallback(ResumingCallback):
             check_resume("never", self._store.steps(), self._store.directory)
         self._store.open()
         if trainer.is_global_zero:
-            self._published.update(self._store.manager)  # a process that was killed may not have done it
+            self._store.publish(self._options)  # a process that was killed may not have done it
         self._signals = Signals(trainer, self._preemption, self._store.processes)
         stop = self._stop(trainer.fit_loop.epoch_loop.val_loop)
         if not isinstance(stop, AgreedStop):
             self._evaluation = stop  # Several processes agree as soon as training has begun, after the first batch.
-        self._recorder = FitRecorder(
-            trainer, self._store, self._options, self._preemption, stop, callback=self, published=self._published
-        )
+        self._recorder = FitRecorder(trainer, self._store, self._options, self._preemption, stop, callback=self)
         self._witness = self._recorder.witness
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:

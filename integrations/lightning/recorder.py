@@ -47,7 +47,7 @@ from .private_api import (
 from .replay import EpochReplay, Point
 from .resharding import share_of
 from .stopping import Copies, leave
-from .store import CallbackArguments, Published, RunStore
+from .store import CallbackArguments, RunStore
 from .trees import POSITION
 
 logger = logging.getLogger("holdfast")
@@ -71,7 +71,6 @@ class FitRecorder:
         preemption: PreemptionSignal,
         stop: Stop,
         callback: Any,
-        published: Published,
     ) -> None:
         self._trainer = trainer
         self._fit = trainer.fit_loop
@@ -80,7 +79,6 @@ class FitRecorder:
         self._preemption = preemption
         self._stop = stop
         self._callback = weakref.proxy(callback)
-        self._published = published
         self._log = guarded(_log_event, "that passes events to the trainer's loggers")
         self._ledger = MetricsLedger()
         # The tuner takes all callbacks away for its trials in the same loops.
@@ -168,7 +166,7 @@ class FitRecorder:
                 self._log((listener, event))
         names = {event["event"] for event in events}
         if names & {"saved", "metrics"}:
-            self._published.update(self._store.manager)
+            self._store.publish(self._options)
         if "saved" in names:
             for listener in self._trainer.loggers:
                 listener.after_save_checkpoint(self._callback)
@@ -429,20 +427,15 @@ class FitRecorder:
         loop = self._fit.epoch_loop
         if point != "batch" or loop.done:
             self._leave()
-        self._finish_saves()
         left = self._fit.max_batches - loop.batch_idx - 2  # A validation may follow the last batch.
         if not self._after_signal.begin(None if math.isinf(left) else int(left)):
             self._leave()
         text = "preempted: step %d is saved in %s; stopping after %d more batches, which the resume is compared with"
         self._say(text, step, self._store.directory, self._after_signal.left)
 
-    def _finish_saves(self) -> None:
-        self._store.manager.wait_until_finished()
-        self._store.manager.finish_mirror(self._preemption.seconds_left(self._options.grace_secs))
-
     def _leave(self) -> NoReturn:
         try:
-            self._finish_saves()
+            self._after_signal.finish_saves()
         finally:
             barrier_exit(self._store.processes)
         step = self.step if self._after_signal.left is None else self._saved

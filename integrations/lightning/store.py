@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -123,7 +124,6 @@ class RunStore:
         self._arguments = options
         self._options = options.manager_options()
         self._series = series_of(options.step_prefix)
-        self._grace = None if options.grace_secs is None else grace_check(seconds(options.grace_secs))
         self._saves = AsyncCheckpointer(StateHandler(compression=options.compression))
         self._own = AsyncCheckpointer(PerProcessCheckpointHandler(options.tree_handler()))
         self._manager: CheckpointManager | None = None
@@ -131,6 +131,7 @@ class RunStore:
         self.has_saved = False
         self._has_positions = False
         self._has_fetched = False
+        self._exported: int | None = None  # the step whose weights are in the file of ``export_best``
         self._reported: set[str] = set()
         self._events: list[dict[str, Any]] = []  # the events since the last :meth:`take_events`
 
@@ -155,8 +156,8 @@ class RunStore:
         manager = self._make(self._options)
         manager.acquire()
         manager.events.add_listener(self._events.append)
-        if self._grace is not None:
-            manager.events.add_listener(self._grace)
+        if self._arguments.grace_secs is not None:
+            manager.events.add_listener(grace_check(seconds(self._arguments.grace_secs)))
         self._manager, self.is_open = manager, True
 
     def close(self, *, orderly: bool = True) -> None:
@@ -241,6 +242,24 @@ class RunStore:
 
         name: str | None = self.processes.decide("a step with the metric", awaited)
         return name
+
+    def publish(self, options: CallbackArguments) -> None:
+        """Update the links and the file of the best weights; a failure is only logged, as nothing depends on them."""
+        manager, links = self.manager, options.links and self.directory.is_local
+        steps = manager.all_steps() if links or options.export_best is not None else []
+        best = manager.best_step() if steps and options.best_fn is not None else None
+        for name, step in {"last": steps[-1], "best": best}.items() if links and steps else ():
+            if step is not None:
+                _link(self.directory.path / name, f"{self._series}{step}")
+        if options.export_best is None or best in (None, self._exported):
+            return
+        place = options.export_place
+        try:
+            export_weights(self.directory / f"{self._series}{best}", place)
+        except (HoldfastError, OSError) as error:
+            logger.warning("step %d is the best, but %s could not be written: %s", best, place, error)
+        else:
+            self._exported = best
 
     def save(
         self,
@@ -382,48 +401,17 @@ def _checkpoint(found: Any, place: Place) -> dict[str, Any]:
 # ---- files beside the steps of a run: links to the newest and the best, and the best weights
 
 
-class Published:
-    """The links and the file of one run, which process 0 keeps up to date."""
-
-    def __init__(self, directory: Location, options: CallbackArguments) -> None:
-        self._directory = directory
-        self._options = options
-        self._series = series_of(options.step_prefix)
-        self._exported: int | None = None
-
-    def update(self, manager: CheckpointManager) -> None:
-        """Update the links and the file; a failure is only logged, as nothing in the run depends on them."""
-        links = self._options.links and self._directory.is_local
-        steps = manager.all_steps() if links or self._options.export_best is not None else []
-        if not steps:
-            return
-        best = None if self._options.best_fn is None else manager.best_step()
-        if links:
-            self._link("last", steps[-1])
-            if best is not None:
-                self._link("best", best)
-        if self._options.export_best is None or best in (None, self._exported):
-            return
-        place = self._options.export_place
-        try:
-            export_weights(self._directory / f"{self._series}{best}", place)
-        except (HoldfastError, OSError) as error:
-            logger.warning("step %d is the best, but %s could not be written: %s", best, place, error)
-        else:
-            self._exported = best
-
-    def _link(self, name: str, step: int) -> None:
-        link, folder = self._directory.path / name, f"{self._series}{step}"
-        if (link.exists() and not link.is_symlink()) or (link.is_symlink() and os.readlink(link) == folder):
-            return
-        partial = link.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}")
-        try:
-            partial.symlink_to(folder, target_is_directory=True)
-            partial.replace(link)
-        except OSError as error:  # The disk has no links.
-            logger.debug("%s is not kept as a link: %s", link, error)
-            with contextlib.suppress(OSError):
-                partial.unlink()
+def _link(link: Path, folder: str) -> None:
+    if (link.exists() and not link.is_symlink()) or (link.is_symlink() and os.readlink(link) == folder):
+        return
+    partial = link.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}")
+    try:
+        partial.symlink_to(folder, target_is_directory=True)
+        partial.replace(link)
+    except OSError as error:  # The disk has no links.
+        logger.debug("%s is not kept as a link: %s", link, error)
+        with contextlib.suppress(OSError):
+            partial.unlink()
 
 
 def export_weights(step: Location, place: Location) -> None:

@@ -778,12 +778,10 @@ class CheckpointCallback:
         save = not saver.is_saved
         if save and not saver.save("preempted"):  # The next step is saved instead.
             return StepOutcome(False, "the step has a folder that is no checkpoint", should_stop=False)
-        self._manager.wait_until_finished()
-        self._manager.finish_mirror(self._preemption.seconds_left(self._options.grace_secs))
+        what, goes_on = "stopping", self._after_signal.begin(report.left_in_epoch)
         self._manager.events.write("preempted", step=saver.step)
         self._ending.end()  # The steps that follow are to be repeated.
-        what = "stopping"
-        if self._after_signal.begin(report.left_in_epoch):
+        if goes_on:
             left = self._after_signal.left
             what += f" after {left} more step{'' if left == 1 else 's'}, which the resume is compared with"
         else:

@@ -50,8 +50,14 @@ class StepsAfterSignal:
             self._durations.append(now - self._last)
         self._last = now
 
+    def finish_saves(self) -> None:
+        """Wait until all saves are durable, and in the time that is left also those in the mirror."""
+        self._manager.wait_until_finished()
+        self._manager.finish_mirror(self._preemption.seconds_left(self._options.grace_secs))
+
     def begin(self, left_in_epoch: int | None) -> bool:
         """Return whether steps follow the save: while a quarter of the grace lasts, and not beyond the epoch's end."""
+        self.finish_saves()
         options, preemption = self._options, self._preemption
         most = self._manager.observer.steps_after_signal(options.witness_steps_after_signal if options.witness else 0)
         if not most:
@@ -145,9 +151,7 @@ class AgreedStop(Stop):
         if not orderly or self._thread is None:
             return
         with self._lock:
-            if not self._answered:
-                self._answered = True
-                self._decline()
+            self._decline()
         self._thread.join(self._patience)
         self._group.close()
 
@@ -178,18 +182,17 @@ class AgreedStop(Stop):
             if self._answered:
                 return
             self._answered = True
-            stop = self._exchange([*self._passed, self._validation_batches()])
-            if stop is not None:
-                self._stop = (stop[0], stop[1])
-
-    def _exchange(self, point: list[Any]) -> Any:
-        answers = self._group.gather("passed", json.dumps(point).encode(), self._patience)
-        answer = None if answers is None else _first_open([json.loads(one) for one in answers])
-        return json.loads(self._group.broadcast("stop", json.dumps(answer).encode(), self._patience))
+            point = [*self._passed, self._validation_batches()]
+            answers = self._group.gather("passed", json.dumps(point).encode(), self._patience)
+            answer = None if answers is None else _first_open([json.loads(one) for one in answers])
+            stop = json.loads(self._group.broadcast("stop", json.dumps(answer).encode(), self._patience))
+            self._stop = None if stop is None else tuple(stop)
 
     def _decline(self) -> None:
         """Answer that this process passes no more points."""
-        answer = json.dumps(None).encode()
+        if self._answered:
+            return
+        self._answered, answer = True, json.dumps(None).encode()
         try:
             if self._group.index == 0:
                 self._group.broadcast("stop", answer, self._patience)
@@ -201,11 +204,11 @@ class AgreedStop(Stop):
 
 def _first_open(answers: list[Any]) -> list[int] | None:
     """Return the first point that no process has passed; None if one of them passes no more points."""
-    if any(answer is None for answer in answers):
+    if None in answers:
         return None
-    batches, validated = max((answer[0], answer[1]) for answer in answers)
+    batches, validated, _ = max(answers)
     validations = {answer[2] for answer in answers}
-    if len(validations) == 1 and validations != {float("inf")}:
+    if len(validations) == 1 and validations != {math.inf}:
         return [batches, validated + 1]
     return [batches + 1, 0]  # Otherwise some would stop in the middle of a validation, and others at its end.
 
