@@ -44,7 +44,7 @@ class Component(Protocol):
     """An object with a state and components below it, which can be a component of a tree."""
 
     def get_state(self) -> Any:
-        """Return the state, with or without those of the components below, which are saved separately."""
+        """Return the state, with or without the states of the components below, which are saved separately."""
         ...
 
     def set_state(self, state: Any) -> None:
@@ -115,7 +115,7 @@ class Checkpointable:
             use_msgpack: Keep a component's arrays in one msgpack file, rather than in a database.
             step: The number of the step, for ``holdfast ls`` on a directory of steps: ``runs/x/1200`` for step 1200.
             metrics: Metrics to keep with it: numbers by name.
-            coordinator: How processes find each other. None takes jax.distributed or torch.distributed where one of
+            coordinator: How processes find each other. None takes jax.distributed or torch.distributed if one of
                 them is initialized; ``hf.processes.Alone()`` saves the components of this process.
             filesystem: The file system of fsspec or pyarrow in which ``path`` is; the URL that is returned then stands
                 for it in processes that have passed an equal one.

@@ -207,7 +207,7 @@ class Checkpoint(Node):
     ) -> RestoreStatus:
         """Restore without touching the number of the next save: the counterpart of :meth:`write`.
 
-        Args, result and errors are those of :meth:`restore`.
+        Args, result and errors are as for :meth:`restore`.
         """
         template = CheckpointTemplate(self, False, partial=partial, rename=rename, select=select, exclude=exclude)
         return template.prepare(self._open(path))()

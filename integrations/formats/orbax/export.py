@@ -265,7 +265,7 @@ def _refuse_existing(place: Location) -> None:
 def add_orbax_metadata(
     source: Place, *, step: int | None = None, coordinator: Coordinator | None = None
 ) -> list[Location]:
-    """Make checkpoints of holdfast readable for Orbax where they are: adds its metadata beside the data.
+    """Make checkpoints of holdfast readable for Orbax where they are: adds its metadata next to the data.
 
     No array is copied, and the checkpoints stay what they are for holdfast. Orbax finds the items under their names:
     ``StandardCheckpointer().restore(path / "state")``, or ``CheckpointManager(run).restore(step,
@@ -276,7 +276,7 @@ def add_orbax_metadata(
     Args:
         source: A checkpoint, or a directory of steps.
         step: Which step of such a directory; None is all of them.
-        coordinator: How processes find each other. None takes jax.distributed or torch.distributed where one of them is
+        coordinator: How processes find each other. None takes jax.distributed or torch.distributed if one of them is
             initialized; ``hf.processes.Alone()`` does it in this process alone.
 
     Returns:
