@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Never, Self
 from ..clock import Clock, Duration, SystemClock, seconds
 from ..distributed import Coordinator, ProcessGroup
 from ..errors import CheckpointNotFoundError, StateError
+from ..forks import cached_property
 from ..format import ITEM, CheckpointRecord, ItemRecord
 from ..handlers import (
     AsyncCheckpointHandler,
@@ -65,7 +66,7 @@ class Checkpointer:
         self._coordinator = coordinator
         self._timeout = seconds(barrier_timeout_secs, name="barrier_timeout_secs")
 
-    @functools.cached_property
+    @cached_property
     def _processes(self) -> ProcessGroup:
         # A program may make a checkpointer before its processes are connected.
         return ProcessGroup("checkpointer", self._coordinator, self._timeout)

@@ -13,13 +13,14 @@ import re
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from operator import attrgetter, eq
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..forks import cached_property
 from .device_arrays import DeviceArray, is_copied_later
 from .host_leaves import native
 from .leaves import ArrayLeaf, Box, Details, LeafProblem, Part, Piece, Saved, loaded, required

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ..arrays import SavedLeaf, TreeSource, leaf_as, leaf_values, selected_values
 from ..errors import CheckpointNotFoundError, DamagedCheckpointError, ObjectNotFoundError, OptionError, StateError
+from ..forks import cached_property
 from ..pytree import ARRAY_KINDS, LeafRequest, PathFilter, Patterns, collection_paused, format_path
 from ..storage import Location, Place, as_location
 from .discovery import NATIVE
@@ -115,7 +116,7 @@ class _OpenTree:
             )
         return self._reads
 
-    @functools.cached_property
+    @cached_property
     def leaves(self) -> dict[str, SavedLeaf]:
         """The leaves by their names."""
         reads = self._reads

@@ -18,13 +18,13 @@ import logging
 import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
 
 from ...engine.arrays import TreeSource, naming, read_checked
 from ...engine.errors import CheckpointNotFoundError, DamagedCheckpointError
+from ...engine.forks import cached_property
 from ...engine.format import ITEM, array_of, decode_msgpack
 from ...engine.pytree import escape_key
 from ...engine.sources import TREE, CheckpointSource, FoundSteps, StoredTree, read_json, total_bytes

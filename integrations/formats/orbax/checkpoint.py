@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ....engine.arrays import TreeSource
 from ....engine.errors import CheckpointNotFoundError, DamagedCheckpointError, OptionError
+from ....engine.forks import cached_property
 from ....engine.format import ITEM
 from ....engine.sources import (
     JSON,
@@ -104,7 +104,7 @@ class OrbaxCheckpoint(CheckpointSource):
         nanoseconds = self._metadata.get("commit_timestamp_nsecs")
         return nanoseconds / 1e9 if isinstance(nanoseconds, int) else None
 
-    @functools.cached_property
+    @cached_property
     def metrics(self) -> Mapping[str, Any] | None:
         for name, item in self._items.items():
             if item.kind == METRICS:
@@ -118,7 +118,7 @@ class OrbaxCheckpoint(CheckpointSource):
         found = self._metadata.get("custom_metadata", self._metadata.get("custom"))
         return found if isinstance(found, dict) and found else None
 
-    @functools.cached_property
+    @cached_property
     def nbytes(self) -> int:
         return total_bytes(self.location)
 

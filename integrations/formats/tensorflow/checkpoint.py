@@ -8,7 +8,6 @@ their last part counts, as the name of a checkpoint in the same directory.
 
 from __future__ import annotations
 
-import functools
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 
 from ....engine.arrays import TreeSource
 from ....engine.errors import CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, StorageError
+from ....engine.forks import cached_property
 from ....engine.format import ITEM
 from ....engine.sources import TREE, CheckpointSource, FoundSteps, first_bytes, last_bytes
 from ....engine.storage import Entry, Location
@@ -120,12 +120,12 @@ class BundleCheckpoint(CheckpointSource):
         self.items = {ITEM: TREE}
         self.step = number_of(prefix.name)
 
-    @functools.cached_property
+    @cached_property
     def time(self) -> float | None:
         folder = self.location.parent
         return read_state(folder).times.get(self.location.name) if (folder / STATE).exists() else None
 
-    @functools.cached_property
+    @cached_property
     def nbytes(self) -> int:
         return sum(
             entry.size or 0
@@ -137,7 +137,7 @@ class BundleCheckpoint(CheckpointSource):
     def tree(self, item: str) -> TreeSource:
         return self._tree
 
-    @functools.cached_property
+    @cached_property
     def _tree(self) -> BundleTree:
         return BundleTree.open(self.location)
 

@@ -12,7 +12,6 @@ keeps, ``net/l1/kernel/.OPTIMIZER_SLOT/adam/m/.ATTRIBUTES/VARIABLE_VALUE``. In t
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from bisect import bisect_left
@@ -25,6 +24,7 @@ from numpy.typing import NDArray
 
 from ....engine.arrays import NamedVariables, SavedLeaf, naming, read_checked
 from ....engine.errors import DamagedCheckpointError, ObjectNotFoundError, UnsupportedLeafError
+from ....engine.forks import cached_property
 from ....engine.format import Cursor, crc32c, extend
 from ....engine.pytree import MAX_DEPTH, escape_key, join
 from ....engine.sources import StoredArray, StoredPart, StoredTree, entry_size, nested
@@ -141,7 +141,7 @@ class Bundle:
     def files(self) -> list[Location]:
         return [self.prefix.parent / name for name in (f"{self.prefix.name}{INDEX}", *self._sizes)]
 
-    @functools.cached_property
+    @cached_property
     def nbytes(self) -> int:
         return self._index_bytes + sum(self._sizes.values())
 
@@ -238,7 +238,7 @@ class Bundle:
                 f"{file} is cut off: expected {entry.size} bytes at offset {entry.offset}, the file has {size}"
             )
 
-    @functools.cached_property
+    @cached_property
     def _sizes(self) -> dict[str, int]:
         """The sizes of the data files that exist, in bytes."""
         folder, found = self.prefix.parent, {}
