@@ -55,7 +55,7 @@ _CHANGED = (
     "A run resumes with the state that it had, or not at all. To continue with another model or optimizer, begin a run "
     "in another directory: init_from= takes weights. partial='initialize' restores what fits, also of the weights of "
     "init_from, and keeps the rest as it was initialized. For a state that grows while it trains, checkpoint.peek() "
-    "tells the step before the state is built."
+    "returns the step before the state is built."
 )
 
 
@@ -320,11 +320,11 @@ def _restore_extras(
     fresh: Collection[str],
 ) -> dict[str, Any]:
     """Give the extras what was saved, except those that keep what they are; return all by name."""
-    kept = {name: extras[name] for name in fresh}
+    kept = {name: extra for name, extra in extras.items() if name in fresh or (extra is None and name not in saved)}
     if left := sorted(saved.keys() - extras.keys() - {GLOBAL_GENERATORS, GRADIENTS, CHECKSUMS}):
         announce("step %d has extras that this program does not pass: %s", step, ", ".join(f"{name}=" for name in left))
     if adapter.misfits is not None:
-        new = {name: extra for name, extra in extras.items() if name not in saved and name not in fresh}
+        new = {name: extra for name, extra in extras.items() if name not in saved and name not in kept}
         adapter.misfits.missing(f"{name}=" for name in new)
         kept |= new
     extras = {name: extra for name, extra in extras.items() if name not in kept}
