@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
+from itertools import compress
 from typing import Any, NamedTuple
 
 from ..errors import DamagedCheckpointError
@@ -122,17 +123,18 @@ class _Lookup:
         ``number`` leaves precede it.
         """
         children, stored = node["children"], node.get("keys")
-        segments = map(str, range(len(children))) if stored is None else stored
-        if not all(isinstance(segment, str) for segment in stored or ()):
+        segments = [*map(str, range(len(children)))] if stored is None else stored
+        if not set(map(type, segments)) <= {str}:
             segments = _decode_keys(stored, "", {})[1]
         keys = [one.literal(before) for one, before in places]
-        wanted = None if None in keys else {key for some in keys if some is not None for key in some}
+        indices: Iterable[int] = range(len(children))
+        if None not in keys and "%2E" not in "".join(segments):  # which may be several keys of a pattern
+            wanted = {key for some in keys for key in some or ()}
+            indices = compress(indices, map(wanted.__contains__, segments))  # no line of Python for each child
         kept: dict[int, Any] = {}
         begin = 0
-        for index, (segment, child) in enumerate(zip(segments, children, strict=True)):
-            if wanted is not None and segment not in wanted and "%2E" not in segment:
-                continue
-            key = segment.replace("%2E", ".")
+        for index in indices:
+            key, child = segments[index].replace("%2E", "."), children[index]
             reached = [(one, after) for one, before in places if (after := one.after(before, key))]
             number += self._count(children[begin:index])
             begin = index

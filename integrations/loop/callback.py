@@ -514,7 +514,7 @@ class CheckpointCallback:
         if not decision.save:
             saver.save_locally()
             return _NOTHING_DUE
-        saver.save(decision.reason)
+        saver.save(decision.reason, reported=True)
         return StepOutcome(True, decision.reason, should_stop=False)
 
     def on_eval(self, step: int, metrics: Mapping[str, Any]) -> StepOutcome:

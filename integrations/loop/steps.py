@@ -304,17 +304,18 @@ class StepSaver:
         """Return why the last step cannot be saved any more, or None when it can."""
         return self._last.why_lost()
 
-    def save(self, reason: str) -> bool:
+    def save(self, reason: str, *, reported: bool = False) -> bool:
         """Save the last step in the background, also if the save before it has failed, which then raises an error.
 
-        Return False if the step has a folder that is no checkpoint.
+        ``reported`` says that this is the call of ``on_step`` that has reported the step. Return False if the step has
+        a folder that is no checkpoint.
         """
         last, step = self._last, self._last.step
         assert step is not None
         with part_of_save(self._manager, step):
             last.warn_of_gradients()
             taken = self._taken()
-            self._witness.save(step, last.seen)
+            self._witness.save(step, last.seen, reported=reported)
             if (first := self._first_steps) is not None:
                 metrics, is_live = taken["metrics"] or {}, self._adapter.may_have_gradients
                 self._ask(lambda: first.save(step, last.report.state, metrics, is_live=is_live))

@@ -186,8 +186,13 @@ class Witness:
             self._file.add(self._last)
         return self._last
 
-    def save(self, step: int, look: Callable[[], Seen]) -> None:
+    def save(self, step: int, look: Callable[[], Seen], *, reported: bool = False) -> None:
         """Note that the present step is about to be saved: it is the last one that is compared with the save before.
+
+        Args:
+            step: The step.
+            look: Returns what the program shows.
+            reported: Whether nothing has changed since :meth:`note`, so that the record of that serves again.
 
         Raises:
             StateError: The resume is not exact, with ``on_inexact="raise"``.
@@ -195,7 +200,7 @@ class Witness:
         with self._only_logged():
             if self._recorder is None:
                 return
-            seen, same = look(), None
+            seen, same = look(), self._last if reported else None
             if self._k and self._last is None and self.watches:
                 same = self._take(seen)
             self._compare_arrived(look, wait=True)
