@@ -126,7 +126,7 @@ def record_metrics(
     step_prefix: str | None = None,
     clock: Clock | None = None,
 ) -> None:
-    """Add metrics to a step from outside the run that writes it, such as those of a separate evaluation.
+    """Add metrics to a step from outside the run that writes it, such as from a separate evaluation.
 
     The run may be alive, and save, rank and delete steps meanwhile: this call changes nothing that it writes. It sees
     the metrics before it deletes the next steps, and ``best_step``, ``metrics`` and ``holdfast ls`` see them at once.

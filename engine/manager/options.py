@@ -367,8 +367,8 @@ class CheckpointManagerOptions(ProgramPolicies):
         keep: What to keep, as policies that add up: ``hf.Every(steps=100, keep=5)``, a ``hf.KeepPolicy`` of your own,
             or a list of them, instead of ``max_to_keep`` and the periods of ``keep_...``. None keeps what the
             ``hf.Every`` of ``save`` say if one of them has a number; otherwise, all that no other option limits.
-        keep_checkpoints_without_metrics: Keep all checkpoints without metrics. By default the other rules decide about
-            them as about all others.
+        keep_checkpoints_without_metrics: Keep all checkpoints without metrics. By default the other rules apply to
+            them as to all others.
         item_intervals: Of a manager with several items, those that few checkpoints have, such as a replay buffer: for
             each, the number of steps; a save at or past a multiple of it has the item, and so has the first one and one
             with ``force=True``. The newest checkpoint that has it is kept.

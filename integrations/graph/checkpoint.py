@@ -221,8 +221,8 @@ class Checkpoint(Node):
             path: A checkpoint, or a directory of numbered ones, whose newest is taken.
 
         Returns:
-            The step, metrics, and numbers and texts by their paths, such as ``{"epoch": 3}``; not those of optimizers,
-            modules and objects with a state of their own.
+            The step, metrics, and numbers and texts by their paths, such as ``{"epoch": 3}``; not the numbers and
+            texts of optimizers, modules and objects with their own state.
 
         Raises:
             CheckpointNotFoundError: There is none.
