@@ -170,8 +170,8 @@ class Checkpointable:
             component: Restores only this component, such as ``"learner/p1"``, from the component at ``path``, which may
                 have another name there: ``path`` is its own directory, ``<tree>/learner/p1``, not the tree's.
             keep: Patterns of paths such as ``"**/lr"``: values that match stay as they are. A path is the component's
-                path and the value's path within it: ``learner/optimizer/groups/0/lr``. A pattern that matches nothing is
-                an error.
+                path and the value's path within it: ``learner/optimizer/groups/0/lr``. A pattern that matches nothing
+                is an error.
             strict: Whether components and values that only the program or only the checkpoint has are errors.
             filesystem: The file system of fsspec or pyarrow in which ``path`` is.
 
