@@ -42,7 +42,7 @@ from .tracked import TrackedDict, TrackedList
 # Leaves of these kinds need no object of the program.
 PLAIN_KINDS = NUMBER_KINDS | {NUMBERS, "str", "bytes", "none", "set", "frozenset", "numpy_scalar"}
 # Arrays of these kinds can be made without an array of the program; those of jax are placed on devices.
-_NUMBER_KINDS = NUMBER_KINDS | {"numpy_scalar"}
+NUMBER_VALUES = NUMBER_KINDS | {"numpy_scalar"}
 _NUMBERS = (bool, int, float, complex, np.generic)
 MADE_KINDS = frozenset({"numpy", "torch"})
 
@@ -345,7 +345,7 @@ def _template(one: Assignment, leaf: Saved) -> Any:
     # The saved type comes back where the slot is empty in the checkpoint, or where a float may have begun as the int 0.
     if leaf.kind == "none" and (is_python_value(live) or isinstance(slot, Place)):
         return ...
-    if isinstance(live, _NUMBERS) and leaf.kind in _NUMBER_KINDS:
+    if isinstance(live, _NUMBERS) and leaf.kind in NUMBER_VALUES:
         return ...
     if isinstance(slot, OptionSlot) and is_python_value(live) and leaf.kind in PLAIN_KINDS:
         return ...

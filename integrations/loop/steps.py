@@ -261,7 +261,7 @@ class StepSaver:
 
     def watch(self, state: Any, extras: Mapping[str, Any], last: int | None, *, grows: bool) -> None:
         """Begin to watch the state before the first step; ``last`` is the number of the step before, if it is known."""
-        first = self._first_steps = FirstSteps()
+        first = self._first_steps = FirstSteps(self._adapter)
         self._ask(lambda: first.begin(state, last, extras, grows=grows))
         self._adapter.watch(state)
         self._extra_versions.watch({name: extra for name, extra in extras.items() if is_versioned(extra)})
