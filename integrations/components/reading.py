@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
 from ...engine.arrays import PartialTree, TreeReader, leaf_values, load_tree, read_checked, tree_metadata
 from ...engine.errors import CheckpointNotFoundError, DamagedCheckpointError
+from ...engine.forks import cached_property
 from ...engine.format import COMPONENT, COMPONENTS, DOCUMENT_LIMIT, CheckpointRecord, ItemRecord
 from ...engine.pytree import (
     LeafRequest,
@@ -175,7 +176,7 @@ def of_record(location: Location, record: CheckpointRecord) -> NativeComponent:
 
 
 def read_state(path: Place) -> Any:
-    """Read the state of a saved component with those of all below it, as ``get_state`` returns it; run nothing.
+    """Read the state of a saved component and of all below it, as ``get_state`` returns it; run nothing.
 
     Args:
         path: The directory of a tree of components, or of one of its parts; also one that RLlib wrote.

@@ -22,7 +22,7 @@ from typing import Any
 
 from ...engine import __version__
 from ...engine.arrays import Layout, WrittenSteps, write_file
-from ...engine.checkpoint import pending_checkpoint
+from ...engine.checkpoint import commit_protocol
 from ...engine.clock import SystemClock
 from ...engine.distributed import ProcessInfo, current_coordinator
 from ...engine.errors import OptionError, UnsupportedLeafError, shortened
@@ -57,7 +57,7 @@ class PreparedComponents:
         """Write the tree into a directory, as one atomic checkpoint."""
         paths = {item_name(path): path for path in self.states}
         parts = ComponentParts(location, self.descriptions)
-        pending = pending_checkpoint(location, paths, overwrite=overwrite, parts=parts)
+        pending = commit_protocol(location)(location, paths, overwrite=overwrite, parts=parts)
         try:
             pending.begin()
             items = self._write_states({paths[item]: folder for item, folder in pending.folders.items()})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...engine.errors import DamagedCheckpointError, OptionError, TreeMismatchError
+from ...engine.forks import cached_property
 from ...engine.pytree import unescape_key
 from .frameworks import OPTIMIZER_SLOTS
 from .outside import wrapped_nodes
@@ -132,7 +132,7 @@ class SavedGraph:
             nodes[below].edges[new[-1]] = number
         return SavedGraph(nodes, self)
 
-    @functools.cached_property
+    @cached_property
     def uses(self) -> Counter[int]:
         """How many edges, optimizer groups and optimizer slots lead to each node."""
         found: Counter[int] = Counter()
@@ -144,7 +144,7 @@ class SavedGraph:
                 found.update((parameter, value))
         return found
 
-    @functools.cached_property
+    @cached_property
     def optimizers(self) -> dict[int, dict[int, list[tuple[str, int]]]]:
         """The values that each optimizer keeps: by its node and the parameter's, their names and nodes."""
         found: dict[int, dict[int, list[tuple[str, int]]]] = {}
@@ -156,7 +156,7 @@ class SavedGraph:
                 found[number] = kept
         return found
 
-    @functools.cached_property
+    @cached_property
     def with_values(self) -> set[int]:
         """The nodes that have a value, or nodes with values below them."""
         above: dict[int, list[int]] = {}
