@@ -313,7 +313,8 @@ def _refuse_tree_above(target: LiveComponent, saved: SavedComponent) -> None:
 
 def _take(live: LiveComponent, selection: Selection, options: Mapping[str, Any]) -> dict[str, Any]:
     def ask(one: LiveComponent) -> Any:
-        return call_get_state(one.value, *selection.below(one.path), options)
+        chosen, excluded = selection.below(one.path)
+        return call_get_state(one.value, components=chosen, not_components=excluded, **options)
 
     def selected(one: LiveComponent) -> list[LiveComponent]:
         return [child for child in one.children if selection.leads_to(child.path)]

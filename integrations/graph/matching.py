@@ -5,6 +5,7 @@ Values and options of torch optimizers follow their parameters, if the program a
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
 from collections import deque
@@ -73,10 +74,15 @@ class Matching:
                 yield from self._match([_Visit(child, edge.value, edge.view(), path, edge.place)])
         yield from self._optimizer_values(self.bindings.fresh)
 
-    def undo(self) -> None:
-        """Take back all bindings since the last call of `from_root` or `from_holder`."""
-        self.bindings.undo()
-        self.waiting.clear()
+    @contextlib.contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Take back all bindings since the last call of `from_root` or `from_holder` if the block fails."""
+        try:
+            yield
+        except BaseException:
+            self.bindings.undo()
+            self.waiting.clear()
+            raise
 
     def _match(
         self, queue: list[_Visit], *, anew: bool = False, known: _Visit | None = None, last: bool = False

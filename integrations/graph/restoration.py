@@ -249,8 +249,7 @@ class Restoration:
         plain = PlainValues(stored, graph)
         self._matching = Matching(graph, plain, final=final)
         self._reader = ValueReader(stored, graph, plain)
-        self._has_own = stored.has_own
-        self._leaves = stored.leaves
+        self._stored = stored
         self._ignored = frozenset(ignore)
         self._filter = PathFilter(select, exclude)
         paths = {number: graph.path(number) for number, _ in graph.values()}
@@ -295,7 +294,7 @@ class Restoration:
         changed = []
         graph = self._matching.graph
         for number, node in enumerate(graph.nodes):
-            saved = self._leaves.get(str(node.value))
+            saved = self._stored.leaves.get(str(node.value))
             for thing, path in self._matching.bindings.objects(number):
                 if is_module(thing) and graph.has_own_states and thing.training is not node.training:
                     thing.training = node.training
@@ -396,25 +395,18 @@ class Restoration:
         self, found: Iterable[Assignment], misfits: Misfits | None = None
     ) -> tuple[list[tuple[Assignment, Any]], list[Assignment]]:
         """Return all values, read and compared with the program, and the assignments that are done already."""
-        try:
+        with self._matching.undone_on_error():
             due, known = self._sorted(found)
             values = self._reader.read_values(due, misfits)
             for one, value in values:
                 if isinstance(one.slot, MemberSlot):
                     one.slot.member(value)
-        except BaseException:
-            self._matching.undo()
-            raise
         return values, known
 
     @collection_paused()
     def _write(self, values: list[tuple[Assignment, Any]], known: list[Assignment]) -> None:
-        """Change the objects."""
-        try:
+        with self._matching.undone_on_error():
             write_slots([(one.slot, value) for one, value in values])
-        except BaseException:
-            self._matching.undo()
-            raise
         done = [one for one, _ in values]
         for one in done:
             note_writer(one.slot, self._number, self._keepers)
@@ -432,7 +424,7 @@ class Restoration:
                 number in self.progress.wanted and self._chooses(path) for number, path in one.values()
             ):
                 continue
-            if not self._has_own and isinstance(one.slot, StateSlot) and one.slot.is_stream:
+            if not self._stored.has_own and isinstance(one.slot, StateSlot) and one.slot.is_stream:
                 known.append(one)  # the checkpoint lacks it for this process, which keeps its own
                 fresh.append(one.path)
                 continue

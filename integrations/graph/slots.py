@@ -141,21 +141,12 @@ class MemberSlot(Place):
             ) from error
 
 
-class PartSlot:
-    """A part of an immutable container; a change of the part rebuilds the container."""
+class PartSlot(Place):
+    """A part of an immutable container, which `write_slots` rebuilds once for all of its parts."""
 
     def __init__(self, owner: Slot, below: Path, value: Any) -> None:
-        self._value = value
-        self.owner = owner
-        self.below = below
-        self.anchor = owner.anchor
-        self.trail: Path = (*owner.trail, *below)
-
-    def get(self) -> Any:
-        return self._value
-
-    def set(self, value: Any) -> None:
-        self.owner.set(_replaced(self.owner.get(), {self.below: value}))
+        super().__init__(owner.anchor, (*owner.trail, *below), value)
+        self.owner, self.below = owner, below
 
 
 @dataclass(slots=True, eq=False)
@@ -175,7 +166,6 @@ class Assignment:
 
 
 def write_slots(changes: list[tuple[Slot, Any]]) -> None:
-    """Change slots; an immutable container is rebuilt once for all of its parts."""
     parts: dict[tuple[int, Path], tuple[Slot, dict[Path, Any]]] = {}
     for slot, value in sorted(changes, key=lambda change: not _begins_epoch(change[0])):
         if isinstance(slot, PartSlot):

@@ -29,7 +29,6 @@ from ...engine.pytree import (
     describe_template,
     is_python_value,
     is_torch_tensor,
-    key_segments,
     materialize,
     unescape_key,
 )
@@ -112,7 +111,7 @@ class PlainValues:
             container, self._keys[number] = self._container(number), {}
             if container is not None:
                 keys = range(len(container.children)) if container.keys is None else container.keys
-                self._keys[number] = dict(zip(key_segments(container.keys, len(keys)), keys, strict=True))
+                self._keys[number] = dict(zip(container.segments, keys, strict=True))
         return self._keys[number]
 
     def _container(self, number: int) -> TreeDef | None:
@@ -272,7 +271,7 @@ def _without_object(slot: Slot) -> str | None:
     live = None if isinstance(slot, StateSlot) else slot.get()
     if is_torch_tensor(live):
         return "one array"
-    return f"{live!r:.80}" if isinstance(slot, Place) and is_python_value(live) else None
+    return f"{live!r:.80}" if type(slot) is Place and is_python_value(live) else None
 
 
 def _is_empty(live: Any) -> bool:
@@ -316,7 +315,7 @@ def _template(one: Assignment, leaf: Saved) -> Any:
             return divided_like(slot.parameter, leaf.shape, leaf.dtype)  # the optimizer has yet to create it
         return ...
     # The saved type comes back where the slot is empty in the checkpoint, or where a float may have begun as the int 0.
-    if leaf.kind == "none" and (is_python_value(live) or isinstance(slot, Place)):
+    if leaf.kind == "none" and (is_python_value(live) or type(slot) is Place):
         return ...
     if isinstance(live, _NUMBERS) and leaf.kind in NUMBER_VALUES:
         return ...
