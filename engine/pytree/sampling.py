@@ -84,7 +84,6 @@ class Sampler:
 
     def __init__(self) -> None:
         self._views: dict[int, _View] = {}  # by place
-        self._gathers: dict[Any, Any] = {}  # compiled functions of jax, by strides
 
     def take(self, leaves: Sequence[Any]) -> Samples:
         """Begin to take samples of leaves: arrays of numpy, torch or jax, or numbers; others have none."""
@@ -120,7 +119,7 @@ class Sampler:
             samples._devices.setdefault(entries[0][1].device.type, entries[0][0])
             samples._groups.append(_gathered_by_torch(entries))
         for entries in of_jax.values():
-            samples._groups += self._gathered_by_jax(entries[:_ON_DEVICES])
+            samples._groups += gathered_by_jax(entries[:_ON_DEVICES])
         return samples
 
     def _part_of(self, place: int, tensor: Any) -> tuple[Any, Any]:
@@ -143,32 +142,20 @@ class Sampler:
         self._views[place] = _View(id(tensor), address, size, group, *((view, part) if is_known else (None, None)))
         return group, part
 
-    def _gathered_by_jax(self, entries: list[tuple[int, Any]]) -> list[_Group]:
-        """Gather elements on the device: one compiled function for all arrays, and one copy for each dtype."""
-        import jax
 
-        groups: dict[Any, list[tuple[int, Any]]] = {}
-        for place, array in entries:
-            groups.setdefault(array.dtype, []).append((place, array))
-        strides = [[_stride(array.size) for _, array in group] for group in groups.values()]
-        gather = self._gathers.get(key := repr(strides))
-        if gather is None:
-
-            def run(arrays: list[list[Any]]) -> Any:
-                parts = [
-                    [array.reshape(-1)[::stride] for array, stride in zip(*of_dtype, strict=True)]
-                    for of_dtype in zip(arrays, strides, strict=True)
-                ]
-                return [jax.numpy.concatenate(part) for part in parts]
-
-            gather = self._gathers[key] = jax.jit(run)
-        found = gather([[array for _, array in group] for group in groups.values()])
-        gathered = []
-        for one, group, steps in zip(found, groups.values(), strides, strict=True):
-            one.copy_to_host_async()
-            counts = tuple(-(-array.size // stride) for (_, array), stride in zip(group, steps, strict=True))
-            gathered.append(_Group([place for place, _ in group], counts, partial(np.asarray, one), one.is_ready))
-        return gathered
+def gathered_by_jax(entries: list[tuple[int, Any]]) -> list[_Group]:
+    """Gather elements on the device: one compiled function for all arrays, and one copy for each dtype."""
+    groups: dict[Any, list[tuple[int, Any]]] = {}
+    for place, array in entries:
+        groups.setdefault(array.dtype, []).append((place, array))
+    strides = tuple(tuple(_stride(array.size) for _, array in group) for group in groups.values())
+    found = _compiled_gather()([[array for _, array in group] for group in groups.values()], strides)
+    gathered = []
+    for one, group, steps in zip(found, groups.values(), strides, strict=True):
+        one.copy_to_host_async()
+        counts = tuple(-(-array.size // stride) for (_, array), stride in zip(group, steps, strict=True))
+        gathered.append(_Group([place for place, _ in group], counts, partial(np.asarray, one), one.is_ready))
+    return gathered
 
 
 _KINDS: dict[type, str] = {bool: "number", int: "number", float: "number"}  # of classes of leaves
@@ -339,6 +326,17 @@ def full_sum(leaf: Any) -> Any:
         width = _WIDTHS[leaf.dtype.itemsize]
         return int(np.ascontiguousarray(leaf).view(width).sum(dtype=max(np.dtype(width), np.dtype(np.uint32))))
     return leaf if is_jax_array(leaf) else None
+
+
+@functools.cache
+def _compiled_gather() -> Any:
+    import jax
+
+    def gather(arrays: list[list[Any]], strides: tuple[tuple[int, ...], ...]) -> list[Any]:
+        pairs = (zip(*of_dtype, strict=True) for of_dtype in zip(arrays, strides, strict=True))
+        return [jax.numpy.concatenate([array.reshape(-1)[::stride] for array, stride in pair]) for pair in pairs]
+
+    return jax.jit(gather, static_argnums=1)
 
 
 @functools.cache
