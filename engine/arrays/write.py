@@ -270,8 +270,6 @@ class TreeWriter:
     def _divided(self, groups: Sequence[ChunkIds]) -> tuple[list[ChunkIds], list[list[ChunkToCompress]]]:
         """Divide each group of chunks into those stored as they are and those to compress."""
         catalog = self._catalog
-        if all(kind.compression is None for kind in catalog.kinds):
-            return list(groups), []
         levels = catalog.column([kind.compression or 0 for kind in catalog.kinds])
         plain: list[ChunkIds] = []
         packed: list[list[ChunkToCompress]] = []

@@ -7,6 +7,7 @@ apply from the first axis of the mesh to the last: each divides what the ones be
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import re
@@ -52,21 +53,24 @@ class TorchDescriber:
         self._left = BYTES_AT_ONCE
         self._axes: dict[Mesh, set[int]] = {}  # axes of each root mesh over which DTensors of the tree are spread
         for value in values:
-            self._prepare(value)
+            with contextlib.suppress(LeafProblem):  # raised again for the leaf
+                self._prepare(value)
 
     def _prepare(self, value: Any) -> None:
         if is_dtensor(value) and (place := _place_in_root(value.device_mesh)) is not None:
             self._axes.setdefault(place[0], set()).update(place[1])
-        if value.device.type not in HOST_DEVICES and _why_not(value) is None:
-            own = self._own(value) if is_dtensor(value) else value.detach()
-            if self._later and is_copied_later(own):
-                self._copies[id(value)] = tensor_encoding(value.dtype).on_device(own)
-                return
-            overlaps = value.device.type in ASYNCHRONOUS_DEVICES and own.nbytes <= self._left
-            self._copies[id(value)] = own.to("cpu", non_blocking=overlaps)
-            if overlaps:
-                self._left -= own.nbytes
-                self._devices.add(value.device)
+        if value.device.type in HOST_DEVICES:
+            return
+        _check(value)
+        own = self._own(value) if is_dtensor(value) else value.detach()
+        if self._later and is_copied_later(own):
+            self._copies[id(value)] = tensor_encoding(value.dtype).on_device(own)
+            return
+        overlaps = value.device.type in ASYNCHRONOUS_DEVICES and own.nbytes <= self._left
+        self._copies[id(value)] = own.to("cpu", non_blocking=overlaps)
+        if overlaps:
+            self._left -= own.nbytes
+            self._devices.add(value.device)
 
     def describe(self, value: Any) -> ArrayLeaf:
         array, volatile, encoding = self._array(value, value)
@@ -117,9 +121,7 @@ class TorchDescriber:
 
     def _array(self, value: Any, own: Any) -> tuple[NDArray[Any], bool, TensorEncoding]:
         """Return the elements of a tensor, or of this process's part of it, and whether they can still change."""
-        problem = _why_not(value)
-        if problem is not None:
-            raise LeafProblem(problem)
+        _check(value)
         for device in self._devices:
             getattr(self._torch, device.type).synchronize(device)
         self._devices.clear()
@@ -155,22 +157,23 @@ def _check_memory(tensor: Any) -> None:
         )
 
 
-def _why_not(value: Any) -> str | None:
+def _check(value: Any) -> None:
     torch: Any = loaded("torch")
     if value.layout is not torch.strided:
-        return f"is a tensor of layout {value.layout}; store its indices and values, or value.to_dense()"
+        raise LeafProblem(f"is a tensor of layout {value.layout}; store its indices and values, or value.to_dense()")
     if value.is_quantized:
-        return "is a quantized tensor; store value.int_repr(), its scale and its zero point"
+        raise LeafProblem("is a quantized tensor; store value.int_repr(), its scale and its zero point")
     if value.is_nested:
-        return "is a nested tensor; store value.unbind()"
+        raise LeafProblem("is a nested tensor; store value.unbind()")
     if value.is_meta:
-        return "is on the meta device, it has no values"
+        raise LeafProblem("is on the meta device, it has no values")
     name = type(value).__name__
     if name == "ShardedTensor":
-        return "is a ShardedTensor; have DTensors in its place: with FSDP2, or with a device mesh given to FSDP"
+        raise LeafProblem(
+            "is a ShardedTensor; have DTensors in its place: with FSDP2, or with a device mesh given to FSDP"
+        )
     if name.startswith("Uninitialized"):
-        return "is not initialized yet; run the module once"
-    return None
+        raise LeafProblem("is not initialized yet; run the module once")
 
 
 class TensorEncoding(NamedTuple):
@@ -316,9 +319,8 @@ def tensor_of(array: NDArray[Any], *, copy: bool = True) -> Any:
 
 def template_facts(value: Any) -> tuple[Any, ...]:
     """Return kind, stored shape, stored dtype and variant of a leaf of a template."""
-    problem = None if value.is_meta else _why_not(value)
-    if problem is not None:
-        raise LeafProblem(problem)
+    if not value.is_meta:
+        _check(value)
     encoding = tensor_encoding(value.dtype)
     return "torch", (*value.shape, 2) if encoding.paired else tuple(value.shape), encoding.stored, encoding.variant
 
