@@ -81,6 +81,8 @@ class LeafCache:
 
 
 class _Lazy:
+    stop: int  # the number after its last leaf
+
     def __init__(self, cache: LeafCache, node: TreeDef, start: int) -> None:
         self._cache, self._node, self._start = cache, node, start
         self._positions = {key: position for position, key in enumerate(node.keys or ())}
@@ -89,7 +91,7 @@ class _Lazy:
             below = start if child is None else _lazy(cache, child, start)
             self._children.append(below)
             start = below.stop if isinstance(below, _Lazy) else start + 1
-        self.stop = start  # the number after its last leaf
+        self.stop = start
 
     def read_all(self) -> Any:
         return unflatten(self._node, self._cache.values(range(self._start, self.stop)))

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .jax_leaves import is_key
-from .leaves import is_jax_array, is_torch_tensor, loaded
+from .leaves import is_jax_array, is_torch_tensor, jax, torch
 from .torch_leaves import is_dense
 
 _ELEMENTS = 64  # of a leaf that are read
@@ -167,7 +167,7 @@ def _kind_of(leaf: Any) -> str:
         kind = "array" if isinstance(leaf, np.ndarray) else "number"
     elif is_torch_tensor(leaf):
         kind = "torch"
-    elif is_jax_array(leaf) and not isinstance(leaf, loaded("jax").core.Tracer):  # type: ignore[union-attr]
+    elif is_jax_array(leaf) and not isinstance(leaf, jax.core.Tracer):
         kind = "jax"
     return _KINDS.setdefault(type(leaf), kind)
 
@@ -189,7 +189,7 @@ _Devices = dict[int, tuple[Any, Any, str]]  # shardings, with a device of each a
 def _first_part(array: Any, devices: _Devices) -> tuple[Any, Any, str]:
     """Return the first part of an array of jax on a device of this process, that device, and the kind of all."""
     if not isinstance(array.dtype, np.dtype) and is_key(array):
-        array = loaded("jax").random.key_data(array)  # type: ignore[union-attr]
+        array = jax.random.key_data(array)
     sharding = array.sharding
     if id(sharding) not in devices:  # Most arrays of a state have one sharding.
         count = len(sharding.device_set)
@@ -215,7 +215,6 @@ def _add_array(on_host: dict[Any, list[tuple[int, Any]]], place: int, array: NDA
 
 
 def _gathered_by_torch(entries: list[tuple[int, Any]]) -> _Group:
-    torch: Any = loaded("torch")
     with torch.no_grad():
         flat = torch.cat([view for _, view in entries])
         if flat.dtype.is_floating_point and flat.dtype not in (torch.float16, torch.float32, torch.float64):
@@ -313,7 +312,6 @@ def size_of(leaf: Any) -> int:
 def full_sum(leaf: Any) -> Any:
     """Return the sum of the bits of all elements, perhaps on their device, or None for other leaves than arrays."""
     if is_torch_tensor(leaf):
-        torch: Any = loaded("torch")
         local = leaf.to_local() if hasattr(leaf, "to_local") else leaf
         widths = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         if not is_dense(local) or not _address(local) or local.element_size() not in widths or local.is_conj():
@@ -330,7 +328,6 @@ def full_sum(leaf: Any) -> Any:
 
 @functools.cache
 def _compiled_gather() -> Any:
-    import jax
 
     def gather(arrays: list[list[Any]], strides: tuple[tuple[int, ...], ...]) -> list[Any]:
         pairs = (zip(*of_dtype, strict=True) for of_dtype in zip(arrays, strides, strict=True))
@@ -342,6 +339,5 @@ def _compiled_gather() -> Any:
 @functools.cache
 def _compiled_sum() -> Any:
     """Return the function of jax, one for all sums: each new function would be compiled again."""
-    import jax
 
     return jax.jit(lambda one: jax.lax.bitcast_convert_type(one, _WIDTHS[one.dtype.itemsize]).sum())
