@@ -10,19 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..arrays import TreeReader, TreeSource, naming, open_folder
 from ..clock import UNHEARD, Portion, Progress
-from ..errors import (
-    CheckpointNotFoundError,
-    DamagedCheckpointError,
-    HoldfastError,
-    OptionError,
-)
-from ..format import (
-    OWN_FOLDER,
-    CheckpointRecord,
-    FileRecord,
-    ItemRecord,
-    own_shares,
-)
+from ..errors import CheckpointNotFoundError, DamagedCheckpointError, HoldfastError, OptionError
+from ..format import OWN_FOLDER, CheckpointRecord, FileRecord, ItemRecord, own_shares
 from ..pytree import Patterns, format_path, unescape_key
 from ..steps import StepEntry, has_changed, has_record, read_again, read_record
 from ..storage import Location, max_concurrency, parallel_map

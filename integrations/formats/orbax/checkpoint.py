@@ -23,15 +23,7 @@ from ....engine.sources import (
 )
 from ....engine.storage import Entry, Location, max_concurrency, parallel_map
 from ..flax import looks_like_msgpack
-from .tree import (
-    AGGREGATE_FILE,
-    ARRAYS_FOLDER,
-    CHECKPOINT_FILE,
-    PROCESS_FOLDER,
-    SHARDING_FILE,
-    TREE_FILE,
-    OrbaxTree,
-)
+from .tree import AGGREGATE_FILE, ARRAYS_FOLDER, CHECKPOINT_FILE, PROCESS_FOLDER, SHARDING_FILE, TREE_FILE, OrbaxTree
 
 UNFINISHED = ".orbax-checkpoint-tmp"  # part of the names of directories whose save is not finished
 # On Google Cloud Storage, where directories cannot be renamed, the file that marks a finished save.
@@ -79,7 +71,9 @@ class OrbaxCheckpoint(CheckpointSource):
         else:
             known: Mapping[str, Any] = handlers if isinstance(handlers, dict) else {}
             folders = [entry.name for entry in location.entries() if entry.is_directory and _may_be_item(entry.name)]
-            for name in sorted({*folders, *(name for name in known if _is_segment(name))}):
+            # A name in a file may lead elsewhere.
+            noted = {name for name in known if name not in ("", ".", "..") and not {"/", "\0"} & {*name}}
+            for name in sorted({*folders, *noted}):
                 item = _item(location / name, str(known.get(name, "")), listed=name in folders)
                 if item is not None:
                     self._items[name] = item
@@ -216,10 +210,6 @@ def _holds_items(location: Location) -> bool:
 
 def _may_be_item(name: str) -> bool:
     return name not in _NEVER_ITEMS and UNFINISHED not in name and not name.startswith(("ocdbt.", "."))
-
-
-def _is_segment(name: Any) -> bool:
-    return isinstance(name, str) and bool(name) and name not in (".", "..") and "/" not in name and "\0" not in name
 
 
 def _item(folder: Location, handler: str, *, listed: bool) -> _Item | None:
