@@ -37,19 +37,9 @@ class NativeCheckpoint(CheckpointSource):
         self.items = {name: item.kind for name, item in self.parts.items()}
         self.step = self.record.step
         self.reason = self.record.reason
+        self.time, self.metrics = self.record.time, self.record.metrics
+        self.custom_metadata = self.record.custom_metadata
         self._opened: tuple[str, Location, Files] | None = None  # the item that was opened last
-
-    @property
-    def time(self) -> float | None:
-        return self.record.time
-
-    @property
-    def metrics(self) -> Mapping[str, Any] | None:
-        return self.record.metrics
-
-    @property
-    def custom_metadata(self) -> Mapping[str, Any] | None:
-        return self.record.custom_metadata
 
     @property
     def nbytes(self) -> int:

@@ -90,11 +90,10 @@ class OrbaxCheckpoint(CheckpointSource):
         match = _STEP.fullmatch(location.name)
         self.step = int(match[2]) if match is not None else None
         self.items = {name: item.kind for name, item in self._items.items()}
-
-    @property
-    def time(self) -> float | None:
         nanoseconds = self._metadata.get("commit_timestamp_nsecs")
-        return nanoseconds / 1e9 if isinstance(nanoseconds, int) else None
+        self.time = nanoseconds / 1e9 if isinstance(nanoseconds, int) else None
+        custom = self._metadata.get("custom_metadata", self._metadata.get("custom"))
+        self.custom_metadata = custom if isinstance(custom, dict) and custom else None
 
     @cached_property
     def metrics(self) -> Mapping[str, Any] | None:
@@ -103,11 +102,6 @@ class OrbaxCheckpoint(CheckpointSource):
                 found = self.value(name)
                 return found if isinstance(found, dict) else None
         found = self._metadata.get("metrics")
-        return found if isinstance(found, dict) and found else None
-
-    @property
-    def custom_metadata(self) -> Mapping[str, Any] | None:
-        found = self._metadata.get("custom_metadata", self._metadata.get("custom"))
         return found if isinstance(found, dict) and found else None
 
     @cached_property
