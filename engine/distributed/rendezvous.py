@@ -298,10 +298,7 @@ class Rendezvous:
 
     @contextlib.contextmanager
     def _waiting(self, topic: str, timeout: float, met: range, missing: Callable[[], Sequence[int]]) -> Iterator[float]:
-        """Give a block that waits for processes its deadline, and note which were ``met``, or are ``missing`` then.
-
-        The time is half of ``timeout`` after each wait in a row that has missed a process, down to a part.
-        """
+        """Give a block that waits for processes its deadline, and note which were ``met``, or are ``missing`` then."""
         now = self.coordinator.monotonic()
         with _missed_lock:
             misses = _missed.setdefault(self.coordinator.unbounded, _Misses())
