@@ -196,7 +196,7 @@ class CloudBackend(ObjectStoreBackend):
 
     # ---- writes
 
-    def write_object(self, key: str, data: bytes) -> None:
+    def write_bytes(self, key: str, data: bytes, *, atomic: bool) -> None:
         self._put(key, data, len(data))
 
     def _put(self, key: str, body: Any, size: int, **options: Any) -> None:
