@@ -172,8 +172,13 @@ class ObjectStoreBackend:
         text = str(error)
         return error if without_secrets(text) == text else None
 
-    def _advice(self, kind: type[HoldfastError]) -> str:
+    def advice(self, kind: type[HoldfastError]) -> str:
         """Return what may help against an error, in brackets, or ""."""
+        return ""
+
+    def _advice(self, kind: type[HoldfastError]) -> str:
+        with contextlib.suppress(Exception):  # what cannot be read is told by the error itself
+            return self.advice(kind)
         return ""
 
     # ---- the methods of a backend
