@@ -23,6 +23,7 @@ The state of an idle generator may be that of an unseeded one, which differs bet
 
 _DEVICES = ("cuda", "xpu")  # devices of torch with a default generator each
 _PLAIN = {bool, int, float, str, bytes, type(None)}
+_EXACT = {int, str, bytes}
 
 
 def capture() -> dict[str, Any]:
@@ -173,6 +174,8 @@ def _equal(one: Any, other: Any) -> bool:
     if type(one) in _PLAIN and type(other) in _PLAIN:
         return bool(one == other or (one != one and other != other))  # NaN is the same as NaN.
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        if set(map(type, one)) <= _EXACT and one == other:  # the state of Python's generator has 625 numbers
+            return True
         return len(one) == len(other) and all(map(_equal, one, other))
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items())

@@ -81,9 +81,13 @@ class Recorder:
             self._ways = Ways(seen.root, _LEAVES, self._names if self._saves == 1 else None)
             leaves = self._ways.follow(seen.root)
         ways = self._ways
-        record: Record = {"k": k, "step": seen.step, "generators": _checksums(seen.generators)}
-        layers: dict[str, Mapping[Any, Any]] = {"state": dict(zip(ways.names, leaves, strict=True))}
-        gradients = _gradients(layers["state"]) if k else {}
+        generators = _checksums(seen.generators) if same is None else same.record["generators"]
+        record: Record = {"k": k, "step": seen.step, "generators": generators}
+        state = dict(zip(ways.names, leaves, strict=True))
+        gradients = _gradients(state) if k else {}
+        sparse = {name: state[name] for name, gradient in gradients.items() if gradient.is_sparse}
+        full = _leaves_to_sum(sparse if seen.metrics else state, k)
+        layers: dict[str, Mapping[Any, Any]] = {"state": state, "full": full}
         if k:
             record |= {"positions": _checksums(seen.positions), "counters": {**seen.counters}}
             record["batch"] = {**seen.checksums}
@@ -102,11 +106,11 @@ class Recorder:
                 for name, text in self.attributes.items()
                 if self._begun.get(name) != text
             }
-        sparse = {name: layers["state"][name] for name, gradient in gradients.items() if gradient.is_sparse}
-        layers["full"] = _full_sums(sparse if seen.metrics else layers["state"], k)
-        if same is not None and same.names == ways.names and not layers["full"]:
-            samples, layers = same.samples, {"state": layers["state"]}
+        if same is not None and same.names == ways.names and (not full or same.layers["full"] == [*full]):
+            samples = same.samples
         else:
+            sums = {name: full_sum(leaf) for name, leaf in full.items()}
+            layers["full"] = {name: total for name, total in sums.items() if total is not None}
             samples = self._sampler.take([value for values in layers.values() for value in values.values()])
         return Pending(record, ways.names, ways.total, samples, {layer: [*names] for layer, names in layers.items()})
 
@@ -354,14 +358,14 @@ def _gradients(leaves: Mapping[str, Any]) -> dict[str, Any]:
     return {name: gradient for name, gradient in found.items() if gradient is not None}
 
 
-def _full_sums(leaves: Mapping[str, Any], k: int) -> dict[str, Any]:
-    """Return sums of all bits of as many leaves as a record may look at, from another leaf on at each k."""
-    first = k.bit_length() * 7 % max(1, len(leaves))
+def _leaves_to_sum(leaves: Mapping[str, Any], k: int) -> dict[str, Any]:
+    """Return as many leaves as a record may add up whole, from another one on at each k if these are not all."""
+    sizes = {name: size_of(leaf) for name, leaf in leaves.items()}
+    first = k.bit_length() * 7 % len(leaves) if sum(sizes.values()) > _FULL else 0
     found, left = {}, _FULL
-    for name, leaf in [*islice(leaves.items(), first, None), *islice(leaves.items(), first)]:
-        size = size_of(leaf)
-        if 512 < size <= left and (total := full_sum(leaf)) is not None:
-            found[name], left = total, left - size
+    for name in [*islice(leaves, first, None), *islice(leaves, first)]:
+        if 512 < sizes[name] <= left:
+            found[name], left = leaves[name], left - sizes[name]
     return found
 
 

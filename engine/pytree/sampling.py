@@ -123,11 +123,9 @@ class Sampler:
         return samples
 
     def _part_of(self, place: int, tensor: Any) -> tuple[Any, Any]:
-        """Return some elements of a tensor or of its part in this process, and a key of what is read with it.
-
-        A view keeps the memory of its tensor, so it is kept only of one that was there at the sample before. There is
-        no weak reference to a tensor: torch refuses to swap a parameter that has one.
-        """
+        """Return a key of what is read with a tensor, or with its part in this process, and some of its elements."""
+        # A view keeps the memory of its tensor, so it is kept only of one that was there at the sample before. There is
+        # no weak reference to a tensor: torch refuses to swap a parameter that has one.
         address, size, known = _address(tensor), tensor.numel(), self._views.get(place)
         is_known = known is not None and known[:3] == (id(tensor), address, size) and address != 0
         if known is not None and is_known and known.view is not None and _address(known.view) == address:

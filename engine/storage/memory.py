@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import ObjectNotFoundError
-from ..forks import Lock
+from ..forks import Lock, cached_property
 from .backend import Segment
 from .object_store import ObjectStoreBackend, file_parts
 
@@ -40,7 +40,7 @@ def open_memory() -> MemoryBackend:
 class MemoryBackend(ObjectStoreBackend):
     """The memory of this process."""
 
-    @functools.cached_property
+    @cached_property
     def _store(self) -> tensorstore.KvStore:
         import tensorstore
 

@@ -23,21 +23,13 @@ logger = logging.getLogger("holdfast")
 
 @dataclass(frozen=True)
 class SavedPosition:
-    """A saved position in the data, as this process continues from it.
-
-    Attributes:
-        tree: The position.
-        is_new: Whether it belongs to another process, as more continue than have saved.
-        keeps_random: Whether this process keeps the global generators that the program has seeded.
-        until_loaders: What to undo when the program has made its data loaders.
-        until_batches: What to undo before the first batch.
-    """
+    """A saved position in the data, as this process continues from it."""
 
     tree: dict[str, Any]
-    is_new: bool = False
-    keeps_random: bool = False
-    until_loaders: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    until_batches: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    is_new: bool = False  # whether it belongs to another process, as more continue than have saved
+    keeps_random: bool = False  # whether this process keeps the global generators that the program has seeded
+    until_loaders: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # to undo when loaders are made
+    until_batches: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # to undo before the first batch
 
     @property
     def is_cut_off(self) -> bool:
