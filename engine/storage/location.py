@@ -35,6 +35,8 @@ _NO_MARK = re.compile(rf"(?:{_CLOUDS})/", re.IGNORECASE)
 _SYNONYMS = {"gcs": "gs", "s3a": "s3"}
 _KNOWN = "a path, file:///path, memory://name, s3://bucket/name, gs://bucket/name or az://container/name"
 
+Backend = LocalBackend | ObjectStoreBackend
+
 _local = LocalBackend()
 
 
@@ -190,17 +192,17 @@ class Location:
     """
 
     __slots__ = ("_backend", "_key")
-    _backend: LocalBackend | ObjectStoreBackend
+    _backend: Backend
     _key: str
 
-    def __init__(self, backend: LocalBackend | ObjectStoreBackend, key: str) -> None:
+    def __init__(self, backend: Backend, key: str) -> None:
         object.__setattr__(self, "_backend", backend)
         object.__setattr__(self, "_key", key)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"locations are immutable: cannot set {name!r}")
 
-    def _writing(self) -> LocalBackend | ObjectStoreBackend:
+    def _writing(self) -> Backend:
         """Return the backend, to change something here."""
         check_write(self.url)
         return self._backend
