@@ -280,10 +280,7 @@ class ObjectStoreBackend:
     def request(
         self, key: str, action: str, start: Callable[[], _Pending], nbytes: int = 0, *, attempts: int = 1
     ) -> Any:
-        """Start a request and wait for its answer, for as long as ``nbytes`` may take.
-
-        It has failed after ``attempts`` answers that cannot be parsed, such as pages of a proxy.
-        """
+        """Start a request and wait for its answer, for as long as ``nbytes`` may take; repeat it if that is garbled."""
         for _ in range(attempts - 1):
             with contextlib.suppress(GarbledAnswerError):
                 return self._request_once(key, action, start, nbytes)
