@@ -22,8 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..checkpoint import CopiedFiles, CopyProgress, Throttle, copied_step, copy_witness
-from ..clock import Clock, bytes_per_second, seconds
-from ..distributed import ProcessGroup
+from ..clock import bytes_per_second, seconds
 from ..errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -40,10 +39,10 @@ from ..storage import Helper, Location
 from .copying import follow
 from .decisions import Moment, decide
 from .directory import RunDirectory
-from .events import RunEvents
-from .options import CheckpointManagerOptions, Mirror, mirror_of, save_triggers
+from .options import CheckpointManagerOptions, Mirror, save_triggers
 from .ownership import NO_LOCAL_STEPS, RunIdentity, stored_options
 from .places import Point, StepPlace
+from .run import Run
 
 _logger = logging.getLogger("holdfast")
 
@@ -135,28 +134,15 @@ class RunMirror(StepPlace):
 
     writes_directory = True
 
-    def __init__(
-        self,
-        location: Location,
-        options: CheckpointManagerOptions,
-        run: RunDirectory,
-        processes: ProcessGroup,
-        clock: Clock,
-        events: RunEvents,
-    ) -> None:
-        mirror = mirror_of(options)
-        assert mirror is not None
-        if location.overlaps(run.location):
-            raise OptionError(f"mirror={location} and the directory {run.location} must not contain each other")
+    def __init__(self, location: Location, mirror: Mirror, run: Run) -> None:
         self.location = location
         self.identity = RunIdentity(mirror=location.url)
+        self._run, self._processes, self._clock, self._events = run.steps, run.processes, run.clock, run.events
+        if location.overlaps(self._run.location):
+            raise OptionError(f"mirror={location} and the directory {self._run.location} must not contain each other")
         self._limit = seconds(mirror.wait_secs, name="wait_secs")
-        self._run = run
-        self._options = _mirror_options(mirror, options)
+        self._options = _mirror_options(mirror, run.options)
         self._triggers = save_triggers(self._options)
-        self._clock = clock
-        self._events = events
-        self._processes = processes
         limit = mirror.max_bandwidth
         self._bandwidth = None if limit is None else bytes_per_second(limit, name="max_bandwidth")
         self._far: RunDirectory | None = None
