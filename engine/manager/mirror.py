@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -79,15 +78,7 @@ class MirrorStatus:
 class _Copying:
     """The copy of a step: its throttle, its progress, and its rate while no save makes it wait."""
 
-    def __init__(
-        self,
-        step: int,
-        record: CheckpointRecord,
-        rate: float | None,
-        *,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._now = now
+    def __init__(self, step: int, record: CheckpointRecord, rate: float | None) -> None:
         self.step = step
         self.record = record
         self.throttle = Throttle(rate)
@@ -97,7 +88,7 @@ class _Copying:
 
     def measure(self, yes: bool) -> None:
         """Begin to measure the rate, or stop."""
-        now = self._now(), self.progress.arrived
+        now = time.monotonic(), self.progress.arrived
         if self._since is not None:
             self._seconds += now[0] - self._since[0]
             self._bytes += now[1] - self._since[1]
@@ -140,11 +131,10 @@ class RunMirror(StepPlace):
         self._run, self._processes, self._clock, self._events = run.steps, run.processes, run.clock, run.events
         if location.overlaps(self._run.location):
             raise OptionError(f"mirror={location} and the directory {self._run.location} must not contain each other")
-        self._limit = seconds(mirror.wait_secs, name="wait_secs")
+        self._limit = seconds(mirror.wait_secs)  # seconds that the end of the run waits
         self._options = _mirror_options(mirror, run.options)
         self._triggers = save_triggers(self._options)
-        limit = mirror.max_bandwidth
-        self._bandwidth = None if limit is None else bytes_per_second(limit, name="max_bandwidth")
+        self._bandwidth = None if mirror.max_bandwidth is None else bytes_per_second(mirror.max_bandwidth)
         self._far: RunDirectory | None = None
         self._acquired = False
         self._changes = False  # whether this run changes the mirror, or is about to: then only its thread reads it
@@ -203,9 +193,8 @@ class RunMirror(StepPlace):
         return True
 
     def fetch(self, step: int, overwrite: bool) -> bool:
-        found: bool = self._processes.decide(
-            f"fetch step {step}", self._copy_here, step, overwrite, work_timeout=_FETCH
-        )
+        what = f"fetch step {step}"
+        found: bool = self._processes.decide(what, self._copy_here, step, overwrite, work_timeout=_FETCH)
         if found and not self._processes.is_primary:
             self._run.reload()
         return found

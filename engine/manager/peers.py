@@ -280,8 +280,6 @@ class RemoteReader(DataReader):
 def check_private(path: str, *, shared: bool) -> None:
     """Raise StoragePermissionError if another user of the host can put files into a folder, if that is there."""
     # A shared folder may belong to root, and be one like /dev/shm, where users cannot exchange files of others.
-    if not hasattr(os, "geteuid"):
-        return
     owners = {os.geteuid(), 0} if shared else {os.geteuid()}
     try:
         found = os.lstat(path)
