@@ -228,7 +228,6 @@ class RunDirectory:
         return (known and known.location) or self.location / f"{self._series}{step}"
 
     def stored_metadata(self) -> Mapping[str, Any] | None:
-        """Return the facts about the run that are stored beside the steps."""
         found = stored_metadata(self.location)
         with self._lock:
             is_foreign = any(known.location is not None for known in self._index.values())
@@ -278,7 +277,6 @@ class RunDirectory:
             self._put(step, None if record is None else _indexed(step, with_late(record, late)))
 
     def add_strays(self, steps: Iterable[int]) -> None:
-        """Note the steps whose folders are no checkpoints."""
         with self._lock:
             for step in steps:
                 self._put(step, IndexedStep())
@@ -325,7 +323,6 @@ class RunDirectory:
         return known.record if known is not None and known.info is not None else None
 
     def has_item(self, item: str, step: int) -> bool:
-        """Return whether a step is there, and has an item."""
         record = self.known_record(step)
         return record is not None and item in record.items
 
@@ -353,7 +350,6 @@ class RunDirectory:
         return known is not None and known.error is not None
 
     def is_stray(self, step: int) -> bool:
-        """Return whether the folder of a step has files, and is no checkpoint."""
         known = self._index.get(step)
         return known is not None and known.is_stray
 
@@ -535,7 +531,6 @@ class RunDirectory:
                 self._store(identity.with_branches(self._series, branches))
 
     def keep_partial(self, step: int) -> None:
-        """Leave an interrupted copy of a step for the next attempt."""
         self._partial.add(step)
 
     def sweep_partial(self, *, besides: int | None = None) -> None:
@@ -587,7 +582,6 @@ class RunDirectory:
             lock.release()
 
     def change(self, step: int, *, pinned: bool | None = None, metrics: Mapping[str, Any] | None = None) -> None:
-        """Replace the commit record of a step, atomically."""
         with self._changing:
             record = self.record(step) if self._writes else self.stored_record(step)
             # What other programs have added becomes a part of the record, or it would count as later than ``metrics``.

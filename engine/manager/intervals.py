@@ -174,8 +174,6 @@ class Loss:
 
 @dataclass(slots=True)
 class _Start:
-    """One start of the program."""
-
     began: float
     last: float  # the time of its last event
     word: str = ""  # how it has ended, if an event says so

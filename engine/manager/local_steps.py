@@ -90,7 +90,6 @@ class WholeStep:
 
 
 def files_of(record: CheckpointRecord) -> Iterator[tuple[str, FileRecord]]:
-    """Generate the files of a checkpoint by their path in its folder."""
     for item in record.items.values():
         yield from item.paths.items()
 
@@ -255,7 +254,6 @@ class LocalHosts:
             check_private(os.fspath(self.root / name), shared=False)
 
     def _held(self) -> dict[str, HeldStep]:
-        """Return what this host has of the steps of the run, by folder."""
         found: dict[str, HeldStep] = {}
         if self.program.run is None:
             return found

@@ -105,7 +105,6 @@ class _Obsolete(Exception):  # noqa: N818 - no error
 
 
 def _mirror_options(mirror: Mirror, run: CheckpointManagerOptions) -> CheckpointManagerOptions:
-    """Return the options of the directory of the mirror, given those of the run."""
     own = {name: getattr(mirror, name) for name in ("max_to_keep", "keep_latest", "keep_period", "keep_time_interval")}
     is_limited = any(value is not None for value in own.values())
     kept: dict[str, Any] = {**own, "keep_steps": (), "keep": None} if is_limited else {"keep": run.policies()[1]}
@@ -136,7 +135,6 @@ class RunMirror(StepPlace):
         self._triggers = save_triggers(self._options)
         self._bandwidth = None if mirror.max_bandwidth is None else bytes_per_second(mirror.max_bandwidth)
         self._far: RunDirectory | None = None
-        self._acquired = False
         self._changes = False  # whether this run changes the mirror, or is about to: then only its thread reads it
         # A listing of another thread must not undo what was deleted since it began.
         self._looking = Lock(reentrant=True)
@@ -426,7 +424,6 @@ class RunMirror(StepPlace):
             raise _Obsolete
 
     def _round(self, final: bool) -> None:
-        """Bring the mirror up to date."""
         far = self._acquire()
         while True:
             self._delete_covered(far)  # before a step that was deleted meanwhile, and saved again, is copied
@@ -566,23 +563,23 @@ class RunMirror(StepPlace):
 
     def _is_lost(self) -> bool:
         """Whether another run has taken the mirror over, or the mirror never belonged to this run."""
-        return self._foreign or (self._acquired and self._far is not None and not self._far.ownership.held)
+        return self._foreign or (self._changes and self._far is not None and not self._far.ownership.held)
 
     def _acquire(self) -> RunDirectory:
         """Take ownership of the mirror; an interrupted copy of the newest step stays, and is completed."""
-        with self._looking:
-            far = self._look()
-            if not self._acquired:
+        if not self._changes:
+            with self._looking:
+                far = self._look()
                 self._check_same_run(far)
                 self._changes = True
-        if not self._acquired:  # this may take long, and others only look
             newest = self._newest()
             belongs = RunIdentity(run=self._run.identity.run, directory=self._run.location.url)
-            try:
+            try:  # this may take long, and others only look
                 far.acquire(self._run.stored_metadata(), belongs, partial=None if newest is None else newest[1])
-                self._acquired = True
-            finally:
-                self._changes = self._acquired
+            except BaseException:
+                self._changes = False
+                raise
+        far = self._look()
         far.ownership.check()
         return far
 

@@ -421,7 +421,6 @@ def has_triggers(options: CheckpointOptions) -> bool:
 
 
 def save_triggers(options: CheckpointOptions) -> tuple[SavePolicy, ...]:
-    """Return what makes a save due."""
     if not has_triggers(options):
         return save_triggers(replace(options, **options.DEFAULT_TRIGGER))
     found: list[SavePolicy] = [*options.policies()[0]]

@@ -78,7 +78,6 @@ class PeerServer:
         threading.Thread(target=self._accept, name="holdfast-peers", daemon=True).start()
 
     def close(self) -> None:
-        """Stop listening, and end all connections."""
         with self._lock:
             self._closed = True
             ended = [self._listener, *self._connections]
@@ -352,7 +351,6 @@ def _exactly(connection: socket.socket, memory: memoryview, deadline: float | No
 
 
 def _pieces(connection: socket.socket, size: int) -> Iterator[memoryview]:
-    """Generate the bodies of the frames that make up a file."""
     left = size
     while left > 0:
         _, body = _receive(connection)
@@ -374,7 +372,6 @@ def _opened(place: str, flags: int) -> Iterator[int]:
 
 
 def _read(descriptor: int, offset: int, length: int) -> Iterator[bytes]:
-    """Generate a range of a file in pieces."""
     if offset < 0 or length < 0:
         raise ValueError(f"bytes {offset} to {offset + length} are no range")
     end = offset + length

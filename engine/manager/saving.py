@@ -79,7 +79,6 @@ class Saves:
             self._watch = None if self._watch.ended else self._watch
 
     def item_due(self, item: str, step: int) -> bool:
-        """Return whether a save at a step has an item."""
         interval = self.run.options.item_intervals.get(item)
         previous = newest_with(item, self.run.steps.infos(), step)
         return interval is None or previous is None or passes(interval, step, previous)
@@ -105,7 +104,6 @@ class Saves:
     # ---- one save
 
     def save(self, content: StepContent, force: bool, reason: str | None) -> bool:
-        """Save a step if that is due; return whether it was."""
         began = time.perf_counter()
         step = content.step
         decision = Decision(True, "forced") if force else self.decide(step, content.metrics)
@@ -306,7 +304,6 @@ class Saves:
         self.decisions.deleted(max(self.run.steps.steps(), default=0))
 
     def join_save_of(self, step: int) -> None:
-        """Wait for the save of a step, if it is under way."""
         pending = self._pending
         if pending is not None and pending.step == step:
             self.run.background.join()
