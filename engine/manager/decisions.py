@@ -390,10 +390,8 @@ class AbandonedSteps:
 
     def _warn(self, what: str, origin: int | str = "step") -> None:
         if self._warns:
-            _logger.warning(
+            text = (
                 "%s: %s. Until then they count as the newest, for retention and for the next resume. Delete them with "
-                "delete_after(%s) before the run continues, or use another directory to keep both",
-                self._directory,
-                what,
-                origin,
+                "delete_after(%s) before the run continues, or use another directory to keep both"
             )
+            _logger.warning(text, self._directory, what, origin)

@@ -356,14 +356,9 @@ class LocalTier(StepPlace):
         if missed_a_process(error):
             self._lost = error
         self._events.write("local_failed", step=step, error=self._error)
-        _logger.log(
-            logging.DEBUG if kind in self._warned else logging.WARNING,
-            "%s: the local save of step %d failed; training continues, and its steps are in %s: %s",
-            self._hosts.root,
-            step,
-            self._run.location,
-            error,
-        )
+        level = logging.DEBUG if kind in self._warned else logging.WARNING
+        text = "%s: the local save of step %d failed; training continues, and its steps are in %s: %s"
+        _logger.log(level, text, self._hosts.root, step, self._run.location, error)
         self._warned.add(kind)
 
     def _send_copies(self, folder: str) -> int:

@@ -264,14 +264,11 @@ class RunMirror(StepPlace):
         if not self._run.tombstones:
             _logger.warning("%s: pins are not copied to this mirror now (%s); the next run does it", self.location, why)
             return
-        _logger.warning(
+        text = (
             "%s: %s of %s were deleted, and are still in this mirror (%s). The next run in that directory deletes them "
-            "here before it resumes; a run in an empty directory would resume from them",
-            self.location,
-            self._run.tombstones,
-            self._run.location,
-            why,
+            "here before it resumes; a run in an empty directory would resume from them"
         )
+        _logger.warning(text, self.location, self._run.tombstones, self._run.location, why)
 
     def settle(self) -> bool:
         """Bring deletions and pins to the mirror on this thread, under its own rules; return whether that was done."""
@@ -350,19 +347,14 @@ class RunMirror(StepPlace):
             return
         step, record = lacking
         there, place = self.status().step, self._run.step_location(step)
-        _logger.warning(
-            "step %d is in %s, and not in the mirror %s, where %s%s: %d of its %d bytes are missing there. Run the "
-            "same program again in this directory, or copy it: holdfast cp %s %s",
-            step,
-            place,
-            self.location,
-            "there is no step" if there is None else f"the newest is step {there}",
-            f" ({self._error})" if self._error else "",
-            self._bytes_left(),
-            record.nbytes,
-            place,
-            self.location / place.name,
+        newest = "there is no step" if there is None else f"the newest is step {there}"
+        why = f" ({self._error})" if self._error else ""
+        text = (
+            f"step {step} is in {place}, and not in the mirror {self.location}, where {newest}{why}: "
+            f"{self._bytes_left()} of its {record.nbytes} bytes are missing there. Run the same program again in this "
+            f"directory, or copy it: holdfast cp {place} {self.location / place.name}"
         )
+        _logger.warning("%s", text)
 
     # ---- the thread
 
@@ -624,14 +616,9 @@ class RunMirror(StepPlace):
             return
         self._warned.add(kind)
         self._events.write("mirror_failed", mirror=str(self.location), error=self._error)
-        _logger.warning(
-            "%s: the mirror failed, and %s; training continues, and its steps are in %s: %s%s",
-            self.location,
-            then,
-            self._run.location,
-            "" if isinstance(error, (StorageError, OwnershipError, OptionError)) else f"{kind}: ",
-            error,
-        )
+        what = "" if isinstance(error, (StorageError, OwnershipError, OptionError)) else f"{kind}: "
+        text = "%s: the mirror failed, and %s; training continues, and its steps are in %s: %s%s"
+        _logger.warning(text, self.location, then, self._run.location, what, error)
 
 
 def _is_copy(known: CheckpointRecord | None, record: CheckpointRecord) -> bool:

@@ -152,11 +152,8 @@ class Saves:
                 self.run.tell("ended", step)
                 raise
             if save.replaces and not replaces:
-                _logger.warning(
-                    "%s: step %d was committed by another run since this one has looked, and is replaced",
-                    self.run.steps.location,
-                    step,
-                )
+                text = "%s: step %d was committed by another run since this one has looked, and is replaced"
+                _logger.warning(text, self.run.steps.location, step)
             earlier: SaveFailedError | None = None
             try:
                 self.run.observer.reached("saving", step)  # here, so that a drill knows of a thread that has not begun
