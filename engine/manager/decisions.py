@@ -131,10 +131,8 @@ class OnBest:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Wanted(SavePolicy):
     observer: Observer
-    interval_secs: ClassVar[None] = None
-    reads_metrics: ClassVar[bool] = False
 
     def reason(self, moment: Moment) -> str | None:
         return self.observer.wants(moment.step)

@@ -17,7 +17,7 @@ import re
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from ..clock import Duration, format_duration, seconds
 from ..errors import OptionError
@@ -348,7 +348,7 @@ class Experience:
 
 
 @dataclass
-class LearnedInterval:
+class LearnedInterval(SavePolicy):
     """A trigger that saves at the interval that loses least by the events of the run, within bounds.
 
     The first save comes after the least interval, because only a save shows what one costs.
@@ -356,7 +356,6 @@ class LearnedInterval:
 
     least: float
     greatest: float
-    reads_metrics: ClassVar[bool] = False
     experience: Experience = field(default_factory=Experience, compare=False, repr=False)
     # The current trigger. Events arrive on the thread that saves, and replace it as a whole.
     _now: Every = field(init=False, compare=False, repr=False)

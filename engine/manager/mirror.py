@@ -38,7 +38,7 @@ from ..storage import Helper, Location
 from .copying import follow
 from .decisions import Moment, decide
 from .directory import RunDirectory
-from .options import CheckpointManagerOptions, Mirror, save_triggers
+from .options import KEEP_PERIODS, CheckpointManagerOptions, Mirror, save_triggers
 from .ownership import NO_LOCAL_STEPS, RunIdentity, stored_options
 from .places import Point, StepPlace
 from .run import Run
@@ -105,7 +105,7 @@ class _Obsolete(Exception):  # noqa: N818 - no error
 
 
 def _mirror_options(mirror: Mirror, run: CheckpointManagerOptions) -> CheckpointManagerOptions:
-    own = {name: getattr(mirror, name) for name in ("max_to_keep", "keep_latest", "keep_period", "keep_time_interval")}
+    own = {name: getattr(mirror, name) for name in KEEP_PERIODS}
     is_limited = any(value is not None for value in own.values())
     kept: dict[str, Any] = {**own, "keep_steps": (), "keep": None} if is_limited else {"keep": run.policies()[1]}
     return replace(
