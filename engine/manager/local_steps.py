@@ -31,12 +31,11 @@ from .directory import RunDirectory
 from .events import described
 from .options import Local
 from .ownership import OPTIONS, LocalBranch
-from .peers import Peer, PeerServer, RemoteReader, check_private, own_address
+from .peers import PATIENCE, Peer, PeerServer, RemoteReader, check_private, own_address
 
 _logger = logging.getLogger("holdfast")
 
 _TOKEN = re.compile(r"[0-9a-f]{1,64}")
-_PATIENCE = 30.0  # seconds in which another host must send or take the next bytes
 
 OWN = "own"  # the folder of what the processes of a host have written
 COPIES = "copies"  # the folder of what other hosts have sent
@@ -157,7 +156,7 @@ class LocalHosts:
         self._options = options
         self._run = run
         self._processes = processes
-        self._patience = min(_PATIENCE, processes.timeout / 4)
+        self._patience = min(PATIENCE, processes.timeout / 4)
         self._server: PeerServer | None = None
         self.further: set[int] = set()  # whole steps that count, and are read if they are needed
         self.left: set[int] = set()  # whole steps that do not count

@@ -28,6 +28,7 @@ from .items import PendingSave
 from .local_steps import COPIES, OWN, LocalHosts, WholeStep, files_in, is_on_line, sequence_of
 from .options import Local, LocalStatus
 from .ownership import LocalBranch
+from .peers import PIECE
 from .places import Point, StepPlace
 from .run import Run
 
@@ -39,7 +40,6 @@ OnCommit = Callable[[Location, CheckpointRecord], None]
 _KEPT = 2  # local steps
 _BRANCHES = 8  # more than there are parts of the history with one of the kept steps
 _SENDERS = 4  # files that a host sends at a time
-_PIECE = 1 << 20
 _SILENCE = 60.0  # seconds between two events that tell of local saves
 
 
@@ -413,8 +413,8 @@ class LocalTier(StepPlace):
 def _pieces(file: Location, size: int) -> Iterator[memoryview]:
     buffer = Buffer()
     with file.open_data(cached=True) as reader:
-        for start in range(0, size, _PIECE):
-            yield reader.read(start, min(_PIECE, size - start), buffer).data
+        for start in range(0, size, PIECE):
+            yield reader.read(start, min(PIECE, size - start), buffer).data
 
 
 def _on_line(kept: Mapping[str, int], history: LocalHistory) -> dict[str, int]:
