@@ -279,9 +279,8 @@ class RunStore:
             with processes.together(f"{self.directory.url}: what step {step} saves"):  # one that fails stops all
                 items = self._items(dump(), shared, processes)
             shared.fill()
-        with contextlib.ExitStack() as stack:
-            alone = replace(self._options, local=None)
-            manager = self.manager if self.is_open else stack.enter_context(self._make(alone))
+        alone = replace(self._options, local=None)
+        with contextlib.nullcontext(self.manager) if self.is_open else self._make(alone) as manager:
             if strategy.world_size == 1 and self._has_positions:
                 items = {ITEM: items}
             if self._manager is not None:
