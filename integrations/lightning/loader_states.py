@@ -13,13 +13,7 @@ import torch
 from ...engine.errors import OptionError, StateError
 from ...engine.generators import as_tree, capture, restore
 from ...engine.loaders import generators_of, is_torchdata_loader, nodes_of
-from ...engine.stateful import (
-    is_replicated,
-    restore_state,
-    state_of,
-    warn_of_lost_draws,
-    warn_of_samplers,
-)
+from ...engine.stateful import is_replicated, restore_state, state_of, warn_of_lost_draws, warn_of_samplers
 from ..hugging_face import as_start
 from .private_api import draws_ahead, have_ended, set_ended
 from .trees import is_plain_tree

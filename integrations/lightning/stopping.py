@@ -55,8 +55,24 @@ class Signals:
         self._hooks.place(self._connector, "teardown", self._teardown)
 
     def _register(self, original: Callable[[], None]) -> None:
+        """Replace Lightning's handler of SIGTERM, until the run ends, by one that only sets a flag."""
         original()
-        take_over(self._connector, self._preemption)
+        connector, preemption = self._connector, self._preemption
+        is_lightnings = private_api.is_lightnings_handler(signal.getsignal(signal.SIGTERM))
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if signal.SIGTERM not in preemption.signals or not is_lightnings or not in_main_thread:
+            preemption.install()
+            return
+        before = private_api.handler_before_lightnings(connector, signal.SIGTERM)
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+            preemption.install()
+            if connector.received_sigterm:
+                connector.received_sigterm = False
+                preemption.request()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
     def end(self, error: object = None) -> None:
         """End the handling of signals; ``error`` is the exception that ends the run, if any."""
@@ -71,25 +87,6 @@ class Signals:
             self._hooks.remove()
             if self._preemption.number == self._requeue_signal:
                 requeue(self._processes)
-
-
-def take_over(connector: Any, preemption: PreemptionSignal) -> None:
-    """Replace Lightning's handler of SIGTERM, until the run ends, by one that sets a flag, then calls the previous."""
-    is_lightnings = private_api.is_lightnings_handler(signal.getsignal(signal.SIGTERM))
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if signal.SIGTERM not in preemption.signals or not is_lightnings or not in_main_thread:
-        preemption.install()
-        return
-    before = private_api.handler_before_lightnings(connector, signal.SIGTERM)
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    try:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
-        preemption.install()
-        if connector.received_sigterm:
-            connector.received_sigterm = False
-            preemption.request()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 # ---- SLURM: the requeue signal saves a step of the run, and Lightning's own files for requeueing are left alone
