@@ -129,8 +129,8 @@ def format_duration(seconds: float) -> str:
 class Progress(Protocol):
     """Receives the progress of a long call in bytes; several threads of the call use it at the same time, and often.
 
-    An exception of a method ends the call, as an interrupt would. When a call returns, it has advanced by as many bytes
-    as it has expected.
+    An exception of a method ends the call, as an interrupt would. When a call returns, it has advanced by all the bytes
+    that it has expected.
 
     >>> import tempfile, numpy as np
     >>> import holdfast as hf

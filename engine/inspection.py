@@ -158,7 +158,7 @@ def verify(path: Place, step: int | None = None, *, progress: Progress | None = 
     Args:
         path: A checkpoint, or a directory of steps.
         step: Which step of such a directory; None is all of them.
-        progress: Is told how many bytes there are to read, and as they are read.
+        progress: Receives the number of bytes to read, and how far the call is.
 
     Returns:
         The problems, file by file and leaf by leaf.

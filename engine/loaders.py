@@ -270,7 +270,7 @@ class LoaderPosition:
         if parts:
             _logger.warning(
                 "the position of a %s was saved with other parts than %s is given now: %s. They stay as the "
-                "program has set them; if the order of the batches depends on them, it is another one. Hand over all "
+                "program has set them; if the order of the batches depends on them, it differs. Hand over all "
                 "generators that the loader draws from, and what else its order depends on, before the run is saved: "
                 "%s(loader, generators=[...], state=(get, set))",
                 type(self._loader).__qualname__,
@@ -282,9 +282,9 @@ class LoaderPosition:
 
     def _warn_of_other_batches(self, taken: int) -> None:
         _logger.warning(
-            "batch %d of an epoch, which a %s has drawn again, is another one than before the stop, and so may be the "
-            "rest of the epoch: it depends on what is not as it was when the epoch began, such as scores that training "
-            "changes, other data, a count of epochs, or a generator in the dataset. Hand them over: %s(loader, "
+            "batch %d of an epoch, which a %s has drawn again, differs from before the stop, and so may the rest of "
+            "the epoch: it depends on something that is not as it was when the epoch began, such as scores that "
+            "training changes, other data, a count of epochs, or a generator in the dataset. Hand it over: %s(loader, "
             "generators=[...], state=(get, set)). Or let set_epoch alone decide",
             taken,
             type(self._loader).__qualname__,
@@ -399,18 +399,18 @@ def skip_to(
 ) -> SkippedLoader:
     """Return the batches of a plain loader from one of them on, as an iterator whose position can be saved.
 
-    The loader starts again in each epoch, without end. A resume skips whole epochs at once where the loader has a
+    The loader starts again in each epoch, without end. A resume skips whole epochs at once if the loader has a
     length, and draws the earlier batches of its epoch again. So each epoch must give the same batches when it is begun
     again, which holds if their order depends on nothing but
 
     - the epoch: ``set_epoch(epoch)`` of the loader or its sampler, such as torch's ``DistributedSampler``, is called;
     - random generators, as they are when an epoch begins: the global ones of Python, numpy and torch, and those in the
       attribute ``generator`` of the loader, its ``sampler`` and ``batch_sampler.sampler`` are known. Hand over all
-      others, such as that of a transform, in ``generators``;
+      others, such as a transform's, in ``generators``;
     - what ``state`` returns when an epoch begins, such as a count of epochs or a key of jax.
 
-    A warning tells if the last batch before a stop is another one when it is drawn again. A position that is one of all
-    processes (``global_batch_size``) depends on the epoch alone.
+    A warning says if the last batch before a stop differs when it is drawn again. With ``global_batch_size``, the
+    position depends on the epoch alone.
 
     Args:
         loader: What ``for batch in loader`` goes through: a ``DataLoader``, a list, an object with ``__iter__``.
@@ -420,7 +420,7 @@ def skip_to(
             does: the position counts samples of this order, and belongs to any number of processes. The loader of each
             process has batches of ``global_batch_size`` divided by the number of processes. With ``drop_last``, give
             it to the sampler and to the loader. The last samples of an epoch are those that the sampler makes of them:
-            torch's repeats some, or with ``drop_last`` leaves some out, where the processes do not divide the epoch.
+            torch's repeats some, or with ``drop_last`` leaves some out, if the processes do not divide the epoch.
         generators: The generators of Python, numpy and torch from which the loader draws, in this process. Their states
             at the start of the epoch are saved, and restored before the earlier batches are drawn again. Hand over the
             same ones in the same order when the run is resumed.

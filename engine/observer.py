@@ -35,7 +35,7 @@ class Observer(Protocol):
     """Something that observes the runs of a process. Derive a class from it: what it does not define does nothing."""
 
     def place(self, url: str, *, writes: bool) -> str:
-        """Return the place to use instead of another one, or the same.
+        """Return the place to use instead of this one, or the same.
 
         Args:
             url: A URL, or an absolute path.

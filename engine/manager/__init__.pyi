@@ -4,6 +4,7 @@ from .decisions import Decision as Decision
 from .decisions import Moment as Moment
 from .decisions import SavePolicy as SavePolicy
 from .decisions import decide as decide
+from .directory import LEFT_ALONE as LEFT_ALONE
 from .directory import record_metrics as record_metrics
 from .events import EVENTS as EVENTS
 from .events import Event as Event

@@ -82,7 +82,7 @@ class Moment:
 class SavePolicy(Protocol):
     """Says when to save, for ``save=``; derive from it, or have its three members.
 
-    Several policies add up: a step is saved if any of them gives a reason. Where a program has several processes, they
+    Several policies add up: a step is saved if any of them gives a reason. If a program has several processes, they
     agree on a policy that reads time or metrics, which may differ from process to process: process 0 asks it.
 
     >>> class AtPowersOfTwo(SavePolicy):

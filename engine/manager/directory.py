@@ -92,6 +92,11 @@ from .retention import KeepAll, KeepBest, StepInfo, info_of, kept_steps, reasons
 
 _logger = logging.getLogger("holdfast")
 
+LEFT_ALONE = (
+    "%s: the folder of step %s holds files and no %s, such as after an interrupted copy: it is left alone, and no such "
+    "step is saved. Move it away, or delete it with `holdfast rm %s %s`"
+)
+
 _INDEX = "steps.log"  # an index of records that earlier versions kept in local directories
 _SHOWN = "Orbax"  # the library whose managers have steps like ours; files of others may lie beside a run of ours
 
@@ -119,7 +124,7 @@ def record_metrics(
     step_prefix: str | None = None,
     clock: Clock | None = None,
 ) -> None:
-    """Add metrics to a step from outside the run that writes it, such as those of a separate evaluation.
+    """Add metrics to a step from outside the run that writes it, such as from a separate evaluation.
 
     The run may be alive, and save, rank and delete steps meanwhile: this call changes nothing that it writes. It sees
     the metrics before it deletes the next steps, and ``best_step``, ``metrics`` and ``holdfast ls`` see them at once.
@@ -128,7 +133,7 @@ def record_metrics(
         directory: The directory of the run: a path or a URL.
         step: A committed step.
         metrics: Numbers, as for ``save`` of a manager. They replace metrics of the same name that the step has.
-        step_prefix: That of the run, if its steps have one.
+        step_prefix: The run's prefix, if its steps have one.
         clock: Where the time comes from, which orders metrics of the same name.
 
     Raises:
@@ -472,12 +477,8 @@ class RunDirectory:
         strays = sorted(entry.step for entry in stray_folders(self.location, self._series, known))
         self.add_strays(strays)
         if strays:
-            text = (
-                "%s: the folder of step %s holds files and no %s, such as after an interrupted copy: it is left alone, "
-                "and no such step is saved. Move it away, or delete it with `holdfast rm %s %s`"
-            )
             listed = shortened_steps(strays)
-            _logger.warning(text, self.location, listed, RECORD, self.location, " ".join(map(str, strays)))
+            _logger.warning(LEFT_ALONE, self.location, listed, RECORD, self.location, " ".join(map(str, strays)))
         return strays
 
     def _store(self, identity: RunIdentity) -> None:

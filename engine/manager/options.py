@@ -123,7 +123,7 @@ class Mirror:
         save_interval_steps: Copy a step when it is past the next multiple of this after the last copy.
         save_interval_secs: Copy a step that was saved at least this long after the last copied one: seconds, or
             ``"15m"``, ``"1h"``.
-        max_to_keep: Keep this many checkpoints: the newest, or with ``best_fn`` the best; where fewer have its metric,
+        max_to_keep: Keep this many checkpoints: the newest, or with ``best_fn`` the best; if fewer have its metric,
             the newest of the others fill up.
         keep_latest: Keep this many of the newest checkpoints as well, best or not.
         keep_period: Keep the first checkpoint at or past each multiple of this many steps.
@@ -173,10 +173,10 @@ class Local:
         every: Save whenever the step passes a multiple of this.
         copies: How many other hosts keep a copy of the files of each host.
         failure_domain: What this host fails together with, such as the name of its rack: copies go to hosts of other
-            domains, where there are some. None is a domain of its own.
+            domains, if there are some. None is a domain of its own.
         host: The identity of this host, if processes with one hostname are to count as several hosts, such as in tests.
-        address: The address at which the other hosts reach this one. None takes that of the network interface which
-            leads to process 0.
+        address: The address at which the other hosts reach this one. None takes the address of the network interface
+            that leads to process 0.
     """
 
     url: Place = field(kw_only=False)
@@ -345,7 +345,7 @@ class CheckpointManagerOptions(ProgramPolicies):
         best_fn: The metric that ranks checkpoints: its name, or a function of the metrics.
         best_mode: Whether the largest (``"max"``) or the smallest (``"min"``) value of the metric is best; a name in
             ``best_fn`` needs it. None is the largest value of a function.
-        max_to_keep: Keep this many checkpoints: the newest, or with ``best_fn`` the best; where fewer have its metric,
+        max_to_keep: Keep this many checkpoints: the newest, or with ``best_fn`` the best; if fewer have its metric,
             the newest of the others fill up. None keeps all.
         keep_latest: Keep this many of the newest checkpoints as well, best or not.
         keep_period: Keep the first checkpoint at or past each multiple of this many steps.
@@ -364,8 +364,8 @@ class CheckpointManagerOptions(ProgramPolicies):
         keep: What to keep, as policies that add up: ``hf.Every(steps=100, keep=5)``, a ``hf.KeepPolicy`` of your own,
             or a list of them, instead of ``max_to_keep`` and the periods of ``keep_...``. None keeps what the
             ``hf.Every`` of ``save`` say if one of them has a number; otherwise, all that no other option limits.
-        keep_checkpoints_without_metrics: Keep all checkpoints without metrics. By default the other rules decide about
-            them as about all others.
+        keep_checkpoints_without_metrics: Keep all checkpoints without metrics. By default the other rules apply to
+            them as to all others.
         item_intervals: Of a manager with several items, those that few checkpoints have, such as a replay buffer: for
             each, the number of steps; a save at or past a multiple of it has the item, and so has the first one and one
             with ``force=True``. The newest checkpoint that has it is kept.

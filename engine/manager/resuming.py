@@ -47,10 +47,10 @@ class Peek:
 
     Attributes:
         step: The step; None for a checkpoint without a number.
-        extras: What was saved beside the state by name, as it is loaded without a template; for a checkpoint of
+        extras: What was saved with the state by name, as it is loaded without a template; for a checkpoint of
             ``holdfast.graph``, its numbers and texts by their paths.
         metrics: The metrics that are stored with it, or None.
-        metadata: The facts about the run that are stored beside the checkpoints, or None.
+        metadata: The facts about the run that are stored with the checkpoints, or None.
         custom_metadata: What was passed as ``custom_metadata`` when it was saved, or None.
     """
 

@@ -44,7 +44,7 @@ class Component(Protocol):
     """An object with a state and components below it, which can be a component of a tree."""
 
     def get_state(self) -> Any:
-        """Return the state, with or without those of the components below, which are saved separately."""
+        """Return the state, with or without the states of the components below, which are saved separately."""
 
     def set_state(self, state: Any) -> None:
         """Take a state, or a part of it: values that are not in it stay as they are."""
@@ -112,7 +112,7 @@ class Checkpointable:
             use_msgpack: Keep a component's arrays in one msgpack file, rather than in a database.
             step: The number of the step, for ``holdfast ls`` on a directory of steps: ``runs/x/1200`` for step 1200.
             metrics: Metrics to keep with it: numbers by name.
-            coordinator: How processes find each other. None takes jax.distributed or torch.distributed where one of
+            coordinator: How processes find each other. None takes jax.distributed or torch.distributed if one of
                 them is initialized; ``hf.processes.Alone()`` saves the components of this process.
             filesystem: The file system of fsspec or pyarrow in which ``path`` is; the URL that is returned then stands
                 for it in processes that have passed an equal one.
@@ -165,10 +165,10 @@ class Checkpointable:
         Args:
             path: The directory of a tree of components, or of one of its parts.
             component: Restores only this component, such as ``"learner/p1"``, from the component at ``path``, which may
-                have another name there: ``path`` is its own directory, ``<tree>/learner/p1``, not that of the tree.
-            keep: Patterns of paths such as ``"**/lr"``: values that match stay as they are. A path is that of the
-                component and that of the value within it: ``learner/optimizer/groups/0/lr``. A pattern that matches
-                nothing is an error.
+                have another name there: ``path`` is its own directory, ``<tree>/learner/p1``, not the tree's.
+            keep: Patterns of paths such as ``"**/lr"``: values that match stay as they are. A path is the component's
+                path and the value's path within it: ``learner/optimizer/groups/0/lr``. A pattern that matches nothing
+                is an error.
             strict: Whether components and values that only the program or only the checkpoint has are errors.
             filesystem: The file system of fsspec or pyarrow in which ``path`` is.
 
@@ -213,10 +213,10 @@ class Checkpointable:
             path: The directory of a tree of components, or of one of its parts.
             trust: Import everything the checkpoint names. Only for checkpoints that you trust as much as your code.
             allowed: Classes and functions that the checkpoint may name, or patterns of import paths such as
-                ``"mygame.*"``; besides those of :func:`~holdfast.components.allow`. A pattern allows objects that are
+                ``"mygame.*"``; added to those of :func:`~holdfast.components.allow`. A pattern allows objects that are
                 defined in such modules, and none that these import from others.
             renamed: For import paths in the checkpoint the classes, or their import paths, that they stand for now.
-            fallback: Make one of this class, with the overrides alone, where the saved class no longer exists.
+            fallback: Make one of this class, with the overrides alone, if the saved class no longer exists.
             strict: Whether components and values that only one side has are errors.
             filesystem: The file system of fsspec or pyarrow in which ``path`` is.
             **overrides: Constructor arguments by name, in the place of the saved ones. They also win over plain values
@@ -288,7 +288,7 @@ class Checkpointable:
         return discovered(self)
 
     def get_ctor_args_and_kwargs(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Return the constructor arguments for such an object, or None where they are not known."""
+        """Return the constructor arguments for such an object, or None if they are not known."""
         kept = getattr(self, "__dict__", {}).get(ARGUMENTS)
         return (kept.args, dict(kept.kwargs)) if isinstance(kept, CtorArguments) else None
 

@@ -177,7 +177,7 @@ def of_record(location: Location, record: CheckpointRecord) -> NativeComponent:
 
 
 def read_state(path: Place) -> Any:
-    """Read the state of a saved component with those of all below it, as ``get_state`` returns it; run nothing.
+    """Read the state of a saved component and of all below it, as ``get_state`` returns it; run nothing.
 
     Args:
         path: The directory of a tree of components, or of one of its parts; also one that RLlib wrote.

@@ -198,7 +198,7 @@ class Checkpoint(Node):
     ) -> RestoreStatus:
         """Restore without touching the number of the next save: the counterpart of :meth:`write`.
 
-        Args, result and errors are those of :meth:`restore`.
+        Args, result and errors are as for :meth:`restore`.
         """
         template = CheckpointTemplate(
             self, counts=False, partial=partial, rename=rename, select=select, exclude=exclude
@@ -214,8 +214,8 @@ class Checkpoint(Node):
             path: A checkpoint, or a directory of numbered ones, whose newest is taken.
 
         Returns:
-            The step, metrics, and numbers and texts by their paths, such as ``{"epoch": 3}``; not those of optimizers,
-            modules and objects with a state of their own.
+            The step, metrics, and numbers and texts by their paths, such as ``{"epoch": 3}``; not the numbers and
+            texts of optimizers, modules and objects with their own state.
 
         Raises:
             CheckpointNotFoundError: There is none.

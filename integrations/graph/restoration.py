@@ -52,7 +52,7 @@ class RestoreReport:
     components by theirs, the root as ``(root)``, and values of restored components as ``learner/p0: net/bias``.
 
     Attributes:
-        checkpoint: Where the values come from; ``""`` where no checkpoint was given.
+        checkpoint: Where the values come from; ``""`` if no checkpoint was given.
         restored: Values or components in the program that were restored.
         missing: Values or components in the program for which the checkpoint has none; they stay as they are.
         missing_values: Values of restored components that the checkpoint does not have.
@@ -116,7 +116,7 @@ class RestoreStatus:
     save.
 
     Args:
-        restoration: The restore, or None where no checkpoint was given.
+        restoration: The restore, or None if no checkpoint was given.
         root: The object that was restored into; it is kept alive.
     """
 

@@ -53,7 +53,7 @@ def _forward(operation: Callable[[Any, Any], Any]) -> tuple[Callable[[Value, Any
 class Value:
     """A box for a number or another plain value that changes, such as a counter of steps.
 
-    It compares and counts as its value does, and the results are plain values, as those of a ``tf.Variable``.
+    It compares and counts as its value does, and the results are plain values, as with a ``tf.Variable``.
 
     Args:
         value: A bool, int, float, complex, str, bytes or None.

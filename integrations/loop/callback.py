@@ -121,7 +121,7 @@ class CheckpointCallback:
 
     - a pytree of arrays of jax, numpy or torch and plain values, such as a ``TrainState``: the state that is passed is
       never changed, a new one is returned, with the types that it had at the save (a number that has become a jax array
-      is one again, weakly typed where it was; a list that has grown is as long as it was);
+      is one again, weakly typed if it was; a list that has grown is as long as it was);
     - nnx objects, or dicts, lists and tuples of them: updated in place;
     - torch modules and optimizers, such as ``{"model": model, "optimizer": optimizer}``, and all else that
       ``holdfast.graph`` saves (its nodes, objects with attributes): restored in place, and nothing changes unless
@@ -141,8 +141,8 @@ class CheckpointCallback:
     - plain data (None, numbers, strings, bytes, and dicts, lists and tuples of them): ``checkpoint.extras[name]`` is
       the restored value as it was saved; the passed value is no template.
 
-    No checkpoint holds gradients of torch. So where gradients are accumulated over several batches, ``on_step`` comes
-    after ``optimizer.step()``, not after each batch; a warning tells if it does not.
+    No checkpoint holds gradients of torch. If gradients are accumulated over several batches, ``on_step`` comes
+    after ``optimizer.step()``, not after each batch; a warning says if it does not.
 
     The global random generators of Python, numpy and torch, which ``torch.randn``, dropout and ``np.random.shuffle``
     draw from, are saved with the extras, and restored after everything else. So draw random values that the program
@@ -167,7 +167,7 @@ class CheckpointCallback:
         save_at_end: Save the last step when training ends, whether or not a trigger asks for it.
         step_offset: 1 if the step that your loop reports is the index of its last update, as with Orbax, so that N + 1
             updates are in the state of step N, and a resume begins with step N + 1. 0 is the number of updates. It is
-            saved with each step; None takes that of the step that the run resumes from, or 0.
+            saved with each step; None takes the offset of the step that the run resumes from, or 0.
         item_intervals:
 
     Args: what to keep
@@ -192,13 +192,13 @@ class CheckpointCallback:
             transformation of an optimizer: values that fit the checkpoint are restored, the others stay as they were
             initialized, and a warning lists them. It holds for a resume and for the weights of ``init_from``. None
             takes all that was saved, or nothing.
-        hyperparameters: Which hyperparameters count in a resume where they differ, such as a new learning rate:
+        hyperparameters: Which hyperparameters count in a resume if they differ, such as a new learning rate:
             ``"saved"`` takes all of the saved state, ``"program"`` keeps the options of torch's optimizers and the
             values of ``optax.inject_hyperparams`` as the program has set them. A line says what differs.
         global_generators: Save and restore the global random generators of Python, numpy and torch (on the CPU and on
             devices), as far as the program has imported them. Each of several processes has its own, unless they are
             ``replicated``.
-        witness: Record the steps after each save beside it, and let a resume compare its first steps with them. A line
+        witness: Record the steps after each save, and let a resume compare its first steps with them. A line
             says which steps were the same, and a warning what differs.
         on_inexact: What follows if a resumed run does other steps than before the stop: a warning (``"warn"``), a
             ``StateError`` at that step, after which nothing is saved (``"raise"``), or nothing but ``proof``
@@ -210,7 +210,7 @@ class CheckpointCallback:
             interrupts the program. SIGHUP and SIGINT stay ignored if they are, as with ``nohup`` and ``&``.
         grace_secs: The time between the signal and the end of the process, as the scheduler grants it. A save that
             takes longer is reported with a warning.
-        witness_steps_after_signal: After SIGTERM, when the step is saved, go on for up to so many steps that are
+        witness_steps_after_signal: After SIGTERM, when the step is saved, go on for up to this many steps, which are
             recorded but not saved, if a quarter of ``grace_secs`` (2 seconds without it) has time for them, so that the
             resume can be compared with them. 0 stops at the saved step.
         save_timeout_secs:
@@ -218,7 +218,7 @@ class CheckpointCallback:
     Args: several processes
         replicated: The names of state that is the same in all processes, so that any number of them gets it. These are
             extras, such as a position in one order that no number of processes enters, or a random generator that all
-            seed alike; ``"global_generators"`` for those of Python, numpy and torch; in a Lightning trainer
+            seed alike; ``"global_generators"`` for the generators of Python, numpy and torch; in a Lightning trainer
             ``"loaders"`` for its training loaders with ``state_dict``, ``"loaders/0"`` for the first of them. Each save
             of a loop checks that the states are equal, and holds one; a Lightning trainer checks it when another number
             of processes resumes. Objects with an attribute ``replicated_state = True``, ``hf.skip_to`` with a
@@ -395,7 +395,7 @@ class CheckpointCallback:
                 not there.
             CheckpointExistsError: ``resume="never"``, and there are checkpoints.
             TreeMismatchError: The state or the extras differ in structure, shapes or dtypes from those that the run
-                began with, or the parameters from those of ``init_from``.
+                began with, or the parameters from those in ``init_from``.
             UnsupportedLeafError: The state or an extra has a leaf that cannot be saved; names every such leaf.
             NoWholeCheckpointError: There are checkpoints, but all of them are damaged.
             DamagedCheckpointError: The step that ``resume`` names is damaged.
@@ -418,12 +418,12 @@ class CheckpointCallback:
         """Return what ``restore_or_initialize`` will restore, before the state is built.
 
         This is for programs whose state depends on the step: pruned layers, added groups of parameters. All processes
-        call it together. The step is that of ``resume``. Only its extras are read, so this may return a step that the
+        call it together. ``resume`` decides the step. Only its extras are read, so this may return a step that the
         restore skips because its state is damaged.
 
         Returns:
             Step, extras, metrics and metadata, or None for a fresh start. The extras of objects are the states that
-            their methods have returned; arrays are those of numpy, and tensors of torch where the program has imported
+            their methods have returned; arrays are numpy arrays, or tensors of torch if the program has imported
             it.
 
         Raises:
@@ -467,7 +467,7 @@ class CheckpointCallback:
             SaveFailedError: An earlier save failed in the background; this step is saved nevertheless.
             StateError: The callback is closed, or the directory holds checkpoints that were not restored; or the state
                 lacks names of the one that came back, or is a state dict that was handed over; or the steps since the
-                resume are not those of before the stop, with ``on_inexact="raise"``.
+                resume are not those before the stop, with ``on_inexact="raise"``.
         """
         if self._names:
             extras |= {name: value for name, value in (("batch", batch), ("epoch", epoch)) if name in self._names}
@@ -497,7 +497,7 @@ class CheckpointCallback:
         return StepOutcome(True, decision.reason, should_stop=False)
 
     def on_eval(self, step: int, metrics: Mapping[str, Any]) -> StepOutcome:
-        """Report metrics that became known after the step, such as those of an evaluation.
+        """Report metrics that became known after the step, such as an evaluation's.
 
         Args:
             step: The step that was evaluated.

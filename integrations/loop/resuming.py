@@ -50,7 +50,7 @@ _CHANGED = (
     "A run resumes with the state that it had, or not at all. To continue with another model or optimizer, begin a run "
     "in another directory: init_from= takes weights. partial='initialize' restores what fits, also of the weights of "
     "init_from, and keeps the rest as it was initialized. For a state that grows while it trains, checkpoint.peek() "
-    "tells the step before the state is built."
+    "returns the step before the state is built."
 )
 
 
@@ -300,7 +300,7 @@ def _restore_extras(
     fresh: Collection[str],
 ) -> dict[str, Any]:
     """Give the extras what was saved, except those that keep what they are; return all by name."""
-    kept = {name: extras[name] for name in fresh}
+    kept = {name: extra for name, extra in extras.items() if name in fresh or (extra is None and name not in saved)}
     if GLOBAL_GENERATORS in extras and GLOBAL_GENERATORS not in saved and GLOBAL_GENERATORS not in fresh:
         kept[GLOBAL_GENERATORS] = extras[GLOBAL_GENERATORS]
         logger.warning(

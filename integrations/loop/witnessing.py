@@ -47,9 +47,9 @@ class Proof:
     """What the comparison of a resumed run with the steps before the stop has shown so far.
 
     Attributes:
-        exact: True if all steps that were compared are those of before the stop; False if one is not; None as long as
+        exact: True if all compared steps are the same as before the stop; False if one is not; None as long as
             nothing was compared, if nothing can be compared, or if only rounding differs.
-        steps: The steps that were compared and are those of before the stop.
+        steps: The compared steps that are the same as before the stop.
         differs: The layers that differ, such as ``batch``, ``generators``, ``metrics``, ``state`` and ``counters``.
         rounding: The greatest relative difference that counts as rounding, or None.
         why: Why nothing can be compared, or an empty text.
@@ -119,7 +119,7 @@ class Witness:
         Args:
             step: The step of the checkpoint.
             seen: What the program shows right after the restore.
-            why_not: Why the steps that follow are not comparable with those of before the stop, or an empty text.
+            why_not: Why the steps that follow are not comparable with those before the stop, or an empty text.
         """
         with self._only_logged():
             if self._enabled:
@@ -176,7 +176,7 @@ class Witness:
         self._last = self._recorder.take(self._k, seen)
         if self._compares and self._k in self._records.by_k:
             self._waiting.append(self._last)
-        # Other steps than those of before the stop do not belong to the save that the run has resumed from.
+        # Other steps than those before the stop do not belong to the save that the run has resumed from.
         if self._file is not None and (self.proof.exact is not False or self._file.step != self._resumed):
             self._file.add(self._last)
         return self._last
@@ -299,7 +299,7 @@ class Witness:
     def _found(
         self, step: int, k: int, same: list[str], differs: Mapping[str, str], look: Callable[[], Seen] | None
     ) -> None:
-        """Say that a step is not that of before the stop; of several, the first."""
+        """Say that a step differs from before the stop; of several, the first."""
         is_first = self.proof.exact is not False
         layers = tuple(dict.fromkeys([*self.proof.differs, *differs]))
         self.proof = dataclasses.replace(self.proof, exact=False, differs=layers)
@@ -308,8 +308,7 @@ class Witness:
         self._compares, self._has_said = False, True
         self._event(layers)
         what = "; ".join(
-            f"{layer} ({text})" if layer != "batch" else f"the batch is another one{text}"
-            for layer, text in differs.items()
+            f"{layer} ({text})" if layer != "batch" else f"the batch differs{text}" for layer, text in differs.items()
         )
         where = f"not exact from step {step} on" if k else f"not exact: step {step} was not restored as it was saved"
         agrees = f". The same as before the stop: {', '.join(same)}" if same else ""
@@ -380,7 +379,7 @@ def advice(differs: Mapping[str, str], look: Callable[[], Seen] | None) -> str:
 
 
 def why_not_comparable(options: ProgramOptions, misfits: Misfits | None) -> str:
-    """Return why a program asks for other steps than those of before the stop, or an empty text."""
+    """Return why a program asks for other steps than those before the stop, or an empty text."""
     if options.resume == "best" or type(options.resume) is int:
         return f"resume={options.resume!r} chose the step"
     if options.hyperparameters == "program":
