@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from .arrays import Problem, SavedLeaf, TreeReader, check_file, naming, open_folder
+from .arrays import FileCheck, Problem, SavedLeaf, TreeReader, naming, open_folder
 from .clock import UNHEARD, Portion, Progress
 from .errors import CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, HoldfastError, shortened_text
 from .format import RECORD, TREES, CheckpointRecord, FileRecord, ItemRecord, own_shares
@@ -277,7 +277,7 @@ def _digest_problem(
     folder: Location, file: str, known: FileRecord, advance: Callable[[int], None] = UNHEARD.advance
 ) -> Problem | None:
     try:
-        check_file(folder / file, known)
+        FileCheck(known).check(folder / file)
     except HoldfastError as error:
         return Problem(file, "", str(error))
     advance(known.size)

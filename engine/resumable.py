@@ -24,10 +24,7 @@ _NOTHING_LEFT = (
 
 
 class ResumableLoader(LoaderPosition):
-    """A loader whose loops over epochs can be saved and resumed; see :func:`resumable`.
-
-    Other public attributes are those of the loader inside.
-    """
+    """A loader whose loops over epochs can be saved and resumed; see :func:`resumable`."""
 
     _function = "resumable"
     replicated_state = False
@@ -78,7 +75,7 @@ class ResumableLoader(LoaderPosition):
     def __len__(self) -> int:
         return self._length() or len(self._loader)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Any:  # Other public attributes are those of the loader inside.
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return getattr(self._loader, name)

@@ -92,7 +92,7 @@ def _replicated(leaf: ArrayLeaf, process: int) -> Iterator[tuple[Box, bool]]:
         return
     for part in leaf.parts:
         if len(part.holders) > 1:
-            yield Box.at(part.start, part.shape), process in part.holders
+            yield part.box, process in part.holders
 
 
 def _digest(leaf: ArrayLeaf, box: Box) -> int:

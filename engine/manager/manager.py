@@ -20,7 +20,7 @@ from ..storage import Location, Place, as_location
 from .decisions import AbandonedSteps, Decision, SaveDecisions, Wanted
 from .directory import record_metrics as add_metrics
 from .intervals import LearnedInterval
-from .items import ItemSet
+from .items import ItemSet, StepContent
 from .metrics import as_given, plain_metrics
 from .mirror import MirrorStatus, RunMirror
 from .options import CheckpointManagerOptions, LocalStatus, mirror_of, save_triggers, shown_call
@@ -166,7 +166,7 @@ class CheckpointManager(ExplainsNames):
         mirror = self._mirror
         if mirror is None or not self.processes.is_primary:
             return True
-        return mirror.finish(mirror.limit) if timeout_secs is None else mirror.finish(timeout_secs, must_fit=True)
+        return mirror.finish(timeout_secs)
 
     # ---- reading the directory
 
@@ -431,17 +431,17 @@ class CheckpointManager(ExplainsNames):
             OwnershipError: Another run writes to this directory.
         """
         self._run.check_writable()
-        step, kwargs = valid_step(step), save_kwargs or {}
+        content = StepContent(valid_step(step), items, metrics, custom_metadata, save_kwargs or {})
         try:
-            saved = self._saves.save(step, items, metrics, custom_metadata, force, kwargs, reason)
+            saved = self._saves.save(content, force, reason)
         except BaseException as error:
-            # That of the save before in the background does not concern this step.
+            # An error of the save before, in the background, is not about this step.
             if isinstance(error, SaveFailedError) and not missed_a_process(error.__cause__):
-                self._saves.save_locally(step, items, metrics, custom_metadata, kwargs)
+                self._saves.save_locally(content)
             else:
-                self._saves.miss_locally(step, error)
+                self._saves.miss_locally(content.step, error)
             raise
-        self._saves.save_locally(step, items, metrics, custom_metadata, kwargs)
+        self._saves.save_locally(content)
         return saved
 
     def local_due(self, step: int) -> bool:
@@ -481,7 +481,8 @@ class CheckpointManager(ExplainsNames):
             PeerFailedError: It failed because the store that connects the processes did not answer.
         """
         self._run.check_writable()
-        return self._saves.save_locally(valid_step(step), items, metrics, custom_metadata, save_kwargs or {})
+        content = StepContent(valid_step(step), items, metrics, custom_metadata, save_kwargs or {})
+        return self._saves.save_locally(content)
 
     def local_status(self) -> LocalStatus | None:
         """Return what this run has in the local places of its hosts; None without the option ``local``."""
@@ -532,7 +533,7 @@ class CheckpointManager(ExplainsNames):
         self._run.change(f"delete {step}", self._steps.delete, step, mirror)
         self._saves.deleted()
         if mirror:
-            self._forget_deleted()
+            self._run.forget_deleted()
 
     def delete_after(self, step: int) -> list[int]:
         """Delete all steps later than one, pinned and damaged ones, too, to return to a step for good.
@@ -557,17 +558,10 @@ class CheckpointManager(ExplainsNames):
             self._local.wait()
         self.acquire()
         self.processes.barrier(f"before delete after {step}")  # others may still be restoring one of these steps
-        deleted: list[int] = self.processes.decide(f"delete after {step}", self._steps.delete_after, step)
-        if not self.processes.is_primary:
-            for one in deleted:
-                self._steps.add(one, None)
+        deleted: list[int] = self._run.change(f"delete after {step}", self._steps.delete_after, step)
         self._saves.deleted()
-        self._forget_deleted()
+        self._run.forget_deleted()
         return deleted
-
-    def _forget_deleted(self) -> None:
-        for place in self._run.places:
-            place.forget()
 
     # ---- ownership, and the end
 

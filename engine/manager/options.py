@@ -12,7 +12,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from numbers import Integral
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -21,9 +21,8 @@ from ..errors import InvalidLocationError, OptionError, UnknownArgumentError
 from ..peer_names import explains_arguments, explains_unknown_names, instead_of
 from ..storage import Place, as_location, hidden_address
 from .decisions import OnBest, SavePolicy
-from .intervals import LearnedInterval, save_interval
+from .intervals import Every, LearnedInterval, save_interval
 from .metrics import metric_name
-from .policies import Every
 from .retention import (
     KeepAll,
     KeepBest,
@@ -148,8 +147,7 @@ class Mirror:
             as_location(self.url)
         except InvalidLocationError as error:
             raise OptionError(f"mirror={hidden_address(str(self.url))!r}: {error}") from error
-        for one in fields(self):
-            _check_limits(self, one)
+        _check_limits(self)
         if self.max_bandwidth is not None:
             bytes_per_second(self.max_bandwidth, name="max_bandwidth")
         for name in ("save_interval_secs", "keep_time_interval", "wait_secs"):
@@ -198,10 +196,10 @@ class Local:
                 f"Local({self.url!r}): this is not a path of a host; local steps lie in its memory or on its disk, "
                 "such as in /dev/shm/holdfast. For a second place that all hosts share, use mirror="
             )
-        for one in fields(self):
-            _check_limits(self, one)
-            if one.name in ("every", "copies") and getattr(self, one.name) is None:
-                raise OptionError(f"{one.name}=None must be a whole number")
+        _check_limits(self)
+        for name in ("every", "copies"):
+            if getattr(self, name) is None:
+                raise OptionError(f"{name}=None must be a whole number")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,8 +252,7 @@ class CheckpointOptions:
             raise OptionError(f"local={self.local!r} must be a Local, such as Local('/dev/shm/holdfast', every=10)")
         if self.save_on_best and self.best_fn is None:
             raise OptionError("save_on_best=True needs best_fn: the name of a metric, or a function of the metrics")
-        for one in fields(self):
-            _check_limits(self, one)
+        _check_limits(self)
         if self.best_fn is not None and not (
             callable(self.best_fn) or (isinstance(self.best_fn, str) and self.best_fn)
         ):
@@ -497,13 +494,14 @@ def as_int(value: object) -> object:
     return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
 
 
-def _check_limits(options: object, option: Field[Any]) -> None:
-    """Raise OptionError for a number that is not whole, or beyond its limits; make it a number of Python."""
-    value = as_int(getattr(options, option.name))
-    if value is None or "least" not in option.metadata:
-        return
-    least, greatest = option.metadata["least"], option.metadata["greatest"]
-    limits = f"of at least {least}" if greatest is None else f"from {least} to {greatest}"
-    if type(value) is not int or value < least or (greatest is not None and value > greatest):
-        raise OptionError(f"{option.name}={value!r} must be a whole number {limits}, or None")
-    object.__setattr__(options, option.name, value)
+def _check_limits(options: Any) -> None:
+    """Raise OptionError for a number that is not whole, or beyond its limits; make each a number of Python."""
+    for option in fields(options):
+        value = as_int(getattr(options, option.name))
+        if value is None or "least" not in option.metadata:
+            continue
+        least, greatest = option.metadata["least"], option.metadata["greatest"]
+        limits = f"of at least {least}" if greatest is None else f"from {least} to {greatest}"
+        if type(value) is not int or value < least or (greatest is not None and value > greatest):
+            raise OptionError(f"{option.name}={value!r} must be a whole number {limits}, or None")
+        object.__setattr__(options, option.name, value)

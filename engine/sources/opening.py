@@ -157,9 +157,12 @@ def _files_of(tree: TreeSource) -> str:
         return ""
     top, files = os.fspath(tree.location), tree.files_read
     below = (os.path.join(folder, name) for folder, _, names in os.walk(top) for name in names)
-    paths = [*below] or [top] if files is None else map(os.fspath, files)
-    link = os.readlink(top) if os.path.islink(top) else ""
-    return str([link, *((path, *_size_and_time(path)) for path in sorted(paths))])
+    found = [os.readlink(top) if os.path.islink(top) else ""]
+    for path in sorted([*below] or [top] if files is None else map(os.fspath, files)):
+        with contextlib.suppress(OSError):  # Another program has removed it.
+            status = os.stat(path)
+            found.append(f"{path} {status.st_size} {status.st_mtime_ns}")
+    return "\n".join(found)
 
 
 def _identities(tree: TreeSource) -> dict[str, tuple[int, ...]]:
@@ -171,15 +174,6 @@ def _identities(tree: TreeSource) -> dict[str, tuple[int, ...]]:
             times = (status.st_size, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) else ()
             found[os.fspath(path)] = status.st_dev, status.st_ino, *times
     return found
-
-
-def _size_and_time(path: str) -> tuple[int, int]:
-    """Return the size of a file and the time of its last change; zeros for one that another program has removed."""
-    try:
-        status = os.stat(path)
-    except OSError:
-        return 0, 0
-    return status.st_size, status.st_mtime_ns
 
 
 @functools.lru_cache(maxsize=16)

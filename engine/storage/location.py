@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any
 from ..errors import DamagedCheckpointError, InvalidLocationError, OptionError
 from ..observer import Observer, check_write, process_observer
 from . import local
-from .backend import Backend, DataFile, DataReader, Entry, FileIdentity, Segment
+from .backend import DataFile, DataReader, Entry, FileIdentity, Segment
 from .buffers import PAGE
 from .local import LocalBackend
 from .object_store import ObjectStoreBackend, open_object
@@ -190,17 +190,17 @@ class Location:
     """
 
     __slots__ = ("_backend", "_key")
-    _backend: Backend
+    _backend: LocalBackend | ObjectStoreBackend
     _key: str
 
-    def __init__(self, backend: Backend, key: str) -> None:
+    def __init__(self, backend: LocalBackend | ObjectStoreBackend, key: str) -> None:
         object.__setattr__(self, "_backend", backend)
         object.__setattr__(self, "_key", key)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"locations are immutable: cannot set {name!r}")
 
-    def _writing(self) -> Backend:
+    def _writing(self) -> LocalBackend | ObjectStoreBackend:
         """Return the backend, to change something here."""
         check_write(self.url)
         return self._backend
@@ -353,8 +353,7 @@ class Location:
         """
         text = {"encoding": encoding, "errors": errors, "newline": newline}
         if not self.is_local:
-            send, url = self.write_bytes, self.url
-            return open_object(mode, read=self.read_bytes, exists=self.is_there, send=send, url=url, **text)
+            return open_object(self, mode, **text)
         if not set(mode) <= set("rbt"):
             self._writing()
         if "b" not in mode:
@@ -557,7 +556,7 @@ class Location:
         if isinstance(backend, LocalBackend):
             backend.write_data(self._key, size, segments, awaited, sync=sync)
         else:
-            backend.write_data(self._key, size, segments, awaited)
+            backend.write_data(self._key, size, segments)
 
     def write_data_files(
         self, files: Sequence[DataFile], awaited: threading.Event | None = None, *, sync: bool = True

@@ -15,7 +15,7 @@ from ...engine.manager import CheckpointManagerOptions, Mirror, Peek, infos_of
 from ...engine.peer_names import refuse_unknown
 from ...engine.steps import LEFT_BEHIND, list_steps, series_and_step
 from ...engine.storage import Place, as_location
-from .checkpoint import Checkpoint, CheckpointTemplate, listen, numbered
+from .checkpoint import Checkpoint, CheckpointTemplate, numbered
 from .reader import numbers_of
 from .restoration import RestoreStatus
 from .stored import GraphCheckpointHandler, StoredGraph
@@ -115,7 +115,7 @@ class CheckpointManager:
         )
         self._processes = ProcessGroup(f"numbers of {self._directory.url}", None, _TIMEOUT)
         self._later: set[int] = set()  # steps after the one that was restored last, which are saved again
-        listen(checkpoint, self)
+        checkpoint._holdfast.managers.add(self)
 
     @property
     def directory(self) -> str:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...engine.errors import StateError, shortened
 from ...engine.format import CheckpointRecord
@@ -62,11 +62,6 @@ class Proof:
     why: str = ""
 
 
-class _Comparison(NamedTuple):
-    k: int
-    pending: Pending
-
-
 class Witness:
     """Follows one run: each report of a step, each save, and a resume at the start.
 
@@ -91,7 +86,7 @@ class Witness:
         self._earlier: list[RecordFile] = []  # files of earlier saves that may lack records
         self._records = Records()  # of the step that the run has resumed from
         self._resumed: int | None = None
-        self._waiting: list[_Comparison] = []
+        self._waiting: list[Pending] = []  # records that are to be compared
         self._layers: dict[str, str] = {}  # the layers that agreed, in words
         self._compares = False  # whether the steps since a resume are compared
         self._has_said = True  # whether the line about them was printed
@@ -126,8 +121,8 @@ class Witness:
             seen: What the program shows right after the restore.
             why_not: Why the steps that follow are not comparable with those before the stop, or an empty text.
         """
-        if self._enabled:
-            with self._only_logged():
+        with self._only_logged():
+            if self._enabled:
                 self._begin_from(step, seen, why_not)
 
     def _begin_from(self, step: int, seen: Seen, why_not: str) -> None:
@@ -180,7 +175,7 @@ class Witness:
         assert self._recorder is not None
         self._last = self._recorder.take(self._k, seen)
         if self._compares and self._k in self._records.by_k:
-            self._waiting.append(_Comparison(self._k, self._last))
+            self._waiting.append(self._last)
         # Other steps than those before the stop do not belong to the save that the run has resumed from.
         if self._file is not None and (self.proof.exact is not False or self._file.step != self._resumed):
             self._file.add(self._last)
@@ -266,9 +261,9 @@ class Witness:
             self._found(self._resumed or 0, 0, same, differs, None)
 
     def _compare_arrived(self, look: Callable[[], Seen] | None, *, wait: bool) -> None:
-        while self._waiting and (wait or self._waiting[0].pending.samples.is_ready):
-            k, pending = self._waiting.pop(0)
-            now, saved = pending.finish(), self._records.by_k[k]
+        while self._waiting and (wait or self._waiting[0].samples.is_ready):
+            now = self._waiting.pop(0).finish()
+            saved = self._records.by_k[k := now["k"]]
             same, differs = compare(saved, now, self._records.names)
             if not differs:
                 if self.proof.exact is not False:
@@ -335,7 +330,8 @@ class Witness:
             self._say("not witnessed: step %d was restored as it was saved, and %s", self._resumed, why)
         if not steps:
             return
-        listed = f"step {steps[0]} is" if len(steps) == 1 else f"steps {_listed(steps)} are"
+        *others, last = steps
+        listed = f"steps {', '.join(map(str, others))} and {last} are" if others else f"step {last} is"
         self._event(tuple(self._layers))
         self._say("exact: %s the same as before the stop (%s)", listed, ", ".join(self._layers.values()))
 
@@ -357,10 +353,6 @@ class Witness:
 
     def _say(self, text: str, *args: object) -> None:
         announce(text, *args, shown=self._processes.is_primary and self._on_inexact != "ignore")
-
-
-def _listed(steps: tuple[int, ...]) -> str:
-    return f"{', '.join(map(str, steps[:-1]))} and {steps[-1]}"
 
 
 def advice(differs: Mapping[str, str], look: Callable[[], Seen] | None) -> str:

@@ -224,11 +224,9 @@ def export_orbax(
     progress: Progress,
     write: WriteArrays,
 ) -> list[tuple[CheckpointSource, Location, int | None, Sequence[TreeSource]]]:
-    """Write copies of checkpoints that Orbax restores; return each with its copy, its step and its trees.
-
-    A single tree becomes a directory for a ``StandardCheckpointer``, a directory of steps one for a
-    ``CheckpointManager``. Integer keys become strings, the only keys of Orbax.
-    """
+    """Write copies of checkpoints that Orbax restores; return each with its copy, its step and its trees."""
+    # A single tree becomes a directory for a `StandardCheckpointer`, and steps become one for a `CheckpointManager`.
+    # Integer keys become strings, the only keys of Orbax.
     managed = step is not None or is_run(origin)
     metadata: Mapping[str, Any] | None = None
     if not managed:
@@ -276,8 +274,7 @@ def add_orbax_metadata(
     Args:
         source: A checkpoint, or a directory of steps.
         step: Which step of such a directory; None is all of them.
-        coordinator: How processes find each other. None takes jax.distributed or torch.distributed if one of them is
-            initialized; ``hf.processes.Alone()`` does it in this process alone.
+        coordinator: How processes find each other, as for :func:`~holdfast.import_checkpoint`.
 
     Returns:
         The directories of the checkpoints.
@@ -292,22 +289,18 @@ def add_orbax_metadata(
     origin = as_location(source)
 
     def work() -> list[str]:
-        return [place.url for place in _add_metadata(origin, step)]
+        if step is not None:
+            places = [find_checkpoint(origin, step)]
+        elif (origin / RECORD).exists():
+            places = [origin]
+        else:
+            places = [entry.location for entry in find_steps(origin).entries] or [find_checkpoint(origin)]
+        files = {place: _metadata_files(open_at(place)) for place in places}
+        for place, contents in files.items():
+            _write_files(place, contents)
+        return [place.url for place in places]
 
     return list(map(as_location, run_on_primary("add_orbax_metadata", [origin.url, step], work, coordinator)))
-
-
-def _add_metadata(origin: Location, step: int | None) -> list[Location]:
-    if step is not None:
-        places = [find_checkpoint(origin, step)]
-    elif (origin / RECORD).exists():
-        places = [origin]
-    else:
-        places = [entry.location for entry in find_steps(origin).entries] or [find_checkpoint(origin)]
-    files = {place: _metadata_files(open_at(place)) for place in places}
-    for place, contents in files.items():
-        _write_files(place, contents)
-    return places
 
 
 def _metadata_files(checkpoint: CheckpointSource) -> dict[str, bytes]:
