@@ -337,7 +337,7 @@ def fresh_types(item: Any, roots: Collection[str] | None = None) -> FreshTypes:
     """
     check_savable(item)
     flat = flat_template(item, DEFAULT_REGISTRY)
-    return FreshTypes(describe_template(flat.names, flat.values), roots)
+    return FreshTypes(describe_template(flat.names, flat.values), roots, flat.structure)
 
 
 def flat_template(item: Any, registry: TypeHandlerRegistry) -> Flattened:

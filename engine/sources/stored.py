@@ -81,7 +81,7 @@ def _with_lists(value: Any, number: Callable[[int], str | int]) -> Any:
 def nested_tree(entries: Sequence[tuple[Path, Any]]) -> tuple[TreeDocument, list[int]]:
     """Make the containers that leaves, as numbers, and empty containers are in; return the numbers in their order."""
     inside = [(path, value) for path, value in entries if path]
-    root = next((value for path, value in entries if not path), {})
+    root: Any = next((value for path, value in entries if not path), {})
     if inside and isinstance(root, int):
         raise DamagedCheckpointError("a leaf is the whole tree, and there are other leaves")
     flat = flatten(nested(inside) if inside else root)

@@ -40,6 +40,7 @@ from ...engine.stateful import adapted
 from ...engine.storage import LocalBackend, Location
 from ..graph import (
     OPTIMIZER_SLOTS,
+    FreshObjects,
     LiveGraph,
     LiveNode,
     Path,
@@ -160,11 +161,13 @@ def own_states(
     return states
 
 
-def check_saveable(root: Any) -> None:
-    """Raise UnsupportedLeafError if a component of a tree holds what no save can take; calls nothing of theirs."""
-    for one in live_tree(root).walk():
-        if not overrides(one.value, "get_state"):
-            own_graph(one)
+def fresh_components(root: Any) -> dict[str, FreshObjects]:
+    """Return what the components of a tree are that have no ``get_state`` of their own; calls nothing of theirs.
+
+    Raise UnsupportedLeafError if one of them holds what no save can take.
+    """
+    own = [one for one in live_tree(root).walk() if not overrides(one.value, "get_state")]
+    return {format_component_path(one.path): FreshObjects(own_graph(one)) for one in own}
 
 
 def default_state(component: LiveComponent, *, snapshot: bool, partial: bool = False) -> dict[str, Any]:

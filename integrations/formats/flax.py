@@ -38,16 +38,16 @@ def decode_file(place: Location) -> Any:
     """Read a file: nested dictionaries (with text as keys), lists and tuples of arrays, scalars and Python values."""
     content = read_checked(place, None, limit=_LIMIT)
     with naming(place):
-        return _decode(content)
+        return decode_flax(content)
 
 
-def _decode(content: bytes, depth: int = 0) -> Any:
+def decode_flax(content: bytes, depth: int = 0) -> Any:
     return decode_msgpack(content, extension=_extension, mapping=_mapping, depth=depth)
 
 
 def _extension(code: int, data: bytes, depth: int) -> Any:
     if code == _TUPLE:
-        found = _decode(data, depth)
+        found = decode_flax(data, depth)
         return tuple(found) if isinstance(found, list) else found
     if code == _COMPLEX:
         parts = decode_msgpack(data)

@@ -12,6 +12,7 @@ from .frameworks import (
     nnx_children,
     set_accumulated,
 )
+from .fresh import FreshObjects
 from .manager import CheckpointManager
 from .outside import derived_classes, is_actor_class, is_kin, unwrapped
 from .reader import CheckpointReader, GraphView, checkpoints_iterator, latest_checkpoint, load_checkpoint

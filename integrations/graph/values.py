@@ -41,10 +41,10 @@ from .tracked import TrackedDict, TrackedList
 
 # Leaves of these kinds need no object of the program.
 PLAIN_KINDS = NUMBER_KINDS | {NUMBERS, "str", "bytes", "none", "set", "frozenset", "numpy_scalar"}
-_NUMBER_KINDS = NUMBER_KINDS | {"numpy_scalar"}
+NUMBER_VALUES = NUMBER_KINDS | {"numpy_scalar"}
 _NUMBERS = (bool, int, float, complex, np.generic)
 # Arrays of these kinds can be made without an array of the program; those of jax are placed on devices.
-_MADE_KINDS = frozenset({"numpy", "torch"})
+MADE_KINDS = frozenset({"numpy", "torch"})
 
 _CONTAINERS = (list, dict, OrderedDict, tuple, deque, TrackedList, TrackedDict)
 _SEQUENCES: dict[str, Any] = {
@@ -65,7 +65,7 @@ class PlainValues:
         self._stored = stored
         self._graph = graph
         self.kinds: dict[int, str] = {}  # the kinds of the values, by their nodes
-        self._arrays: set[int] = set()  # nodes of arrays of `_MADE_KINDS`
+        self._arrays: set[int] = set()  # nodes of arrays of `MADE_KINDS`
         for number, node in graph.values():
             name = str(node.value)
             leaf = stored.leaves.get(name)
@@ -74,7 +74,7 @@ class PlainValues:
                 continue
             if leaf.saved.kind in PLAIN_KINDS:
                 self.kinds[number] = leaf.saved.kind
-            elif leaf.saved.kind in _MADE_KINDS and "sharding" not in leaf.saved.details:
+            elif leaf.saved.kind in MADE_KINDS and "sharding" not in leaf.saved.details:
                 self._arrays.add(number)
         self._known: dict[tuple[int, bool], list[tuple[int, Path]] | None] = {}
         self.sharing: set[int] = set()  # containers with containers that other edges lead to, too; known after `below`
@@ -320,7 +320,7 @@ def _template(one: Assignment, leaf: Saved) -> Any:
     # The saved type comes back where the slot is empty in the checkpoint, or where a float may have begun as the int 0.
     if leaf.kind == "none" and (is_python_value(live) or isinstance(slot, Place)):
         return ...
-    if isinstance(live, _NUMBERS) and leaf.kind in _NUMBER_KINDS:
+    if isinstance(live, _NUMBERS) and leaf.kind in NUMBER_VALUES:
         return ...
     if isinstance(slot, OptionSlot) and is_python_value(live) and leaf.kind in PLAIN_KINDS:
         return ...

@@ -106,9 +106,14 @@ class ObjectsAdapter(StateAdapter):
         return GraphCheckpointHandler(compression=options.compression)
 
     def begin(self, state: Any) -> None:
-        from ..graph import check
+        from ..graph import FreshObjects, walk
 
-        check(self._graph(state))
+        self._fresh = FreshObjects(walk(self._graph(state)))
+
+    def refused(self, state: Any) -> list[str]:
+        from ..graph import FreshObjects, walk
+
+        return list(self._fresh.refused(FreshObjects(walk(self._graph(state), strict=False))))
 
     def to_tree(self, state: Any) -> Any:
         from ..graph import snapshot
@@ -192,9 +197,18 @@ class ComponentAdapter(StateAdapter):
         return ComponentCheckpointHandler(compression=options.compression)
 
     def begin(self, state: Any) -> None:
-        from ..components import check_saveable
+        from ..components import fresh_components
 
-        check_saveable(state)
+        self._fresh = fresh_components(state)
+
+    def refused(self, state: Any) -> list[str]:
+        from ..components import fresh_components
+
+        return [
+            f"{path}: {line}"
+            for path, now in fresh_components(state).items()
+            for line in (self._fresh[path].refused(now) if path in self._fresh else ["not in the fresh state"])
+        ]
 
     def restore_kwargs(self) -> Mapping[str, Any]:
         return {"modes": True} if self.misfits is None else {"misfits": self.misfits}

@@ -62,6 +62,10 @@ class StateAdapter:
     def begin(self, state: Any) -> None:
         """Note the initial state, perhaps abstract; raise UnsupportedLeafError for leaves that cannot be saved."""
 
+    def refused(self, state: Any) -> list[str]:
+        """Return what a restore of a state into the initial one would refuse, as text for users."""
+        return []
+
     def check_savable(self, state: Any) -> None:
         """Raise UnsupportedLeafError if a save of the state would raise it."""
 

@@ -185,7 +185,7 @@ class StepSaver:
 
     def watch(self, state: Any, extras: Mapping[str, Any], last: int | None, *, grows: bool) -> None:
         """Begin to watch the state before the first step; ``last`` is the number of the step before, if it is known."""
-        first = self._first_steps = FirstSteps()
+        first = self._first_steps = FirstSteps(self._adapter)
         self._ask(lambda: first.begin(state, last, extras, grows=grows))
         self._versions.watch(self._live(state, {name: one for name, one in extras.items() if is_versioned(one)}))
 

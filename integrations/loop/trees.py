@@ -25,7 +25,17 @@ from ...engine.handlers import (
     flat_template,
     fresh_types,
 )
-from ...engine.pytree import FreshTypes, TreeDef, collection_paused, flatten, is_nnx, key_segments, loaded, split
+from ...engine.pytree import (
+    FreshTypes,
+    TreeDef,
+    collection_paused,
+    flatten,
+    format_path,
+    is_nnx,
+    key_segments,
+    loaded,
+    split,
+)
 from ...engine.sources import Misfits, Weights, load_fitting, load_weights
 from ...engine.storage import Location, Place
 from ..options import CallbackOptions
@@ -55,6 +65,13 @@ class TreeAdapter(StateAdapter):
 
     def begin(self, state: Any) -> None:
         self._fresh = fresh_types(to_tree(state))
+
+    def refused(self, state: Any) -> list[str]:
+        assert self._fresh is not None
+        flat = flatten(to_tree(state))
+        objects = tuple(f"{path}." if path else "" for path, _ in located(state, is_nnx))
+        new = [name for name in flat.names if name.startswith(objects) and not self._fresh.covers(name)]
+        return [f"{format_path(name)}: not in the fresh state" for name in new] or self._fresh.refused(flat)
 
     def check_savable(self, state: Any) -> None:
         check_savable(to_tree(state))

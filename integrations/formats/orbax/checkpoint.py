@@ -160,8 +160,8 @@ def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
 
     are_steps = parallel_map(is_step, named, max_concurrency(location))
     found: dict[str, dict[int, Location]] = {}
-    for (match, place), is_step in zip(named, are_steps, strict=True):
-        if is_step:
+    for (match, place), is_one in zip(named, are_steps, strict=True):
+        if is_one:
             found.setdefault(match[1] or "", {}).setdefault(int(match[2]), place)
     prefix = max(sorted(found), key=lambda one: len(found[one]), default="")
     return FoundSteps.of(OrbaxCheckpoint.format, found.get(prefix, {}), metadata=lambda: _run_metadata(location))

@@ -10,6 +10,7 @@ import ast
 import base64
 import contextlib
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -57,7 +58,7 @@ PROCESS_FOLDER = "ocdbt.process_"  # the beginning of the name of a database of 
 
 # Value types of containers without leaves, with what each becomes.
 _EMPTY: dict[str, Any] = {"Dict": {}, "List": [], "Tuple": (), "NamedTuple": {}}
-_EMPTY_TYPES = {dict: "Dict", list: "List", tuple: "Tuple"}
+_EMPTY_TYPES: dict[type, str] = {dict: "Dict", list: "List", tuple: "Tuple"}
 NONE = "None"
 STRING = "string"
 WITHOUT_DATA = "placeholder"
@@ -131,9 +132,8 @@ def _path(keys: Any, text: str) -> Path | None:
         name = _member(key, "key")
         if not isinstance(name, str | int) or isinstance(name, bool):
             return None
-        number = str(name)
-        is_index = key.get("key_type") == _SEQUENCE_KEY and number.isascii() and number.isdigit() and len(number) < 10
-        path.append(int(number) if is_index else number)
+        is_index = _member(key, "key_type") == _SEQUENCE_KEY and re.fullmatch("[0-9]{1,9}", str(name))
+        path.append(int(name) if is_index else str(name))
     return tuple(path)
 
 
