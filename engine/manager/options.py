@@ -353,7 +353,7 @@ class CheckpointManagerOptions(ProgramPolicies):
         keep_time_interval: Keep every checkpoint that was saved at least this long after the last one that this rule
             keeps; roughly one an hour for ``"1h"``.
         keep_steps: Keep the checkpoints of these steps.
-        mirror: A second place, such as ``s3://bucket/run``, or a ``Mirror`` with an interval and limits of its own:
+        mirror: A second place, such as ``s3://bucket/run``, or a ``Mirror`` with its own interval and limits:
             steps are copied there in the background, and a run resumes from the newest step of both places.
         local: A ``Local``: saves every few steps into the memory or on the disk of each host, with copies on other
             hosts. A run resumes from these if they are newer than what is in the directory.
