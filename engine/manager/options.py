@@ -247,6 +247,7 @@ class CheckpointOptions:
     mirror: Place | Mirror | None = None
     local: Local | None = None
     reuse_unchanged: bool = True
+    step_name_width: int | None = field(default=None, metadata=limits(1, 18))
 
     def __post_init__(self) -> None:
         mirror_of(self)
@@ -362,6 +363,8 @@ class CheckpointManagerOptions(ProgramPolicies):
         reuse_unchanged: Do not write arrays again that have not changed: a step shares their data files, by hard links,
             with the step before the last one; S3 and Google copy them. Every step stays whole and can be copied or
             deleted.
+        step_name_width: In a new directory, how many digits the names of steps have at least, such as 8 for
+            ``00001200``; earlier versions refuse such a directory. The names in a directory that is there stay.
         save: When to save, as policies that add up: ``hf.Every(steps=100)``, a ``hf.SavePolicy`` of your own, or a list
             of them, instead of ``save_interval_steps`` and ``save_interval_secs``.
         keep: What to keep, as policies that add up: ``hf.Every(steps=100, keep=5)``, a ``hf.KeepPolicy`` of your own,
@@ -478,6 +481,7 @@ def options_document(options: CheckpointManagerOptions) -> dict[str, Any]:
         "best_mode": options.ranking_mode,
         "keep_checkpoints_without_metrics": options.keep_checkpoints_without_metrics,
         "item_intervals": dict(options.item_intervals),
+        "step_name_width": options.step_name_width,
     }
 
 

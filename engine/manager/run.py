@@ -132,6 +132,7 @@ class Run:
                 "item_intervals": dict(options.item_intervals),
                 "load_and_broadcast": options.load_and_broadcast,
                 "step_prefix": options.step_prefix,
+                "step_name_width": options.step_name_width,
                 "mirror": None if mirror is None else str(mirror.url),
                 "local": None if options.local is None else [options.local.every, options.local.copies],
             },

@@ -31,6 +31,7 @@ from ...engine.manager import (
     limits,
     metric_name,
     metric_value,
+    step_location,
 )
 from ...engine.observer import process_observer
 from ...engine.pytree import flatten
@@ -218,7 +219,7 @@ class RunStore:
         return sorted({*there, *([] if newest is None else [newest])})
 
     def path_of(self, step: int) -> str:
-        return str(self.directory / f"{self._series}{step}")
+        return str(step_location(self.manager, step))
 
     def step_of(self, path: Place) -> int | None:
         """Return the step with this path, or None if the path is not in this directory."""
@@ -413,7 +414,6 @@ class Published:
     def __init__(self, directory: Location, options: CallbackArguments) -> None:
         self._directory = directory
         self._options = options
-        self._series = series_of(options.step_prefix)
         self._exported: int | None = None
 
     def update(self, manager: CheckpointManager) -> None:
@@ -424,21 +424,21 @@ class Published:
             return
         best = None if self._options.best_fn is None else manager.best_step()
         if links:
-            self._link("last", steps[-1])
+            self._link("last", step_location(manager, steps[-1]).name)
             if best is not None:
-                self._link("best", best)
-        if self._options.export_best is None or best in (None, self._exported):
+                self._link("best", step_location(manager, best).name)
+        if self._options.export_best is None or best is None or best == self._exported:
             return
         place = self._options.export_place
         try:
-            export_weights(self._directory / f"{self._series}{best}", place)
+            export_weights(step_location(manager, best), place)
         except (HoldfastError, OSError) as error:
             logger.warning("step %d is the best, but %s could not be written: %s", best, place, error)
         else:
             self._exported = best
 
-    def _link(self, name: str, step: int) -> None:
-        link, folder = self._directory.path / name, f"{self._series}{step}"
+    def _link(self, name: str, folder: str) -> None:
+        link = self._directory.path / name
         if (link.exists() and not link.is_symlink()) or (link.is_symlink() and os.readlink(link) == folder):
             return
         partial = link.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}")
