@@ -52,7 +52,7 @@ def outcome_in_child(folder: Path) -> int:
         print(f"a child has the locks of {kept}", file=sys.stderr)
         return 2
     try:
-        place = folder / "children" / str(os.getpid())
+        place = folder / "children" / f"{os.getpid()}-{time.monotonic_ns()}"  # the system uses numbers again
         hf.save(place, {"w": np.arange(8.0)})
         hf.load(place)
     except Exception as error:  # counted and shown

@@ -1,7 +1,7 @@
 """What a forked process, such as a data loader's worker, must not inherit from the threads of its parent.
 
 Only the thread that forks goes on in the child. A lock that another thread held at that moment would stay locked there
-for ever, so every lock that a child may meet is a :class:`Lock`.
+for ever, so every lock that a child may meet is a :class:`Lock`, and no property has one.
 """
 
 from __future__ import annotations
@@ -9,6 +9,10 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections.abc import Callable
+from typing import Any, Generic, Self, TypeVar, overload
+
+_T = TypeVar("_T")
 
 
 class Lock:
@@ -34,6 +38,27 @@ class Lock:
     def renew(self) -> None:
         """Replace the lock by one that nobody holds."""
         self._lock = self._make()
+
+
+class cached_property(Generic[_T]):  # noqa: N801 - named as that of functools
+    """``functools.cached_property`` without its lock, which Python 3.11 has for all objects of a class together."""
+
+    def __init__(self, make: Callable[[Any], _T]) -> None:
+        self._make = make
+        self.__doc__ = make.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Self: ...
+    @overload
+    def __get__(self, instance: object, owner: type) -> _T: ...
+    def __get__(self, instance: object | None, owner: type) -> Self | _T:
+        if instance is None:
+            return self
+        value: _T = vars(instance).setdefault(self._name, self._make(instance))
+        return value
 
 
 _locks: weakref.WeakSet[Lock] = weakref.WeakSet()

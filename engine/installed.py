@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
-from pathlib import Path
 from typing import Any
 
 _NAME = "holdfast-checkpoint"  # of the distribution: the ``holdfast`` of PyPI is another project
@@ -26,8 +27,8 @@ def install_command(*extras: str) -> str:
 
 def _origin() -> dict[str, Any]:
     """Return what pip notes about a distribution that it has not taken from an index (PEP 610); empty if it has."""
-    folder = Path(__file__).resolve().parents[1]
-    if (folder / "pyproject.toml").exists():  # a checkout, which may be on the path without an installation
+    folder = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+    if os.path.exists(os.path.join(folder, "pyproject.toml")):  # a checkout on the path, perhaps not installed
         return {"url": f"file://{folder}", "dir_info": {"editable": True}}
     from importlib.metadata import PackageNotFoundError, distribution  # imported lazily: only errors need it
 
@@ -41,9 +42,11 @@ def _origin() -> dict[str, Any]:
 
 def tell_of_stranger(found: str) -> None:
     """Write a line about another project's distribution ``holdfast``, which has the same folder, to stderr."""
-    entries = Path(found, "entry_points.txt")  # Ours had this name in earlier versions.
-    if sys.stderr is None or (entries.exists() and "holdfast.cli" in entries.read_text(encoding="utf-8")):
+    if sys.stderr is None:
         return
+    with contextlib.suppress(OSError), open(os.path.join(found, "entry_points.txt"), encoding="utf-8") as entries:
+        if "holdfast.cli" in entries.read():  # Ours had this name in earlier versions.
+            return
     sys.stderr.write(
         f"holdfast: another project's package `holdfast` is installed beside {_NAME}, in the same folder. To mend it: "
         f"pip uninstall holdfast {_NAME}; {install_command('cli')}\n"

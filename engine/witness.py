@@ -63,25 +63,17 @@ Record = dict[str, Any]
 
 
 class Recorder:
-    """Takes records of steps; the leaves that it samples are chosen once.
-
-    Args:
-        seen: What the program shows as the run begins: its state, of which records have samples.
-        names: The leaves that a resume is compared in until its next save; None chooses them.
-    """
+    """Takes records of steps; the leaves that it samples are chosen once, as the run begins."""
 
     def __init__(self, seen: Seen, names: tuple[str, ...] | None = None) -> None:
-        self._names = names
+        self._names = names  # of the leaves that a resume is compared in until its next save
         self._sampler = Sampler()
         self._ways = Ways(seen.root, _LEAVES, names)
         self._saves = 0
         self._begun = self.attributes = self._attributes(seen)  # as the run began, and at the last save
 
     def take(self, k: int, seen: Seen, same: Pending | None = None) -> Pending:
-        """Begin the record of a step, with k = 0 of a save; what lies on a device arrives later.
-
-        ``same`` is the record of a step that is saved, as one of those after the save before: its samples serve twice.
-        """
+        """Begin the record of a step, with k = 0 of a save, perhaps with the samples of the ``same`` step."""
         leaves = self._ways.follow(seen.root)
         self._saves += k == 0
         # The first steps of a run make leaves, such as the state of an optimizer; later ones hardly do.
@@ -89,9 +81,13 @@ class Recorder:
             self._ways = Ways(seen.root, _LEAVES, self._names if self._saves == 1 else None)
             leaves = self._ways.follow(seen.root)
         ways = self._ways
-        record: Record = {"k": k, "step": seen.step, "generators": _checksums(seen.generators)}
-        layers: dict[str, Mapping[Any, Any]] = {"state": dict(zip(ways.names, leaves, strict=True))}
-        gradients = _gradients(layers["state"]) if k else {}
+        generators = _checksums(seen.generators) if same is None else same.record["generators"]
+        record: Record = {"k": k, "step": seen.step, "generators": generators}
+        state = dict(zip(ways.names, leaves, strict=True))
+        gradients = _gradients(state) if k else {}
+        sparse = {name: state[name] for name, gradient in gradients.items() if gradient.is_sparse}
+        full = _leaves_to_sum(sparse if seen.metrics else state, k)
+        layers: dict[str, Mapping[Any, Any]] = {"state": state, "full": full}
         if k:
             record |= {"positions": _checksums(seen.positions), "counters": {**seen.counters}}
             record["batch"] = {**seen.checksums}
@@ -110,11 +106,11 @@ class Recorder:
                 for name, text in self.attributes.items()
                 if self._begun.get(name) != text
             }
-        sparse = {name: layers["state"][name] for name, gradient in gradients.items() if gradient.is_sparse}
-        layers["full"] = _full_sums(sparse if seen.metrics else layers["state"], k)
-        if same is not None and same.names == ways.names and not layers["full"]:
-            samples, layers = same.samples, {"state": layers["state"]}
+        if same is not None and same.names == ways.names and (not full or same.layers["full"] == [*full]):
+            samples = same.samples
         else:
+            sums = {name: full_sum(leaf) for name, leaf in full.items()}
+            layers["full"] = {name: total for name, total in sums.items() if total is not None}
             samples = self._sampler.take([value for values in layers.values() for value in values.values()])
         return Pending(record, ways.names, ways.total, samples, {layer: [*names] for layer, names in layers.items()})
 
@@ -124,15 +120,12 @@ class Recorder:
 
 
 class RecordFile:
-    """The records of the steps after one save, in a file beside that of the step.
-
-    ``first`` is the record of the save, or None for a step that the run has resumed from; the ``records`` of that stay.
-    """
+    """The records of the steps after one save, in a file beside that of the step."""
 
     def __init__(
         self, step: int, process: int, key: Mapping[str, Any], first: Pending | None, records: Records | None = None
     ) -> None:
-        records = records or Records()
+        records = records or Records()  # those of the step that the run has resumed from, for which first is None
         self.step = step
         self._name = file_name(process)
         self._key = key
@@ -314,10 +307,7 @@ def is_rounding(saved: Record, now: Record, first: Record) -> float | None:
 
 
 def changed_attributes(saved: Record, own: Mapping[str, str]) -> dict[str, tuple[str, str, bool]]:
-    """Return the attributes that steps had changed before a save, and that are other ones now.
-
-    By name: the value at the save, the value now, and whether two saves showed that steps change it.
-    """
+    """Return attributes that steps had changed, and that differ: at the save, now, and whether two saves showed it."""
     # What first steps make once, such as a cache, is not there yet; what steps change again and again is missed.
     return {
         shown_name(name): (text, own.get(name, "not there"), bool(moves))
@@ -368,14 +358,14 @@ def _gradients(leaves: Mapping[str, Any]) -> dict[str, Any]:
     return {name: gradient for name, gradient in found.items() if gradient is not None}
 
 
-def _full_sums(leaves: Mapping[str, Any], k: int) -> dict[str, Any]:
-    """Return sums of all bits of as many leaves as a record may look at, from another leaf on at each k."""
-    first = k.bit_length() * 7 % max(1, len(leaves))
+def _leaves_to_sum(leaves: Mapping[str, Any], k: int) -> dict[str, Any]:
+    """Return as many leaves as a record may add up whole, from another one on at each k if these are not all."""
+    sizes = {name: size_of(leaf) for name, leaf in leaves.items()}
+    first = k.bit_length() * 7 % len(leaves) if sum(sizes.values()) > _FULL else 0
     found, left = {}, _FULL
-    for name, leaf in [*islice(leaves.items(), first, None), *islice(leaves.items(), first)]:
-        size = size_of(leaf)
-        if 512 < size <= left and (total := full_sum(leaf)) is not None:
-            found[name], left = total, left - size
+    for name in [*islice(leaves, first, None), *islice(leaves, first)]:
+        if 512 < sizes[name] <= left:
+            found[name], left = leaves[name], left - sizes[name]
     return found
 
 

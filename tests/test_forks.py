@@ -7,7 +7,9 @@ import gc
 import importlib
 import os
 import pkgutil
+import re
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,46 @@ WITHIN_ONE_PROCESS = {
     "Rows": "the terminal of a command",
     "AgreedStop": "a thread of the parent",
 }
+COLLECTIONS = (dict, list, set, weakref.WeakSet, weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
+# What each collection that a module keeps means to a child.
+COORDINATOR = "of coordinators, which connect processes that know each other by number, and a child has none"
+IN_A_CHILD = {
+    "engine.manager.mirror._open": "each says which process it belongs to",
+    "engine.manager.ownership._owners": "the locks in it are let go of, and the child opens runs of its own",
+    "engine.storage.lock._held": "the child lets go of all of them",
+    "engine.storage.cloud._loops": "says which process it belongs to, and a child is refused",
+    "engine.storage.cloud._conditional": "what a service can do, which holds in a child, too",
+    "engine.storage.fsspec_store._given": "the program has passed them, and may use them in the child",
+    "engine.distributed.coordinators._made": "emptied",
+    "engine.distributed.coordinators._calling": "emptied",
+    "engine.distributed.coordinators._names": COORDINATOR,
+    "engine.distributed.rendezvous._silent": COORDINATOR,
+    "engine.distributed.rendezvous._missed": COORDINATOR,
+    "engine.distributed.rendezvous._counts": COORDINATOR,
+    "engine.distributed.rendezvous._retired": COORDINATOR,
+    "engine.forks._locks": "all are made again",
+    "engine.checkpoint.background._unraised": "errors of the parent, which it raises",
+    "engine.checkpoint.background._running": "their threads have ended in the child, and waits for them with these",
+    "engine.checkpoint.background._last_words": "functions that find nothing to say in a child",
+    "engine.pytree.codec._classes": "facts of classes, which hold in a child, too",
+    "engine.stateful._actors": "facts of the program's actors, which a child reaches as its parent does",
+    "engine.pytree.torch_leaves._places": "facts of meshes, which hold in a child, too",
+    "engine.pytree.torch_leaves._known": "facts of meshes, which hold in a child, too",
+    "integrations.loop.preemption._watchers": "their handlers are inherited, too, and a worker ignores the signals",
+    "integrations.loop.preemption._started": "processes of the parent, which the child does not ask about",
+    "integrations.loop.announce._open": "emptied",
+}
+# What a child does without each thread.
+THREADS = {
+    "holdfast-peers": "serves the parent's steps, which the parent goes on to do",
+    "holdfast-peer": "serves the parent's steps, which the parent goes on to do",
+    "store-requests": "a child is refused, with the way to start processes that can use the store",
+    "fsspec-request": "ends with its request, for which a child's own call starts another one",
+    "holdfast-start": "tells the other processes of the parent's start",
+    "holdfast-wait": "waits for other processes of the parent",
+    "holdfast-store": "ends with its call, for which a child's own call starts another one",
+    "holdfast-preemption": "watches for the end of the parent's job",
+}
 MODULE_LOCKS = {"holdfast.engine.storage.lock._descriptors": "held during a fork by the thread that forks"}
 
 
@@ -59,6 +101,60 @@ def test_every_lock_of_a_module_is_free_in_a_child() -> None:
         if isinstance(value, RAW)
     }
     assert raw == {*MODULE_LOCKS}
+
+
+def test_no_property_has_a_lock() -> None:
+    """Python 3.11 has one for all objects of a class, in ``functools.cached_property``."""
+    classes = {
+        value for module in modules() for value in vars(module).values() if isinstance(value, type) and is_ours(value)
+    }
+    raw = {
+        f"{each.__qualname__}.{name}"
+        for each in classes
+        for name, attribute in vars(each).items()
+        if not isinstance(attribute, Lock)
+        and any(isinstance(value, RAW) for value in getattr(attribute, "__dict__", {}).values())
+    }
+    assert len(classes) > 300
+    assert raw == set()
+
+
+def is_ours(one: Any) -> bool:
+    return str(one.__module__).startswith("holdfast.")
+
+
+def test_every_collection_that_a_module_keeps_is_known() -> None:
+    kept = {
+        f"{module.__name__.removeprefix('holdfast.')}.{name}"
+        for module in modules()
+        for name, value in vars(module).items()
+        if isinstance(value, COLLECTIONS) and name.lower() == name and not name.startswith("__")
+    }
+    assert kept == {*IN_A_CHILD}
+
+
+def test_every_thread_is_known() -> None:
+    """Each thread that a module starts has a name, which says in the table what a child does without it."""
+    named = {
+        match[1]
+        for module in modules()
+        for match in re.finditer(
+            r"""Thread\(.*?name=f?["']([\w-]+)["']""", Path(module.__file__).read_text(), re.DOTALL
+        )
+    }
+    started = sum(Path(module.__file__).read_text().count("threading.Thread(") for module in modules())
+    assert named == {*THREADS}
+    assert started >= len(named)
+
+
+def test_a_child_of_a_living_run_has_no_file_of_it(tmp_path: Path) -> None:
+    local = hf.Local(tmp_path / "hosts", every=1)
+    options = hf.CheckpointManagerOptions(mirror=str(tmp_path / "mirror"), local=local)
+    with hf.CheckpointManager(tmp_path / "run", options=options) as run:
+        run.save(1, {"w": np.arange(8.0)}, force=True)
+        run.wait_until_finished()
+        assert [name for name in open_files() if name.startswith(str(tmp_path))]  # the lock of the run
+        assert in_child(lambda: not [name for name in open_files() if name.startswith(str(tmp_path))])
 
 
 def test_every_lock_of_a_living_run_is_free_in_a_child(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from ..distributed import ProcessInfo
 from ..errors import OptionError, UnsupportedLeafError
+from ..forks import cached_property
 from ..format import FileRecord, crc32c, encode_document
 from ..pytree import ArrayLeaf, Box, Details, Piece, TreeDef, ValueLeaf, format_path, to_document
 from ..storage import DataFile, Location, Segment, max_concurrency, parallel_map
@@ -203,7 +204,7 @@ class TreeWriter:
                 added, more = write_compressed(
                     one, sources, layout, len(sizes), write_packed, shared.digests, member.awaited
                 )
-                table = np.concatenate((table, np.array(added, np.int64)))
+                table = np.concatenate((table, added))
                 sizes += more
             if self._reuse is not None:
                 self._reuse.note(shared, [path(number) for number in range(len(sizes))], sizes, table)
@@ -371,8 +372,6 @@ def _boxes(spec: ArraySpec, numbers: NDArray[np.int64]) -> Iterator[Box]:
 
 
 def _parts(piece: Piece, boxes: Sequence[Box]) -> Iterator[Piece]:
-    own = Box.at(piece.start, piece.array.shape)
     for box in boxes:
-        common = box.common(own)
-        if common is not None:
-            yield Piece(common.start, piece.array[common.within(own)])
+        if (common := box.common(piece.box)) is not None:
+            yield Piece(common.start, piece.array[common.within(piece.box)])

@@ -54,7 +54,7 @@ class FreshObjects:
         for node in live.own:
             own = {segment: child for segment, child in node.edges.items() if not child.outside}
             found[id(node)].edges = {segment: found[id(child)] for segment, child in own.items()}
-        self._root = found[id(live.root)]
+        self._root = found[id(live.nodes[0])]
 
     def refused(self, later: FreshObjects) -> Iterator[str]:
         """Generate a line for each part of later objects that a restore into these would refuse."""

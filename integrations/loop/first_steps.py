@@ -33,7 +33,7 @@ _FAR = 100  # reports between two saves, after which a state that is trained has
 # Attributes of torch's iterators that are private: the batches taken, the sampler, whether the iterator is used again.
 _TAKEN, _SAMPLER, _PERSISTENT = "_num_yielded", "_index_sampler", "_persistent_workers"
 
-_OTHER_STATE = "on_step(%d) got another state than restore_or_initialize returned: it lacks %s, so pass the whole"
+_OTHER_STATE = "on_step(%d) got a state other than restore_or_initialize returned: it lacks %s. Pass the whole state"
 _STATE_DICT = (
     "on_step was given the state dict (%s) that restore_or_initialize was given: a resume restores it, and neither the "
     'model nor the optimizer. Pass the objects to both: {"model": model, "optimizer": optimizer}'
@@ -65,7 +65,7 @@ _GROWN = (
     "step"
 )
 _UNUSED = (
-    "the state at step %d is still that of step %d, and %d parameters outside of it are trained: make the model and "
+    "the state at step %d is the same as at step %d, and %d parameters outside of it are trained: make the model and "
     "its optimizer before restore_or_initialize, and train what it returns"
 )
 _ONLY_DICTS = (

@@ -118,6 +118,16 @@ def test_a_loader_with_a_place_or_an_order_is_silent(options: Any, extras: Any, 
     assert told() == []
 
 
+def test_a_run_that_was_saved_without_a_place_goes_on_with_none(tmp_path: Path, told: Any) -> None:
+    reads(tmp_path, shuffled())
+    assert len(told()) == 1
+    for partial in (None, "initialize"):
+        with callback(tmp_path, partial=partial) as checkpoint:
+            state = dict(zip(("model", "optimizer"), made(), strict=True))
+            assert checkpoint.restore_or_initialize(state, data=None)[1] > 0
+            assert checkpoint.extras["data"] is None
+
+
 def test_a_generator_and_a_schedule_are_no_place(tmp_path: Path, told: Any) -> None:
     schedule = torch.optim.lr_scheduler.StepLR(made()[1], 2)
     reads(tmp_path, shuffled(), extras={"rng": np.random.default_rng(0), "schedule": schedule, "epoch": 0})
@@ -210,14 +220,14 @@ def test_a_copy_of_a_state_dict_is_a_state(tmp_path: Path, told: Any) -> None:
         (lambda state: None, "model.bias, model.weight"),
         (lambda state: state["model"], "model.bias"),
         (lambda state: tuple(state.values()), "model.bias"),
-        (lambda state: {"net": state["model"], "optimizer": state["optimizer"]}, "model.bias, model.weight, so"),
+        (lambda state: {"net": state["model"], "optimizer": state["optimizer"]}, "model.bias, model.weight. Pass"),
         (lambda state: {"model": state["model"]}, "optimizer.param_groups.0"),
-        (lambda state: {**state, "model": None}, "model.bias, model.weight, so"),
+        (lambda state: {**state, "model": None}, "model.bias, model.weight. Pass"),
     ],
     ids=["None", "the model", "a tuple", "other names", "a part", "an empty part"],
 )
 def test_another_state_than_came_back_is_refused(change: Any, missing: str, tmp_path: Path) -> None:
-    with pytest.raises(hf.errors.StateError, match=r"on_step\(1\) got another state") as error:
+    with pytest.raises(hf.errors.StateError, match=r"on_step\(1\) got a state other") as error:
         reports(tmp_path, change)
     assert missing in str(error.value)
     assert hf.CheckpointManager(tmp_path).all_steps() == []
@@ -287,7 +297,7 @@ def test_trees_of_arrays(state: Any, change: Any, missing: str, tmp_path: Path) 
     with callback(tmp_path) as checkpoint:
         found, step = checkpoint.restore_or_initialize(state)
         if missing:
-            with pytest.raises(hf.errors.StateError, match=f"it lacks {missing}, so"):
+            with pytest.raises(hf.errors.StateError, match=f"it lacks {missing}\\. Pass"):
                 checkpoint.on_step(step + 1, change(found))
         else:
             checkpoint.on_step(step + 1, change(found))
@@ -528,7 +538,7 @@ with hf.CheckpointCallback(directory, save_interval_steps=60) as checkpoint:
 def test_a_state_that_training_does_not_use_is_told(name: str, is_told: bool, tmp_path: Path) -> None:
     done = run("-c", UNCHANGED, name, tmp_path, backend="torch")
     assert done.returncode == 0, done.stderr
-    text = "the state at step 180 is still that of step 60, and 2 parameters outside of it are trained"
+    text = "the state at step 180 is the same as at step 60, and 2 parameters outside of it are trained"
     assert (text in done.stderr) == is_told, done.stderr
     assert "without" not in done.stderr
 
