@@ -252,7 +252,7 @@ class RunStore:
         for name, step in {"last": steps[-1], "best": best}.items() if links and steps else ():
             if step is not None:
                 _link(self.directory.path / name, step_location(self.manager, step).name)
-        if options.export_best is None or best in (None, self._exported):
+        if options.export_best is None or best is None or best == self._exported:
             return
         place = options.export_place
         try:
