@@ -6,6 +6,7 @@ All of them acquire the directory as a run does, so a directory that a run is wr
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ import click
 from ..engine.clock import format_size
 from ..engine.errors import DONE, FAILED, CheckpointNotFoundError, OptionError, StorageError, shortened_steps
 from ..engine.manager import (
+    LEFT_ALONE,
     CheckpointManager,
     CheckpointManagerOptions,
     KeepAll,
@@ -65,7 +67,7 @@ class ChangedRun:
     @contextlib.contextmanager
     def manager(self) -> Iterator[CheckpointManager]:
         """Open the run to change it; the retention rules of its last program stay stored."""
-        with CheckpointManager(self.location, options=self.options) as manager:
+        with CheckpointManager(self.location, options=self.options) as manager, _without_strays():
             manager.acquire()
             yield manager
 
@@ -100,6 +102,21 @@ class ChangedRun:
     def nbytes(self, steps: Collection[int]) -> int:
         """Return the bytes of steps whose records can be read."""
         return sum(entry.record.nbytes for entry in self.entries if entry.step in steps and entry.record is not None)
+
+
+@contextlib.contextmanager
+def _without_strays() -> Iterator[None]:
+    """Drop the warning of folders without a record, which ``rm`` may be about to delete."""
+    logger = logging.getLogger("holdfast")
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return record.msg is not LEFT_ALONE
+
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
 
 
 def _of_one_prefix(location: Location, entries: Sequence[StepEntry], prefix: str | None) -> list[StepEntry]:

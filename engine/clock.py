@@ -48,37 +48,26 @@ def seconds(duration: Duration, *, name: str = "duration") -> float:
     >>> seconds("1h30m")
     5400.0
     """
-    value: float | None
+    value: object = duration
     if isinstance(duration, datetime.timedelta):
         value = duration.total_seconds()
     elif isinstance(duration, str):
-        value = _parse(duration.strip())
-    else:
-        value = _number(duration)
-    if value is None or not math.isfinite(value) or value <= 0:
-        raise OptionError(
-            f"{name}={duration!r} is not a duration: give seconds above zero, or text such as '90s', '15m', '1h30m'"
-        )
-    return value
+        try:
+            value = float(duration)
+        except ValueError:
+            parts = [] if re.sub(_PART, "", duration.strip()) else re.findall(_PART, duration)
+            value = sum(float(number) * _UNITS[unit] for number, unit in parts)
+    return _positive(
+        value, f"{name}={duration!r} is not a duration: give seconds above zero, or text such as '90s', '15m', '1h30m'"
+    )
 
 
-def _number(value: object) -> float | None:
+def _positive(value: object, refusal: str) -> float:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        # An int may be too large for a float.
-        with contextlib.suppress(OverflowError):
-            return float(value)
-    return None
-
-
-def _parse(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        pass
-    parts = re.findall(_PART, text)
-    if not parts or re.sub(_PART, "", text):
-        return None
-    return sum(float(number) * _UNITS[unit] for number, unit in parts)
+        with contextlib.suppress(OverflowError):  # An int may be too large for a float.
+            if math.isfinite(value) and value > 0:
+                return float(value)
+    raise OptionError(refusal)
 
 
 Rate = float | int | str
@@ -93,16 +82,13 @@ def bytes_per_second(rate: Rate, *, name: str = "rate") -> float:
     >>> bytes_per_second("50 MB/s"), bytes_per_second("1.5GiB"), bytes_per_second(1000)
     (50000000.0, 1610612736.0, 1000.0)
     """
+    value: object = rate
     if isinstance(rate, str):
         match = re.fullmatch(_RATE, rate.strip(), re.IGNORECASE)
         value = None if match is None else float(match[1]) * _SIZES[(match[2] or "").lower()]
-    else:
-        value = _number(rate)
-    if value is None or not math.isfinite(value) or value <= 0:
-        raise OptionError(
-            f"{name}={rate!r} is not a rate: give bytes a second above zero, or text such as '50 MB/s', '200MiB'"
-        )
-    return value
+    return _positive(
+        value, f"{name}={rate!r} is not a rate: give bytes a second above zero, or text such as '50 MB/s', '200MiB'"
+    )
 
 
 def format_size(number: int) -> str:
@@ -143,8 +129,8 @@ def format_duration(seconds: float) -> str:
 class Progress(Protocol):
     """Receives the progress of a long call in bytes; several threads of the call use it at the same time, and often.
 
-    An exception of a method ends the call, as an interrupt would. When a call returns, it has advanced by as many bytes
-    as it has expected.
+    An exception of a method ends the call, as an interrupt would. When a call returns, it has advanced by all the bytes
+    that it has expected.
 
     >>> import tempfile, numpy as np
     >>> import holdfast as hf
@@ -182,11 +168,7 @@ UNHEARD = Unheard()
 
 
 class Portion:
-    """A part of a call, of so many bytes: never more than these are reported, and all of them once it has succeeded.
-
-    Its work is counted in units of its own, such as bytes of elements where files are compressed. Work that is done
-    twice, or not at all, then only makes the progress less even.
-    """
+    """A part of a call, of so many bytes, all of which are reported once it has succeeded; work has other units."""
 
     def __init__(self, progress: Progress, nbytes: int, units: int = 0) -> None:
         self._progress = progress

@@ -28,8 +28,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from .generators import as_tree, capture, is_generator
+from .loaders import DRAWING
 from .pytree import is_torch_tensor, loaded
-from .stateful import state_of
+from .stateful import METHODS, state_of
 
 Kind = Literal["generator", "position", "loader", "optimizer", "value", "array"]
 STATELESS = "no state"  # the digest of a generator of the operating system: no look tells what was drawn from it
@@ -61,7 +62,6 @@ _LIBRARIES = tuple(
 )
 _LAZY = (zip, map, filter, enumerate, reversed, itertools.chain, itertools.cycle, itertools.islice)
 _OPEN = ("torch.utils.data", "torchdata", "grain", "datasets", "flax.nnx.rnglib")  # libraries whose objects are visited
-_DRAWING = ("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")  # samplers of torch
 _ITERATORS = ("_SingleProcessDataLoaderIter", "_MultiProcessingDataLoaderIter")  # of torch's DataLoader
 _CLOSED = (type, ModuleType, FunctionType, FrameType)
 
@@ -100,16 +100,13 @@ def facts() -> dict[str, Fact]:
         objects = gc.get_objects()
         running = itertools.compress(objects, map(kinds.__contains__, map(type, objects)))
         orders = [getattr(one._index_sampler, "sampler", None) for one in running if id(one) not in handed]
-        if any(type(order).__name__ in _DRAWING for order in orders):
+        if any(type(order).__name__ in DRAWING for order in orders):
             found["loader = DataLoader(...)"] = Fact("loader", "DataLoader", "", "shuffled")
     return found
 
 
 def not_handed_over() -> list[str]:
-    """Return the generators and iterators in reach of the functions that are running, to explain a difference.
-
-    Which of them the program has handed over is not known here; the global generators are always saved.
-    """
+    """Return the generators and iterators in reach, handed over or not, except the global ones."""
     return [
         f"{name} ({fact.type}; {fact.where})"
         for name, fact in facts().items()
@@ -134,7 +131,7 @@ def _look(spaces: list[_Space], found: dict[str, Fact], known: set[int], looked:
                 known.add(id(thing))
                 looked.append((name, thing))
             fact = _fact(thing, with_arrays=depth < 2)
-            if fact is not None and fact[0] == "value" and is_position(owner):
+            if fact is not None and fact[0] == "value" and _is_position(owner):
                 found.setdefault(name, Fact("position", owner.__qualname__, where, fact[1]))
             elif fact is not None:
                 found.setdefault(name, Fact(fact[0], type(thing).__qualname__, where, fact[1]))
@@ -259,7 +256,7 @@ def _fact(thing: Any, *, with_arrays: bool) -> tuple[Kind, str] | None:
     if torch is not None and isinstance(thing, torch.Tensor):
         return _fact_of_torch(torch, thing) if with_arrays else None
     if torch is not None and type(thing) is torch.utils.data.DataLoader:
-        return ("loader", "shuffled") if type(thing.sampler).__name__ in _DRAWING else None
+        return ("loader", "shuffled") if type(thing.sampler).__name__ in DRAWING else None
     if torch is not None and isinstance(thing, torch.optim.Optimizer):
         first: Any = next(iter(thing.state.values()), {}).values()
         facts = [_fact_of_torch(torch, one) if is_torch_tensor(one) else repr(one) for one in first]
@@ -300,16 +297,13 @@ def _fact_of_jax(jax: Any, array: Any, *, with_arrays: bool) -> tuple[Kind, str]
     return "generator" if is_key else "array", _digest(np.asarray(array).tobytes())
 
 
-def is_position(kind: type) -> bool:
+def _is_position(kind: type) -> bool:
     """Return whether the plain attributes of a class say where it is in some data."""
     names = {one.__name__ for one in kind.__mro__}
     if names & {"Module", "Optimizer"}:
         return False
-    has_state = any(hasattr(kind, get) and hasattr(kind, set_) for get, set_ in _STATES)
+    has_state = any(hasattr(kind, get) and hasattr(kind, set_) for get, set_ in METHODS)
     return has_state or hasattr(kind, "__next__") or bool(names & {"Dataset", "Sampler", "IterableDataset"})
-
-
-_STATES = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
 
 
 _GLOBAL = {"python": "the random module", "numpy": "numpy.random", "torch": "torch's default generator"}

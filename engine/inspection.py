@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from .arrays import Problem, SavedLeaf, TreeReader, check_file, naming, open_folder
+from .arrays import FileCheck, Problem, SavedLeaf, TreeReader, naming, open_folder
 from .clock import UNHEARD, Portion, Progress
 from .errors import CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, HoldfastError, shortened_text
 from .format import RECORD, TREES, CheckpointRecord, FileRecord, ItemRecord, own_shares
@@ -158,7 +158,7 @@ def verify(path: Place, step: int | None = None, *, progress: Progress | None = 
     Args:
         path: A checkpoint, or a directory of steps.
         step: Which step of such a directory; None is all of them.
-        progress: Is told how many bytes there are to read, and as they are read.
+        progress: Receives the number of bytes to read, and how far the call is.
 
     Returns:
         The problems, file by file and leaf by leaf.
@@ -277,7 +277,7 @@ def _digest_problem(
     folder: Location, file: str, known: FileRecord, advance: Callable[[int], None] = UNHEARD.advance
 ) -> Problem | None:
     try:
-        check_file(folder / file, known)
+        FileCheck(known).check(folder / file)
     except HoldfastError as error:
         return Problem(file, "", str(error))
     advance(known.size)

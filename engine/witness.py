@@ -63,25 +63,17 @@ Record = dict[str, Any]
 
 
 class Recorder:
-    """Takes records of steps; the leaves that it samples are chosen once.
-
-    Args:
-        seen: What the program shows as the run begins: its state, of which records have samples.
-        names: The leaves that a resume is compared in until its next save; None chooses them.
-    """
+    """Takes records of steps; the leaves that it samples are chosen once, as the run begins."""
 
     def __init__(self, seen: Seen, names: tuple[str, ...] | None = None) -> None:
-        self._names = names
+        self._names = names  # of the leaves that a resume is compared in until its next save
         self._sampler = Sampler()
         self._ways = Ways(seen.root, _LEAVES, names)
         self._saves = 0
         self._begun = self.attributes = self._attributes(seen)  # as the run began, and at the last save
 
     def take(self, k: int, seen: Seen, same: Pending | None = None) -> Pending:
-        """Begin the record of a step, with k = 0 of a save; what lies on a device arrives later.
-
-        ``same`` is the record of a step that is saved, as one of those after the save before: its samples serve twice.
-        """
+        """Begin the record of a step, with k = 0 of a save, perhaps with the samples of the ``same`` step."""
         leaves = self._ways.follow(seen.root)
         self._saves += k == 0
         # The first steps of a run make leaves, such as the state of an optimizer; later ones hardly do.
@@ -128,15 +120,12 @@ class Recorder:
 
 
 class RecordFile:
-    """The records of the steps after one save, in a file beside that of the step.
-
-    ``first`` is the record of the save, or None for a step that the run has resumed from; the ``records`` of that stay.
-    """
+    """The records of the steps after one save, in a file beside that of the step."""
 
     def __init__(
         self, step: int, process: int, key: Mapping[str, Any], first: Pending | None, records: Records | None = None
     ) -> None:
-        records = records or Records()
+        records = records or Records()  # those of the step that the run has resumed from, for which first is None
         self.step = step
         self._name = file_name(process)
         self._key = key
@@ -318,10 +307,7 @@ def is_rounding(saved: Record, now: Record, first: Record) -> float | None:
 
 
 def changed_attributes(saved: Record, own: Mapping[str, str]) -> dict[str, tuple[str, str, bool]]:
-    """Return the attributes that steps had changed before a save, and that are other ones now.
-
-    By name: the value at the save, the value now, and whether two saves showed that steps change it.
-    """
+    """Return attributes that steps had changed, and that differ: at the save, now, and whether two saves showed it."""
     # What first steps make once, such as a cache, is not there yet; what steps change again and again is missed.
     return {
         shown_name(name): (text, own.get(name, "not there"), bool(moves))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -32,7 +33,6 @@ from ..pytree import (
     flatten,
     format_path,
     joined_names,
-    key_segments,
     leaf_names,
     loaded,
     materialize,
@@ -147,7 +147,7 @@ def _resumed(
             else:
                 made[target.name] = found
     if made.keys() != saved.keys() and structure is not None:
-        asked = set(key_segments(structure.keys, len(structure.children)))  # these may be only some of the extras
+        asked = set(structure.segments)  # these may be only some of the extras
         if made.keys() == {name for name in began if name.partition(".")[0] in asked}:
             try:
                 structure = regrown(structure, source.tree.select(chosen).structure)
@@ -218,17 +218,31 @@ def with_optimizer_states(template: Any, source: TreeSource) -> Any:
 
     ``load_state_dict`` takes what the checkpoint has there. Only dictionaries, lists and tuples are searched.
     """
-    saved = None
-    for path in _fresh_optimizers(template, ()):
-        saved = source.tree.build(list(map(_tensor_template, source.leaves))) if saved is None else saved
-        found = saved
-        for key in (*path, "state"):
-            known = isinstance(found, Mapping) and key in found
-            known = known or (isinstance(found, list | tuple) and isinstance(key, int) and key < len(found))
-            found = found[key] if known else None
-        if isinstance(found, Mapping) and found:
-            template = _with_state(template, path, found)
-    return template
+    saved = cache(lambda: source.tree.build(list(map(_tensor_template, source.leaves))))
+    return _with_states(template, saved) if type(template) in _SEARCHED else template
+
+
+_SEARCHED = (dict, list, tuple)
+
+
+def _with_states(value: Any, saved: Callable[[], Any]) -> Any:
+    """Complete the state dicts below a container, given what the checkpoint has in its place."""
+    is_fresh = type(value) is dict and value.keys() == {"state", "param_groups"} and value["state"] == {}
+    if is_fresh and type(value["param_groups"]) is list:
+        state = _entry(saved(), "state")
+        return {**value, "state": state} if isinstance(state, Mapping) and state else value
+    pairs = value.items() if type(value) is dict else enumerate(value)
+    children = [
+        _with_states(child, partial(lambda key: _entry(saved(), key), key)) if type(child) in _SEARCHED else child
+        for key, child in pairs
+    ]
+    return dict(zip(value, children, strict=True)) if type(value) is dict else type(value)(children)
+
+
+def _entry(value: Any, key: Any) -> Any:
+    known = isinstance(value, Mapping) and key in value
+    known = known or (isinstance(value, list | tuple) and isinstance(key, int) and key < len(value))
+    return value[key] if known else None
 
 
 def _tensor_template(leaf: SavedLeaf) -> Any:
@@ -237,31 +251,6 @@ def _tensor_template(leaf: SavedLeaf) -> Any:
         return ...
     like = tensor_like(leaf.saved)
     return ... if like is None else like
-
-
-def _fresh_optimizers(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    kind = type(value)
-    if kind is dict:
-        if value.keys() == {"state", "param_groups"} and value["state"] == {} and type(value["param_groups"]) is list:
-            yield path
-            return
-        for key, child in value.items():
-            if type(child) in (dict, list, tuple):
-                yield from _fresh_optimizers(child, (*path, key))
-    elif kind in (list, tuple):
-        for index, child in enumerate(value):
-            if type(child) in (dict, list, tuple):
-                yield from _fresh_optimizers(child, (*path, index))
-
-
-def _with_state(value: Any, path: tuple[Any, ...], state: Any) -> Any:
-    if not path:
-        return {**value, "state": state}
-    key, *rest = path
-    if isinstance(value, dict):
-        return {**value, key: _with_state(value[key], tuple(rest), state)}
-    children = [_with_state(child, tuple(rest), state) if index == key else child for index, child in enumerate(value)]
-    return type(value)(children)
 
 
 def _chosen(leaves: Sequence[SavedLeaf], select: Patterns | None) -> list[bool]:
@@ -310,7 +299,8 @@ def _matching(
             for target in targets
         ]
     differences = []
-    containers: set[str] | None = None
+    are_saved = all(target.name in saved for target in targets)
+    containers = set() if are_saved else {name[: end.start()] for name in saved for end in re.finditer(r"\.", name)}
     for target, original in zip(targets, originals, strict=True):
         leaf = saved.get(target.name)
         if leaf is not None and target.name in selected:
@@ -320,7 +310,6 @@ def _matching(
         else:
             why = "not in the checkpoint" if leaf is None else "not selected"
             if leaf is None:
-                containers = _containers(saved) if containers is None else containers
                 why = "a container in the checkpoint" if target.name in containers else why
             difference = f"{format_path(target.name)}: expected {target} (template), {why}"
         if difference is not None:
@@ -338,16 +327,6 @@ def _matching(
             differences,
         )
     return [saved[target.name] for target in targets], list(targets)
-
-
-def _containers(names: Iterable[str]) -> set[str]:
-    found: set[str] = set()
-    for name in names:
-        above = name.rpartition(".")[0]
-        while above and above not in found:
-            found.add(above)
-            above = above.rpartition(".")[0]
-    return found
 
 
 def _values(
@@ -417,29 +396,31 @@ def _partitions(
 
 
 class Selection:
-    """The elements of an array that integers, slices, an ellipsis and ``None`` select, and the ``boxes`` to read.
-
-    The rules are those of https://numpy.org/doc/stable/user/basics.indexing.html#basic-indexing. No box covers a chunk
-    without selected elements.
-    """
+    """The elements of an array that integers, slices, an ellipsis and ``None`` select, and the ``boxes`` to read."""
 
     def __init__(self, index: Any, shape: tuple[int, ...], chunks: tuple[int, ...]) -> None:
         index = index if isinstance(index, tuple) else (index,)
-        ranges: list[range] = []
-        # The index of the result among the selected elements: an integer drops its axis, and None adds one.
-        self._view: list[Any] = [...] if any(entry is ... for entry in index) else []
-        for entry in _one_for_each_axis(index, len(shape)):
-            if entry is None:
-                self._view.append(None)
-            elif isinstance(entry, slice):
-                self._view.append(slice(None))
-                ranges.append(range(shape[len(ranges)])[entry])
-            else:
-                self._view.append(0)
-                ranges.append(_element(operator.index(entry), len(ranges), shape))
+        for entry in index:
+            if not (entry is None or entry is ... or isinstance(entry, slice) or _is_integer(entry)):
+                raise IndexError(
+                    f"expected integers, slices, ... and None, found {type(entry).__name__}; read a slice around the "
+                    "elements, and index the array that it gives"
+                )
+        if (count := sum(entry is not None and entry is not ... for entry in index)) > len(shape):
+            raise IndexError(f"too many indices: the array has {len(shape)} axes, and the index has {count}")
+        if sum(entry is ... for entry in index) > 1:
+            raise IndexError("an index can have only one ellipsis (...)")
+        self._like = np.broadcast_to(np.int8(0), shape)[index]  # of the shape of the result; raises for a wrong index
+        entries = [entry for entry in index if entry is not None]
+        place = next((number for number, entry in enumerate(entries) if entry is ...), len(entries))
+        entries[place : place + 1] = [slice(None)] * (len(shape) - count)
+        ranges = [
+            range(size)[entry] if isinstance(entry, slice) else range(entry % size, entry % size + 1)
+            for entry, size in zip(entries, shape, strict=True)
+        ]
         self._shape = tuple(map(len, ranges))
+        # No box covers a chunk without selected elements: a run is all that is selected of its axis, or one element.
         runs = list(map(_runs, ranges, chunks))
-        # A run covers all that is selected of its axis, or one element.
         places = [[slice(None)] if len(found) == 1 else [slice(n, n + 1) for n in range(len(found))] for found in runs]
         self._runs, self._places = list(product(*runs)), list(product(*places))
         self.boxes = [Box(tuple(map(min, found)), tuple(max(run) + 1 for run in found)) for found in self._runs]
@@ -451,40 +432,17 @@ class Selection:
             for part, runs in zip(parts, self._runs, strict=True)
         ]
         if len(cuts) == 1 and cuts[0].size == parts[0].size:
-            found = np.ascontiguousarray(cuts[0]).reshape(self._shape)
+            found = np.ascontiguousarray(cuts[0])
         else:
             found = np.empty(self._shape, dtype)
             for place, cut in zip(self._places, cuts, strict=True):
                 found[place] = cut
-        return found[tuple(self._view)]
-
-
-def _one_for_each_axis(index: tuple[Any, ...], axes: int) -> list[Any]:
-    """Expand the ellipsis of an index, or add one at its end, so that each axis has an entry besides the None."""
-    for entry in index:
-        if not (entry is None or entry is ... or isinstance(entry, slice) or _is_integer(entry)):
-            raise IndexError(
-                f"expected integers, slices, ... and None, found {type(entry).__name__}; read a slice around the "
-                "elements, and index the array that it gives"
-            )
-    count = sum(entry is not None and entry is not ... for entry in index)
-    if count > axes:
-        raise IndexError(f"too many indices: the array has {axes} axes, and the index has {count}")
-    places = [number for number, entry in enumerate(index) if entry is ...]
-    if len(places) > 1:
-        raise IndexError("an index can have only one ellipsis (...)")
-    place = places[0] if places else len(index)
-    return [*index[:place], *[slice(None)] * (axes - count), *index[place + len(places) :]]
+        found = found.reshape(self._like.shape)
+        return found if isinstance(self._like, np.ndarray) else found[()]
 
 
 def _is_integer(entry: Any) -> bool:
     return hasattr(entry, "__index__") and not isinstance(entry, bool | np.bool_) and np.ndim(entry) == 0
-
-
-def _element(number: int, axis: int, shape: tuple[int, ...]) -> range:
-    if not -shape[axis] <= number < shape[axis]:
-        raise IndexError(f"index {number} is out of bounds for axis {axis} with size {shape[axis]}")
-    return range(number % shape[axis], number % shape[axis] + 1)
 
 
 def _runs(selected: range, chunk: int) -> list[range]:

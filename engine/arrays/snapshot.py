@@ -18,7 +18,6 @@ from ..forks import Lock
 from ..pytree import (
     ArrayLeaf,
     Arrival,
-    Box,
     Copy,
     DeviceArray,
     Flattened,
@@ -247,18 +246,12 @@ def _pieces(leaf: HostLeaf) -> Sequence[Piece]:
 
 def _parts(copies: Sequence[Piece], pieces: Sequence[Piece]) -> Iterator[_Copy]:
     """Generate what to copy to each place from the piece that holds all of it."""
-    if [(one.start, one.array.shape) for one in copies] == [(one.start, one.array.shape) for one in pieces]:
+    if [one.box for one in copies] == [one.box for one in pieces]:
         yield from zip((one.array for one in copies), (one.array for one in pieces), strict=True)
         return
     for copy in copies:
-        box = Box.at(copy.start, copy.array.shape)
-        around = next(piece for piece in pieces if _holds(Box.at(piece.start, piece.array.shape), box))
-        yield copy.array, around.array[box.within(Box.at(around.start, around.array.shape))]
-
-
-def _holds(one: Box, other: Box) -> bool:
-    bounds = zip(one.start, other.start, other.stop, one.stop, strict=True)
-    return all(first <= low and high <= last for first, low, high, last in bounds)
+        around = next(piece for piece in pieces if piece.box.common(copy.box) == copy.box)
+        yield copy.array, around.array[copy.box.within(around.box)]
 
 
 def _copy(pair: _Copy) -> None:

@@ -204,7 +204,7 @@ class TreeWriter:
                 added, more = write_compressed(
                     one, sources, layout, len(sizes), write_packed, shared.digests, member.awaited
                 )
-                table = np.concatenate((table, np.array(added, np.int64)))
+                table = np.concatenate((table, added))
                 sizes += more
             if self._reuse is not None:
                 self._reuse.note(shared, [path(number) for number in range(len(sizes))], sizes, table)
@@ -372,8 +372,6 @@ def _boxes(spec: ArraySpec, numbers: NDArray[np.int64]) -> Iterator[Box]:
 
 
 def _parts(piece: Piece, boxes: Sequence[Box]) -> Iterator[Piece]:
-    own = Box.at(piece.start, piece.array.shape)
     for box in boxes:
-        common = box.common(own)
-        if common is not None:
-            yield Piece(common.start, piece.array[common.within(own)])
+        if (common := box.common(piece.box)) is not None:
+            yield Piece(common.start, piece.array[common.within(piece.box)])

@@ -37,8 +37,8 @@ class ProcessInfo:
         index: The index of this process, from 0.
         count: The number of processes.
         token: Text that is unique to this save and the same on all processes: a part of the names of its files.
-        awaited: Is set when the training loop beside which this process writes begins to wait for the save; None: no
-            loop runs beside it.
+        awaited: Is set when the training loop that runs meanwhile begins to wait for the save; None: no loop runs
+            meanwhile.
         shared: Whether all processes write to one place; if not, each host has one of its own.
     """
 
@@ -106,7 +106,7 @@ class Coordinator(Protocol):
     def give_up(self, key: str) -> None:
         """End the wait for a value for which `get` has raised, and which this process will not ask for again.
 
-        Other processes may still wait for it. Where the store continues no wait, there is nothing to do.
+        Other processes may still wait for it. If the store continues no wait, there is nothing to do.
         """
 
 
@@ -501,8 +501,8 @@ os.register_at_fork(after_in_child=_calling.clear)
 def current_coordinator() -> Coordinator:
     """Return the coordinator of the processes of this program.
 
-    It is that of ``jax.distributed``, if initialized with more than one process; otherwise that of
-    ``torch.distributed``, if initialized with a world of more than one; otherwise `Alone`. The call imports,
+    It is ``jax.distributed``, if initialized with more than one process; otherwise ``torch.distributed``,
+    if initialized with a world of more than one; otherwise `Alone`. The call imports,
     initializes and communicates nothing, so it is cheap.
 
     Returns:

@@ -145,15 +145,6 @@ class ArrayMetadata(NamedTuple):
     compression: int | None = None
 
     @property
-    def grid(self) -> tuple[int, ...]:
-        """The number of chunks along each axis."""
-        return tuple(-(-size // chunk) for size, chunk in zip(self.shape, self.chunk_shape, strict=True))
-
-    @property
-    def chunk_count(self) -> int:
-        return math.prod(self.grid)
-
-    @property
     def dtype(self) -> np.dtype[Any]:
         """The numpy dtype of stored elements, which are little endian."""
         dtype = zarr_dtype(self.data_type)

@@ -54,20 +54,20 @@ def copy_checkpoint(
 
     Files are copied as they are, and every byte is compared with the checksums that were saved with it. A copy exists
     when all of it is there and durable. An interrupted call leaves nothing that counts as a checkpoint; the same call
-    again sends only the files that are not whole yet. Memory does not grow with the size of the checkpoint where the
-    destination is a disk, S3 with credentials in the environment, or Google Cloud Storage with those of a user or of
-    the machine. Otherwise, each file that is uploaded is in memory meanwhile, three times at the peak.
+    again sends only the files that are not whole yet. Memory does not grow with the size of the checkpoint if the
+    destination is a disk, S3 with credentials in the environment, or Google Cloud Storage with the credentials of a
+    user or of the machine. Otherwise, each file that is uploaded is in memory meanwhile, three times at the peak.
 
     In a program of several processes that all call this, process 0 does it and the others wait.
 
     Args:
         source: A checkpoint of holdfast, or the directory of a run: a path or a URL.
         destination: Where the copy goes: the directory of the checkpoint itself, or of the run. A run is copied with
-            the facts stored beside its steps; steps that are at the destination already are not copied again.
-        overwrite: Replace a checkpoint at the destination that is another one.
+            the facts stored with its steps; steps that are at the destination already are not copied again.
+        overwrite: Replace a different checkpoint at the destination.
         max_bandwidth: The most to copy in a second: bytes, or text such as ``"50 MB/s"``; None for no limit.
         progress: Receives the number of bytes, and their progress, including those that were there already.
-        coordinator: How processes find each other. None takes jax.distributed or torch.distributed where one of them is
+        coordinator: How processes find each other. None takes jax.distributed or torch.distributed if one of them is
             initialized; ``hf.processes.Alone()`` does it in this process alone.
 
     Returns:

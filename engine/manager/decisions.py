@@ -82,7 +82,7 @@ class Moment:
 class SavePolicy(Protocol):
     """Says when to save, for ``save=``; derive from it, or have its three members.
 
-    Several policies add up: a step is saved if any of them gives a reason. Where a program has several processes, they
+    Several policies add up: a step is saved if any of them gives a reason. If a program has several processes, they
     agree on a policy that reads time or metrics, which may differ from process to process: process 0 asks it.
 
     >>> class AtPowersOfTwo(SavePolicy):
@@ -155,12 +155,10 @@ def decide(triggers: Sequence[SavePolicy], moment: Moment) -> Decision:
 
 
 class SyncSchedule:
-    """The steps at which processes agree on whether to save; the same on all of them.
+    """The steps at which processes agree on whether to save; the same on all of them."""
 
-    At each agreement, process 0 names the step of the next one from the pace of the loop, half-way to the moment at
-    which a save would be due by time. New metrics also cause an agreement. If saves depend on steps, the processes also
-    agree at the step after a save has begun, and then less and less often, until process 0 knows how the save ended.
-    """
+    # Process 0 names the step of the next agreement from the pace of the loop, half-way to the moment at which a save
+    # would be due by time. After a save that depends on steps, they ask less and less often how it has ended.
 
     def __init__(self, triggers: Sequence[SavePolicy]) -> None:
         # The triggers that depend on the step alone.
@@ -211,7 +209,7 @@ class SyncSchedule:
             self._outcome = step + gap, 4 * gap
 
     def answer(self, step: int) -> Decision | None:
-        """Return the agreement at a step, for a second question about it; None if there was none."""
+        """Return the agreement at a step; None if there was none."""
         return self._answer[1] if self._answer is not None and self._answer[0] == step else None
 
 
@@ -253,12 +251,10 @@ class StepPace:
 
 
 class SaveDecisions:
-    """Decides for one run, step by step.
+    """Decides for one run, step by step; a save counts from its beginning, and not at all if it fails."""
 
-    A save counts from its beginning, because the loop may continue while it is written. A failed save does not count:
-    steps and time count from the save before it, so that the next step is due. Several processes take that from
-    process 0 when they agree, because they may notice a failure at different steps.
-    """
+    # The loop may continue while a save is written. Steps and time count from the save before a failed one, so that the
+    # next step is due. Several processes take that from process 0, because they may notice it at different steps.
 
     def __init__(
         self, triggers: Sequence[SavePolicy], clock: Clock, processes: ProcessGroup, previous: int | None
@@ -352,10 +348,9 @@ class SaveDecisions:
 
 
 class AbandonedSteps:
-    """The later steps of a run that has resumed from an earlier one, until it has replaced or passed them.
+    """The later steps of a run that has resumed from an earlier one, until it has replaced or passed them."""
 
-    Only the memory of this run holds them: another run cannot tell which steps belong together, hence the warning.
-    """
+    # Only the memory of this run holds them: another run cannot tell which steps belong together, hence the warning.
 
     def __init__(self, directory: Location, *, warns: bool) -> None:
         self._directory = directory

@@ -12,7 +12,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from numbers import Integral
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -21,9 +21,8 @@ from ..errors import InvalidLocationError, OptionError, UnknownArgumentError
 from ..peer_names import explains_arguments, explains_unknown_names, instead_of
 from ..storage import Place, as_location, hidden_address
 from .decisions import OnBest, SavePolicy
-from .intervals import LearnedInterval, save_interval
+from .intervals import Every, LearnedInterval, save_interval
 from .metrics import metric_name
-from .policies import Every
 from .retention import (
     KeepAll,
     KeepBest,
@@ -124,7 +123,7 @@ class Mirror:
         save_interval_steps: Copy a step when it is past the next multiple of this after the last copy.
         save_interval_secs: Copy a step that was saved at least this long after the last copied one: seconds, or
             ``"15m"``, ``"1h"``.
-        max_to_keep: Keep this many checkpoints: the newest, or with ``best_fn`` the best; where fewer have its metric,
+        max_to_keep: Keep this many checkpoints: the newest, or with ``best_fn`` the best; if fewer have its metric,
             the newest of the others fill up.
         keep_latest: Keep this many of the newest checkpoints as well, best or not.
         keep_period: Keep the first checkpoint at or past each multiple of this many steps.
@@ -148,8 +147,7 @@ class Mirror:
             as_location(self.url)
         except InvalidLocationError as error:
             raise OptionError(f"mirror={hidden_address(str(self.url))!r}: {error}") from error
-        for one in fields(self):
-            _check_limits(self, one)
+        _check_limits(self)
         if self.max_bandwidth is not None:
             bytes_per_second(self.max_bandwidth, name="max_bandwidth")
         for name in ("save_interval_secs", "keep_time_interval", "wait_secs"):
@@ -175,10 +173,10 @@ class Local:
         every: Save whenever the step passes a multiple of this.
         copies: How many other hosts keep a copy of the files of each host.
         failure_domain: What this host fails together with, such as the name of its rack: copies go to hosts of other
-            domains, where there are some. None is a domain of its own.
+            domains, if there are some. None is a domain of its own.
         host: The identity of this host, if processes with one hostname are to count as several hosts, such as in tests.
-        address: The address at which the other hosts reach this one. None takes that of the network interface which
-            leads to process 0.
+        address: The address at which the other hosts reach this one. None takes the address of the network interface
+            that leads to process 0.
     """
 
     url: Place = field(kw_only=False)
@@ -198,10 +196,10 @@ class Local:
                 f"Local({self.url!r}): this is not a path of a host; local steps lie in its memory or on its disk, "
                 "such as in /dev/shm/holdfast. For a second place that all hosts share, use mirror="
             )
-        for one in fields(self):
-            _check_limits(self, one)
-            if one.name in ("every", "copies") and getattr(self, one.name) is None:
-                raise OptionError(f"{one.name}=None must be a whole number")
+        _check_limits(self)
+        for name in ("every", "copies"):
+            if getattr(self, name) is None:
+                raise OptionError(f"{name}=None must be a whole number")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,8 +252,7 @@ class CheckpointOptions:
             raise OptionError(f"local={self.local!r} must be a Local, such as Local('/dev/shm/holdfast', every=10)")
         if self.save_on_best and self.best_fn is None:
             raise OptionError("save_on_best=True needs best_fn: the name of a metric, or a function of the metrics")
-        for one in fields(self):
-            _check_limits(self, one)
+        _check_limits(self)
         if self.best_fn is not None and not (
             callable(self.best_fn) or (isinstance(self.best_fn, str) and self.best_fn)
         ):
@@ -348,7 +345,7 @@ class CheckpointManagerOptions(ProgramPolicies):
         best_fn: The metric that ranks checkpoints: its name, or a function of the metrics.
         best_mode: Whether the largest (``"max"``) or the smallest (``"min"``) value of the metric is best; a name in
             ``best_fn`` needs it. None is the largest value of a function.
-        max_to_keep: Keep this many checkpoints: the newest, or with ``best_fn`` the best; where fewer have its metric,
+        max_to_keep: Keep this many checkpoints: the newest, or with ``best_fn`` the best; if fewer have its metric,
             the newest of the others fill up. None keeps all.
         keep_latest: Keep this many of the newest checkpoints as well, best or not.
         keep_period: Keep the first checkpoint at or past each multiple of this many steps.
@@ -367,8 +364,8 @@ class CheckpointManagerOptions(ProgramPolicies):
         keep: What to keep, as policies that add up: ``hf.Every(steps=100, keep=5)``, a ``hf.KeepPolicy`` of your own,
             or a list of them, instead of ``max_to_keep`` and the periods of ``keep_...``. None keeps what the
             ``hf.Every`` of ``save`` say if one of them has a number; otherwise, all that no other option limits.
-        keep_checkpoints_without_metrics: Keep all checkpoints without metrics. By default the other rules decide about
-            them as about all others.
+        keep_checkpoints_without_metrics: Keep all checkpoints without metrics. By default the other rules apply to
+            them as to all others.
         item_intervals: Of a manager with several items, those that few checkpoints have, such as a replay buffer: for
             each, the number of steps; a save at or past a multiple of it has the item, and so has the first one and one
             with ``force=True``. The newest checkpoint that has it is kept.
@@ -497,13 +494,14 @@ def as_int(value: object) -> object:
     return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
 
 
-def _check_limits(options: object, option: Field[Any]) -> None:
-    """Raise OptionError for a number that is not whole, or beyond its limits; make it a number of Python."""
-    value = as_int(getattr(options, option.name))
-    if value is None or "least" not in option.metadata:
-        return
-    least, greatest = option.metadata["least"], option.metadata["greatest"]
-    limits = f"of at least {least}" if greatest is None else f"from {least} to {greatest}"
-    if type(value) is not int or value < least or (greatest is not None and value > greatest):
-        raise OptionError(f"{option.name}={value!r} must be a whole number {limits}, or None")
-    object.__setattr__(options, option.name, value)
+def _check_limits(options: Any) -> None:
+    """Raise OptionError for a number that is not whole, or beyond its limits; make each a number of Python."""
+    for option in fields(options):
+        value = as_int(getattr(options, option.name))
+        if value is None or "least" not in option.metadata:
+            continue
+        least, greatest = option.metadata["least"], option.metadata["greatest"]
+        limits = f"of at least {least}" if greatest is None else f"from {least} to {greatest}"
+        if type(value) is not int or value < least or (greatest is not None and value > greatest):
+            raise OptionError(f"{option.name}={value!r} must be a whole number {limits}, or None")
+        object.__setattr__(options, option.name, value)

@@ -56,10 +56,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class PeerServer:
-    """Serves the files below a folder to peers that say the token first, and stores the files that they send.
-
-    Peers reach it at ``address``, a host and a port.
-    """
+    """Serves the files below a folder to peers that say the token first, and stores the files that they send."""
 
     def __init__(self, root: str, token: str, host: str, *, timeout: float = _TIMEOUT) -> None:
         self._root = root
@@ -77,7 +74,7 @@ class PeerServer:
                 f"this host cannot listen on its address {host}: {error}; name one that the other hosts reach with "
                 "Local(address=...)"
             ) from error
-        self.address = host, int(self._listener.getsockname()[1])
+        self.address = host, int(self._listener.getsockname()[1])  # where peers reach it
         threading.Thread(target=self._accept, name="holdfast-peers", daemon=True).start()
 
     def close(self) -> None:
@@ -281,10 +278,8 @@ class RemoteReader(DataReader):
 
 
 def check_private(path: str, *, shared: bool) -> None:
-    """Raise StoragePermissionError if another user of the host can put files into a folder; nothing need be there.
-
-    A ``shared`` one may belong to root, and be one like /dev/shm, where users cannot exchange files of others.
-    """
+    """Raise StoragePermissionError if another user of the host can put files into a folder, if that is there."""
+    # A shared folder may belong to root, and be one like /dev/shm, where users cannot exchange files of others.
     if not hasattr(os, "geteuid"):
         return
     owners = {os.geteuid(), 0} if shared else {os.geteuid()}
@@ -329,10 +324,7 @@ def _send(connection: socket.socket, head: Mapping[str, Any], body: memoryview |
 def _receive(
     connection: socket.socket, memory: memoryview | None = None, *, deadline: float | None = None
 ) -> tuple[dict[str, Any], memoryview]:
-    """Return the head and the body of the next frame; the body lies in ``memory``, if that is given.
-
-    With a deadline, a time of the monotonic clock, the frame is that of a stranger, and has a short head.
-    """
+    """Return the head and the body, in ``memory`` if given, of the next frame; strangers have a deadline."""
     fixed = _exactly(connection, memoryview(bytearray(_FRAME.size)), deadline)
     head_size, body_size, crc = _FRAME.unpack(fixed)
     limit = PIECE if memory is None else min(PIECE, len(memory))

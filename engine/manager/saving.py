@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint import Save, leave_save
+from ..distributed import Rendezvous
 from ..errors import SaveFailedError
 from ..format import CheckpointRecord, ItemRecord
 from ..steps import LEFT_BEHIND
 from ..storage import Location
 from .decisions import AbandonedSteps, Decision, SaveDecisions
-from .directory import StepState
 from .events import described, few
-from .items import ItemSet, PendingSave
+from .intervals import passes
+from .items import ItemSet, PendingSave, StepContent
 from .metrics import MetricWatch, named, plain_containers
 from .ownership import NO_LOCAL_STEPS
-from .policies import passes
 from .retention import StepInfo, newest_with
 from .run import Run
 
@@ -70,7 +71,7 @@ class Saves:
         if self._watch is not None and (isinstance(self._options.best_fn, str) or self._options.save_on_best):
             self.note_metrics(step, metrics)
         decision = self._decisions.decide(step, metrics, saved=self._is_saved(step), earlier=self._earlier())
-        if decision.save and self._steps.state(step) is StepState.STRAY:
+        if decision.save and self._steps.is_stray(step):
             return Decision(False, f"{self._steps.step_location(step)} is no checkpoint, and is left alone")
         return decision
 
@@ -97,11 +98,11 @@ class Saves:
         if not self._options.item_intervals:
             return []
 
-        def not_due() -> list[str]:
-            return [name for name in self._options.item_intervals if not self.item_due(name, step)]
-
-        found: list[str] = self._processes.decide(f"items of step {step}", not_due)
-        return found
+        left_out: list[str] = self._processes.decide(
+            f"items of step {step}",
+            lambda: [name for name in self._options.item_intervals if not self.item_due(name, step)],
+        )
+        return left_out
 
     def _earlier(self) -> Sequence[StepInfo]:
         """Return the steps that a new best must beat, the one that is being saved among them."""
@@ -112,20 +113,12 @@ class Saves:
 
     # ---- one save
 
-    def save(
-        self,
-        step: int,
-        items: Any,
-        metrics: Any,
-        custom_metadata: Mapping[str, Any] | None,
-        force: bool,
-        kwargs: Mapping[str, Any],
-        reason: str | None,
-    ) -> bool:
+    def save(self, content: StepContent, force: bool, reason: str | None) -> bool:
         """Save a step if that is due; return whether it was."""
         began = time.perf_counter()
-        decision = Decision(True, "forced") if force else self.decide(step, metrics)
-        replaces = force or self._steps.state(step) is StepState.DAMAGED or self._abandoned.replaces(step)
+        step = content.step
+        decision = Decision(True, "forced") if force else self.decide(step, content.metrics)
+        replaces = force or self._steps.is_damaged(step) or self._abandoned.replaces(step)
         if not decision.save:
             if not self._has_told_of_repeated and self._is_saved(step) and self._processes.is_primary:
                 self._has_told_of_repeated = True
@@ -133,8 +126,7 @@ class Saves:
                 _logger.warning(text, step, decision.reason)
             return False
         self._run.acquire()
-        is_stray = self._steps.state(step) is StepState.STRAY
-        if is_stray and (reason is not None or not force):  # An explicit save is refused.
+        if self._steps.is_stray(step) and (reason is not None or not force):  # An explicit save is refused.
             return False
         if force:
             self._observer.reached("step", step)  # decide() was perhaps not called for this step
@@ -148,20 +140,16 @@ class Saves:
             left_out = [] if force else self._items_left_out(step)
             rendezvous = self._processes.rendezvous("save")
             try:
-                try:
+                with _told(rendezvous):
                     # What fails on one process only comes after this, so that all have the same local steps to read.
-                    for place in self._run.places:
-                        place.save_begins(step)
+                    self._run.tell("saving", step)
                     self._steps.ownership.check(at_once=True)
                     self._steps.make_room(step, replaces=replaces)
-                    pending = PendingSave(step, reason or decision.reason, metrics, custom_metadata)
+                    pending = PendingSave(content, reason or decision.reason)
                     # A callback, which gives the reason, has called decide() before.
                     if reason is None or not isinstance(self._options.best_fn, str):
                         self.note_metrics(step, pending.metrics)
-                    values = self._items.to_save(items, kwargs, left_out)
-                except BaseException as error:
-                    leave_save(rendezvous, error)
-                    raise
+                    values = self._items.to_save(content, left_out)
                 save = Save(
                     self._steps.step_location(step),
                     values,
@@ -172,7 +160,7 @@ class Saves:
                     timeout=self._processes.timeout,
                 )
             except BaseException:
-                self._places_go_on()
+                self._run.tell("ended", step)
                 raise
             if save.replaces and not replaces:
                 _logger.warning(
@@ -184,7 +172,7 @@ class Saves:
             try:
                 self._observer.reached("saving", step)  # here, so that a drill knows of a thread that has not begun
                 later = self._steps.steps_after(step)
-                self._abandoned.saving(step, later, leaves=LEFT_BEHIND in (custom_metadata or {}))
+                self._abandoned.saving(step, later, leaves=LEFT_BEHIND in (content.custom_metadata or {}))
                 self._decisions.save_begins(step)
                 self._pending = pending
                 if not save.in_background:
@@ -204,32 +192,21 @@ class Saves:
                 raise earlier
             return True
 
-    def save_locally(
-        self,
-        step: int,
-        items: Any,
-        metrics: Any,
-        custom_metadata: Mapping[str, Any] | None,
-        kwargs: Mapping[str, Any],
-    ) -> bool:
+    def save_locally(self, content: StepContent) -> bool:
         """Save a step in the local places of the hosts, if that is due; return whether it was."""
-        began = time.perf_counter()
+        began, step = time.perf_counter(), content.step
         local = self._local
         if local is None or not local.due(step):
             return False
         rendezvous = local.begin(step)
         with self._run.changing:
-            try:
+            with _told(rendezvous):
                 self._run.acquire()
                 if not local.ready(step, rendezvous):
                     return True
                 left_out = self._items_left_out(step)
-                pending = PendingSave(step, local.reason, metrics, custom_metadata)
-                values = self._items.to_save(items, kwargs, left_out)
-                local.make_room(step)
-            except BaseException as error:
-                leave_save(rendezvous, error)
-                raise
+                pending = PendingSave(content, local.reason)
+                values = self._items.to_save(content, left_out)
             local.save(pending, values, rendezvous, began, self.committed)
         return True
 
@@ -239,9 +216,8 @@ class Saves:
 
     def miss_locally(self, step: int, error: BaseException) -> None:
         """As `miss`, where a local save is due at a step."""
-        local = self._local
-        if local is not None and local.due(step):
-            leave_save(local.begin(step), error)
+        if self._local is not None and self._local.due(step):
+            leave_save(self._local.begin(step), error)
 
     def _complete(self, pending: PendingSave, save: Save, awaited: threading.Event | None = None) -> None:
         """Write and commit a save, then delete what no rule keeps."""
@@ -261,8 +237,7 @@ class Saves:
         slowed = self._decisions.slowed(report.total_seconds - report.blocked_seconds)
         self._steps.add(step, record)
         self._steps.last_saved = step
-        for place in self._run.places:
-            place.committed(step)
+        self._run.tell("committed", step)
         self._abandoned.saved(step)
         self._ended(pending, failed=False)
         _logger.info("%s", report)
@@ -284,7 +259,7 @@ class Saves:
         try:
             with self._items.steps_deleted():
                 self._steps.collect()
-            self._run.notify_places()
+            self._run.tell("changed", step)
         except Exception as error:
             raise SaveFailedError(
                 f"step {step} of {self._steps.location} is saved, but best_fn failed then: {error!r}",
@@ -296,20 +271,15 @@ class Saves:
         self._steps.ownership.check()
         if self._local is None:
             self._steps.note_branches(NO_LOCAL_STEPS)
-        for place in self._run.places:
-            place.committing()
+        self._run.tell("commit", pending.step)
         self._observer.reached("commit", pending.step)
         return pending.record(items, self._run.clock.now())
 
     def _ended(self, pending: PendingSave, *, failed: bool) -> None:
-        self._places_go_on()
+        self._run.tell("ended", pending.step)
         self._decisions.save_ended(failed=failed)
         self._pending = None
         pending.close()
-
-    def _places_go_on(self) -> None:
-        for place in self._run.places:
-            place.save_ended()
 
     # ---- changes of what was saved
 
@@ -355,4 +325,14 @@ class Saves:
         self._steps.add_late_metrics()
         self._steps.change(step, metrics=metrics)
         self._events.write("metrics", step=step, metrics=few(metrics))
-        self._run.notify_places()
+        self._run.tell("changed", step)
+
+
+@contextlib.contextmanager
+def _told(rendezvous: Rendezvous | None) -> Iterator[None]:
+    """Tell the other processes at once if a block fails, after which this one takes no part in the save."""
+    try:
+        yield
+    except BaseException as error:
+        leave_save(rendezvous, error)
+        raise

@@ -91,11 +91,7 @@ def encode_state(value: Any) -> Any:
 
 
 def _saved_by_torch(value: Any) -> Any:
-    """Return a value that is no array, such as a dtype or a sparse tensor, in torch's own format.
-
-    Values that ``torch.load(weights_only=True)`` would refuse stay as they are; classes that the program has passed to
-    ``torch.serialization.add_safe_globals`` are not refused.
-    """
+    """Return a value that is no array, such as a dtype, in torch's own format, or as it is if that would not load."""
     torch: Any = loaded("torch")
     kind = type(value)
     is_known = kind.__module__.partition(".")[0] == "torch"

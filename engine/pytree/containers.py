@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import operator
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -62,58 +62,44 @@ def name_of_class(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
 
 
-def build_mapping(kind: Callable[[Any], Any], keys: list[Any], values: list[Any]) -> Any:
-    return kind(zip(keys, values, strict=True))
+def build_mapping(make: Callable[[Any], Any], keys: list[Any], values: list[Any]) -> Any:
+    return make(zip(keys, values, strict=True))
 
 
-def build_defaultdict(factory: Callable[[], Any] | None, keys: list[Any], values: list[Any]) -> Any:
-    return defaultdict(factory, zip(keys, values, strict=True))
-
-
-def build_deque(limit: int | None, values: list[Any]) -> Any:
-    return deque(values, limit)
-
-
-def build_counter(keys: list[Any], values: list[Any]) -> Any:
+def build_counter(pairs: Iterable[tuple[Any, Any]]) -> Any:
     """Build a Counter; its constructor would count pairs."""
-    return Counter(dict(zip(keys, values, strict=True)))
+    return Counter(dict(pairs))
 
 
-def _open_dict(value: Any) -> Contents:
+def _open_mapping(value: Any, kind: str, make: Callable[[Any], Any], label: str | None = None) -> Contents:
     keys = list(value)
-    return Contents("dict", keys, list(value.values()), partial(build_mapping, dict, keys))
+    return Contents(kind, keys, list(value.values()), partial(build_mapping, make, keys), label)
 
 
 def _open_ordered(value: Any) -> Contents:
-    keys = list(value)
     if value.__dict__:  # torch keeps versions of modules in an attribute of its state dicts
+        keys = list(value)
         return Contents("ordered_dict", keys, list(value.values()), partial(_copied_dict, value, keys))
-    return Contents("ordered_dict", keys, list(value.values()), partial(build_mapping, OrderedDict, keys))
+    return _open_mapping(value, "ordered_dict", OrderedDict)
 
 
 def _open_default(value: Any) -> Contents:
-    keys, factory = list(value), value.default_factory
-    label = _FACTORIES.get(factory) if factory is not None else None
-    return Contents("default_dict", keys, list(value.values()), partial(build_defaultdict, factory, keys), label)
+    factory = value.default_factory
+    return _open_mapping(value, "default_dict", partial(defaultdict, factory), _FACTORIES.get(factory))
 
 
 def _open_deque(value: Any) -> Contents:
     label = None if value.maxlen is None else str(value.maxlen)
-    return Contents("deque", None, list(value), partial(build_deque, value.maxlen), label)
-
-
-def _open_counter(value: Any) -> Contents:
-    keys = list(value)
-    return Contents("counter", keys, list(value.values()), partial(build_counter, keys))
+    return Contents("deque", None, list(value), partial(deque, maxlen=value.maxlen), label)
 
 
 _EXACT: dict[type, Callable[[Any], Contents]] = {
-    dict: _open_dict,
+    dict: partial(_open_mapping, kind="dict", make=dict),
     list: lambda value: Contents("list", None, value, list),
     tuple: lambda value: Contents("tuple", None, value, tuple),
     OrderedDict: _open_ordered,
     defaultdict: _open_default,
-    Counter: _open_counter,
+    Counter: partial(_open_mapping, kind="counter", make=build_counter),
     deque: _open_deque,
 }
 

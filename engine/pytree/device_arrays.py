@@ -134,8 +134,7 @@ class PinnedMemory:
     def __init__(self, limit: int) -> None:
         self._limit = limit  # bytes
         self._blocks: list[Any] = []  # tensors of bytes
-        self._addresses: list[int] = []  # addresses of the blocks, ascending
-        self._order: list[int] = []  # the blocks in the order of their addresses
+        self._by_address: list[tuple[int, Any]] = []  # the same, sorted
         self._block = 0  # the block that is being filled
         self._offset = 0
         self._needed = 0  # bytes that have no place yet
@@ -197,17 +196,16 @@ class PinnedMemory:
             _logger.warning("saves block for longer, as no more than %d bytes can be pinned: %s", self._limit, text)
             return False
         self._blocks.append(block)
-        self._order = sorted(range(len(self._blocks)), key=lambda number: int(self._blocks[number].data_ptr()))
-        self._addresses = [int(self._blocks[number].data_ptr()) for number in self._order]
+        bisect.insort(self._by_address, (int(block.data_ptr()), block), key=operator.itemgetter(0))
         return True
 
     def _tensor_over(self, start: int, nbytes: int) -> Any | None:
         """Return the bytes at an address as a part of their block, by which torch knows them; None if not pinned."""
-        place = bisect.bisect_right(self._addresses, start) - 1
+        place = bisect.bisect_right(self._by_address, start, key=operator.itemgetter(0)) - 1
         if place < 0:
             return None
-        block = self._blocks[self._order[place]]
-        offset = start - self._addresses[place]
+        address, block = self._by_address[place]
+        offset = start - address
         return block[offset : offset + nbytes] if offset + nbytes <= block.numel() else None
 
     def start(self, copies: Sequence[Copy]) -> Arrival:

@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import add, lt, sub
 from typing import Any, NamedTuple
@@ -55,9 +55,6 @@ def loaded(name: str) -> Any | None:
 
 def required(name: str) -> Any:
     """Return a module that the caller requested by name, and import it if needed."""
-    module = loaded(name)
-    if module is not None:
-        return module
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -93,6 +90,10 @@ class Box(NamedTuple):
         """Return the box that begins at an element and has a number of elements along each axis."""
         return cls(tuple(start), tuple(map(add, start, shape)))
 
+    def with_axis(self, size: int) -> Box:
+        """Return the box in an array that has one more axis, at its end."""
+        return Box((*self.start, 0), (*self.stop, size))
+
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(map(sub, self.stop, self.start))
@@ -122,6 +123,10 @@ class Piece:
     start: tuple[int, ...]  # index of its first element in the whole array, one number for each axis
     array: NDArray[Any]  # the elements; any strides, perhaps read-only
 
+    @property
+    def box(self) -> Box:
+        return Box.at(self.start, self.array.shape)
+
 
 class Part(NamedTuple):
     """A box of an array's elements that some processes hold."""
@@ -129,6 +134,22 @@ class Part(NamedTuple):
     start: tuple[int, ...]  # index of its first element, one number for each axis
     shape: tuple[int, ...]  # number of elements along each axis
     holders: tuple[int, ...]  # the processes that hold all of it, in ascending order
+
+    @property
+    def box(self) -> Box:
+        return Box.at(self.start, self.shape)
+
+    def with_axis(self, size: int) -> Part:
+        """Return the part of an array that has one more axis, at its end."""
+        return Part((*self.start, 0), (*self.shape, size), self.holders)
+
+
+def joined_parts(held: Iterable[tuple[int, Box]]) -> tuple[Part, ...]:
+    """Return the boxes that processes hold, in the order of their places, each with all of its holders."""
+    holders: dict[tuple[tuple[int, ...], tuple[int, ...]], set[int]] = {}
+    for process, box in held:
+        holders.setdefault((box.start, box.shape), set()).add(process)
+    return tuple(Part(*place, tuple(sorted(processes))) for place, processes in sorted(holders.items()))
 
 
 @dataclass(slots=True)
@@ -149,8 +170,7 @@ class ArrayLeaf:
         """Return a new array with the elements of the pieces, which must cover the whole."""
         array = np.empty(self.shape, self.dtype)
         for piece in self.pieces:
-            box = zip(piece.start, piece.array.shape, strict=True)
-            array[tuple(slice(start, start + size) for start, size in box)] = piece.array
+            array[piece.box.within(whole(self.shape))] = piece.array
         return array
 
 
@@ -277,10 +297,7 @@ class LeafMetadata:
 
 
 class StaticLeaf:
-    """A function in an object that is registered with jax, such as the activation in a module of Equinox.
-
-    It is code of the program: its name is saved, and the template has the function.
-    """
+    """A function in an object that is registered with jax: its name is saved, and the template has the function."""
 
     __slots__ = ("function", "name")
 

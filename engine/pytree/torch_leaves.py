@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from ..forks import cached_property
 from .device_arrays import DeviceArray, is_copied_later
 from .host_leaves import native
-from .leaves import ArrayLeaf, Box, Details, LeafProblem, Part, Piece, Saved, loaded, required
+from .leaves import ArrayLeaf, Box, Details, LeafProblem, Part, Piece, Saved, joined_parts, loaded, required
 
 _COMMON_TYPES = {"uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "bool"} | {
     "float16", "float32", "float64", "complex64", "complex128",
@@ -42,24 +42,22 @@ def is_dtensor(value: Any) -> bool:
 
 
 class TorchDescriber:
-    """Describes the torch tensors of one tree.
+    """Describes the tensors of one tree; a snapshot that follows copies, ``later``, what it can."""
 
-    `prepare` every tensor, then describe every tensor: all copies from devices are under way before the describer waits
-    for them, once. If a snapshot follows, it copies, `later`, what it can.
-    """
-
-    def __init__(self, *, later: bool = False) -> None:
+    def __init__(self, values: Sequence[Any], *, later: bool = False) -> None:
         self._torch: Any = loaded("torch")
         self._later = later
         self._copies: dict[int, Any] = {}
         self._devices: set[Any] = set()
         self._left = BYTES_AT_ONCE
         self._axes: dict[Mesh, set[int]] = {}  # axes of each root mesh over which DTensors of the tree are spread
+        for value in values:
+            self._prepare(value)
 
-    def prepare(self, value: Any) -> None:
+    def _prepare(self, value: Any) -> None:
         if is_dtensor(value) and (place := _place_in_root(value.device_mesh)) is not None:
             self._axes.setdefault(place[0], set()).update(place[1])
-        if value.device.type not in HOST_DEVICES and _why_not(self._torch, value) is None:
+        if value.device.type not in HOST_DEVICES and _why_not(value) is None:
             own = self._own(value) if is_dtensor(value) else value.detach()
             if self._later and is_copied_later(own):
                 self._copies[id(value)] = tensor_encoding(value.dtype).on_device(own)
@@ -88,10 +86,9 @@ class TorchDescriber:
             found = array.shape[: len(shape)]
             if found != share.shape:
                 raise LeafProblem(f"is a DTensor whose own part has shape {found}; its placements give {share.shape}")
-            pieces = [Piece(start, array[place]) for start, _, place in share.boxes]
+            pieces = [Piece(box.start, array[place]) for box, place in share.boxes]
         if encoding.paired:
-            shape = (*shape, 2)
-            parts = tuple([Part((*part.start, 0), (*part.shape, 2), part.holders) for part in parts])
+            shape, parts = (*shape, 2), tuple([part.with_axis(2) for part in parts])
             pieces = [Piece((*piece.start, 0), piece.array) for piece in pieces]
         details: Details = {**encoding.details, "sharding": sharding.describe()}
         if value.requires_grad:
@@ -99,12 +96,10 @@ class TorchDescriber:
         return ArrayLeaf(array.dtype, shape, pieces, volatile, details, parts if self._count > 1 else None)
 
     def _sharding(self, value: Any) -> DTensorSharding:
-        """Return the sharding of a DTensor among all processes that have it, however many meshes it is on.
-
-        In a tree that is spread over two axes of a mesh, such as those of tensor parallelism and FSDP2, a parameter on
-        one of them is the same along the other. A mesh's axis that no DTensor of the tree is spread over, such as that
-        of the stages of a pipeline, may have other parameters in each place.
-        """
+        """Return the sharding of a DTensor among all processes that have it, however many meshes it is on."""
+        # In a tree that is spread over two axes of a mesh, such as those of tensor parallelism and FSDP2, a parameter
+        # on one of them is the same along the other. An axis that no DTensor of the tree is spread over, such as that
+        # of the stages of a pipeline, may have other parameters in each place.
         sharding, place = sharding_of(value), _place_in_root(value.device_mesh)
         more = () if place is None else tuple(sorted(self._axes.get(place[0], set()) - place[1]))
         if place is None or not more:
@@ -122,7 +117,7 @@ class TorchDescriber:
 
     def _array(self, value: Any, own: Any) -> tuple[NDArray[Any], bool, TensorEncoding]:
         """Return the elements of a tensor, or of this process's part of it, and whether they can still change."""
-        problem = _why_not(self._torch, value)
+        problem = _why_not(value)
         if problem is not None:
             raise LeafProblem(problem)
         for device in self._devices:
@@ -160,7 +155,8 @@ def _check_memory(tensor: Any) -> None:
         )
 
 
-def _why_not(torch: Any, value: Any) -> str | None:
+def _why_not(value: Any) -> str | None:
+    torch: Any = loaded("torch")
     if value.layout is not torch.strided:
         return f"is a tensor of layout {value.layout}; store its indices and values, or value.to_dense()"
     if value.is_quantized:
@@ -315,18 +311,16 @@ def tensor_of(array: NDArray[Any], *, copy: bool = True) -> Any:
     name = torch_name(array.dtype)
     if name is None:
         raise TypeError(f"torch has no elements of type {array.dtype}")
-    return put(np.array(array) if copy else array, None, name)
+    return put([np.array(array) if copy else array], array.shape, None, name)
 
 
-def template_facts(value: Any) -> tuple[str, np.dtype[Any], tuple[int, ...], str | None]:
-    """Return kind, stored dtype, stored shape and variant of a leaf of a template."""
-    torch: Any = loaded("torch")
-    problem = None if value.is_meta else _why_not(torch, value)
+def template_facts(value: Any) -> tuple[Any, ...]:
+    """Return kind, stored shape, stored dtype and variant of a leaf of a template."""
+    problem = None if value.is_meta else _why_not(value)
     if problem is not None:
         raise LeafProblem(problem)
     encoding = tensor_encoding(value.dtype)
-    shape = (*value.shape, 2) if encoding.paired else tuple(value.shape)
-    return "torch", encoding.stored, shape, encoding.variant
+    return "torch", (*value.shape, 2) if encoding.paired else tuple(value.shape), encoding.stored, encoding.variant
 
 
 def local_boxes(template: Any, shape: tuple[int, ...]) -> list[Box] | None:
@@ -334,32 +328,37 @@ def local_boxes(template: Any, shape: tuple[int, ...]) -> list[Box] | None:
     if not is_dtensor(template):
         return None
     share = _share(template, shape)
-    found = [] if share is None else [Box.at(start, size) for start, size, _ in share.boxes]
-    if tensor_encoding(template.dtype).paired:
-        return [Box((*box.start, 0), (*box.stop, 2)) for box in found]
-    return found
+    found = [] if share is None else [box for box, _ in share.boxes]
+    return [box.with_axis(2) for box in found] if tensor_encoding(template.dtype).paired else found
 
 
 def parts_of(template: Any, shape: tuple[int, ...]) -> Sequence[Part] | None:
     """Return the parts of an array that processes need for DTensors like a template; None for other tensors."""
     if not is_dtensor(template):
         return None
-    parts = sharding_of(template)._replace(shape=shape[: template.ndim]).parts()
-    if tensor_encoding(template.dtype).paired:
-        return [Part((*part.start, 0), (*part.shape, 2), part.holders) for part in parts]
-    return parts
+    parts = _sharding_like(template, shape).parts()
+    return [part.with_axis(2) for part in parts] if tensor_encoding(template.dtype).paired else parts
 
 
-def put(array: NDArray[Any], template: Any, name: str | None = None, strides: Any = None) -> Any:
-    """Make a tensor like a template: on its device (the CPU for meta tensors), requiring gradients as it does.
-
-    Memory of the array is taken over without a copy where the device is the CPU, and the tensor has the strides of C.
-    """
+def put(
+    arrays: Sequence[NDArray[Any]], shape: tuple[int, ...], template: Any, name: str | None = None, strides: Any = None
+) -> Any:
+    """Make a tensor like a template of its `local_boxes`, or of the whole array: without a copy on the CPU."""
     torch: Any = required("torch")
     dtype = template.dtype if name is None else getattr(torch, name)
     if template is None:
-        return with_strides(_moved(array, dtype, torch.device("cpu")), strides)
-    return _finished(with_strides(_moved(array, dtype, template.device), strides), template)
+        return with_strides(_moved(arrays[0], dtype, torch.device("cpu")), strides)
+    if not is_dtensor(template):
+        return _finished(with_strides(_moved(arrays[0], dtype, template.device), strides), template)
+    own = template.to_local()
+    device = torch.device(template.device_mesh.device_type) if own.is_meta else own.device
+    local = _moved(_assembled(arrays, shape, template, tensor_encoding(dtype)), dtype, device)
+    size = torch.Size(shape[: template.ndim])
+    stride = template.stride() if size == template.shape else torch.empty(size, device="meta").stride()
+    tensor = torch.distributed.tensor.DTensor.from_local(
+        local, template.device_mesh, template.placements, run_check=False, shape=size, stride=stride
+    )
+    return _finished(tensor, template)
 
 
 STRIDES = "strides"  # key in the details of dense tensors that are not in C order: their strides, in elements
@@ -385,26 +384,13 @@ def with_strides(tensor: Any, strides: Any) -> Any:
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-def put_distributed(
-    arrays: Sequence[NDArray[Any]], shape: tuple[int, ...], template: Any, name: str | None = None
-) -> Any:
-    """Make a DTensor like a template from its `local_boxes`; processes do not communicate."""
-    torch: Any = required("torch")
-    dtype = template.dtype if name is None else getattr(torch, name)
-    own = template.to_local()
-    device = torch.device(template.device_mesh.device_type) if own.is_meta else own.device
-    local = _moved(_assembled(arrays, shape, template, tensor_encoding(dtype)), dtype, device)
-    size = torch.Size(shape[: template.ndim])
-    stride = template.stride() if size == template.shape else torch.empty(size, device="meta").stride()
-    tensor = torch.distributed.tensor.DTensor.from_local(
-        local, template.device_mesh, template.placements, run_check=False, shape=size, stride=stride
-    )
-    return _finished(tensor, template)
+def _sharding_like(template: Any, shape: tuple[int, ...]) -> DTensorSharding:
+    return sharding_of(template)._replace(shape=shape[: template.ndim])
 
 
 def _share(template: Any, shape: tuple[int, ...]) -> Share | None:
     torch: Any = required("torch")
-    return sharding_of(template)._replace(shape=shape[: template.ndim]).share(int(torch.distributed.get_rank()))
+    return _sharding_like(template, shape).share(int(torch.distributed.get_rank()))
 
 
 def _assembled(
@@ -417,7 +403,7 @@ def _assembled(
     if share is None:  # this process is not one of the mesh
         return np.zeros((0,), encoding.stored)
     joined = np.empty((*share.shape, 2) if encoding.paired else share.shape, encoding.stored)
-    for array, (_, _, place) in zip(arrays, share.boxes, strict=True):
+    for array, (_, place) in zip(arrays, share.boxes, strict=True):
         joined[place] = array
     return joined
 
@@ -441,8 +427,7 @@ def _finished(tensor: Any, template: Any) -> Any:
 
 Interval = tuple[int, int]  # consecutive indices along an axis: the first, and the one after the last
 
-# Start and shape of a box of the whole array, and its index in the tensor of a process.
-PlacedBox = tuple[tuple[int, ...], tuple[int, ...], tuple[slice, ...]]
+PlacedBox = tuple[Box, tuple[slice, ...]]  # a box of the whole array, and its index in the tensor of a process
 
 
 class Division(NamedTuple):
@@ -492,18 +477,14 @@ class DTensorSharding(NamedTuple):
         processes = self.mesh.processes
         if 0 in self.shape:
             return (Part((0,) * len(self.shape), self.shape, tuple(sorted(processes))),)
-        holders: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
-        for process in processes:
-            for start, shape, _ in boxes(self.intervals(process) or []):
-                holders.setdefault((start, shape), []).append(process)
-        return tuple(Part(start, shape, tuple(sorted(some))) for (start, shape), some in sorted(holders.items()))
+        return joined_parts((one, box) for one in processes for box, _ in _placed_boxes(self.intervals(one) or []))
 
     @lru_cache(maxsize=4096)  # noqa: B019
     def share(self, process: int) -> Share | None:
         held = self.intervals(process)
         if held is None:
             return None
-        return Share(tuple([sum(high - low for low, high in each) for each in held]), tuple(boxes(held)))
+        return Share(tuple([sum(high - low for low, high in each) for each in held]), tuple(_placed_boxes(held)))
 
     @lru_cache(maxsize=4096)  # noqa: B019
     def describe(self) -> Details:
@@ -523,20 +504,16 @@ class DTensorSharding(NamedTuple):
         return facts
 
 
-def boxes(held: Sequence[Sequence[Interval]]) -> Iterator[PlacedBox]:
-    local = []
+def _placed_boxes(held: Sequence[Sequence[Interval]]) -> Iterator[PlacedBox]:
+    axes = []
     for intervals in held:
-        begin, each = 0, []
-        for low, high in intervals:
-            each.append((low, high - low, slice(begin, begin + high - low)))
-            begin += high - low
-        local.append(each)
-    for combination in itertools.product(*local):
-        yield (
-            tuple([low for low, _, _ in combination]),
-            tuple([size for _, size, _ in combination]),
-            tuple([part for _, _, part in combination]),
+        ends = itertools.accumulate(high - low for low, high in intervals)
+        axes.append(
+            [(low, high, slice(end - high + low, end)) for (low, high), end in zip(intervals, ends, strict=True)]
         )
+    for chosen in itertools.product(*axes):
+        low, high, place = zip(*chosen, strict=True) if chosen else ((), (), ())
+        yield Box(low, high), place
 
 
 def _divide(held: list[Interval], rounds: int, count: int, index: int) -> list[Interval]:

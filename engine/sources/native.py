@@ -27,7 +27,7 @@ from ..pytree import Patterns, format_path, unescape_key
 from ..steps import StepEntry, has_changed, has_record, read_again, read_record
 from ..storage import Location, max_concurrency, parallel_map
 from .discovery import NATIVE, FoundSteps, find_checkpoint, find_step, find_steps, is_ours, recognise
-from .protocol import JSON, TREE, CheckpointSource
+from .protocol import JSON, CheckpointSource
 
 if TYPE_CHECKING:
     from ..handlers import Files
@@ -98,18 +98,9 @@ class NativeCheckpoint(CheckpointSource):
         folder, files = self._open(item)
         return JsonCheckpointHandler().restore(folder, files=files)
 
-    def load(
-        self, item: str, like: Any = None, select: Patterns | None = None, *, cast: bool = False, subset: bool = False
-    ) -> Any:
-        if self.parts[item].kind != TREE:
-            return super().load(item, like, select)
-        from ..handlers import (
-            PyTreeCheckpointHandler,  # not above: to show and to verify a checkpoint needs no handlers
-        )
-
-        kwargs: dict[str, Any] = {} if select is None else {"select": select}
+    def _source_of(self, item: str) -> tuple[Location, Mapping[str, Any]]:
         folder, files = self._open(item)
-        return PyTreeCheckpointHandler().restore(folder, like, files=files, cast=cast, subset=subset, **kwargs)
+        return folder, {"files": files}
 
     def complete(self, item: str, source: TreeSource, tree: Any) -> Any:
         kept = source.external()

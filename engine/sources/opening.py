@@ -48,7 +48,7 @@ class OpenCheckpoint:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes read of its trees so far, those of the index and of gaps between chunks included.
+        """Bytes read of its trees so far, including the index and gaps between chunks.
 
         0 for a format whose own library reads it, such as HDF5.
         """
@@ -157,9 +157,12 @@ def _files_of(tree: TreeSource) -> str:
         return ""
     top, files = os.fspath(tree.location), tree.files_read
     below = (os.path.join(folder, name) for folder, _, names in os.walk(top) for name in names)
-    paths = [*below] or [top] if files is None else map(os.fspath, files)
-    link = os.readlink(top) if os.path.islink(top) else ""
-    return str([link, *((path, *_size_and_time(path)) for path in sorted(paths))])
+    found = [os.readlink(top) if os.path.islink(top) else ""]
+    for path in sorted([*below] or [top] if files is None else map(os.fspath, files)):
+        with contextlib.suppress(OSError):  # Another program has removed it.
+            status = os.stat(path)
+            found.append(f"{path} {status.st_size} {status.st_mtime_ns}")
+    return "\n".join(found)
 
 
 def _identities(tree: TreeSource) -> dict[str, tuple[int, ...]]:
@@ -171,15 +174,6 @@ def _identities(tree: TreeSource) -> dict[str, tuple[int, ...]]:
             times = (status.st_size, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) else ()
             found[os.fspath(path)] = status.st_dev, status.st_ino, *times
     return found
-
-
-def _size_and_time(path: str) -> tuple[int, int]:
-    """Return the size of a file and the time of its last change; zeros for one that another program has removed."""
-    try:
-        status = os.stat(path)
-    except OSError:
-        return 0, 0
-    return status.st_size, status.st_mtime_ns
 
 
 @functools.lru_cache(maxsize=16)
@@ -200,10 +194,10 @@ def _reopened(address: _Address) -> _OpenTree:
 class ArrayHandle:
     """An array of an open checkpoint. An index reads the elements that it selects, into an array of numpy.
 
-    Only the chunks that a selection needs are read, and each of them is compared with its checksum where the format has
+    Only the chunks that a selection needs are read, and each of them is compared with its checksum if the format has
     one. Any number of threads may read at the same time. A handle can be pickled while its checkpoint is open: another
     process opens the checkpoint again when it reads, and refuses one that has replaced it. Of a checkpoint of another
-    library, the sizes and times of its files tell that; in an object store, nothing does, and its arrays only have to
+    library, the sizes and times of its files show that; in an object store, nothing does, and its arrays only have to
     have the same shapes and types.
 
     Attributes:
@@ -260,7 +254,7 @@ class ArrayHandle:
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """The shape of the parts in which it is read; all of the array where the format has no chunks."""
+        """The shape of the parts in which it is read; all of the array if the format has no chunks."""
         if self._chunks is None:
             with self._open().reading(self._leaf) as tree:
                 self._chunks = tree.chunks(self._leaf)

@@ -21,16 +21,20 @@ from ..errors import (
     HoldfastError,
     ObjectNotFoundError,
     OptionError,
+    StorageError,
     StorageUnavailableError,
 )
 from .backend import DataReader, Entry, FileIdentity, Segment
 from .buffers import Buffer, aligned_empty
+from .local import HIDDEN_SUFFIX
 from .parallel import REQUESTS, parallel_map
 from .status import GarbledAnswerError, check_extent, map_status, without_secrets
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+    from .location import Location
 
 _logger = logging.getLogger("holdfast")
 
@@ -76,11 +80,7 @@ class _Pending(Protocol):
 
 
 class ObjectStoreBackend:
-    """Objects with names; directories are prefixes, which exist while an object lies below them.
-
-    Keys are names of objects without a leading slash. Subclasses speak to a system, in the methods that end with
-    ``_object`` or ``_objects`` and those for conditions.
-    """
+    """Objects with names, which are the keys; directories are prefixes, which exist while an object lies below them."""
 
     is_local = False
     given: Any = None  # the file system object that was passed for it, if one was
@@ -92,59 +92,44 @@ class ObjectStoreBackend:
         self._separator = "" if root.endswith("/") else "/"
         self._listing: _Listing | None = None
 
-    # ---- the system
+    # ---- the system, which subclasses speak to; most of them write
 
     def has_object(self, key: str) -> bool:
-        raise NotImplementedError
+        try:
+            self.object_size(key)
+        except ObjectNotFoundError:
+            return False
+        return True
 
-    def object_size(self, key: str) -> int | None:
-        """Return the length of an object in bytes; None where the system does not report it."""
-        return None
+    def object_size(self, key: str) -> int:
+        """Return the length of an object in bytes."""
+        raise NotImplementedError
 
     def read_range(self, key: str, byte_range: slice | None) -> bytes:
-        """Return the bytes of a range of an object, fewer if the object ends within it, or of all of it.
-
-        Raises:
-            DamagedCheckpointError: The object ends before the range begins.
-        """
+        """Return an object or a range of it; DamagedCheckpointError if it ends before the range begins."""
         raise NotImplementedError
 
-    def read_small(self, key: str, limit: int) -> bytes | None:
-        """Return an object in one request if it has at most so many bytes; None where others have to tell."""
-        return None
-
-    def write_object(self, key: str, content: list[bytes]) -> None:
-        """Write an object; ``content`` is a list of one, from which the bytes are taken."""
+    def list_objects(self, key: str, *, itself: bool) -> list[str]:
+        """Return the names below a key, sorted, and the key if ``itself`` and it is an object; perhaps similar ones."""
         raise NotImplementedError
+
+    def write_object(self, key: str, data: bytes) -> None:
+        raise StorageError(f"{self.url(key)} is only read")
+
+    def write_data(self, key: str, size: int, segments: Sequence[Segment]) -> None:
+        raise StorageError(f"{self.url(key)} is only read")
 
     def remove(self, key: str) -> None:
-        raise NotImplementedError
-
-    def remove_objects(self, names: Sequence[str]) -> None:
-        """Delete several objects; missing ones are fine."""
-        parallel_map(self.remove, names, REQUESTS)
+        raise StorageError(f"{self.url(key)} is only read")
 
     def remove_together(self, names: Sequence[str]) -> bool:
         """Delete up to 1,000 objects with one request; return False if each of them must be deleted by its own."""
         return False
 
-    def list_objects(self, key: str, *, itself: bool) -> list[str]:
-        """Return the names of all objects below a key, sorted, and the key if ``itself`` and there is such an object.
-
-        Other names that begin with the key may be among them.
-        """
-        raise NotImplementedError
-
-    def write_data(self, key: str, size: int, segments: Sequence[Segment], awaited: threading.Event | None) -> None:
-        raise NotImplementedError
-
     def read_into(
         self, key: str, offset: int, memory: Sequence[NDArray[np.uint8]], answered: Callable[[], None]
     ) -> bool:
-        """Fill memory with a range of an object; return False where only :meth:`read_range` can tell what is there.
-
-        ``answered`` is called when the service begins to answer, if it does.
-        """
+        """Fill memory, and call ``answered`` once the service answers; False where :meth:`read_range` has to tell."""
         return False
 
     def can_share(self) -> bool:
@@ -154,10 +139,7 @@ class ObjectStoreBackend:
         raise NotImplementedError
 
     def honours_conditions(self, key: str, data: bytes | None) -> bool:
-        """Return whether the service refuses to create an object that exists; ``key`` holds ``data``.
-
-        With None, no request is sent, and the answer is False where one would be needed.
-        """
+        """Return whether the service refuses to create an object that exists, as is tried with ``data`` at ``key``."""
         return False
 
     def read_generation(self, key: str) -> tuple[bytes | None, Any]:
@@ -213,45 +195,29 @@ class ObjectStoreBackend:
         kinds: dict[str, bool] = {}
         for name in self.names(key):
             head, slash, _ = name.partition("/")
-            if head and not head.endswith(".__lock"):
+            if head and not head.endswith(HIDDEN_SUFFIX):
                 kinds[head] = kinds.get(head, False) or bool(slash)
         return sorted(Entry(name, is_directory) for name, is_directory in kinds.items())
 
     def read_bytes(self, key: str, limit: int | None, size: int | None) -> bytes:
-        # One request suffices for an object that has the expected size, or is small. Otherwise the first request is for
-        # the byte at ``limit``, which should not exist.
-        if size is not None and (limit is None or size <= limit):
-            try:
-                return self.read_range(key, slice(0, size))
-            except DamagedCheckpointError:
-                pass  # the object is shorter, or the server does not serve ranges
-        elif limit is not None:
-            found = self.read_small(key, min(limit, _SMALL))
-            if found is not None:
-                return found
-        data = None
-        if limit is None or not self._has_byte(key, limit):
-            data = self.read_range(key, None)
-        if limit is not None and (data is None or len(data) > limit):
+        # One request suffices for an object that has the expected size, or is small.
+        is_known = size is not None and (limit is None or size <= limit)
+        part = size if is_known else None if limit is None else min(limit, _SMALL)
+        if part is not None:
+            with contextlib.suppress(DamagedCheckpointError):  # it is shorter, or the server does not serve ranges
+                found = self.read_range(key, slice(0, part if is_known else part + 1))
+                if is_known or len(found) <= part:
+                    return found
+        if limit is not None and self.object_size(key) > limit:
             raise DamagedCheckpointError(f"{self.url(key)} is longer than the {limit} bytes it may have")
-        return data or b""
+        return self.read_range(key, None)
 
     def has_size(self, key: str, size: int) -> bool:
-        known = self.object_size(key)
-        if known is not None:
-            return known == size
-        # The last byte must exist, and the one after it must not.
-        if self._has_byte(key, size):
-            return False
-        if size == 0:
-            return self.read_range(key, None) == b""
-        if self._has_byte(key, size - 1):
-            return True
-        return len(self.read_range(key, None)) == size  # this server does not serve ranges
+        return self.object_size(key) == size
 
     def write_bytes(self, key: str, data: bytes, *, atomic: bool) -> None:
         # Stores replace objects in one step, and answer when they are durable.
-        self.write_object(key, [bytes(data)])
+        self.write_object(key, bytes(data))
 
     def write_bytes_if(self, key: str, data: bytes, expected: bytes | None) -> bool:
         generation = None
@@ -277,8 +243,8 @@ class ObjectStoreBackend:
         if not names:
             raise ObjectNotFoundError(f"cannot rename {self.url(key)}: there is no such object or directory")
         for name in names:
-            self.write_object(target + name.removeprefix(key), [self.read_range(name, None)])
-        self.remove_objects(names)
+            self.write_object(target + name.removeprefix(key), self.read_range(name, None))
+        parallel_map(self.remove, names, REQUESTS)
 
     def remove_tree(self, key: str, first: str | None, last: str | None) -> None:
         below = f"{key}/" if key else ""
@@ -289,7 +255,7 @@ class ObjectStoreBackend:
         others = [name for name in names if name not in (beginning, end)]
         while len(others) > 1 and self.remove_together(others[:_TOGETHER]):
             others = others[_TOGETHER:]
-        self.remove_objects(others)
+        parallel_map(self.remove, others, REQUESTS)
         if end in names:
             self.remove(end)
 
@@ -324,7 +290,8 @@ class ObjectStoreBackend:
             except TimeoutError:
                 if timeout <= WARN_AFTER:
                     raise
-                self.warn(key, action)
+                advice = self._advice(StorageUnavailableError)
+                _logger.warning("%s: still waiting to %s it after %.0f s%s", self.url(key), action, WARN_AFTER, advice)
                 return future.result(timeout=timeout - WARN_AFTER)
         except TimeoutError as error:
             assert future is not None
@@ -346,10 +313,6 @@ class ObjectStoreBackend:
     def _advised(self, error: HoldfastError) -> HoldfastError:
         advice = self._advice(type(error))
         return type(error)(f"{error}{advice}") if advice else error
-
-    def warn(self, key: str, action: str) -> None:
-        advice = self._advice(StorageUnavailableError)
-        _logger.warning("%s: still waiting to %s it after %.0f s%s", self.url(key), action, WARN_AFTER, advice)
 
     def snapshot(self, key: str, known: Collection[str] = ()) -> Self:
         """Return this store with the names below a key listed once, now, and those ``known``; reads see the present."""
@@ -377,12 +340,6 @@ class ObjectStoreBackend:
             found = listing.names[bisect_left(listing.names, first) : end]
         return [name for name in found if name.startswith(below) or (itself and name == key)]
 
-    def _has_byte(self, key: str, position: int) -> bool:
-        try:
-            return bool(self.read_range(key, slice(position, position + 1)))
-        except DamagedCheckpointError:  # out of range
-            return False
-
 
 class ObjectReader(DataReader):
     """One object, read by ranges, or once as a whole where the store does not serve ranges."""
@@ -399,8 +356,7 @@ class ObjectReader(DataReader):
 
     @property
     def size(self) -> int:
-        known = self._backend.object_size(self._key)
-        return len(self._read_whole()) if known is None else known
+        return self._backend.object_size(self._key)
 
     def read(self, offset: int, length: int, buffer: Buffer | None = None) -> NDArray[np.uint8]:
         if self._missing is not None:  # one request suffices
@@ -498,8 +454,6 @@ def failing_parts(parts: Iterator[T]) -> Iterator[Iterator[T]]:
 
 # ---- files that programs open: read whole when they are opened, sent whole when they are closed
 
-_MODES = frozenset({"r", "w", "x", "a"})
-
 
 class _Upload(io.BytesIO):
     """A file in memory, which is sent when it is closed."""
@@ -517,26 +471,15 @@ class _Upload(io.BytesIO):
         self._send(content)
 
 
-def open_object(
-    mode: str,
-    *,
-    read: Callable[[], bytes],
-    exists: Callable[[], bool],
-    send: Callable[[bytes], None],
-    url: str,
-    **text: Any,
-) -> IO[Any]:
+def open_object(place: Location, mode: str, **text: Any) -> IO[Any]:
     """Open an object as the builtin ``open`` opens a file; ``text`` has its arguments for text."""
-    letters = sorted(mode.replace("t", "", 1))
-    binary = "b" in letters
-    kind = "".join(letters).replace("b", "", 1)
-    if kind not in _MODES:
-        raise OptionError(f"{url}: mode={mode!r} opens no object of a store: read it (r), or write it (w, x, a)")
-    if kind == "x" and exists():
-        raise FileExistsError(f"{url} exists")
-    raw: io.BytesIO
-    if kind == "r":
-        raw = io.BytesIO(read())
-    else:
-        raw = _Upload(send, read() if kind == "a" and exists() else b"")
-    return raw if binary else io.TextIOWrapper(raw, **{**text, "encoding": text.get("encoding") or "utf-8"})
+    letters = "".join(sorted(mode.replace("t", "", 1)))
+    kind = letters.replace("b", "", 1)
+    if kind not in ("r", "w", "x", "a"):
+        raise OptionError(f"{place}: mode={mode!r} opens no object of a store: read it (r), or write it (w, x, a)")
+    exists = kind in "xa" and place.is_there()
+    if kind == "x" and exists:
+        raise FileExistsError(f"{place} exists")
+    content = place.read_bytes() if kind == "r" or (kind == "a" and exists) else b""
+    raw = io.BytesIO(content) if kind == "r" else _Upload(place.write_bytes, content)
+    return raw if "b" in letters else io.TextIOWrapper(raw, **{**text, "encoding": text.get("encoding") or "utf-8"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 from collections.abc import Mapping
@@ -10,14 +11,14 @@ from typing import Any
 
 from ...engine.arrays import SavedLeaf
 from ...engine.errors import DamagedCheckpointError, NotAllowedError, OptionError
-from ...engine.pytree import ARRAY_KINDS, escape_key, import_path
+from ...engine.pytree import ARRAY_KINDS, escape_key, import_path, loaded
 from ..graph import Path, current_name
-from .constructor_spec import ConstructorFailed, Missing, SpecDecoder, check_spec, construct, on_this_machine
+from .constructor_spec import ConstructorFailed, Missing, SpecDecoder, available, check_spec, construct
 from .live import live_tree
 from .names import format_component_path
 from .permissions import Permissions, was_main
-from .reading import SavedComponent
-from .restoring import descend, restore_saved
+from .reading import SavedComponent, descend
+from .restoring import TreeRestore
 
 _logger = logging.getLogger("holdfast")
 
@@ -45,7 +46,7 @@ def build(
     def keep(path: Path, leaf: SavedLeaf | None) -> bool:
         return path[-1] in names and leaf is not None and leaf.saved.kind not in ARRAY_KINDS
 
-    restore_saved(live_tree(value), saved, strict=strict, keep=keep, fresh=True)
+    TreeRestore(live_tree(value), saved, strict=strict, keep=keep, fresh=True).run()
     return value
 
 
@@ -66,19 +67,18 @@ class _Building:
                 f"{saved.location}: its constructor spec needs the component itself, or one that does"
             )
         self.under_way.add(saved.path)
-        description = saved.description
-        kind = self._class(description.type, base, str(saved.location))
-        spec = description.constructor
-        if kind is None or spec is None:
-            if kind is not None and not overrides and not self.fallback:
-                raise OptionError(
-                    f"{saved.location}: the constructor arguments of {description.type} were not saved: "
-                    f"{description.obstacle}. Make it yourself and call restore_from_path, or pass them by name"
-                )
-            return construct(kind or base, (), overrides, str(saved.location))
-        value = self._construct(kind, spec, overrides, str(saved.location))
-        self.under_way.discard(saved.path)
-        return value
+        description, where = saved.description, str(saved.location)
+        kind = self._class(description.type, base, where)
+        if kind is not None and description.constructor is not None:
+            value = self._construct(kind, description.constructor, overrides, where)
+            self.under_way.discard(saved.path)
+            return value
+        if kind is not None and not overrides and not self.fallback:
+            raise OptionError(
+                f"{where}: the constructor arguments of {description.type} were not saved: {description.obstacle}. "
+                "Make it yourself and call restore_from_path, or pass them by name"
+            )
+        return construct(kind or base, (), overrides, where)
 
     def _class(self, path: str, base: type, where: str) -> Any | None:
         if current_name(path) == import_path(base) or was_main(path, base):
@@ -99,7 +99,10 @@ class _Building:
 
     def _construct(self, kind: Any, spec: Mapping[str, Any], overrides: Mapping[str, Any], where: str) -> Any:
         decoder = SpecDecoder(self.permissions, self._component, self._nested, where)
-        signature = _signature(kind)
+        signature = inspect.Signature([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)])
+        with contextlib.suppress(TypeError, ValueError):
+            own = inspect.signature(kind.__init__)
+            signature = own.replace(parameters=list(own.parameters.values())[1:])
         try:
             bound = signature.bind_partial(*spec["args"], **spec["kwargs"])
         except TypeError as error:
@@ -120,17 +123,14 @@ class _Building:
         rest = tuple(decoder.decode(value) for value in saved.pop(unnamed, ()))
         saved |= saved.pop(others, {})
         decoded = {name: decoder.decode(value) for name, value in saved.items() if name not in overrides}
-        given = {name: on_this_machine(name, value) for name, value in decoded.items()} | dict(overrides)
-        missing = [
-            f"{name} ({value.reason})"
-            for name, value in [*given.items(), *((f"*{place}", value) for place, value in enumerate(rest))]
-            if isinstance(value, Missing)
-        ]
-        if missing:
-            raise OptionError(
-                f"{where}: these arguments of {kind.__qualname__} were not kept; pass them by name: "
-                + ", ".join(missing)
-            )
+        for name, value in decoded.items():
+            if name.endswith("device") and isinstance(value, str) and loaded("torch") is not None:
+                decoded[name] = available(value)
+        given = {**decoded, **overrides}
+        every = given | {f"*{place}": value for place, value in enumerate(rest)}
+        if missing := [f"{name} ({one.reason})" for name, one in every.items() if isinstance(one, Missing)]:
+            what = f"these arguments of {kind.__qualname__} were not kept; pass them by name"
+            raise OptionError(f"{where}: {what}: {', '.join(missing)}")
         bound.arguments = {name: given.pop(name) for name in names if name in given}
         bound.arguments |= {name: value for name, value in ((unnamed, rest), (others, given)) if value}
         try:
@@ -160,11 +160,3 @@ class _Building:
         if not isinstance(kind, type):
             raise TypeError(f"{content.get('class')!r:.80} is not a class")
         return self._construct(kind, spec, {}, where)
-
-
-def _signature(kind: Any) -> inspect.Signature:
-    try:
-        own = inspect.signature(kind.__init__)
-    except (TypeError, ValueError):
-        return inspect.Signature([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)])
-    return own.replace(parameters=list(own.parameters.values())[1:])

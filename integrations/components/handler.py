@@ -20,7 +20,7 @@ from .constructing import build
 from .live import live_tree
 from .permissions import Permissions
 from .reading import NativeComponent, full_state, of_record
-from .restoring import kept_values, restore_saved
+from .restoring import TreeRestore, kept_values
 from .saving import prepare
 
 
@@ -153,7 +153,8 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
                     "overrides=, trust=, allowed= and renamed= are for a new component, and a running one was given"
                 )
             strict = strict and misfits is None
-            restore_saved(live_tree(item), saved, strict=strict, keep=kept_values(keep), misfits=misfits, modes=modes)
+            kept = kept_values(keep)
+            TreeRestore(live_tree(item), saved, strict=strict, keep=kept, misfits=misfits, modes=modes).run()
             return item
         if keep is not None:
             raise OptionError("keep= is for a running component, and none was given; name values in overrides=")

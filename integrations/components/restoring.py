@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from ...engine.arrays import SavedLeaf
@@ -15,16 +14,8 @@ from ...engine.sources import Misfits
 from ..graph import Path, RestoreReport, StoredGraph
 from .live import LiveComponent, paths_of, refreshed
 from .names import find, format_component_path
-from .reading import SavedComponent, all_components
-from .states import (
-    OwnReport,
-    forget_moments,
-    has_own,
-    is_remote,
-    own_states,
-    prepare_state,
-    stored_state,
-)
+from .reading import SavedComponent, all_components, descend
+from .states import OwnReport, forget_moments, is_remote, overrides, own_states, prepare_state, stored_state
 
 _logger = logging.getLogger("holdfast")
 # Returns whether the value at a path of a component stays as it is in the program.
@@ -35,50 +26,23 @@ _KEPT = (
 )
 
 
-def restore_saved(
-    target: LiveComponent,
-    saved: SavedComponent,
-    *,
-    strict: bool,
-    keep: Keep | PathFilter | None = None,
-    fresh: bool = False,
-    misfits: Misfits | None = None,
-    modes: bool = False,
-) -> RestoreReport:
-    """Restore a live component, just made if it is ``fresh``, from one that has been opened.
-
-    With ``misfits``, values that do not fit stay as they are, and it gets a line for each of them. With ``modes``,
-    modules and parameters are trained or not as they were.
-    """
-    restore = _Restore(target, saved, keep, strict=strict, fresh=fresh, fitting=misfits is not None, modes=modes)
-    report = restore.run()
-    if changed := restore.changed_modes():
-        _logger.info("as at the save, where the program began otherwise: %s", shortened(changed))
-    if misfits is not None:
-        misfits.kept |= restore.different()
-        report._note(misfits)
-        report = RestoreReport(checkpoint=report.checkpoint, restored=report.restored, separate=report.separate)
-    for line in report.problems():
-        _logger.warning("%s: %s", saved.location, line.strip())
-    return report
-
-
 def kept_values(patterns: Patterns | None) -> PathFilter | None:
     """Return the filter of the values that a restore changes."""
     return None if patterns in (None, [], ()) else PathFilter(exclude=patterns, option="keep")
 
 
 @dataclass(eq=False)
-class _Restore:
-    """One restore: every state is read, and so verified, before anything changes."""
+class TreeRestore:
+    """One restore into a live component: every state is read, and so verified, before anything changes."""
 
     target: LiveComponent
     saved: SavedComponent
-    keep: Keep | PathFilter | None
+    _: KW_ONLY
     strict: bool
-    fresh: bool
-    fitting: bool
-    modes: bool
+    keep: Keep | PathFilter | None = None
+    fresh: bool = False  # whether the component was just made
+    misfits: Misfits | None = None  # values that do not fit stay as they are, and are noted here
+    modes: bool = False  # whether modules and parameters are trained or not as they were
 
     def __post_init__(self) -> None:
         self._origins = self._match(self.target)
@@ -99,7 +63,11 @@ class _Restore:
         self._asked: dict[Path, Any] = {}  # states of remote components before the restore, requested at once
 
     def _left_out(self) -> tuple[str, ...]:
-        return _values({path: tuple(origin.left_out) for path, origin in self._origins.items()})
+        return _lines((path, origin.left_out) for path, origin in self._origins.items())
+
+    def _lines(self, of: Callable[[OwnReport], Iterable[str]]) -> tuple[str, ...]:
+        """Return what the reports of restored components list, each with the path of the component."""
+        return _lines((path, of(one)) for path, one in self._done.items())
 
     def _match(self, target: LiveComponent) -> dict[Path, SavedComponent]:
         """Return the saved component for each live one, by its path, components below others first."""
@@ -108,8 +76,7 @@ class _Restore:
 
         def visit(one: LiveComponent, saved: SavedComponent) -> None:
             for child in one.children:
-                origin = descend(saved, one.relative(child)) or self._same(saved, one.relative(child))
-                if origin is not None:
+                if (origin := descend(saved, one.relative(child))) is not None:
                     visit(child, origin)
             for path, goal in one.same.items():
                 if (origin := descend(saved, path[len(one.path) :])) is not None:
@@ -131,14 +98,6 @@ class _Restore:
         every += [(path, goal) for one in here for path, goal in one.same.items() if goal not in within]
         return [format_component_path(path) for path, goal in every if goal not in self._origins]
 
-    def _same(self, saved: SavedComponent, path: Path) -> SavedComponent | None:
-        """Return a component that was saved under another path of the tree, as it was the same object."""
-        goal = saved.description.same.get(path)
-        start = self.saved.description.path
-        if goal is None or goal[: len(start)] != start:
-            return None
-        return descend(self.saved, goal[len(start) :])
-
     def _saved_paths(self, opened: Mapping[Path, Any]) -> Iterator[Path]:
         """Generate the paths of the saved values that patterns choose, also of components that are yet to be made."""
         matched = {origin.path for origin in self._origins.values()}
@@ -152,7 +111,7 @@ class _Restore:
         """Return a function that sets a state that was opened for a component."""
         if isinstance(state, StoredGraph):
             kept = self._kept(one.path, state)
-            return prepare_state(one, state, ignore=kept, fitting=self.fitting, modes=self.modes)
+            return prepare_state(one, state, ignore=kept, fitting=self.misfits is not None, modes=self.modes)
 
         def apply() -> OwnReport:
             one.value.set_state(state)
@@ -183,6 +142,16 @@ class _Restore:
                 f"{self.saved.location} and the program do not match (strict=True); what both have was restored:",
                 report.problems(),
             )
+        if changed := self._lines(lambda one: one.modes):
+            _logger.info("as at the save, where the program began otherwise: %s", shortened(changed))
+        if self.misfits is not None:
+            for path, one in self._done.items():
+                where = format_component_path(path)
+                self.misfits.kept |= {f"{where}: {name}": f"{where}: {line}" for name, line in one.different.items()}
+            report._note(self.misfits)
+            report = RestoreReport(checkpoint=report.checkpoint, restored=report.restored, separate=report.separate)
+        for line in report.problems():
+            _logger.warning("%s: %s", self.saved.location, line.strip())
         return report
 
     def _new_origins(self) -> dict[Path, SavedComponent]:
@@ -210,31 +179,20 @@ class _Restore:
             if isinstance(state, dict) and not state:
                 continue
             try:
-                if has_own(one.value, "set_state"):
+                if overrides(one.value, "set_state"):
                     one.value.set_state(state)
                 else:
                     prepare_state(one, stored_state(state))()
             except Exception:  # The caller sees the error that led here.
                 _logger.warning("%s: its state could not be undone", format_component_path(one.path), exc_info=True)
 
-    def changed_modes(self) -> tuple[str, ...]:
-        """Return the modes of modules and the ``requires_grad`` flags that the restore has changed."""
-        return _values({path: one.modes for path, one in self._done.items()})
-
-    def different(self) -> dict[str, str]:
-        """Return the values that did not fit and stay as they are, each with the reason."""
-        pairs = [(format_component_path(path), one.different) for path, one in self._done.items()]
-        return {f"{path}: {name}": f"{path}: {line}" for path, lines in pairs for name, line in lines.items()}
-
     def _forget_moments(self) -> None:
         """Remove the restored optimizer states of parameters that did not fit, wherever in the tree these are."""
         fresh = [tensor for one in self._done.values() for tensor in one.fresh]
-        if not fresh:
-            return
-        live = paths_of(self.target.root)
-        for path, one in self._done.items():
-            different = {**one.different, **{line: line for line in forget_moments(live[path], fresh)}}
-            self._done[path] = dataclasses.replace(one, different=different)
+        if fresh:
+            live = paths_of(self.target.root)
+            for path, one in self._done.items():
+                one.different.update((line, line) for line in forget_moments(live[path], fresh))
 
     def _report(self) -> RestoreReport:
         used = {origin.path for origin in self._origins.values()}
@@ -244,8 +202,8 @@ class _Restore:
             restored=tuple(map(format_component_path, self._done)),
             missing=tuple(self._missing()),
             unused=tuple(format_component_path(one.path) for one in below if not _is_used(one, used)),
-            missing_values=_values({path: one.missing for path, one in self._done.items()}),
-            unused_values=(*_values({path: one.unused for path, one in self._done.items()}), *self._left_out()),
+            missing_values=self._lines(lambda one: one.missing),
+            unused_values=(*self._lines(lambda one: one.unused), *self._left_out()),
             separate=tuple(self._separate()),
         )
 
@@ -266,7 +224,7 @@ def _is_used(one: SavedComponent, used: Collection[Path]) -> bool:
 
 def _opened(origin: SavedComponent, one: LiveComponent) -> Any:
     """Return the state for the component's own ``set_state``, or open it to be read."""
-    return origin.state(one.value) if has_own(one.value, "set_state") else origin.graph()
+    return origin.state(one.value) if overrides(one.value, "set_state") else origin.graph()
 
 
 def locate(live: LiveComponent, component: str) -> LiveComponent:
@@ -276,15 +234,5 @@ def locate(live: LiveComponent, component: str) -> LiveComponent:
     return by_path[find(component, by_path, type(live.value).__qualname__)]
 
 
-def descend(saved: SavedComponent, path: Path) -> SavedComponent | None:
-    """Return a saved component below another, or None."""
-    if not path:
-        return saved
-    for below, child in saved.children.items():
-        if path[: len(below)] == below:
-            return descend(child, path[len(below) :])
-    return None
-
-
-def _values(by_component: dict[Path, tuple[str, ...]]) -> tuple[str, ...]:
-    return tuple(f"{format_component_path(path)}: {value}" for path, values in by_component.items() for value in values)
+def _lines(by_component: Iterable[tuple[Path, Iterable[str]]]) -> tuple[str, ...]:
+    return tuple(f"{format_component_path(path)}: {line}" for path, lines in by_component for line in lines)

@@ -15,7 +15,7 @@ from ...engine.manager import CheckpointManagerOptions, Mirror, Peek, infos_of
 from ...engine.peer_names import refuse_unknown
 from ...engine.steps import LEFT_BEHIND, list_steps, series_and_step
 from ...engine.storage import Place, as_location
-from .checkpoint import Checkpoint, CheckpointTemplate, listen, numbered
+from .checkpoint import Checkpoint, CheckpointTemplate, numbered
 from .reader import numbers_of
 from .restoration import RestoreStatus
 from .stored import GraphCheckpointHandler, StoredGraph
@@ -33,12 +33,12 @@ class CheckpointManager:
         checkpoint: The checkpoint object to save.
         directory: A path or URL.
         max_to_keep: How many of the newest checkpoints to keep; None keeps all.
-        keep_checkpoint_every_n_hours: Keep the first checkpoint, and then one in every so many hours, for good.
+        keep_checkpoint_every_n_hours: Keep the first checkpoint, and then one every this many hours, for good.
         checkpoint_name: The name before the number.
         step_counter: The step of the program: a number that changes in place, such as a `Value` or a tensor, or a
             function that returns it.
-        checkpoint_interval: Save only where the step counter has advanced by this much since the last save.
-        init_fn: Called by `restore_or_initialize` where there is no checkpoint.
+        checkpoint_interval: Save only if the step counter has advanced by this much since the last save.
+        init_fn: Called by `restore_or_initialize` if there is no checkpoint.
         last_checkpoint_step: The step of a checkpoint that was saved before, to count the interval from.
         background: Return from `save` as soon as the objects may change again, and write then.
         layout: Sizes of chunks, segments and data files.
@@ -115,7 +115,7 @@ class CheckpointManager:
         )
         self._processes = ProcessGroup(f"numbers of {self._directory.url}", None, _TIMEOUT)
         self._later: set[int] = set()  # steps after the one that was restored last, which are saved again
-        listen(checkpoint, self)
+        checkpoint._holdfast.managers.add(self)
 
     @property
     def directory(self) -> str:
@@ -152,7 +152,7 @@ class CheckpointManager:
             check_interval: Whether to wait for `checkpoint_interval`. A step that was just saved is never saved again.
 
         Returns:
-            The path of the checkpoint, or None where it is too early. A background save is not committed yet.
+            The path of the checkpoint, or None if it is too early. A background save is not committed yet.
 
         Raises:
             CheckpointExistsError: The number is taken, by no checkpoint after the one that was restored last.

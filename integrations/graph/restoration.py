@@ -52,7 +52,7 @@ class RestoreReport:
     components by theirs, the root as ``(root)``, and values of restored components as ``learner/p0: net/bias``.
 
     Attributes:
-        checkpoint: Where the values come from; ``""`` where no checkpoint was given.
+        checkpoint: Where the values come from; ``""`` if no checkpoint was given.
         restored: Values or components in the program that were restored.
         missing: Values or components in the program for which the checkpoint has none; they stay as they are.
         missing_values: Values of restored components that the checkpoint does not have.
@@ -116,7 +116,7 @@ class RestoreStatus:
     save.
 
     Args:
-        restoration: The restore, or None where no checkpoint was given.
+        restoration: The restore, or None if no checkpoint was given.
         root: The object that was restored into; it is kept alive.
     """
 
@@ -189,22 +189,21 @@ class RestoreStatus:
     def _checked(self) -> RestoreReport:
         if self._restoration is None:
             raise UnmatchedObjectsError("no checkpoint was given: restore(None) restores nothing", self.report)
-        if self._restoration.progress.unrestored():
+        if self._restoration.progress.left():
             self.try_complete()
         return self.report
 
 
 def describe_no_match(report: RestoreReport) -> str:
     """Describe a restore that matched nothing, and the values of the checkpoint."""
-    if not report.missing and not report.restored:
-        what = f"{report.checkpoint}: nothing was restored, as nothing has been attached yet"
-    else:
-        what = (
-            f"{report.checkpoint}: nothing was restored. Names in the program and in the checkpoint differ from the "
-            "first key on: Checkpoint(model) and Checkpoint(model=model) are two different things, for example"
+    why = ", as nothing has been attached yet"
+    if report.missing or report.restored:
+        why = (
+            ". Names in the program and in the checkpoint differ from the first key on: Checkpoint(model) and "
+            "Checkpoint(model=model) are two different things, for example"
         )
     sections = format_section("in the program", report.missing) + format_section("in the checkpoint", report.pending)
-    return "\n".join([what, *sections])
+    return "\n".join([f"{report.checkpoint}: nothing was restored{why}", *sections])
 
 
 @dataclass(slots=True)
@@ -219,18 +218,12 @@ class RestoreProgress:
     def left(self) -> dict[int, Path]:
         return {number: path for number, path in self.wanted.items() if number not in self.restored}
 
-    def unrestored(self) -> list[Path]:
-        return list(self.left().values())
-
     def end(self) -> None:
         """Log the values that were never restored, once the checkpoint object is gone."""
-        left = [] if self.partial else self.unrestored()
-        if left:
-            what = (
-                "a checkpoint object is gone, and values of %s were never restored; call expect_partial() if that is "
-            )
-            lines = format_section("not restored", _formatted(left))
-            _logger.warning(f"{what}intended:\n%s", self.where, "\n".join(lines))
+        if not self.partial and (left := self.left()):
+            what = "a checkpoint object is gone, and values of %s were never restored; call expect_partial() if that "
+            lines = format_section("not restored", _formatted(left.values()))
+            _logger.warning(f"{what}is intended:\n%s", self.where, "\n".join(lines))
 
 
 class Restoration:
@@ -279,11 +272,6 @@ class Restoration:
         assert root is not None
         return root
 
-    @property
-    def done(self) -> bool:
-        """Whether nothing is left to restore."""
-        return self.retired or not self.progress.left()
-
     def retire(self) -> None:
         """End the restore, because a later one takes over what it waits for."""
         self.retired = True
@@ -296,14 +284,10 @@ class Restoration:
             self._write(*self._prepared(self._matching.from_root(self.root)))
 
     def prepare(self, misfits: Misfits | None = None) -> Callable[[], None]:
-        """Read everything that `advance` would restore; return a function that changes the objects.
-
-        The report counts the values as restored.
-        With ``misfits``, only values that fit are restored, and the others are noted there.
-        """
+        """Read all that `advance` would restore, or all of it that fits; return a function that changes the objects."""
         with collection_paused():
             values, known = self._prepared(self._matching.from_root(self.root), misfits)
-        self._note(*(one for one, _ in values), *known)
+        self._note(*(one for one, _ in values), *known)  # the report counts them as restored
         return partial(self._write, values, known)
 
     def restore_modes(self) -> list[str]:
@@ -338,7 +322,9 @@ class Restoration:
             (segment,) = [str(key)] if isinstance(key, int) else key_segments([key])
         except KeyProblem:
             return False
-        return self._matching.expects_below(holder, segment)
+        graph = self._matching.graph
+        children = (graph.nodes[number].edges.get(segment) for number, _ in self._matching.bindings.of(holder))
+        return any(child is not None and graph.nodes[child].edges for child in children)
 
     @property
     def found_anything(self) -> bool:
@@ -346,7 +332,7 @@ class Restoration:
         graph = self._matching.graph
         return any(
             number in self.progress.wanted or graph.nodes[number].value is None
-            for number in self._matching.bindings.numbers()
+            for number in self._matching.bindings.by_number
             if number != 0
         )
 
@@ -397,7 +383,7 @@ class Restoration:
         missing = _formatted(node.path for node in nodes if isinstance(node.view, Leaf) and node.view.shared)
         if missing:
             lines = format_section("in the program, not in the checkpoint", missing)
-            lines += format_section("in the checkpoint, not in the program", _formatted(self.progress.unrestored()))
+            lines += format_section("in the checkpoint, not in the program", _formatted(self.progress.left().values()))
             what = "%s has no values for objects of the program, which keep those they have; pass partial=True if that "
             _logger.warning(f"{what}is intended:\n%s", self.progress.where, "\n".join(lines))
 
@@ -436,10 +422,7 @@ class Restoration:
         self._wait()
 
     def _sorted(self, found: Iterable[Assignment]) -> tuple[list[Assignment], list[Assignment]]:
-        """Return the assignments to do, and those that a later restore or another path has done.
-
-        Streams that the checkpoint lacks for this process stay as they are, and count as done.
-        """
+        """Return the assignments to do, and those that a later restore or another path has done."""
         due: list[Assignment] = []
         known: list[Assignment] = []
         fresh: list[Path] = []
@@ -450,7 +433,7 @@ class Restoration:
             ):
                 continue
             if not self._has_own and isinstance(one.slot, StateSlot) and one.slot.is_stream:
-                known.append(one)
+                known.append(one)  # the checkpoint lacks it for this process, which keeps its own
                 fresh.append(one.path)
                 continue
             place = id(one.slot.anchor), one.slot.trail
@@ -505,7 +488,7 @@ def check_restored(restorations: Sequence[Restoration]) -> None:
     superseded: set[Path] = set()  # the values of later restores
     for restoration in reversed(restorations):
         progress = restoration.progress
-        if waiting := progress.unrestored():
+        if waiting := list(progress.left().values()):
             late = [path for path in restoration.awaited() if path not in superseded]
             if not progress.partial:
                 unrestored += [f"{format_node_path(path)} ({progress.where})" for path in late]

@@ -61,11 +61,9 @@ class Slot(Protocol):
 
     def get(self) -> Any:
         """Return the value; ``...`` where the slot is still empty."""
-        ...
 
     def set(self, value: Any) -> None:
         """Change the value; it has the kind, dtype and shape of what `get` returns."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -120,9 +118,6 @@ class PartState(StateSlot):
     """A part of the state of an object, saved and restored by the object's own methods; the same on all processes."""
 
     is_stream = False
-
-    def __init__(self, thing: Any, name: str) -> None:
-        super().__init__(thing, thing, (name,))
 
 
 class MemberSlot:

@@ -89,7 +89,8 @@ class Fitting:
         self._trainer = trainer
         self._saved: Description | None = None
         self._shapes: dict[str, torch.Size] = {}  # the shapes of the weights in the checkpoint
-        self._groups: list[tuple[int, list[int | None]]] = []  # by optimizer: saved groups, and the origins of its own
+        # By optimizer, of those that are restored in parts: how many groups were saved, and the origins of its own.
+        self._groups: dict[int, tuple[int, list[int | None]]] = {}
         self._described: tuple[list[Any], str] | None = None
         self._schedulers: list[str] = []
         self._hyperparameters: Hyperparameters | None = None
@@ -103,10 +104,7 @@ class Fitting:
         self._hyperparameters = Hyperparameters(StateAdapter(), (), self._optimizing())
 
     def begin(self, counting: str) -> None:
-        """Note the schedulers, which callbacks such as StochasticWeightAveraging change later.
-
-        In a resumed run, set the hyperparameters that count: those that were ``"saved"`` or those of the ``"program"``.
-        """
+        """Note the schedulers, which callbacks may change; in a resumed run, set the hyperparameters that count."""
         if self._hyperparameters is not None and self._is_resumed:
             shown = self._trainer.is_global_zero
             self._hyperparameters.settle((), self._optimizing(), counting, shown=shown)
@@ -213,27 +211,22 @@ class Fitting:
         for index, origin in enumerate(origins):
             if origin is not None and hasattr(optimizers[index], "consolidate_state_dict"):
                 taken.append(states[origin])  # This optimizer itself divides its state among processes.
-                self._groups.append((0, []))
-                continue
-            fresh = optimizers[index].state_dict()
-            if origin is None:
+            elif origin is None:
                 self.misfits.missing([f"optimizer_states/{index}"])
-                taken.append(fresh)
-                self._groups.append((0, [None] * len(fresh["param_groups"])))
+                taken.append(optimizers[index].state_dict())
             else:
-                taken.append(self._fitting(index, fresh, live[index], states[origin], saved[origin]))
+                taken.append(self._fitting(index, live[index], states[origin], saved[origin]))
         self.misfits.surplus(f"optimizer_states/{index}" for index in range(len(saved)) if index not in origins)
         return taken
 
-    def _fitting(self, index: int, fresh: _State, live: _Optimizer, state: _State, saved: _Optimizer) -> _State:
+    def _fitting(self, index: int, live: _Optimizer, state: _State, saved: _Optimizer) -> _State:
         """Return the state of one optimizer: the parts of the saved state that fit, otherwise the fresh state."""
         assert self.misfits is not None
-        place, groups = f"optimizer_states/{index}", fresh["param_groups"]
-        none: list[int | None] = [None] * len(groups)
         optimizer = self._trainer.strategy.optimizers[index]
+        fresh: _State = optimizer.state_dict()
+        place, groups = f"optimizer_states/{index}", fresh["param_groups"]
         if not _related(optimizer, saved.kind, _first_options(groups, state["param_groups"])):
             self.misfits.differs(place, live.kind, saved.kind)
-            self._groups.append((0, none))
             return fresh
         parameters = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
         flat = list(chain.from_iterable(live.names or ()))
@@ -241,7 +234,6 @@ class Fitting:
             if not _suit_by_order(groups, parameters, state):
                 why = "the checkpoint does not name the parameters, and they do not all fit"
                 self.misfits.kept[place] = f"{place}: {why}"
-                self._groups.append((0, none))
                 return fresh
             saved = live
         positions = saved.positions()
@@ -262,7 +254,7 @@ class Fitting:
                     self.misfits.differs(f"{place}/{name}", f"shape {_shape(value.shape)}", _shape(shape))
         self.misfits.surplus(f"{place}/{name}" for name in positions if name not in flat)
         origins = _origins_of_groups(live.names or [], saved.names or [])
-        self._groups.append((len(saved.names or ()), origins))
+        self._groups[index] = len(saved.names or ()), origins
         options = []
         for number, (group, source) in enumerate(zip(groups, origins, strict=True)):
             if source is None:
@@ -290,9 +282,8 @@ class Fitting:
                 counted = {name: states[index][name] for name in _COUNTERS if name in states[index] and name in fresh}
                 taken.append({**fresh, **counted})
             else:
-                of = next((one for one, optimizer in enumerate(optimizers) if optimizer is scheduler.optimizer), None)
-                count, origins = (0, []) if of is None else self._groups[of]
-                taken.append(_by_group(states[index], fresh, count, origins))
+                of = next((one for one, optimizer in enumerate(optimizers) if optimizer is scheduler.optimizer), -1)
+                taken.append(_by_group(states[index], fresh, *self._groups.get(of, (0, []))))
         self.misfits.surplus(f"lr_schedulers/{index}" for index in range(len(schedulers), len(states)))
         return taken
 
@@ -412,11 +403,8 @@ def _differing(name: str, saved: Any, live: Any) -> str | None:
 
 
 def _related(live: Any, saved: str, options: _Options | None = None) -> bool:
-    """Return whether an object may have a state of the saved class.
-
-    Its class is the same, a base or a derived one, or its groups have the same ``options``. Classes of the
-    program may have been moved, and its schedules renamed.
-    """
+    """Return whether an object may have a state of the saved class: a related one, or with groups of equal options."""
+    # Classes of the program may have been moved, and its schedules renamed.
     of_torch = [name.startswith("torch.") for name in (class_name(live), saved)]
     if is_kin(type(live), saved) or (options is None and not any(of_torch)):
         return True

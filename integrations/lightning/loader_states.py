@@ -47,10 +47,7 @@ def cut_short(loaders: Sequence[Any], limit: float) -> list[str]:
 
 
 def replicated_states(loaders: Sequence[object], names: Collection[str] = ()) -> list[int]:
-    """Return which of the states of :func:`loader_states` are declared to be those of all processes.
-
-    Loaders declare it themselves, or ``names`` has ``loaders`` or one such as ``loaders/0``; of no loader, OptionError.
-    """
+    """Return which loaders have a state of all processes: they declare it, or ``names`` has them (``loaders/0``)."""
     stateful = _stateful(loaders)
     named = {name: range(len(stateful)) for name in names if name == "loaders"}
     named |= {name: range(len(stateful))[int(name[8:]) :][:1] for name in names if name.startswith("loaders/")}
@@ -64,12 +61,9 @@ def replicated_states(loaders: Sequence[object], names: Collection[str] = ()) ->
 
 
 def load_loader_states(loaders: Sequence[object], saved: Sequence[Any], *, ended: bool = False) -> None:
-    """Restore the states that :func:`loader_states` returned, by the methods of the loaders.
-
-    The next iterators continue behind the last batch. If the epoch has ``ended``, they begin the next one: loaders know
-    that from their states, except those of torchdata, if no batch was requested behind the last one, and streams of
-    Hugging Face.
-    """
+    """Restore states: the next iterators continue behind the last batch, or begin an epoch if one has ``ended``."""
+    # Loaders know the end of an epoch from their states, except those of torchdata, if no batch was requested behind
+    # the last one, and streams of Hugging Face.
     stateful = _stateful(loaders)
     if len(stateful) != len(saved):
         raise StateError(
@@ -175,11 +169,10 @@ def _copied(state: Any) -> Any:
 
 
 class DrawnAhead:
-    """The batch that Lightning draws ahead of training, to detect the last one of data without a length.
+    """The batch that Lightning draws ahead of training, to detect the last one of data without a length."""
 
-    Loaders whose states belong to all processes are saved as they were before it, as each number of processes divides
-    it otherwise.
-    """
+    # Loaders whose states belong to all processes are saved as they were before it, as each number of processes
+    # divides it otherwise.
 
     def __init__(self) -> None:
         self._loaders: Sequence[object] = ()
@@ -246,7 +239,6 @@ def restore_generators(state: dict[str, Any], device: torch.device, loaders: Seq
 
 
 def loader_generators(loaders: Sequence[object]) -> dict[str, Any]:
-    """Return the states of the generators of loaders and their samplers, by name."""
     return {name: state_of(generator) for name, generator in _generators(loaders).items()}
 
 
@@ -257,11 +249,8 @@ def restore_loader_generators(states: Mapping[str, Any], loaders: Sequence[objec
 
 
 def _generators(loaders: Sequence[object]) -> dict[str, Any]:
-    """Return the generator of each loader and sampler, once, by a name such as ``0.sampler.generator``.
-
-    A loader with a state restores its own generator, except one of torchdata, which draws the seeds of its workers from
-    it.
-    """
+    """Return the generator of each loader and sampler, once, by a name such as ``0.sampler.generator``."""
+    # A loader with a state restores its own generator, except one of torchdata, which draws the seeds of its workers.
     found: dict[int, tuple[str, Any]] = {}
     for index, loader in enumerate(loaders):
         if not _state_methods(loader) or is_torchdata_loader(loader):

@@ -6,24 +6,24 @@ workers are seeded), and at each batch after that, as the model draws from the s
 without a state, a resume repeats the first three with the saved states of the generators, and draws the earlier batches
 again. A loader with a state restores itself.
 
-:class:`EpochReplay` is a state machine. It starts in ``FOLLOWING``; a checkpoint takes it to ``AFTER_EPOCH`` or
-``WITHIN_EPOCH``, by the point at which it was saved. The loops of Lightning cause the events, in this order:
+:class:`EpochReplay` is a state machine. It follows the run, or has a saved position, at the end of an epoch or within
+one, to which it returns. The loops of Lightning cause the events, in this order:
 
 ==============  ======================  ================================  ====================================
-event           FOLLOWING               AFTER_EPOCH                       WITHIN_EPOCH
+event           no position             a position after an epoch         a position within an epoch
 ==============  ======================  ================================  ====================================
 state restored  notes the generators    sets those that made the loaders  the same; lifts limits of a run that
                                                                           was not at its end yet
 loaders made    notes their generators  the same                          begins the epoch again
-epoch begins    notes the generators    restores all; to ``FOLLOWING``    silences a warning
-batches begin   notes the generators                                      restores all; to ``FOLLOWING``, or
-                                                                          ``VALIDATION_DUE``
-batch           counts it
+epoch begins    notes the generators    restores all, and follows         silences a warning
+batches begin   notes the generators                                      restores all, and follows if no
+                                                                          validation is due
+batch           counts it                                                 leaves it out, and follows
 fit ends                                restores the end                  restores the end
 ==============  ======================  ================================  ====================================
 
-In ``VALIDATION_DUE``, the batch that was done before the save is left out, and the state is ``FOLLOWING`` again: the
-validation follows. Where nothing was left to do, no epoch begins, and the end of the ``fit`` is the next event.
+The batch that is left out was done before the save: its validation follows. Where nothing was left to do, no epoch
+begins, and the end of the ``fit`` is the next event.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Collection
-from enum import Enum, auto
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -75,13 +74,6 @@ _SET_UP_EPOCHS = ("GradientAccumulationScheduler", "StochasticWeightAveraging")
 _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
 
 
-class _State(Enum):
-    FOLLOWING = auto()
-    AFTER_EPOCH = auto()
-    WITHIN_EPOCH = auto()
-    VALIDATION_DUE = auto()
-
-
 class EpochReplay:
     """Follows one ``fit`` through its epochs, and takes it to where a checkpoint was saved; see the table above."""
 
@@ -92,8 +84,7 @@ class EpochReplay:
         self._fit = trainer.fit_loop
         self._restored = restored  # called when everything is as it was at the save
         self._replicated = replicated  # the names of state that is the same in all processes
-        self._state = _State.FOLLOWING
-        self._saved: SavedPosition | None = None
+        self._saved: SavedPosition | None = None  # None while this follows the run
         self._switches = ModuleSwitches(trainer.lightning_module)
         self._made: dict[str, Any] = {}  # the generators when the program made the loaders, if it makes them again
         self._start: dict[str, Any] = {}  # the generators and loaders when the epoch began
@@ -119,10 +110,7 @@ class EpochReplay:
             )
 
     def capture(self, point: Point, *, is_cut_off: bool = False) -> dict[str, Any]:
-        """Return the position as a tree that a checkpoint can hold; the run has just finished ``point``.
-
-        ``is_cut_off`` tells that the process ends here, although something follows this batch, if only the end.
-        """
+        """Return the position as a tree; ``is_cut_off`` if the process ends here although something follows."""
         parts, averages = self._loaders(), capture_averages(self._trainer)
         position: dict[str, Any] = {
             "point": point,
@@ -134,18 +122,16 @@ class EpochReplay:
             "should_stop": bool(self._trainer.should_stop),
             "reloaded_at_epoch": reloaded_at_epoch(self._fit),
         }
-        if self._made:
-            position["loaders_made"] = self._made
-        if is_cut_off:
-            position["is_cut_off"] = True
-        if self.steps.batches:
-            position["batches_as_steps"] = self.steps.batches
-        if (count := replicas(self._trainer.strategy)) > 1:
-            position["replicas"] = count
-        if keeps_own_buffers(self._trainer.strategy):
-            position["buffers"] = own_buffers(self._trainer.lightning_module)
-        if replicated := loaders.replicated_states(parts, self._replicated):
-            position["replicated"] = replicated
+        count, keeps_buffers = replicas(self._trainer.strategy), keeps_own_buffers(self._trainer.strategy)
+        others = {
+            "loaders_made": self._made,
+            "is_cut_off": is_cut_off,
+            "batches_as_steps": self.steps.batches,
+            "replicas": count if count > 1 else 0,
+            "buffers": own_buffers(self._trainer.lightning_module) if keeps_buffers else {},
+            "replicated": loaders.replicated_states(parts, self._replicated),
+        }
+        position |= {name: value for name, value in others.items() if value}
         if point != "epoch" or averages["metrics"]:
             position["averages"] = averages
         if point != "epoch":
@@ -162,7 +148,6 @@ class EpochReplay:
     def resume(self, saved: SavedPosition) -> None:
         """Resume from what :meth:`capture` returned; called before the loops of the trainer run."""
         self._saved = saved
-        self._state = _State.AFTER_EPOCH if saved.tree["point"] == "epoch" else _State.WITHIN_EPOCH
         self.steps.batches = saved.tree.get("batches_as_steps", 0)
 
     # ---- the events
@@ -197,13 +182,13 @@ class EpochReplay:
         self._start = self._before_iterator()
         if saved is not None:
             saved.until_loaders.close()
-            if self._state is _State.WITHIN_EPOCH and not loaders.all_stateful(parts):
+            if saved.tree["point"] != "epoch" and not loaders.all_stateful(parts):
                 self._begin_again(saved)
 
     def _epoch_begins(self, original: Callable[[], None]) -> None:
-        if self._saved is not None and self._state is _State.AFTER_EPOCH:
+        if self._saved is not None and self._saved.tree["point"] == "epoch":
             self._go_to_epoch(self._saved)
-            self._follow()
+            self._saved = None
         before, made = reloaded_at_epoch(self._fit), self._before_loaders()
         original()
         if reloaded_at_epoch(self._fit) != before:
@@ -217,7 +202,7 @@ class EpochReplay:
         self._ahead.begin(self._loaders(), self._replicated)
         if (saved := self._saved) is not None:
             saved.until_batches.close()
-            self._find_batch(saved.tree, fetcher)
+            self._find_batch(saved, fetcher)
             original(fetcher)
             self._go_to_batch(saved, fetcher)
             return
@@ -231,7 +216,7 @@ class EpochReplay:
         if self._saved is not None:
             clear_restart(self._fit.epoch_loop)
             self._stop_if_asked(self._saved)
-            self._follow()
+            self._saved = None
             return
         self._ahead.note(fetcher)
         parts = self._loaders()
@@ -249,15 +234,12 @@ class EpochReplay:
         """Restore what the program continues with, if nothing was left to do."""
         if (saved := self._saved) is None:
             return
-        self._follow()
+        self._saved = None
         saved.until_loaders.close()
         saved.until_batches.close()
         self._go_to_end(saved)
         for callback in callbacks_of(self._trainer, "WeightAveraging"):  # puts the average in place of the weights
             callback.on_train_end(self._trainer, self._trainer.lightning_module)
-
-    def _follow(self) -> None:
-        self._saved, self._state = None, _State.FOLLOWING
 
     # ---- returning to where a checkpoint was saved
 
@@ -294,9 +276,8 @@ class EpochReplay:
         loaders.start_workers(parts, set(range(len(parts))).difference(start.get("new_workers", ())))
         self._restore_random(saved, start["at_iterator"])
 
-    def _find_batch(self, tree: dict[str, Any], fetcher: Any) -> None:
-        assert self._saved is not None
-        parts, saved = self._loaders(), self._saved
+    def _find_batch(self, saved: SavedPosition, fetcher: Any) -> None:
+        parts, tree = self._loaders(), saved.tree
         self._rescale(tree)
         self._start = start = tree.get("epoch", {})
         self._set_up_epoch()
@@ -338,13 +319,12 @@ class EpochReplay:
         restore_averages(self._trainer, saved.tree["averages"])
         clear_restart(self._fit)
         if saved.tree["point"] == "validation":
-            restart_in_validation(self._fit)
-            self._state = _State.VALIDATION_DUE
+            restart_in_validation(self._fit)  # The next batch is left out, and the position with it.
         else:
             self._stop_if_asked(saved)
-            self._follow()
+            self._saved = None
         hook: Any = type(self._trainer.lightning_module).on_train_epoch_start
-        if saved.tree["point"] != "epoch" and not hook.__module__.startswith(("lightning.", "pytorch_lightning.")):
+        if not hook.__module__.startswith(("lightning.", "pytorch_lightning.")):
             text = "the run continues within epoch %d: %s is called again when the next epoch begins"
             announce(text, self._trainer.current_epoch, hook.__qualname__, shown=self._trainer.is_global_zero)
         self._restore_random(saved, saved.tree["random"])

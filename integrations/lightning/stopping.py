@@ -7,7 +7,6 @@ next validation; a validation is left at once.
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import os
 import signal
@@ -31,6 +30,7 @@ from .private_api import (
     release_children,
     signal_connector,
 )
+from .strategies import Path, mapped
 
 
 class Preempted(SystemExit):
@@ -47,11 +47,7 @@ def leave(trainer: Any, preemption: PreemptionSignal) -> NoReturn:
 
 
 class Signals:
-    """The signals of one call of ``fit``, ``validate``, ``test`` or ``predict``, from ``setup`` to its end.
-
-    The handlers replace those of Lightning, which end a run after any batch, also while gradients that no checkpoint
-    holds are being accumulated.
-    """
+    """The signals of one call of a trainer; Lightning's handlers would end it while gradients are being accumulated."""
 
     def __init__(self, trainer: Any, preemption: PreemptionSignal, processes: ProcessGroup) -> None:
         self._connector = signal_connector(trainer)
@@ -85,10 +81,7 @@ class Signals:
 
 
 def take_over(connector: Any, preemption: PreemptionSignal) -> None:
-    """Replace Lightning's handler of SIGTERM by one that sets a flag, on top of the previous handler.
-
-    When the run ends, Lightning restores the handler that it had replaced, as usual.
-    """
+    """Replace Lightning's handler of SIGTERM, until the run ends, by one that sets a flag, then calls the previous."""
     is_lightnings = is_lightnings_handler(signal.getsignal(signal.SIGTERM))
     in_main_thread = threading.current_thread() is threading.main_thread()
     if signal.SIGTERM not in preemption.signals or not is_lightnings or not in_main_thread:
@@ -166,34 +159,21 @@ def _requeue() -> None:
 # ---- copies of a checkpoint in memory that is reused
 
 
-_Path = tuple[Any, ...]
-
-
 class Copies:
     """Copies Lightning's dictionaries, one after the other, into the same host memory, as fresh memory costs more."""
 
     def __init__(self) -> None:
-        self._memory: dict[_Path, torch.Tensor] = {}
+        self._memory: dict[Path, torch.Tensor] = {}
 
     def of(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of all containers and arrays, in the memory of the last copy."""
-        return {name: self._copy(value, (name,)) for name, value in checkpoint.items()}
+        copied: dict[str, Any] = mapped(self._copy, checkpoint, None)
+        return copied
 
-    def _copy(self, value: Any, path: _Path) -> Any:
-        if isinstance(value, torch.Tensor):
-            return self._copied(value.detach(), path)
-        if isinstance(value, np.ndarray):
-            return value.copy()
-        if isinstance(value, dict):
-            copied = copy.copy(value)  # This keeps the attributes of a state dict, such as the versions of modules.
-            for key, item in value.items():
-                copied[key] = self._copy(item, (*path, key))
-            return copied
-        if type(value) in (list, tuple):
-            return type(value)(self._copy(item, (*path, index)) for index, item in enumerate(value))
-        return value
-
-    def _copied(self, tensor: torch.Tensor, path: _Path) -> torch.Tensor:
+    def _copy(self, value: Any, path: Path, _: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value.copy() if isinstance(value, np.ndarray) else value
+        tensor = value.detach()
         if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
             return tensor.clone()
         memory = self._memory.get(path)

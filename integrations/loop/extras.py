@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from ...engine.distributed import current_coordinator
-from ...engine.errors import OptionError, TreeMismatchError
+from ...engine.errors import OptionError
 from ...engine.generators import is_generator
-from ...engine.handlers import DEFAULT_REGISTRY, fresh_types
+from ...engine.handlers import DEFAULT_REGISTRY
 from ...engine.loaders import (
     LoaderPosition,
     drawing_sampler,
@@ -20,7 +20,7 @@ from ...engine.loaders import (
     is_torchdata_loader,
     nodes_of,
 )
-from ...engine.pytree import FreshTypes, flatten, is_nnx, is_plain, is_torch_tensor
+from ...engine.pytree import flatten, is_nnx, is_plain, is_torch_tensor
 from ...engine.stateful import (
     begins_epoch,
     is_replicated,
@@ -83,12 +83,6 @@ def templates_of(extras: Mapping[str, Any]) -> dict[str, Any]:
         for name, extra in extras.items()
         if is_nnx(extra) or not (is_stateful(extra) or is_plain(extra))
     }
-
-
-def fresh_extras(extras: Mapping[str, Any]) -> FreshTypes | None:
-    """Return the types, at the start of the run, of the extras that are restored into a template."""
-    templates = templates_of(extras)
-    return fresh_types(templates, list(templates)) if templates else None
 
 
 def loaders_of(extras: Mapping[str, Any]) -> dict[str, LoaderPosition]:
@@ -176,19 +170,6 @@ def _is_saveable(extra: Any) -> bool:
     return is_container or DEFAULT_REGISTRY.find(extra) is not None
 
 
-def check_names(extras: Mapping[str, Any], saved: Mapping[str, Any], where: str) -> None:
-    """Raise TreeMismatchError if a checkpoint lacks a requested extra."""
-    missing = [name for name in extras if name not in saved]
-    if missing:
-        held = ", ".join(saved) or "none"
-        names = ", ".join(f"{name}=" for name in missing)
-        raise TreeMismatchError(
-            f"{where} does not hold all extras that are to be restored (it holds: {held}). Leave {names} out of "
-            "restore_or_initialize and pass it to on_step only, to begin saving it from now on",
-            [f"{name}: expected an extra of this name, found none" for name in missing],
-        )
-
-
 def warn_of_unrestored(extras: Mapping[str, Any], names: Collection[str]) -> None:
     """Warn of objects with a state that ``on_step`` gets, and that ``restore_or_initialize`` was not given."""
     if others := [name for name, extra in extras.items() if name not in names and changes_in_place(extra)]:
@@ -198,9 +179,3 @@ def warn_of_unrestored(extras: Mapping[str, Any], names: Collection[str]) -> Non
             "Pass it to restore_or_initialize as well",
             listed,
         )
-
-
-def missing_extras(names: Collection[str]) -> str:
-    """Return the message about extras that were restored and that on_step lacks."""
-    listed = ", ".join(f"{name}=" for name in sorted(names))
-    return f"restore_or_initialize was given {listed} but on_step was not: pass it at every step, so that it is saved"

@@ -106,7 +106,7 @@ def test_arrays_without_teams_of_equal_size_are_shared_by_all(why: str, array: W
     ],
 )
 def test_very_many_chunks_are_joined(shape: tuple[int, ...], chunks: tuple[int, ...], joined: tuple[int, ...]) -> None:
-    assert WantedArray.of(shape, chunks, 4, None).chunks == joined
+    assert WantedArray.of(shape, chunks, 4, None).chunk_shape == joined
 
 
 ARRAYS = st.tuples(

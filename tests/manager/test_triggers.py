@@ -8,8 +8,8 @@ import pytest
 
 from holdfast.engine.manager import Decision, StepInfo, decide
 from holdfast.engine.manager.decisions import Moment, OnBest, SavePolicy, SyncSchedule
+from holdfast.engine.manager.intervals import Every, passes
 from holdfast.engine.manager.metrics import Mode
-from holdfast.engine.manager.policies import Every, passes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -83,21 +83,19 @@ class OrbaxCheckpoint(CheckpointSource):
                 item = _item(location / name, str(known.get(name, "")), listed=name in folders)
                 if item is not None:
                     self._items[name] = item
-        self._processes = self._count_processes() if self._items.pop(_PROCESSES, None) is not None else 0
+        self._processes = 0  # how many saved it, each on the disk of its host
+        if self._items.pop(_PROCESSES, None) is not None:
+            place = location / _PROCESSES / _PROCESSES_FILE
+            listed = read_json(place)
+            if not isinstance(listed, list) or not listed:
+                what = f"expected a list with an entry for each process, found {type(listed).__name__}"
+                raise DamagedCheckpointError(f"{place} is damaged: {what}")
+            self._processes = len(listed)
         if not self._items:
             raise DamagedCheckpointError(f"{location}: this Orbax checkpoint has no items: only its directory is left")
         match = _STEP.fullmatch(location.name)
         self.step = int(match[2]) if match is not None else None
         self.items = {name: item.kind for name, item in self._items.items()}
-
-    def _count_processes(self) -> int:
-        found = read_json(self.location / _PROCESSES / _PROCESSES_FILE)
-        if not isinstance(found, list) or not found:
-            raise DamagedCheckpointError(
-                f"{self.location / _PROCESSES / _PROCESSES_FILE} is damaged: expected a list with an entry for each "
-                f"process, found {type(found).__name__}"
-            )
-        return len(found)
 
     @property
     def time(self) -> float | None:
@@ -152,16 +150,18 @@ def recognise(location: Location, names: frozenset[str]) -> CheckpointSource | N
 
 
 def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
-    """Find directories ``<step>`` or ``<prefix>_<step>``, perhaps with zeros in front of the number.
-
-    Where there are several prefixes, those of the most steps count.
-    """
+    """Find directories ``<step>`` or ``<prefix>_<step>``; of several prefixes, the one of the most steps counts."""
     folders = [entry.name for entry in entries if entry.is_directory]
     named = [(match, location / name) for name in folders if (match := _STEP.fullmatch(name))]
-    are_steps = parallel_map(_is_step, [place for _, place in named], max_concurrency(location))
+
+    def is_step(named: tuple[re.Match[str], Location]) -> bool:
+        names = frozenset(entry.name for entry in named[1].entries())
+        return bool(names) and _is_checkpoint(named[1], names) and is_finished(named[1], names)
+
+    are_steps = parallel_map(is_step, named, max_concurrency(location))
     found: dict[str, dict[int, Location]] = {}
-    for (match, place), is_step in zip(named, are_steps, strict=True):
-        if is_step:
+    for (match, place), is_one in zip(named, are_steps, strict=True):
+        if is_one:
             found.setdefault(match[1] or "", {}).setdefault(int(match[2]), place)
     prefix = max(sorted(found), key=lambda one: len(found[one]), default="")
     return FoundSteps.of(OrbaxCheckpoint.format, found.get(prefix, {}), metadata=lambda: _run_metadata(location))
@@ -212,11 +212,6 @@ def _holds_items(location: Location) -> bool:
         if inside and _is_tree(location / name, inside):
             return True
     return False
-
-
-def _is_step(location: Location) -> bool:
-    names = frozenset(entry.name for entry in location.entries())
-    return bool(names) and _is_checkpoint(location, names) and is_finished(location, names)
 
 
 def _may_be_item(name: str) -> bool:
