@@ -63,11 +63,6 @@ class ResumableLoader(LoaderPosition):
             self._source, self._loads_again = _with_order(loader, self._indices), False
 
     @property
-    def epoch(self) -> int:
-        """The number of epochs whose ``for`` has ended."""
-        return self._epoch
-
-    @property
     def batch(self) -> int:
         """The number of batches that were taken in this epoch: ``enumerate(loader, loader.batch)`` counts on."""
         return self._taken

@@ -16,11 +16,10 @@ from ...engine.steps import read_record
 from ...engine.storage import Location
 from ..graph import Path
 from .component import Checkpointable
-from .constructing import build
 from .live import live_tree
 from .permissions import Permissions
 from .reading import NativeComponent, full_state, of_record
-from .restoring import TreeRestore, kept_values
+from .restoring import TreeConstruction, TreeRestore, kept_values
 from .saving import prepare
 
 
@@ -159,7 +158,7 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
         if keep is not None:
             raise OptionError("keep= is for a running component, and none was given; name values in overrides=")
         permissions = Permissions(trust=trust, allowed=allowed, renamed=renamed, base=Checkpointable)
-        return build(item or object, saved, permissions=permissions, strict=strict, overrides=overrides or {})
+        return TreeConstruction(saved, item or object, permissions).run(overrides or {}, strict=strict)
 
     def structure(self, directory: Location, *, files: Files | None = None, **kwargs: Any) -> Any:
         """Return the state with a description of every leaf in its place; no data is read."""
