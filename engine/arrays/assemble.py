@@ -47,7 +47,7 @@ class ChunkDecoder:
         largest = self.data_bytes + self.data_bytes // 128 + _INCOMPRESSIBLE if self.compressed else self.data_bytes
         self.stored_bytes = largest + CHECKSUM_BYTES
         sole = metadata.chunk_shape == metadata.shape
-        # Whether the memory that the only chunk is read into becomes the array.
+        # Zero-copy: the read buffer of the single chunk becomes the array.
         self.adopted = sole and not self.compressed and self.data_bytes >= COPY
         self.lone = self.chunk_count == 1 and not self.compressed  # one chunk, of a size known in advance
         self.key = b"/c" + b"/0" * len(self.shape)  # follows the array's name in the key of its only chunk

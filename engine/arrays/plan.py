@@ -84,7 +84,7 @@ class Layout:
         check_level("compression", self.compression)
 
     def for_uploads(self) -> Layout:
-        """Return the layout of the same checkpoint where its data files are uploaded."""
+        """Return the layout of the same checkpoint if its data files are uploaded."""
         return replace(self, data_file_bytes=min(self.data_file_bytes, self.upload_bytes))
 
 

@@ -2,9 +2,13 @@ from .background import BackgroundSave as BackgroundSave
 from .background import at_exit as at_exit
 from .checkpointer import AsyncCheckpointer as AsyncCheckpointer
 from .checkpointer import Checkpointer as Checkpointer
+from .checkpointer import OtherItems as OtherItems
+from .checkpointer import OwnItems as OwnItems
 from .checkpointer import PyTreeCheckpointer as PyTreeCheckpointer
+from .checkpointer import StoredItems as StoredItems
 from .checkpointer import start_save as start_save
 from .commit import PendingCheckpoint as PendingCheckpoint
+from .commit import commit_protocol as commit_protocol
 from .commit import write_record as write_record
 from .copying import CopiedFiles as CopiedFiles
 from .copying import CopyProgress as CopyProgress
@@ -12,8 +16,8 @@ from .copying import Throttle as Throttle
 from .copying import copied_step as copied_step
 from .copying import copy_witness as copy_witness
 from .copying import file_checks as file_checks
-from .folders import CommitParts as CommitParts
-from .folders import copy_left as copy_left
+from .removal import CommitParts as CommitParts
+from .removal import copy_left as copy_left
 from .removal import delete_checkpoint as delete_checkpoint
 from .removal import deleted_on_interrupt as deleted_on_interrupt
 from .removal import is_swept as is_swept
@@ -25,7 +29,3 @@ from .save import ItemToSave as ItemToSave
 from .save import Save as Save
 from .save import SaveReport as SaveReport
 from .save import leave_save as leave_save
-from .save import pending_checkpoint as pending_checkpoint
-from .stored import OtherItems as OtherItems
-from .stored import OwnItems as OwnItems
-from .stored import StoredItems as StoredItems

@@ -164,8 +164,16 @@ def _report_at_exit(hanging: Sequence[SaveFailedError] = ()) -> None:
     """Run when the interpreter exits, after all saves have ended or are given up."""
     for speak in _last_words:
         speak()
-    if hanging or _unraised:
-        _end(hanging)
+    errors = [*hanging, *(error for save in list(_unraised) if (error := save.take_error()) is not None)]
+    for error in errors:
+        _logger.critical("%s", error)
+        if not _is_on_stderr():
+            print(f"holdfast: {error}", file=sys.stderr)  # noqa: T201 - the last chance; logging may be off
+    if errors:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # nothing else gives the process a non-zero status at this point
 
 
 def _is_on_stderr() -> bool:
@@ -174,18 +182,6 @@ def _is_on_stderr() -> bool:
     if not handlers:
         return _logger.isEnabledFor(logging.CRITICAL) and logging.lastResort is not None
     return any(getattr(handler, "stream", None) is sys.stderr for handler in handlers)
-
-
-def _end(errors: Sequence[SaveFailedError]) -> None:
-    """Report the saves that were lost, and end the process with a non-zero status."""
-    for error in [*errors, *(error for save in list(_unraised) if (error := save.take_error()) is not None)]:
-        _logger.critical("%s", error)
-        if not _is_on_stderr():
-            print(f"holdfast: {error}", file=sys.stderr)  # noqa: T201 - the last chance; logging may be off
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)  # nothing else gives the process a non-zero status at this point
 
 
 # Exit functions run in reverse order. This one ends the process; registered when the engine is loaded, it runs after

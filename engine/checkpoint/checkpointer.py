@@ -1,29 +1,34 @@
-"""Checkpointers: one object at one path, saved and restored atomically, at once or in the background."""
+"""Checkpointers: one object at one path, saved and restored atomically, at once or in the background.
+
+At the end are the items of a checkpoint as handlers read them: of one of our own, or of one of another library.
+"""
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Never, Self
 
+from ..arrays import check_files
 from ..clock import Clock, Duration, SystemClock, seconds
 from ..distributed import Coordinator, ProcessGroup
-from ..errors import CheckpointNotFoundError, StateError
+from ..errors import CheckpointNotFoundError, OptionError, StateError, UnknownArgumentError
 from ..forks import cached_property
 from ..format import ITEM, CheckpointRecord, ItemRecord
 from ..handlers import (
     AsyncCheckpointHandler,
     CheckpointHandler,
+    JsonCheckpointHandler,
     PyTreeCheckpointHandler,
+    has_structure,
 )
 from ..peer_names import refuse_unknown
-from ..sources import is_ours, recognise
+from ..sources import JSON, TREE, CheckpointSource, is_ours, recognise
 from ..steps import read_steadily
-from ..storage import Place, as_location
+from ..storage import Location, Place, as_location
 from .background import BackgroundSave
 from .save import ItemToSave, Save, SaveReport
-from .stored import OtherItems, OwnItems, StoredItems
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -37,7 +42,7 @@ class Checkpointer:
     Args:
         handler: Writes and reads objects of one kind.
         clock: Gives the time of the commit.
-        coordinator: How processes find each other. None takes jax.distributed or torch.distributed where one of them is
+        coordinator: How processes find each other. None takes jax.distributed or torch.distributed if one of them is
             initialized; ``hf.processes.Alone()`` saves from this process alone.
         barrier_timeout_secs: How long to wait for other processes: seconds, or ``"10m"``.
 
@@ -263,3 +268,92 @@ class PyTreeCheckpointer(Checkpointer):
 
     def __init__(self, *, clock: Clock | None = None, coordinator: Coordinator | None = None, **unknown: Never) -> None:
         super().__init__(PyTreeCheckpointHandler(), clock=clock, coordinator=coordinator, **unknown)
+
+
+# ---- the items of a checkpoint
+
+
+class OwnItems:
+    """The items that a commit record names."""
+
+    def __init__(self, location: Location, record: CheckpointRecord) -> None:
+        self.location = location
+        self.record = record
+        self.names: Collection[str] = record.items.keys()
+
+    def only_name(self, handler: CheckpointHandler) -> str:
+        """Return the name of the item that a checkpointer without names restores."""
+        return ITEM
+
+    def restore(
+        self,
+        name: str,
+        handler: CheckpointHandler,
+        template: Any,
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Read an item back; raise OptionError if it is not one that the handler reads."""
+        saved = self.record.items[name]
+        folder = self.location / saved.folder
+        if handler.kind != saved.kind:
+            raise OptionError(
+                f"{folder} was written by a handler of kind {saved.kind!r:.80}; {type(handler).__name__} is of kind "
+                f"{handler.kind!r}. Restore it with the handler that it was saved with"
+            )
+        try:
+            if handler.verifies:
+                return handler.restore(folder, template, files=saved.files, **kwargs)
+            check_files(folder, saved.files)
+            return handler.restore(folder, template, **kwargs)
+        except UnknownArgumentError as error:
+            raise UnknownArgumentError(f"{folder} was not restored: {error}") from None
+
+    def structure(self, name: str, handler: CheckpointHandler) -> Any:
+        """Describe an item without reading its data; return None if its handler cannot."""
+        saved = self.record.items[name]
+        known = {"files": saved.files} if handler.verifies else {}
+        return handler.structure(self.location / saved.folder, **known) if has_structure(handler) else None
+
+
+class OtherItems:
+    """The items of a checkpoint of another library, with the methods of :class:`OwnItems`: trees and JSON."""
+
+    def __init__(self, source: CheckpointSource) -> None:
+        self.location = source.location
+        self.names: Collection[str] = source.items.keys()
+        self._source = source
+
+    def only_name(self, handler: CheckpointHandler) -> str:
+        items = self._source.items
+        if not isinstance(handler, JsonCheckpointHandler):
+            how = "restore it with a CheckpointManager of these items, or with hf.load(path, item=...)"
+            return self._source.only_tree(how=how)
+        found = [name for name, kind in items.items() if kind == JSON]
+        if len(found) != 1:
+            raise OptionError(f"{self.location} has the items {', '.join(sorted(items))}; not one of JSON")
+        return found[0]
+
+    def restore(
+        self,
+        name: str,
+        handler: CheckpointHandler,
+        template: Any,
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        kind = self._source.items[name]
+        if isinstance(handler, PyTreeCheckpointHandler) and kind == TREE:
+            return handler.restore(self.location, template, source=self._source.tree(name), **kwargs)
+        if isinstance(handler, JsonCheckpointHandler) and kind != TREE and not kwargs:
+            return self._source.value(name)
+        raise OptionError(
+            f"{self.location}: {type(handler).__name__} cannot restore item {name!r} ({kind}) of this "
+            f"{self._source.format} checkpoint; hf.load(path, item={name!r}) reads trees and JSON"
+        )
+
+    def structure(self, name: str, handler: CheckpointHandler) -> Any:
+        if isinstance(handler, PyTreeCheckpointHandler) and self._source.items[name] == TREE:
+            return handler.structure(self.location, source=self._source.tree(name))
+        return self.restore(name, handler, None, {}) if isinstance(handler, JsonCheckpointHandler) else None
+
+
+StoredItems = OwnItems | OtherItems

@@ -52,7 +52,7 @@ from ..errors import (
 from ..format import ARCHIVE, DELETED, OWNER, PARTIAL, RECORD, STEP_FOLDER, WITNESSES, CheckpointRecord, unsynced
 from ..steps import RECORD_LIMIT, read_record
 from ..storage import FileLock, Location, SaveLock, as_location, locked_elsewhere
-from .folders import (
+from .removal import (
     CommitParts,
     deletion_at,
     folders_of,
@@ -62,8 +62,8 @@ from .folders import (
     parents_of,
     remove_empty,
     remove_folders,
+    sweep,
 )
-from .removal import sweep
 
 
 def write_record(location: Location, record: CheckpointRecord, *, before: Sequence[Location] = ()) -> None:
@@ -104,11 +104,28 @@ class Phase(Enum):
 _REMOVABLE = {Phase.BEGUN, Phase.CLAIMED, Phase.WRITING, Phase.WITHDRAWN, Phase.LOST}
 
 
+def commit_protocol(location: Location) -> type[PendingCheckpoint]:
+    """Return the kind of commit that a location needs."""
+    if not location.is_remote:
+        return LocalCommit
+    from .store_commit import StoreCommit
+
+    return StoreCommit
+
+
 class PendingCheckpoint(ABC):
-    """A checkpoint that is being written and does not exist yet.
+    """A checkpoint that is being written, and does not exist yet; nothing is written before :meth:`begin`.
+
+    Args:
+        location: Its directory.
+        items: The names of its items.
+        overwrite: Whether it may replace a checkpoint.
+        owned: Whether the caller alone may write here, and checks that right before the commit. In an object store, the
+            marker of another save then belongs to a superseded run, which will not commit.
+        parts: What the kind of checkpoint adds to the commit.
+        copies: The fingerprint of the original of a copy.
 
     Attributes:
-        location: Its directory.
         token: Distinguishes this save from all others.
         paths: The paths of the folders and archives of its items, by item.
         folders: Their locations.
@@ -135,9 +152,11 @@ class PendingCheckpoint(ABC):
         self._copies = copies
         self._lock = SaveLock(location / PARTIAL)
         self._phase = Phase.PLANNED
-        self._marker_size: int | None = None
+        self._marker_size: int | None = None  # None: this save has no marker
+        self._is_conditional = False  # whether the store writes the record only if no other save has written it
         self._old_record: bytes | None = None
         self._old: CheckpointRecord | None = None
+        self._leftovers: set[str] = set()  # what is removed once this save is committed
         self._plan(list(items), overwrite=overwrite)
 
     @property
@@ -161,7 +180,7 @@ class PendingCheckpoint(ABC):
 
     def commit(self, record: CheckpointRecord) -> None:
         """Make the items durable, and then the checkpoint exist."""
-        if not self._is_own():
+        if not (self._is_alone or self._is_own()):
             raise self._lock.conflict()
         if self._old is not None:
             self._parts.withdraw(self._old)
@@ -169,6 +188,7 @@ class PendingCheckpoint(ABC):
         self._phase = Phase.RECORDED
         try:
             self._write(record)
+            self._confirm(record)
         except BaseException as error:
             if self._phase is Phase.RECORDED:
                 self._revert(record, error)
@@ -205,24 +225,12 @@ class PendingCheckpoint(ABC):
         """Write the marker, and make the folders."""
 
     @abstractmethod
-    def _is_own(self) -> bool:
-        """Return whether the path still belongs to this save."""
-
-    @abstractmethod
     def _write(self, record: CheckpointRecord) -> None:
-        """Write the record; on return the checkpoint is COMMITTED or OVERTAKEN."""
+        """Write the record."""
 
     @abstractmethod
-    def _take_back(self, record: CheckpointRecord) -> Phase:
-        """Take back the record of a commit that has failed; return the phase that this leads to."""
-
-    @abstractmethod
-    def _tidy(self, record: CheckpointRecord) -> None:
-        """Remove what the committed checkpoint does not need, and the marker last."""
-
-    @abstractmethod
-    def _remove(self, error: BaseException | None) -> bool:
-        """Remove the files of a save that is given up; return whether the path still belonged to it."""
+    def _clear(self) -> None:
+        """Remove the rest of a save that is given up, and whose folders are removed already."""
 
     # ---- steps that all kinds share
 
@@ -276,21 +284,63 @@ class PendingCheckpoint(ABC):
         self.folders = {item: self.location / path for item, path in self.paths.items()}
         self._deletion = deletion_at(self.location) if DELETED in names else None  # as it was before this save
 
-    def _marker(self, leftovers: Iterable[str] = ()) -> bytes:
+    def _marker(self) -> bytes:
         copies = {} if self._copies is None else {"copies": self._copies}
-        marker = marker_content(self.token, [*self.paths.values(), *sorted(leftovers)], **copies)
+        marker = marker_content(self.token, [*self.paths.values(), *sorted(self._leftovers)], **copies)
         self._marker_size = len(marker)
         return marker
 
+    @property
+    def _is_alone(self) -> bool:
+        """Whether no other save is committed here: in a store, the caller knows that of a directory that it owns."""
+        return self._owned and self.location.is_remote
+
+    def _is_own(self) -> bool:
+        """Whether the path still belongs to this save, which may have no marker, or none that is whole."""
+        is_unmarked = self._marker_size is None or self._phase is Phase.CLAIMED
+        return is_unmarked or self._lock.is_own(self.token, self._marker_size)
+
+    def _confirm(self, record: CheckpointRecord) -> None:
+        """Give way if another save has begun, or a sweep may have removed files; then the checkpoint exists."""
+        is_overtaken = not self._is_own()
+        gives_way = is_overtaken and self._old_record is None and not (self._is_conditional or self._is_alone)
+        # A copy that continues has a new marker, but a sweep may have listed the files that it goes on with.
+        is_doubtful = is_overtaken or (self.continues and not self._lock.tells)
+        if is_doubtful and (gives_way or not self._is_intact(record)):
+            raise self._lock.conflict()
+        self._phase = Phase.OVERTAKEN if is_overtaken else Phase.COMMITTED
+
     def _revert(self, record: CheckpointRecord, error: BaseException) -> None:
         """Take the record of a failed commit back; if even that fails, its data stays."""
-        self._phase = self._take_back(record)
+        if self.location.is_remote and isinstance(error, StorageUnavailableError):
+            # A request without an answer may still arrive, even after others: then its data must be there.
+            error.add_note(f"{self.location}: the next run removes what was written, or finds it committed and whole")
+            return
+        self._phase = self._take_back(record.encode())
         if self._phase is Phase.RECORDED:
             error.add_note(
                 f"{self.location}: the record is in place and could not be taken back: although its save has "
                 "failed, this checkpoint is listed as long as the storage keeps it. It is whole; to be sure of it, "
                 "save it again, replacing it, or delete it"
             )
+
+    def _take_back(self, content: bytes) -> Phase:
+        """Take back the record of a commit that has failed; return the phase that this leads to."""
+        phase, place = Phase.WRITING, self.location / RECORD
+        with contextlib.suppress(StorageError):
+            if not self._is_visible():
+                return phase
+            if self._old_record is not None and self._is_conditional:
+                place.write_bytes_if(self._old_record, content)
+            elif self._old_record is not None:
+                place.write_bytes(self._old_record)
+            elif self._is_conditional:
+                phase = Phase.WITHDRAWN
+                (self.location / DELETED).write_bytes(content)
+                place.remove_if(content)
+            else:
+                place.rename(DELETED)
+        return Phase.RECORDED if self._is_visible() else phase
 
     def _is_visible(self) -> bool:
         """Whether the record that is in place is the one that this save wrote, as far as can be told."""
@@ -316,12 +366,39 @@ class PendingCheckpoint(ABC):
         except ObjectNotFoundError:
             return False
 
-    def _tidy_folders(self, record: CheckpointRecord, leftovers: Iterable[str] = ()) -> None:
-        self._parts.publish(record, replaces=self._old is not None)
-        remove_folders(self._parts, {*record.replaced, *leftovers}, record)
-        for name in filter(WITNESSES.fullmatch, self._taken):  # it is about the checkpoint that was here
-            with contextlib.suppress(StorageError):
-                (self.location / name).remove()
+    def _tidy(self, record: CheckpointRecord) -> None:
+        """Remove what the committed checkpoint does not need, and the marker last."""
+        is_overtaken = self._phase is Phase.OVERTAKEN
+        if is_overtaken and not self._is_alone:  # the other save replaces this one, or finds this record and fails
+            return
+        with only_logged(self.location):
+            self._parts.publish(record, replaces=self._old is not None)
+            remove_folders(self._parts, {*record.replaced, *self._leftovers}, record)
+            for name in filter(WITNESSES.fullmatch, self._taken):  # it is about the checkpoint that was here
+                with contextlib.suppress(StorageError):
+                    (self.location / name).remove()
+            if is_overtaken:  # the other save is that of a superseded run, which fails
+                sweep(self.location, self._parts)
+            if self._deletion is not None:
+                (self.location / DELETED).remove()
+            if self._marker_size is not None and not is_overtaken:
+                (self.location / PARTIAL).remove()  # last: it tells the next run that something may be left
+
+    def _remove(self, error: BaseException | None) -> bool:
+        """Remove the files of a save that is given up; return whether the path still belonged to it."""
+        ours, is_lost = True, self._phase is Phase.LOST
+        is_late = self.location.is_remote and isinstance(error, StorageUnavailableError)
+        with only_logged(self.location):
+            ours = self._is_own()
+            paths = {*self.paths.values()}
+            if is_lost:  # the other save may be a copy into the same folders
+                with contextlib.suppress(CheckpointNotFoundError):
+                    paths -= folders_of(read_record(self.location))
+            for path in sorted(paths, key=len, reverse=True):
+                self._parts.remove(path, self._old if ours and not (is_late or is_lost) else None)
+            if ours and not is_late:
+                self._clear()
+        return ours
 
 
 class LocalCommit(PendingCheckpoint):
@@ -359,7 +436,11 @@ class LocalCommit(PendingCheckpoint):
         self.location.make_directory(sync=False)  # the commit makes its name durable
         if not self.continues:
             self._lock.make()
-            self._check_unchanged()
+            names = names_in(self.location)
+            record = (self.location / RECORD).read_bytes(limit=RECORD_LIMIT) if RECORD in names else None
+            if record != self._old_record or names.intersection(self.paths.values()):  # another save is committed
+                (self.location / PARTIAL).remove()
+                raise self._lock.conflict()
         self._phase, marker = Phase.CLAIMED, self._marker()
         # Of a new checkpoint, its presence says enough after a power cut: everything beside it is removed.
         sync = self._old_record is not None or self._copies is not None
@@ -377,25 +458,8 @@ class LocalCommit(PendingCheckpoint):
             if item not in archives:
                 folder.make_directory(sync=False)
 
-    def _check_unchanged(self) -> None:
-        """Raise StorageConflictError if another save has been committed since this one was made."""
-        names = names_in(self.location)
-        record = (self.location / RECORD).read_bytes(limit=RECORD_LIMIT) if RECORD in names else None
-        if record != self._old_record or names.intersection(self.paths.values()):
-            (self.location / PARTIAL).remove()
-            raise self._lock.conflict()
-
-    def _is_own(self) -> bool:
-        return self._phase is Phase.CLAIMED or self._lock.is_own(self.token, self._marker_size)
-
     def _write(self, record: CheckpointRecord) -> None:
         write_record(self.location, record, before=self._unsynced(record))
-        overtaken = not self._lock.is_own(self.token, self._marker_size)
-        # A copy that continues has a new marker, but a sweep may have listed the files that it goes on with.
-        is_doubtful = overtaken or (self.continues and not self._lock.tells)
-        if is_doubtful and ((overtaken and self._old_record is None) or not self._is_intact(record)):
-            raise self._lock.conflict()
-        self._phase = Phase.OVERTAKEN if overtaken else Phase.COMMITTED
 
     def _unsynced(self, record: CheckpointRecord) -> list[Location]:
         """Return what may not be durable yet: files, and the directories with names that were made or removed."""
@@ -408,44 +472,20 @@ class LocalCommit(PendingCheckpoint):
         folders |= {path for path in old if (self.location / path).is_directory()}  # one of them may be missing
         return [*(self.location / path for path in files | folders), self.location, self.location.parent]
 
-    def _take_back(self, record: CheckpointRecord) -> Phase:
-        with contextlib.suppress(StorageError):
-            if not self._is_visible():
-                return Phase.WRITING
-            if self._old_record is None:
-                (self.location / RECORD).rename(DELETED)
-            else:
-                (self.location / RECORD).write_bytes(self._old_record)
-        return Phase.RECORDED if self._is_visible() else Phase.WRITING
-
-    def _tidy(self, record: CheckpointRecord) -> None:
-        if self._phase is Phase.OVERTAKEN:  # the other save replaces this one, or finds this record and fails
-            return
-        with only_logged(self.location):
-            self._tidy_folders(record)
-            if self._deletion is not None:
-                (self.location / DELETED).remove()
-            (self.location / PARTIAL).remove()  # last: the marker tells the next run that something may be left
-
     def _remove(self, error: BaseException | None) -> bool:
-        if self._phase is Phase.BEGUN:
-            if self.location.is_local:
-                remove_empty(self.location)
-            return True
-        ours = True
-        with only_logged(self.location):
-            ours = self._is_own()
-            for path in sorted({*self.paths.values()}, key=len, reverse=True):
-                self._parts.remove(path, self._old if ours else None)
-            if not ours:
-                return False
-            if RECORD not in names_in(self.location):
-                self.location.remove_tree(last=PARTIAL)
-                return True
-            if self._old is not None:
-                self._parts.repair(self._old)
-            (self.location / PARTIAL).remove()
-        return ours
+        if self._phase is not Phase.BEGUN:
+            return super()._remove(error)
+        if self.location.is_local:
+            remove_empty(self.location)
+        return True
+
+    def _clear(self) -> None:
+        if RECORD not in names_in(self.location):
+            self.location.remove_tree(last=PARTIAL)
+            return
+        if self._old is not None:
+            self._parts.repair(self._old)
+        (self.location / PARTIAL).remove()
 
 
 def _check_not_of_another(location: Location) -> None:

@@ -27,10 +27,10 @@ from ..arrays import ArrayDatabase, FileCheck, required
 from ..clock import UNHEARD
 from ..errors import CheckpointExistsError, DamagedCheckpointError, HoldfastError, ObjectNotFoundError
 from ..forks import Lock
-from ..format import ARCHIVE, TREES, WITNESS_LIMIT, WITNESSES, CheckpointRecord, ItemRecord, own_shares
-from ..storage import PAGE, DataReader, Location, Segment, max_concurrency, parallel_map
-from .folders import CommitParts
-from .save import pending_checkpoint
+from ..format import ARCHIVE, TREES, WITNESS_LIMIT, WITNESSES, CheckpointRecord, own_shares
+from ..storage import PAGE, DataReader, Location, Segment, max_concurrency, parallel_map, sync_all
+from .commit import commit_protocol
+from .removal import CommitParts, parents_of
 
 PIECE_BYTES = 4 << 20  # bytes read, checked and passed on at a time
 _LEAST_PIECE = 64 << 10
@@ -185,7 +185,8 @@ def copied_step(
     after any other error, the next attempt uses what was copied. The files of the witness follow the commit.
     """
     parts = _CopiedFolders(destination, record)
-    pending = pending_checkpoint(destination, record.items, overwrite=overwrite, parts=parts, copies=record.fingerprint)
+    protocol = commit_protocol(destination)
+    pending = protocol(destination, record.items, overwrite=overwrite, parts=parts, copies=record.fingerprint)
     progress = progress or CopyProgress()
     progress.total, progress.done, progress.arrived, progress.sent = record.nbytes, 0, 0, 0
     if copied is None or not (destination.is_remote and destination.can_share()):
@@ -193,21 +194,17 @@ def copied_step(
     copy = _Copy(throttle or Throttle(None), progress, copied)
     try:
         pending.begin([name for name, item in record.items.items() if item.is_archive])
-        checks = file_checks(source, record)
-        files = [
-            _File(
-                (name, path),
-                source / inside,
-                pending.folders[name] / path if path else pending.folders[name],
-                checks[inside],
-            )
-            for name, item in record.items.items()
-            for path, inside in zip(item.files, item.paths, strict=True)
-        ]
-        copy.run(files, continues=pending.continues)
-        _sync_folders(files)
         items = {name: item._replace(folder=pending.paths[name]) for name, item in record.items.items()}
         result = replace(record, items=items, replaced=())
+        checks = file_checks(source, record)
+        files = [
+            _File((name, path), source / theirs, destination / ours, checks[theirs])
+            for name, item in record.items.items()
+            for path, theirs, ours in zip(item.files, item.paths, items[name].paths, strict=True)
+        ]
+        copy.run(files, continues=pending.continues)
+        folders = {folder for item in items.values() for path in item.paths for folder in parents_of(path)}
+        sync_all([destination / folder for folder in folders])
         yield result
         pending.commit(result)
     except BaseException as error:
@@ -246,20 +243,13 @@ def copy_witness(source: Location, destination: Location, *, again: bool = False
 def file_checks(location: Location, record: CheckpointRecord) -> dict[str, FileCheck]:
     """Return the sizes and checksums of every file of a checkpoint, by its path in the checkpoint's directory."""
     found = {path: FileCheck(known) for item in record.items.values() for path, known in item.paths.items()}
-    for part in record.parts().values():
-        if part.kind == TREES:
-            found |= _tree_checks(location, part)
-            for share in own_shares(part.files):
-                found |= _tree_checks(location, share._replace(folder=f"{part.folder}/{share.folder}"))
+    parts = [part for part in record.parts().values() if part.kind == TREES]
+    own = [share._replace(folder=f"{one.folder}/{share.folder}") for one in parts for share in own_shares(one.files)]
+    for tree in (*parts, *own):
+        if not tree.is_archive:  # otherwise its digest covers all of it
+            chunks = ArrayDatabase(location / tree.folder, tree.files).file_checks()
+            found |= {f"{tree.folder}/{path}": check for path, check in chunks.items() if len(check.offsets)}
     return found
-
-
-def _tree_checks(location: Location, tree: ItemRecord) -> dict[str, FileCheck]:
-    if tree.is_archive:  # its digest covers all of it
-        return {}
-    database = ArrayDatabase(location / tree.folder, tree.files)
-    chunks = database.file_checks()
-    return {f"{tree.folder}/{path}": check for path, check in chunks.items() if len(check.offsets)}
 
 
 class _Copy:
@@ -303,11 +293,11 @@ class _Copy:
                 content = b"".join(part.tobytes() for part in self._parts(file, reader, 0, size))
                 file.destination.write_bytes(content, atomic=False)
                 return
-            spans = file.check.spans(PAGE, SPAN_BYTES)
-            file.destination.write_data(size, [self._segment(file, reader, *span) for span in spans])
-
-    def _segment(self, file: _File, reader: DataReader, start: int, stop: int) -> Segment:
-        return Segment(start, stop - start, partial(self._parts, file, reader, start, stop))
+            segments = [
+                Segment(start, stop - start, partial(self._parts, file, reader, start, stop))
+                for start, stop in file.check.spans(PAGE, SPAN_BYTES)
+            ]
+            file.destination.write_data(size, segments)
 
     def _parts(self, file: _File, reader: DataReader, start: int, stop: int) -> Iterator[NDArray[np.uint8]]:
         """Generate the bytes of a part of a file."""
@@ -331,15 +321,3 @@ class _Copy:
             self._progress.arrived += count if arrived else 0
             self._progress.sent += count if sent else 0
         self._progress.advance(count)
-
-
-def _sync_folders(files: list[_File]) -> None:
-    """Make the names of the files durable, deepest first, and those of the folders inside the items' folders."""
-    folders = set()
-    for file in files:
-        folder = file.destination
-        for _ in file.key[1].split("/"):
-            folder = folder.parent
-            folders.add(folder)
-    for folder in sorted(folders, key=lambda one: one.url.count("/"), reverse=True):
-        folder.sync_directory()

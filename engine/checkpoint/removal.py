@@ -1,42 +1,148 @@
-"""How checkpoints are deleted, and what interrupted saves and deletions have left is removed.
+"""What a checkpoint's directory holds, how a checkpoint is deleted, and how what was interrupted is removed.
 
 A deletion renames the record to a marker first, so the checkpoint is gone at once. A directory with a marker and no
-record may be removed; one with neither belongs to something else and is never touched.
+record may be removed; one with neither belongs to something else and is never touched. If a directory, a pipe or a
+socket lies in the place of a marker, an unfinished step is renamed to ``<step>.unreadable`` and a committed one stays.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from ..errors import (
     CheckpointNotFoundError,
     DamagedCheckpointError,
     FormatVersionError,
+    InvalidLocationError,
     ObjectNotFoundError,
     StorageConflictError,
     StorageError,
     StoragePermissionError,
 )
-from ..format import DELETED, PARTIAL, RECORD, WITNESSES, CheckpointRecord
+from ..format import ARCHIVE, DELETED, PARTIAL, RECORD, WITNESSES, CheckpointRecord, is_our_archive
 from ..steps import read_record
-from ..storage import TEMPORARY_PREFIX, Location, SaveLock, is_strange
-from .folders import (
-    CommitParts,
-    folders_of,
-    have_archive_names,
-    is_left_archive,
-    left_archives,
-    marker_content,
-    names_in,
-    only_logged,
-    remove_empty,
-    remove_folders,
-)
+from ..storage import TEMPORARY_PREFIX, FileLock, Location, SaveLock, is_strange
 
 _logger = logging.getLogger("holdfast")
+
+_ARCHIVE_LIMIT = 4 << 20  # bytes of an archive, whose arrays have up to 256 KiB; foreign files may be large
+_OUR_ARCHIVE = re.compile(rf".+\.[0-9a-f]{{8}}\{ARCHIVE}")  # names that saves to object stores give to archives
+
+
+class CommitParts:
+    """What a kind of checkpoint adds to the commit; this one adds nothing, and its items are folders directly inside.
+
+    A checkpoint whose parts have directories of their own derives from it. The record at the root alone decides; what
+    describes a part is derived from it, removed before the record changes (:meth:`withdraw`) and written after it
+    (:meth:`publish`), so that it never contradicts the record. The next save or sweep writes what is missing.
+    """
+
+    def __init__(self, location: Location) -> None:
+        self.location = location
+
+    def folder(self, item: str) -> str:
+        """Return the path of an item's folder in the checkpoint's directory, where that name is free."""
+        return item
+
+    def owns(self, folder: str) -> bool:
+        """Whether a save of this kind may have made a folder of this path; a marker is not trusted."""
+        return "/" not in folder
+
+    def check_replaceable(self, record: CheckpointRecord | None) -> None:
+        """Raise an error if a save of this kind must not replace a checkpoint; None stands for a damaged one."""
+
+    def withdraw(self, record: CheckpointRecord) -> None:
+        """Remove what is derived from a record that is about to be replaced."""
+
+    def publish(self, record: CheckpointRecord, *, replaces: bool) -> None:
+        """Write what is derived from the record that was just committed, durably."""
+
+    def repair(self, record: CheckpointRecord) -> None:
+        """Write what is derived from a record and missing."""
+
+    def remove(self, folder: str, record: CheckpointRecord | None) -> None:
+        """Remove the folder of an item and, where a record is given, what else was there for parts it does not have."""
+        (self.location / folder).remove_tree()
+
+
+def names_in(location: Location) -> set[str]:
+    """Return the names in a directory."""
+    return {entry.name for entry in location.entries()}
+
+
+def folders_of(record: CheckpointRecord | None) -> set[str]:
+    """Return the folders and archives of the items of a record."""
+    return set() if record is None else {item.folder for item in record.items.values()}
+
+
+def parents_of(path: str) -> list[str]:
+    """Return the directories that a path leads through."""
+    names = path.split("/")
+    return ["/".join(names[:length]) for length in range(1, len(names))]
+
+
+def remove_folders(parts: CommitParts, folders: Iterable[str], record: CheckpointRecord) -> None:
+    """Remove folders that neither belong to a record nor lie inside one that does; skip those that lead elsewhere."""
+    live = folders_of(record)
+    for folder in sorted(folders, key=len, reverse=True):
+        if live.isdisjoint([folder, *parents_of(folder)]):
+            with contextlib.suppress(InvalidLocationError):
+                parts.remove(folder, record)
+
+
+def left_archives(location: Location, names: Iterable[str]) -> set[str]:
+    """Return the archives among these names that a save to this object store has left."""
+    return {name for name in names if is_left_archive(location / name)}
+
+
+def is_left_archive(place: Location) -> bool:
+    """Return True if an object is an archive of a save: its name carries a token, and its content verifies."""
+    if not (place.is_remote and _OUR_ARCHIVE.fullmatch(place.name)):
+        return False
+    try:
+        return is_our_archive(place.read_bytes(limit=_ARCHIVE_LIMIT))
+    except (ObjectNotFoundError, DamagedCheckpointError):  # it is gone, or longer than any of ours
+        return False
+
+
+def marker_content(token: str, folders: Iterable[str], **facts: str | None) -> bytes:
+    """Return the content of the marker of a save or of a deletion: what wrote it, and the folders that it explains."""
+    return json.dumps({"format": "holdfast", "token": token, "folders": [*folders], **facts}).encode()
+
+
+def deletion_at(location: Location) -> dict[str, Any] | None:
+    """Return the content of the marker of a deletion; None without one."""
+    return FileLock(location / DELETED).content() or None
+
+
+def copy_left(location: Location) -> str | None:
+    """Return the fingerprint of the checkpoint of which an interrupted copy lies here, or None."""
+    found = SaveLock(location / PARTIAL).content().get("copies")
+    return found if isinstance(found, str) else None
+
+
+@contextlib.contextmanager
+def only_logged(location: Location) -> Iterator[None]:
+    """Log an error of a clean-up, which must neither turn a success into a failure nor hide the real error."""
+    try:
+        yield
+    except (StorageError, DamagedCheckpointError, FormatVersionError) as error:
+        _logger.warning("%s: could not tidy up, the next run will: %s", location, error)
+
+
+def remove_empty(location: Location) -> None:
+    """Remove a local directory, if nothing is in it."""
+    with contextlib.suppress(OSError):
+        os.rmdir(location)
+
+
+# ---- deletion, and what interrupted saves and deletions have left
 
 
 def delete_checkpoint(location: Location, record: CheckpointRecord | None = None) -> None:
@@ -45,7 +151,7 @@ def delete_checkpoint(location: Location, record: CheckpointRecord | None = None
         names = names_in(location) | folders_of(record)
         witnesses = {*filter(WITNESSES.fullmatch, names)}
         archives = names - {RECORD} - witnesses
-        if have_archive_names(archives):  # they say themselves what they are
+        if all(map(_OUR_ARCHIVE.fullmatch, archives)):  # they say themselves what they are
             for name in (*witnesses, RECORD, *archives):
                 (location / name).remove()
             return
@@ -156,7 +262,9 @@ def _sweep(location: Location, parts: CommitParts, locks: Mapping[str, SaveLock]
             (location / PARTIAL).remove()
         return False
     if not tells:
-        _announce(location, record, folders)
+        # The marker of a deletion names the record that is kept and the folders that are removed.
+        kept = None if record is None else record.identity
+        (location / DELETED).write_bytes(marker_content(os.urandom(16).hex(), folders, record=kept))
         if PARTIAL in names:
             (location / PARTIAL).remove()
         if _has_changed(location, record):  # a save was committed meanwhile
@@ -183,12 +291,6 @@ def _sweep(location: Location, parts: CommitParts, locks: Mapping[str, SaveLock]
     if tells and PARTIAL in names:  # Otherwise, a save that has begun since has written it.
         (location / PARTIAL).remove()
     return False
-
-
-def _announce(location: Location, record: CheckpointRecord | None, folders: Sequence[str]) -> None:
-    """Leave the marker of a deletion, with the record that it keeps and the folders that it removes."""
-    kept = None if record is None else record.identity
-    (location / DELETED).write_bytes(marker_content(os.urandom(16).hex(), folders, record=kept))
 
 
 def _has_changed(location: Location, record: CheckpointRecord | None) -> bool:

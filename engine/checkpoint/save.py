@@ -8,7 +8,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -36,8 +36,7 @@ from ..handlers import (
     write_archive,
 )
 from ..storage import REQUESTS, Location, parallel_map
-from .commit import LocalCommit, PendingCheckpoint
-from .folders import CommitParts
+from .commit import PendingCheckpoint, commit_protocol
 
 _logger = logging.getLogger("holdfast")
 
@@ -126,24 +125,18 @@ class Save:
         self._claim = threading.Lock()  # held for good by the thread that completes the save or gives it up
         # Whether a thread may complete the save beside the training loop.
         self.in_background = any(item.background for item in items.values())
+        self.replaces = False  # whether there is a checkpoint that this one replaces; only process 0 knows
         self._role: Primary | Worker
         if rendezvous is not None and rendezvous.index > 0:
-            self._role = Worker(location, items, rendezvous, timeout, shared=shared)
+            self._role = Worker(location, sorted(items), rendezvous, timeout, shared)
         else:
             try:
-                self._role = Primary(
-                    location,
-                    items,
-                    overwrite=overwrite,
-                    owned=owned,
-                    rendezvous=rendezvous,
-                    timeout=timeout,
-                    shared=shared,
-                )
+                pending = commit_protocol(location)(location, items, overwrite=overwrite, owned=owned)
             except BaseException as error:
-                if rendezvous is not None:
-                    rendezvous.fail(error)
+                leave_save(rendezvous, error)
                 raise
+            self.replaces = pending.replaces
+            self._role = Primary(pending, rendezvous, timeout, shared)
         try:
             for name, item in items.items():
                 if item.handler.collective or isinstance(self._role, Primary):
@@ -191,10 +184,7 @@ class Save:
         archives = self._archives(awaited)
         folders = self._role.open(archives)
         process = replace(self._role.process, awaited=awaited)
-        own = {}
-        for name, item in self._items.items():
-            own[name] = item.write(folders[name], process)
-        fragments = self._role.gather(own)
+        fragments = self._role.gather({name: item.write(folders[name], process) for name, item in self._items.items()})
         if fragments is None:
             return None
         sent = parallel_map(lambda name: write_file(folders[name], archives[name]), list(archives), REQUESTS)
@@ -221,24 +211,19 @@ class Save:
 
     def commit(self, record: CheckpointRecord | None) -> tuple[CheckpointRecord, SaveReport]:
         """Commit the checkpoint; return the record and the report. Processes other than 0 wait for its summary."""
-        committed = self._role.commit(record)
+        committed, written_bytes, shared_bytes = self._role.commit(record)
         for written in self._reuse:
             written.commit()
         total = time.perf_counter() - self._began
-        return committed.record, SaveReport(
-            step=committed.record.step,
+        return committed, SaveReport(
+            step=committed.step,
             path=self._location.url,
-            reason=committed.record.reason,
-            bytes=committed.written_bytes,
-            shared_bytes=committed.shared_bytes,
+            reason=committed.reason,
+            bytes=written_bytes,
+            shared_bytes=shared_bytes,
             blocked_seconds=self._blocked if self.in_background else total,
             total_seconds=total,
         )
-
-    @property
-    def replaces(self) -> bool:
-        """Whether there is a checkpoint that this one replaces; only process 0 knows."""
-        return self._role.replaces
 
     def give_up(self, error: BaseException) -> bool:
         """Give the save up unless a thread completes it already; return whether it was given up.
@@ -249,33 +234,6 @@ class Save:
             return False
         self._role.give_up(error)
         return True
-
-
-def pending_checkpoint(
-    location: Location,
-    items: Iterable[str],
-    *,
-    overwrite: bool,
-    owned: bool = False,
-    parts: CommitParts | None = None,
-    copies: str | None = None,
-) -> PendingCheckpoint:
-    """Return a new checkpoint, of which nothing is written yet.
-
-    Args:
-        location: Its directory.
-        items: The names of its items.
-        overwrite: Whether it may replace a checkpoint.
-        owned: Whether the caller alone may write here, and checks that right before the commit. In an object store, the
-            marker of another save then belongs to a superseded run, which will not commit.
-        parts: What the kind of checkpoint adds to the commit.
-        copies: The fingerprint of the original of a copy.
-    """
-    if not location.is_remote:
-        return LocalCommit(location, items, overwrite=overwrite, owned=owned, parts=parts, copies=copies)
-    from .store_commit import StoreCommit
-
-    return StoreCommit(location, items, overwrite=overwrite, owned=owned, parts=parts, copies=copies)
 
 
 class _BegunItem:
@@ -294,197 +252,165 @@ class _BegunItem:
         return fsync_and_digest(folder) if self._files is None else self._files
 
 
-class _Committed(NamedTuple):
-    """A committed checkpoint: its record, or the summary; the bytes that were written, and those of shared files."""
-
-    record: CheckpointRecord
-    written_bytes: int
-    shared_bytes: int
-
-    def encode(self) -> bytes:
-        """Return the facts that the other processes need, whose length does not grow with their number."""
-        summary = self.record.summary()
-        facts = {"identity": summary.summarizes, "written_bytes": self.written_bytes, "shared_bytes": self.shared_bytes}
-        return json.dumps({**facts, "record": summary.to_document()}).encode()
-
-    @classmethod
-    def decode(cls, content: bytes, source: str) -> _Committed:
-        facts = json.loads(content)
-        summary = CheckpointRecord.from_document(facts["record"], source=source)
-        return cls(replace(summary, summarizes=facts["identity"]), facts["written_bytes"], facts["shared_bytes"])
+# A record that was committed, the bytes that were written for it, and those of shared files.
+_Committed = tuple[CheckpointRecord, int, int]
 
 
+@dataclass
 class Primary:
     """The only process, or process 0 of several: it makes the folders, merges the shares, and commits."""
 
-    def __init__(
-        self,
-        location: Location,
-        items: Iterable[str],
-        *,
-        overwrite: bool,
-        owned: bool,
-        rendezvous: Rendezvous | None,
-        timeout: float,
-        shared: bool,
-    ) -> None:
-        self._shared = shared
-        self._small = _SMALL if shared else sys.maxsize
-        self._pending = pending_checkpoint(location, items, overwrite=overwrite, owned=owned)
-        self._rendezvous = rendezvous
-        self._timeout = timeout
-        self._opened = False
-        self._committed = False
-        count = 1 if rendezvous is None else rendezvous.count
-        self.process = ProcessInfo(0, count, self._pending.token, shared=shared)
+    pending: PendingCheckpoint
+    rendezvous: Rendezvous | None
+    timeout: float
+    shared: bool
+    has_planned: bool = False  # whether the other processes know the folders
+    has_committed: bool = False
 
     @property
-    def replaces(self) -> bool:
-        return self._pending.replaces
+    def process(self) -> ProcessInfo:
+        count = 1 if self.rendezvous is None else self.rendezvous.count
+        return ProcessInfo(0, count, self.pending.token, shared=self.shared)
 
     def open(self, archives: Collection[str] = ()) -> Mapping[str, Location]:
         """Return the folder of every item, made ready; the names of those that are zip files are given first."""
-        self._pending.begin(archives)
-        if self._rendezvous is not None and not self._opened:
-            self._opened = True
-            folders = {name: folder.name for name, folder in self._pending.folders.items()}
-            place = self._pending.location
-            path = place.url if self._shared else place.name
-            plan = {"path": path, "token": self.process.token, "folders": folders}
-            self._rendezvous.broadcast("plan", json.dumps(plan).encode(), self._timeout)
-        return self._pending.folders
+        self.pending.begin(archives)
+        if self.rendezvous is not None and not self.has_planned:
+            self.has_planned = True
+            folders = {name: folder.name for name, folder in self.pending.folders.items()}
+            place = self.pending.location
+            path = place.url if self.shared else place.name
+            plan = {"path": path, "token": self.pending.token, "folders": folders}
+            self.rendezvous.broadcast("plan", json.dumps(plan).encode(), self.timeout)
+        return self.pending.folders
 
     def gather(self, own: Mapping[str, bytes]) -> Mapping[str, list[bytes]]:
         """Return the fragments of every item, once every process has written its share."""
         gathered = {name: [fragment] for name, fragment in own.items()}
-        if self._rendezvous is not None:
-            sent_by = self._rendezvous.gather("written", b"", self._timeout) or []
-            written = [_decode_fragments(one, self._small) for one in sent_by]
-            places = [(name, process) for process, sent in enumerate(written) for name in sent]
-
-            def take(place: tuple[str, int]) -> bytes:
-                name, process = place
-                sent = written[process][name]
-                folder = self._pending.folders[name]
-                return sent if isinstance(sent, bytes) else _take_fragment(folder, process, sent)
-
-            for (name, _), fragment in zip(places, parallel_map(take, places, REQUESTS), strict=True):
-                gathered[name].append(fragment)
+        contents = [] if self.rendezvous is None else self.rendezvous.gather("written", b"", self.timeout) or []
+        sent = [
+            (name, process, fragment)
+            for process, content in enumerate(contents)
+            for name, fragment in _decode_fragments(content, self.shared).items()
+        ]
+        folders = self.pending.folders
+        received = parallel_map(lambda one: _fragment(folders[one[0]], *one[1:]), sent, REQUESTS)
+        for (name, *_), fragment in zip(sent, received, strict=True):
+            gathered[name].append(fragment)
         return gathered
 
     def commit(self, record: CheckpointRecord | None) -> _Committed:
         """Make the checkpoint exist."""
         assert record is not None, "process 0 makes the record"
-        self._pending.commit(record)
-        shared = record.shared_bytes
-        committed = _Committed(record, record.nbytes - shared, shared)
-        if self._rendezvous is None:
-            return committed
-        self._committed = True
-        try:
-            self._rendezvous.broadcast("committed", committed.encode(), self._timeout)
-        except Exception as error:  # the checkpoint exists nevertheless
-            _logger.warning("%s: saved, but the other processes could not be told: %s", self._pending.location, error)
-        self._rendezvous.close()
-        return committed
+        self.pending.commit(record)
+        nbytes = record.nbytes - record.shared_bytes, record.shared_bytes
+        if self.rendezvous is not None:
+            self.has_committed = True
+            # Without its files, whose number grows with that of the processes.
+            facts = {"record": record.summary().to_document(), "identity": record.identity, "bytes": nbytes}
+            try:
+                self.rendezvous.broadcast("committed", json.dumps(facts).encode(), self.timeout)
+            except Exception as error:  # the checkpoint exists nevertheless
+                what = "%s: saved, but the other processes could not be told: %s"
+                _logger.warning(what, self.pending.location, error)
+            self.rendezvous.close()
+        return record, *nbytes
 
     def give_up(self, error: BaseException) -> None:
         """Remove the files once no process writes any more; otherwise leave them to the next run."""
-        if self._rendezvous is None:
-            self._pending.abort(error)
+        if self.rendezvous is None:
+            self.pending.abort(error)
             return
         if not isinstance(error, PeerFailedError):  # the others know of that already
-            self._rendezvous.fail(error)
-        if self._committed:
+            self.rendezvous.fail(error)
+        if self.has_committed:
             return
+        is_known = not isinstance(error, BarrierTimeoutError)
         try:
-            if not self._opened or (
-                not isinstance(error, BarrierTimeoutError) and _all_stopped(self._rendezvous, self._timeout)
-            ):
-                self._pending.abort(error)
+            if not self.has_planned or (is_known and _all_stopped(self.rendezvous, self.timeout)):
+                self.pending.abort(error)
             else:
-                self._pending.leave()
+                self.pending.leave()
                 _logger.warning(
                     "%s: not all processes have said that they stopped; the next run removes what they wrote",
-                    self._pending.location,
+                    self.pending.location,
                 )
         finally:
-            self._rendezvous.close()
+            self.rendezvous.close()
 
 
+@dataclass
 class Worker:
     """Any process but process 0: it writes its share and leaves what process 0 needs to know of it in a file."""
 
-    replaces = False
-
-    def __init__(
-        self, location: Location, items: Iterable[str], rendezvous: Rendezvous, timeout: float, *, shared: bool
-    ) -> None:
-        self._shared = shared
-        self._small = _SMALL if shared else sys.maxsize
-        self._location = location
-        self._items = sorted(items)
-        self._rendezvous = rendezvous
-        self._timeout = timeout
-        self._folders: dict[str, Location] | None = None
-        self._token = ""
+    location: Location
+    items: Sequence[str]
+    rendezvous: Rendezvous
+    timeout: float
+    shared: bool
+    token: str = ""
+    folders: Mapping[str, Location] | None = None
 
     @property
     def process(self) -> ProcessInfo:
-        return ProcessInfo(self._rendezvous.index, self._rendezvous.count, self._token, shared=self._shared)
+        return ProcessInfo(self.rendezvous.index, self.rendezvous.count, self.token, shared=self.shared)
 
     def open(self, archives: Collection[str] = ()) -> Mapping[str, Location]:
-        if self._folders is None:
-            plan = json.loads(self._rendezvous.broadcast("plan", None, self._timeout))
-            if self._shared and plan["path"] != self._location.url:
+        if self.folders is None:
+            plan = json.loads(self.rendezvous.broadcast("plan", None, self.timeout))
+            where = f"process {self.rendezvous.index} saves to {self.location.url}, and process 0 to"
+            if self.shared and plan["path"] != self.location.url:
                 raise StateError(
-                    f"process {self._rendezvous.index} saves to {self._location.url}, and process 0 to {plan['path']}; "
-                    "all processes must save to the same path, or each alone, with coordinator=hf.processes.Alone()"
+                    f"{where} {plan['path']}; all processes must save to the same path, or each alone, with "
+                    "coordinator=hf.processes.Alone()"
                 )
-            if not self._shared and plan["path"] != self._location.name:
+            if not self.shared and plan["path"] != self.location.name:
                 raise StateError(
-                    f"process {self._rendezvous.index} saves to {self._location.url}, and process 0 to a folder "
-                    f"{plan['path']}; all processes must save the same steps to their hosts, in the same order"
+                    f"{where} a folder {plan['path']}; all processes must save the same steps to their hosts, in the "
+                    "same order"
                 )
-            if sorted(plan["folders"]) != self._items:
+            if sorted(plan["folders"]) != self.items:
                 raise StateError(
-                    f"process {self._rendezvous.index} saves the items {self._items} of {self._location.url}, and "
+                    f"process {self.rendezvous.index} saves the items {self.items} of {self.location.url}, and "
                     f"process 0 {sorted(plan['folders'])}; all processes must save the same ones: give each "
                     "the same items, and the same kinds of extras"
                 )
-            self._token = plan["token"]
-            self._folders = {name: self._location / folder for name, folder in plan["folders"].items()}
-            for folder in self._folders.values() if not self._shared else ():
+            self.token = plan["token"]
+            self.folders = {name: self.location / folder for name, folder in plan["folders"].items()}
+            for folder in self.folders.values() if not self.shared else ():
                 folder.make_directory()
-        return self._folders
+        return self.folders
 
     def gather(self, own: Mapping[str, bytes]) -> None:
-        folders = self.open()
+        folders, limit = self.open(), _largest_sent(self.shared)
         for name, fragment in own.items():
-            if len(fragment) > self._small:
-                (folders[name] / _fragment_name(self._rendezvous.index)).write_bytes(fragment, atomic=False)
-        self._rendezvous.gather("written", _encode_fragments(own, self._small), self._timeout)
+            if len(fragment) > limit:
+                (folders[name] / f"fragment.{self.rendezvous.index}").write_bytes(fragment, atomic=False)
+        # A line of JSON with the sizes of all fragments, then those that are sent.
+        sizes = json.dumps({name: len(fragment) for name, fragment in own.items()}).encode()
+        sent = b"".join(fragment for fragment in own.values() if len(fragment) <= limit)
+        self.rendezvous.gather("written", sizes + b"\n" + sent, self.timeout)
 
     def commit(self, record: CheckpointRecord | None) -> _Committed:
         """Wait for what process 0 tells of its record."""
-        content = self._rendezvous.broadcast("committed", None, self._timeout, gathered=True)
-        self._rendezvous.close()
-        return _Committed.decode(content, f"{self._location}: what process 0 has committed")
+        facts = json.loads(self.rendezvous.broadcast("committed", None, self.timeout, gathered=True))
+        self.rendezvous.close()
+        summary = CheckpointRecord.from_document(
+            facts["record"], source=f"{self.location}: what process 0 has committed"
+        )
+        return replace(summary, summarizes=facts["identity"]), *facts["bytes"]
 
     def give_up(self, error: BaseException) -> None:
         """Report the failure, and that this process writes no more."""
-        leave_save(self._rendezvous, error)
+        leave_save(self.rendezvous, error)
 
 
 def leave_save(rendezvous: Rendezvous | None, error: BaseException) -> None:
     """Report to the other processes that this one has failed before its part of a save, and writes nothing."""
-    if rendezvous is not None:
-        if not isinstance(error, PeerFailedError):  # the others know of that already
-            rendezvous.fail(error)
-        _stop(rendezvous)
-
-
-def _stop(rendezvous: Rendezvous) -> None:
+    if rendezvous is None:
+        return
+    if not isinstance(error, PeerFailedError):  # the others know of that already
+        rendezvous.fail(error)
     if rendezvous.index:
         with contextlib.suppress(Exception):  # the store itself may have failed
             rendezvous.coordinator.put(_stopped_key(rendezvous, rendezvous.index), b"1")
@@ -507,45 +433,39 @@ def _all_stopped(rendezvous: Rendezvous, timeout: float) -> bool:
     return True
 
 
-def _fragment_name(process: int) -> str:
-    return f"fragment.{process}"
-
-
 def _stopped_key(rendezvous: Rendezvous, process: int) -> str:
     from urllib.parse import quote  # not above: only programs of several processes need it
 
     return f"{quote(rendezvous.name, safe='')}/stopped/{process}"
 
 
-def _encode_fragments(fragments: Mapping[str, bytes], small: int) -> bytes:
-    """Return small fragments, and the sizes of those that are left in files: a line of JSON, then the small ones."""
-    sizes = json.dumps({name: len(fragment) for name, fragment in fragments.items()}).encode()
-    return b"\n".join([sizes, b"".join(each for each in fragments.values() if len(each) <= small)])
+def _largest_sent(shared: bool) -> int:
+    """Return the bytes of the largest fragment that is sent to process 0; larger ones are left in files."""
+    return _SMALL if shared else sys.maxsize
 
 
-def _decode_fragments(sent: bytes, small: int) -> dict[str, bytes | int]:
-    """Return the small fragments, and the sizes of the others, by the names of the items."""
-    if not sent:
-        return {}
-    head, _, rest = sent.partition(b"\n")
+def _decode_fragments(sent: bytes, shared: bool) -> dict[str, bytes | int]:
+    """Return the fragments that were sent, and the sizes of the others, by the names of the items."""
+    sizes, _, rest = sent.partition(b"\n")
     found: dict[str, bytes | int] = {}
-    begin = 0
-    for name, size in json.loads(head).items():
-        found[name] = size if size > small else rest[begin : begin + size]
-        begin += 0 if size > small else size
+    for name, size in json.loads(sizes or b"{}").items():
+        found[name] = size if size > _largest_sent(shared) else rest[:size]
+        rest = rest if size > _largest_sent(shared) else rest[size:]
     return found
 
 
-def _take_fragment(folder: Location, process: int, size: int) -> bytes:
-    """Read the fragment of another process, and remove its file, which is no part of the checkpoint."""
-    place = folder / _fragment_name(process)
+def _fragment(folder: Location, process: int, sent: bytes | int) -> bytes:
+    """Return a fragment of another process; one that is in a file is read, and the file removed."""
+    if isinstance(sent, bytes):
+        return sent
+    place = folder / f"fragment.{process}"
     try:
-        fragment = place.read_bytes(limit=size)
+        fragment = place.read_bytes(limit=sent)
     except HoldfastError as error:
         raise DamagedCheckpointError(
             f"{place}: what process {process} wrote cannot be read ({error}); do all processes see the same directory?"
         ) from error
-    if len(fragment) != size:
-        raise DamagedCheckpointError(f"{place}: process {process} wrote {size} bytes, found {len(fragment)}")
-    place.remove()
+    if len(fragment) != sent:
+        raise DamagedCheckpointError(f"{place}: process {process} wrote {sent} bytes, found {len(fragment)}")
+    place.remove()  # it is no part of the checkpoint
     return fragment

@@ -28,17 +28,14 @@ late requests of a dead save  folders with the token of that save               
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Collection
 
-from ..errors import CheckpointNotFoundError, StorageError, StorageUnavailableError
 from ..format import DELETED, PARTIAL, RECORD, CheckpointRecord
 from ..steps import has_record, read_record
 from ..storage import Location
 from .commit import PendingCheckpoint, Phase, answered, write_record
-from .folders import CommitParts, folders_of, left_archives, marker_content, names_in, only_logged, remove_folders
-from .removal import sweep
+from .removal import CommitParts, folders_of, left_archives, marker_content, names_in, remove_folders, sweep
 
 _UNIQUE = re.compile(r".+\.[0-9a-f]{8}")  # names that saves to object stores give to the folders of items
 
@@ -84,26 +81,13 @@ class StoreCommit(PendingCheckpoint):
 
     def _begin(self, archives: Collection[str]) -> None:
         self._phase, marker = Phase.CLAIMED, self.location / PARTIAL
-        self._is_conditional = False
         if self._is_plain and self.paths.keys() == {*archives} and marker.honours_conditions(None):
             self._is_conditional = True
             return
-        content = self._marker(self._leftovers)
+        content = self._marker()
         marker.write_bytes(content, atomic=False)
         self._phase = Phase.WRITING
         self._is_conditional = marker.honours_conditions(content)
-
-    @property
-    def _has_marker(self) -> bool:
-        return self._marker_size is not None
-
-    @property
-    def _is_unmarked(self) -> bool:
-        """Whether this save has no marker, or none that is whole."""
-        return self._phase is Phase.CLAIMED or not self._has_marker
-
-    def _is_own(self) -> bool:
-        return self._is_unmarked or self._owned or self._lock.is_own(self.token, self._marker_size)
 
     def _write(self, record: CheckpointRecord) -> None:
         if not self._is_conditional:
@@ -111,15 +95,8 @@ class StoreCommit(PendingCheckpoint):
         elif not write_record_if(self.location, record, self._old_record):
             self._phase = Phase.LOST
             raise self._lock.conflict()
-        if not self._has_marker:
+        if self._marker_size is None:
             self._check_listed(record)
-        overtaken = self._has_marker and not self._lock.is_own(self.token, self._marker_size)
-        is_alone = self._old_record is None and not (self._is_conditional or self._owned)
-        # A copy that continues has a new marker, but a sweep may have listed the files that it goes on with.
-        is_doubtful = overtaken or self.continues
-        if is_doubtful and ((overtaken and is_alone) or not self._is_intact(record)):
-            raise self._lock.conflict()
-        self._phase = Phase.OVERTAKEN if overtaken else Phase.COMMITTED
 
     def _check_listed(self, record: CheckpointRecord) -> None:
         """Raise StorageConflictError if a run has removed files of this save, which had no marker, before its record.
@@ -133,70 +110,21 @@ class StoreCommit(PendingCheckpoint):
         if others and PARTIAL not in names:
             (self.location / PARTIAL).write_bytes(marker_content(self.token, sorted(others)), atomic=False)
 
-    def _revert(self, record: CheckpointRecord, error: BaseException) -> None:
-        if isinstance(error, StorageUnavailableError):
-            # A request without an answer may still arrive, even after others: then its data must be there.
-            error.add_note(f"{self.location}: the next run removes what was written, or finds it committed and whole")
-        else:
-            super()._revert(record, error)
-
-    def _take_back(self, record: CheckpointRecord) -> Phase:
-        phase, content, place = Phase.WRITING, record.encode(), self.location / RECORD
-        with contextlib.suppress(StorageError):
-            if not self._is_visible():
-                return phase
-            if not self._is_conditional and self._old_record is None:
-                place.rename(DELETED)
-            elif not self._is_conditional:
-                place.write_bytes(self._old_record or b"")
-            elif self._old_record is None:
-                phase = Phase.WITHDRAWN
-                (self.location / DELETED).write_bytes(content)
-                place.remove_if(content)
-            else:
-                place.write_bytes_if(self._old_record, content)
-        return Phase.RECORDED if self._is_visible() else phase
-
-    def _tidy(self, record: CheckpointRecord) -> None:
-        overtaken = self._phase is Phase.OVERTAKEN
-        if overtaken and not self._owned:  # the other save replaces this one, or finds this record and fails
-            return
-        with only_logged(self.location):
-            self._tidy_folders(record, self._leftovers)
-            if overtaken:  # the other save is that of a superseded run, which fails
-                sweep(self.location, self._parts)
-            if self._deletion is not None:
+    def _clear(self) -> None:
+        if self._marker_size is None:  # a marker that is here belongs to another save
+            if self._phase is Phase.WITHDRAWN:
                 (self.location / DELETED).remove()
-            if self._has_marker and not overtaken:  # last: the marker tells the next run that something may be left
-                (self.location / PARTIAL).remove()
-
-    def _remove(self, error: BaseException | None) -> bool:
-        ours, is_lost = True, self._phase is Phase.LOST
-        is_late = isinstance(error, StorageUnavailableError)
-        with only_logged(self.location):
-            ours = self._is_unmarked or self._lock.is_own(self.token, self._marker_size)
-            paths = {*self.paths.values()}
-            if is_lost:  # the other save may be a copy into the same folders
-                with contextlib.suppress(CheckpointNotFoundError):
-                    paths -= folders_of(read_record(self.location))
-            for path in sorted(paths, key=len, reverse=True):
-                self._parts.remove(path, self._old if ours and not (is_late or is_lost) else None)
-            if not ours or is_late:
-                return ours
-            if not self._has_marker:  # a marker that is here belongs to another save
-                if self._phase is Phase.WITHDRAWN:
-                    (self.location / DELETED).remove()
-                return True
-            # Another save may be alive here; the marker names what is left of earlier ones. What this one has found is
-            # of saves that began before it: they were committed before the one that came first, or never will.
-            if is_lost and has_record(self.location):
-                record = read_record(self.location)
-                remove_folders(self._parts, {*record.replaced, *self._leftovers}, record)
-                self._parts.repair(record)
-            elif self._leftovers:
-                return True
-            elif self._old is not None and not is_lost:
-                self._parts.repair(self._old)
-            (self.location / DELETED).remove()
-            (self.location / PARTIAL).remove()
-        return ours
+            return
+        # Another save may be alive here; the marker names what is left of earlier ones. What this one has found is of
+        # saves that began before it: they were committed before the one that came first, or never will.
+        is_lost = self._phase is Phase.LOST
+        if is_lost and has_record(self.location):
+            record = read_record(self.location)
+            remove_folders(self._parts, {*record.replaced, *self._leftovers}, record)
+            self._parts.repair(record)
+        elif self._leftovers:
+            return
+        elif self._old is not None and not is_lost:
+            self._parts.repair(self._old)
+        (self.location / DELETED).remove()
+        (self.location / PARTIAL).remove()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -164,48 +164,40 @@ def broadcast_prefix(given: Any, structure: TreeDef | None, kind: type[T], argum
     ``given`` is one value for all leaves; or a tree like the structure, which may end early with a value for all leaves
     below, and may leave out keys; or None. Raises OptionError if a value belongs to no leaf or is of another type.
     """
-    found: list[T | None] = []
-    _broadcast(given, structure, kind, argument, "", found)
-    return found
+    return list(_broadcast(given, structure, kind, argument, ""))
 
 
-def _broadcast(
-    given: Any, node: TreeDef | None, kind: type[T], argument: str, name: str, found: list[T | None]
-) -> None:
+def _broadcast(given: Any, node: TreeDef | None, kind: type[T], argument: str, name: str) -> Iterator[T | None]:
     if given is None or isinstance(given, kind):
-        found += [given] * len(leaf_names(node))
+        yield from [given] * len(leaf_names(node))
         return
     contents = expand(given)
     if contents is None:
         raise OptionError(f"{argument}: expected {kind.__name__} at {format_path(name)}, found {class_name(given)}")
     values = dict(zip(key_segments(contents.keys, len(contents.values)), contents.values, strict=True))
-    if node is None:
-        if not values:  # jax makes None of a container without leaves
-            found.append(None)
-            return
+    if node is None and values:
         raise OptionError(
             f"{argument}: expected {kind.__name__} at the leaf {format_path(name)}, found {class_name(given)}"
         )
+    if node is None:  # jax makes None of a container without leaves
+        yield None
+        return
     segments = key_segments(node.keys, len(node.children))
     prefix = f"{name}." if name else ""
     unknown = [segment for segment in values if segment not in set(segments)]
     if unknown:
         raise OptionError(f"{argument}: the tree has no {format_path(prefix + unknown[0])}")
     for segment, child in zip(segments, node.children, strict=True):
-        _broadcast(values.get(segment), child, kind, argument, prefix + segment, found)
+        yield from _broadcast(values.get(segment), child, kind, argument, prefix + segment)
 
 
 def number_dtype(given: Any) -> np.dtype[Any]:
     """Return the numpy dtype for a dtype or scalar type of numpy, jax or torch."""
     import ml_dtypes  # makes its names known to numpy; not above: most programs need none of them
 
-    name = str(given)
+    name = str(given).removeprefix("torch.")
     try:
-        if name.startswith("torch."):
-            name = name.removeprefix("torch.")
-            dtype = np.dtype(getattr(ml_dtypes, name, name))
-        else:
-            dtype = np.dtype(given)
+        dtype = np.dtype(given if name == str(given) else getattr(ml_dtypes, name, name))
     except TypeError:
         raise OptionError(f"dtype={given!r} is not a dtype of numpy, jax or torch") from None
     if number_kind(dtype) is None:

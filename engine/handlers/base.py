@@ -11,7 +11,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Protocol, TypeGuard, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from ..arrays import Layout, make_durable, open_folder, read_checked, write_file
 from ..distributed import ProcessInfo
@@ -43,7 +43,7 @@ class PreparedItem(Protocol):
     """An item whose snapshot is taken: every process writes its share, and process 0 merges the shares."""
 
     def write(self, folder: Location, member: ProcessInfo) -> bytes:
-        """Write this process's share, durably where it is one of several; return what process 0 needs to know of it."""
+        """Write this process's share, durably if it is one of several; return what process 0 needs to know of it."""
         ...
 
     def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:
@@ -60,12 +60,12 @@ class SizedItem(PreparedItem, Protocol):
 
 
 class CheckpointHandler(abc.ABC):
-    """Saves and restores one kind of object, in a folder of its own.
+    """Saves and restores one kind of object, in its own folder.
 
     Attributes:
         kind: Name in the commit record of what this handler writes.
         collective: Whether every process of a program takes part in a save; otherwise only process 0 calls the handler.
-        optional: Whether a checkpoint may be saved without the item, and restored without it where it was saved.
+        optional: Whether a checkpoint may be saved without the item, and restored without it if it was saved.
         verifies: Whether restoring checks what it reads. Otherwise all files are compared with their digests before.
         shares_reads: Whether :meth:`restore` takes ``shared=``, with which all processes of a program read once what
             several of them need; a subclass that defines another ``restore`` says so itself.
@@ -145,11 +145,11 @@ class PreparedCheckpointHandler(AsyncCheckpointHandler):
 
     Attributes:
         divides: Whether :meth:`prepare` takes ``member=``, the process whose share will be written, and may leave out
-            of the snapshot what other processes write; it is passed where several processes save together.
+            of the snapshot what other processes write; it is passed if several processes save together.
         reuses: Whether :meth:`prepare` takes ``reuse=``, the data files of earlier steps; it is passed by managers that
             do not write unchanged arrays again.
         layout: The sizes of its data files, if :meth:`prepare` takes ``layout=``, which replaces them; a manager whose
-            mirror is in an object store passes that of uploads.
+            mirror is in an object store passes the one for uploads.
     """
 
     divides = False
@@ -199,9 +199,14 @@ def write_alone(prepared: PreparedItem, folder: Location, awaited: threading.Eve
     return make_durable(folder, prepared.merge(folder, [prepared.write(folder, ProcessInfo(awaited=awaited))]))
 
 
+def size_of(prepared: PreparedItem) -> int | None:
+    """Return about how many bytes all processes write of an item; None if it must have a folder."""
+    return prepared.estimate_bytes() if isinstance(prepared, SizedItem) else None
+
+
 def write_archive(prepared: PreparedItem, place: Location, member: ProcessInfo) -> bytes | None:
     """Write a small item that one process has into memory; return the zip file for ``place``, None for other items."""
-    size = prepared.estimate_bytes() if isinstance(prepared, SizedItem) else None
+    size = size_of(prepared)
     if size is None or size > SMALL_ITEM:
         return None
     files: dict[str, bytes] = {}
@@ -210,21 +215,37 @@ def write_archive(prepared: PreparedItem, place: Location, member: ProcessInfo) 
     return encode_archive(files)
 
 
+class PreparedFiles:
+    """Files that process 0 writes into the folder of an item, beside a tree if there is one."""
+
+    def __init__(self, contents: Mapping[str, bytes], tree: PreparedItem | None = None) -> None:
+        self._contents = contents
+        self._tree = tree
+        self._files: dict[str, FileRecord] = {}
+
+    def estimate_bytes(self) -> int | None:
+        size = 0 if self._tree is None else size_of(self._tree)
+        return None if size is None else size + sum(map(len, self._contents.values()))
+
+    def write(self, folder: Location, member: ProcessInfo) -> bytes:
+        if member.index == 0:
+            self._files |= {path: write_file(folder / path, content) for path, content in self._contents.items()}
+        return b"" if self._tree is None else self._tree.write(folder, member)
+
+    def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:
+        return self._files if self._tree is None else {**self._tree.merge(folder, fragments), **self._files}
+
+
 def finish(futures: Sequence[SaveFuture] | None) -> Files | None:
     """Complete a save; return its files if every future knows its own."""
     found: dict[str, FileRecord] = {}
     known = bool(futures)
     for future in futures or ():
         files = future.result()
-        if _is_files(files):
-            found.update(files)
-        else:
-            known = False  # it is a future of another library, such as concurrent.futures
+        # Otherwise, it is a future of another library, such as concurrent.futures.
+        known &= isinstance(files, Mapping) and all(isinstance(file, FileRecord) for file in files.values())
+        found |= files if known else {}
     return found if known else None
-
-
-def _is_files(result: Any) -> TypeGuard[Files]:
-    return isinstance(result, Mapping) and all(isinstance(file, FileRecord) for file in result.values())
 
 
 def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -279,7 +300,7 @@ def refuse_arguments(handler: CheckpointHandler, kwargs: Mapping[str, Any], meth
 class JsonCheckpointHandler(PreparedCheckpointHandler):
     """Saves a JSON document: nested dictionaries and lists of text, numbers, booleans and None.
 
-    Of several processes, process 0 saves its document; those of the others are ignored.
+    Of several processes, process 0 saves its document; the others' documents are ignored.
 
     Args:
         filename: Name of the file in the item's folder.
@@ -293,20 +314,18 @@ class JsonCheckpointHandler(PreparedCheckpointHandler):
 
     def prepare(self, item: Any, *, snapshot: bool, **kwargs: Any) -> PreparedItem:
         """Make an item ready to be written; raise UnsupportedLeafError if JSON cannot hold it."""
-        if kwargs:
-            refuse_arguments(self, kwargs, self.prepare)
+        refuse_arguments(self, kwargs, self.prepare)
         try:
             content = encode_document("json", {"data": item})
         except (TypeError, ValueError) as error:
             raise UnsupportedLeafError(
                 f"this item cannot be saved as JSON: {error}. Use PyTreeCheckpointHandler for arrays and other values"
             ) from error
-        return _PreparedFile(self._filename, content)
+        return PreparedFiles({self._filename: content})
 
     def restore(self, directory: Location, item: Any = None, *, files: Files | None = None, **kwargs: Any) -> Any:
         """Read the item back; ``item`` is not used."""
-        if kwargs:
-            refuse_arguments(self, kwargs, self.restore)
+        refuse_arguments(self, kwargs, self.restore)
         directory, files = open_folder(directory, files)
         place = directory / self._filename
         content = read_checked(place, None if files is None else files.get(self._filename), limit=DOCUMENT_LIMIT)
@@ -315,21 +334,3 @@ class JsonCheckpointHandler(PreparedCheckpointHandler):
     def structure(self, directory: Location, *, files: Files | None = None, **kwargs: Any) -> Any:
         """Return the item itself: reading it costs no more than describing it."""
         return self.restore(directory, files=files)
-
-
-class _PreparedFile:
-    def __init__(self, name: str, content: bytes) -> None:
-        self._name = name
-        self._content = content
-        self._files: dict[str, FileRecord] = {}
-
-    def estimate_bytes(self) -> int:
-        return len(self._content)
-
-    def write(self, folder: Location, member: ProcessInfo) -> bytes:
-        if member.index == 0:
-            self._files[self._name] = write_file(folder / self._name, self._content)
-        return b""
-
-    def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:
-        return self._files

@@ -26,7 +26,7 @@ from ..format import (
     pack_name,
 )
 from ..storage import Location
-from .base import Files, PreparedCheckpointHandler, PreparedItem, SizedItem, write_alone, write_archive
+from .base import Files, PreparedCheckpointHandler, PreparedFiles, PreparedItem, write_alone, write_archive
 from .pytree import PyTreeCheckpointHandler
 
 _logger = logging.getLogger("holdfast")
@@ -37,7 +37,7 @@ SMALL_SHARE = 16 << 10  # bytes of the largest zip file of a process that proces
 class PerProcessCheckpointHandler(PreparedCheckpointHandler):
     """Saves a tree for each process of a program, in a folder named after the process; a small one is one zip file.
 
-    Each process gets its own tree back. If the number of processes differs from that of the save, a warning reports it:
+    Each process gets its own tree back. If the number of processes differs from the save, a warning reports it:
     fewer processes get the trees of the first ones, and a process without a tree of its own keeps what it has. It gets
     the template back, or None without one, never the random stream or the data position of another process.
 
@@ -79,7 +79,7 @@ class PerProcessCheckpointHandler(PreparedCheckpointHandler):
             directory: The folder.
             item: The template, as for trees.
             process: Read the tree of this process instead.
-            every: Where the number of processes differs from that of the save, return the trees of all of them, as
+            every: If the number of processes differs from the save, return the trees of all of them, as
                 :class:`SavedShares`, instead of a warning.
             files: What the commit record says about the folder.
             **kwargs: As for trees.
@@ -186,26 +186,22 @@ class ProcessShare:
         return files
 
 
-class PreparedGraph:
+class PreparedGraph(PreparedFiles):
     """A tree that is about to be written, its document, and what this process has of its own."""
 
     def __init__(self, tree: PreparedItem, document: Any, own: PreparedItem | None = None) -> None:
-        self._tree = tree
-        self._own = own
-        self._files: dict[str, FileRecord] = {}
         try:
-            self._document = encode_document(GRAPH_KIND, document)
+            content = encode_document(GRAPH_KIND, document)
         except ValueError as error:
             raise UnsupportedLeafError(f"this graph cannot be described: {error}; nothing was written") from error
+        super().__init__({GRAPH: content}, tree)
+        self._own = own
 
     def estimate_bytes(self) -> int | None:
-        size = self._tree.estimate_bytes() if isinstance(self._tree, SizedItem) and self._own is None else None
-        return None if size is None else size + len(self._document)
+        return super().estimate_bytes() if self._own is None else None
 
     def write(self, folder: Location, member: ProcessInfo) -> bytes:
-        if member.index == 0:
-            self._files[GRAPH] = write_file(folder / GRAPH, self._document)
-        fragment = self._tree.write(folder, member)
+        fragment = super().write(folder, member)
         if self._own is None:
             return fragment
         place = folder / OWN_FOLDER
@@ -214,10 +210,9 @@ class PreparedGraph:
         return b"%d\n%b%b" % (len(own), own, fragment)
 
     def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:
-        own: Files = {}
-        if self._own is not None:
-            heads = [fragment.partition(b"\n") for fragment in fragments]
-            files = self._own.merge(folder / OWN_FOLDER, [rest[: int(length)] for length, _, rest in heads])
-            fragments = [rest[int(length) :] for length, _, rest in heads]
-            own = {f"{OWN_FOLDER}/{path}": known for path, known in files.items()}
-        return {**self._tree.merge(folder, fragments), **own, **self._files}
+        if self._own is None:
+            return super().merge(folder, fragments)
+        heads = [fragment.partition(b"\n") for fragment in fragments]
+        files = self._own.merge(folder / OWN_FOLDER, [rest[: int(length)] for length, _, rest in heads])
+        own = {f"{OWN_FOLDER}/{path}": known for path, known in files.items()}
+        return {**super().merge(folder, [rest[int(length) :] for length, _, rest in heads]), **own}

@@ -20,11 +20,9 @@ from ..arrays import (
     TreeSource,
     TreeWriter,
     WrittenSteps,
-    write_file,
 )
 from ..distributed import ProcessInfo
 from ..errors import OptionError, UnsupportedLeafError, shortened
-from ..format import FileRecord
 from ..peer_names import refuse_unknown
 from ..pytree import (
     Details,
@@ -48,7 +46,7 @@ from ..pytree import (
 )
 from ..storage import Location
 from .args import Leaf, RestoreArgs, SaveArgs, aggregate, broadcast_prefix, cast, leaf_request
-from .base import Files, PreparedCheckpointHandler, PreparedItem, refuse_arguments
+from .base import Files, PreparedCheckpointHandler, PreparedFiles, PreparedItem, refuse_arguments
 from .registry import DEFAULT_REGISTRY, ExternalLeaves, TypeHandlerRegistry, restore_external
 
 if TYPE_CHECKING:
@@ -144,8 +142,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
             UnsupportedLeafError: A leaf cannot be saved; names every such leaf.
             OptionError: ``save_args`` do not fit the tree.
         """
-        if kwargs:
-            refuse_arguments(self, kwargs, self.prepare)
+        refuse_arguments(self, kwargs, self.prepare)
         layout, process = layout or self.layout, member or ProcessInfo()
         self._snapshots += snapshot
         if snapshot and self._snapshots.bit_count() == 1 and not self._has_compared and loaded("jax") is not None:
@@ -238,19 +235,19 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
                 :func:`~holdfast.load_transformed`; they need a template.
             transforms_default_to_original: Whether keys of both trees that no transformation names come from the saved
                 tree; otherwise they come from the template.
-            torch_tensors: Whether, without a template, tensors of torch become tensors again where the program has
+            torch_tensors: Whether, without a template, tensors of torch become tensors again if the program has
                 imported torch, as ``load_state_dict`` needs them. Managers ask for that.
-            as_saved: Whether the template is the fresh state of a run that resumes: where it has the types of the fresh
+            as_saved: Whether the template is the fresh state of a run that resumes: if it has the types of the fresh
                 state that the run began with (``fresh`` of :meth:`prepare`), leaves come back with the types that they
-                had at the save, and lists and dictionaries that have grown come back whole; where it has others, that
-                is an error. A checkpoint of a run that recorded no types is restored by the template alone. Without a
-                template, arrays of jax become arrays of jax again where the program has imported it; a list of keys of
+                had at the save, and lists and dictionaries that have grown come back whole; other types are an
+                error. A checkpoint of a run that recorded no types is restored by the template alone. Without a
+                template, arrays of jax become arrays of jax again if the program has imported it; a list of keys of
                 the root restricts that to what lies below them.
             entries: Templates of some entries of a saved dictionary, which may lack them; the others come back as
                 without a template.
             source: The tree of another library, instead of the one in the folder.
             shared: The reads of all processes of the program, from a manager: what several of them need is read once.
-            cast: Whether leaves of another dtype of the same kind are cast to that of the template, as for
+            cast: Whether leaves of another dtype of the same kind are cast to the template's, as for
                 :func:`~holdfast.load`.
             subset: Whether leaves that the template lacks are left out, as for :func:`~holdfast.load`.
             **kwargs: Must be empty.
@@ -264,8 +261,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
             OptionError: ``transforms`` come without a template or with ``select``; ``restore_args`` do not fit a tree;
                 or a leaf needs a type handler that is not registered.
         """
-        if kwargs:
-            refuse_arguments(self, kwargs, self.restore)
+        refuse_arguments(self, kwargs, self.restore)
         # Not above: a save needs nothing that reads.
         from ..arrays import TreeReader, load_entries, load_transformed_tree, load_tree, with_optimizer_states
 
@@ -341,7 +337,7 @@ def fresh_types(item: Any, roots: Collection[str] | None = None) -> FreshTypes:
     """
     check_savable(item)
     flat = flat_template(item, DEFAULT_REGISTRY)
-    return FreshTypes(describe_template(flat.names, flat.values), roots)
+    return FreshTypes(describe_template(flat.names, flat.values), roots, flat.structure)
 
 
 def flat_template(item: Any, registry: TypeHandlerRegistry) -> Flattened:
@@ -424,36 +420,27 @@ def _described(flat: Flattened, external: ExternalLeaves, pinned_bytes: int) -> 
     return [notes[number] if number in notes else next(described) for number in range(len(flat.names))]
 
 
-class _PreparedTree:
+class _PreparedTree(PreparedFiles):
     """A tree with leaves outside of its database, which process 0 writes."""
 
     def __init__(self, tree: TreeWriter, external: ExternalLeaves, files: Mapping[str, bytes]) -> None:
-        self._tree = tree
+        super().__init__(files, tree)
         self._external = external
-        self._contents = files
-        self._files: dict[str, FileRecord] = {}
 
     def estimate_bytes(self) -> int | None:
-        if self._external.notes:  # their handlers may need a path
-            return None
-        return self._tree.estimate_bytes() + sum(map(len, self._contents.values()))
+        return None if self._external.notes else super().estimate_bytes()  # their handlers may need a path
 
     def write(self, folder: Location, member: ProcessInfo) -> bytes:
         if member.index == 0:
             self._files.update(self._external.write(folder))
-            for path, content in self._contents.items():
-                self._files[path] = write_file(folder / path, content)
-        return self._tree.write(folder, member)
-
-    def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:
-        return {**self._tree.merge(folder, fragments), **self._files}
+        return super().write(folder, member)
 
 
 class ArrayCheckpointHandler(PyTreeCheckpointHandler):
     """Saves one bare array, or one number.
 
     It is stored as a tree of one leaf; ``holdfast.load`` and :class:`~holdfast.PyTreeCheckpointHandler` read it, too.
-    The arguments are those of :class:`~holdfast.PyTreeCheckpointHandler`.
+    It takes the arguments of :class:`~holdfast.PyTreeCheckpointHandler`.
     """
 
     def prepare(self, item: Any, *, snapshot: bool, save_args: Any = None, **kwargs: Any) -> PreparedItem:

@@ -91,7 +91,6 @@ class Sampler:
         on_host: dict[Any, list[tuple[int, Any]]] = {}
         of_torch: dict[Any, list[tuple[int, Any]]] = {}
         of_jax: dict[Any, list[tuple[int, Any]]] = {}
-        devices: _Devices = {}
         for place, leaf in enumerate(leaves):
             kind = _KINDS.get(type(leaf)) or _kind_of(leaf)
             if kind == "torch":
@@ -102,7 +101,7 @@ class Sampler:
                 elif part is not None:
                     of_torch.setdefault(group, []).append((place, part))
             elif kind == "jax" and not leaf.is_deleted():
-                part, device, name = _first_part(leaf, devices)
+                part, device, name = _first_part(leaf)
                 samples._devices.setdefault(name, place)
                 if name.startswith("cpu"):
                     _add_array(on_host, place, np.asarray(part))
@@ -183,24 +182,16 @@ def _view_of(tensor: Any) -> Any:
     return flat.as_strided((-(-flat.numel() // stride),), (stride,))
 
 
-_Devices = dict[int, tuple[Any, Any, str]]  # shardings, with a device of each and the kind of all, by identity
-
-
-def _first_part(array: Any, devices: _Devices) -> tuple[Any, Any, str]:
+def _first_part(array: Any) -> tuple[Any, Any, str]:
     """Return the first part of an array of jax on a device of this process, that device, and the kind of all."""
     if not isinstance(array.dtype, np.dtype) and is_key(array):
         array = jax.random.key_data(array)
-    sharding = array.sharding
-    if id(sharding) not in devices:  # Most arrays of a state have one sharding.
-        count = len(sharding.device_set)
-        device = next(iter(sharding.addressable_devices))
-        devices[id(sharding)] = sharding, device, f"{device.platform} x {count}" if count > 1 else device.platform
-    _, device, name = devices[id(sharding)]
-    if len(name) == len(device.platform):
-        return array, device, name
+    device, *others = array.sharding.device_set
+    if not others:
+        return array, device, device.platform
     part = array.addressable_data(0)
     (device,) = part.devices()
-    return part, device, name
+    return part, device, f"{device.platform} x {1 + len(others)}"
 
 
 def _stride(size: int) -> int:
@@ -210,7 +201,7 @@ def _stride(size: int) -> int:
 def _add_array(on_host: dict[Any, list[tuple[int, Any]]], place: int, array: NDArray[Any]) -> None:
     dtype = array.dtype
     if array.size and not dtype.hasobject and (dtype.itemsize in _WIDTHS or dtype.kind in "fc"):
-        flat = array.reshape(-1) if array.flags.c_contiguous else array.ravel(order="K")
+        flat = array.ravel(order="K")
         on_host.setdefault(dtype, []).append((place, flat[:: _stride(flat.size)]))
 
 
@@ -318,7 +309,7 @@ def full_sum(leaf: Any) -> Any:
             return None
         return local.detach().contiguous().view(widths[local.element_size()]).sum(dtype=torch.int64)
     if is_jax_array(leaf) and not leaf.is_deleted():
-        leaf, device, _ = _first_part(leaf, {})
+        leaf, device, _ = _first_part(leaf)
         leaf = np.asarray(leaf) if device.platform == "cpu" else _compiled_sum()(leaf)
     if isinstance(leaf, np.ndarray) and leaf.dtype.itemsize in _WIDTHS and not leaf.dtype.hasobject:
         width = _WIDTHS[leaf.dtype.itemsize]

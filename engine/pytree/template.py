@@ -13,7 +13,7 @@ import numpy as np
 from ..errors import DamagedCheckpointError, OptionError, difference
 from . import jax_leaves, torch_leaves
 from .containers import class_name
-from .flattening import TreeDef
+from .flattening import Flattened, TreeDef
 from .host_leaves import check_storable, is_python_value, number_kind
 from .leaves import (
     ARRAY_KINDS,
@@ -350,7 +350,13 @@ class LeafType(NamedTuple):
 class FreshTypes:
     """The types of the leaves of a fresh state, by name; ``roots`` are its keys, if the tree has others, too."""
 
-    def __init__(self, templates: Sequence[LeafTemplate], roots: Collection[str] | None = None) -> None:
+    def __init__(
+        self,
+        templates: Sequence[LeafTemplate],
+        roots: Collection[str] | None = None,
+        structure: TreeDef | None = None,
+    ) -> None:
+        self._structure = structure
         self._types = {template.name: LeafType.of(template) for template in templates if template.kind != "any"}
         self._others = frozenset(template.name for template in templates if template.kind == "any")
         self._roots = None if roots is None else sorted(map(escape_key, roots))
@@ -378,6 +384,19 @@ class FreshTypes:
         if new:
             document["new"] = new
         return document if self._roots is None else {**document, "roots": self._roots}
+
+    def covers(self, name: str) -> bool:
+        """Whether a leaf of a later state was a leaf of the fresh one, or is below one."""
+        return not {name, name.rpartition(".")[0]}.isdisjoint(self._types.keys() | self._others)
+
+    def refused(self, tree: Flattened) -> list[str]:
+        """Return what a resume could not make again of a tree that the fresh state has become."""
+        try:
+            if {*tree.names} != self._types.keys() | self._others:
+                regrown(self._structure, tree.structure)
+        except GrowthProblem as problem:
+            return [str(problem)]
+        return []
 
 
 def _is_within(name: str, roots: Collection[str] | None) -> bool:

@@ -28,7 +28,7 @@ class Transform:
     ``Transform()`` without arguments takes the value from the same key of the original tree.
 
     Attributes:
-        original_key: The key in the original tree, levels separated by ``/``. Where the transformation's own key is a
+        original_key: The key in the original tree, levels separated by ``/``. If the transformation's own key is a
             regular expression, ``\1`` and ``\g<name>`` stand for its groups. None is the same key.
         use_fallback: Take the value from the tree that `apply_transformations` does not prefer: the new tree if
             ``default_to_original`` is True, the original tree otherwise.
@@ -79,7 +79,7 @@ def apply_transformations(
       the paths of the new tree, as errors and ``holdfast show`` print them. One that matches a container applies to all
       leaves below it: ``original_key`` is the corresponding container then, and ``multi_value_fn`` returns a tree that
       has these leaves. If several match a leaf, a key that is written out goes before a pattern, a longer path before
-      that of a container above, and the first before those after it.
+      the path of a container above, and the first before those after it.
     - A key that no transformation names, and that is in both trees, comes from the original tree, or from the new one
       if ``default_to_original`` is False.
     - A key that only the new tree has keeps its value there; one that only the original tree has is dropped.
@@ -90,10 +90,10 @@ def apply_transformations(
     Values are handed on as they are, neither cast, compared nor copied; a value that two keys take is shared by both.
 
     Args:
-        original_tree: Any tree. Its containers need not be of the same types as those of the new one: dictionaries that
+        original_tree: Any tree. Its containers need not have the types of the new one: dictionaries that
             were loaded without a template are fine.
         transformations: `Transform` objects by their keys.
-        new_tree: The structure of the result; its values matter only where they are kept.
+        new_tree: The structure of the result; its values matter only if they are kept.
         default_to_original: Which tree is preferred, as above. Transformations with ``use_fallback`` take from the
             other.
 

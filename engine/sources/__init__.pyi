@@ -18,6 +18,7 @@ from .files import last_bytes as last_bytes
 from .files import read_json as read_json
 from .files import read_object as read_object
 from .files import read_optional as read_optional
+from .files import refuse_leaves as refuse_leaves
 from .files import replacing as replacing
 from .files import total_bytes as total_bytes
 from .merging import read_merged as read_merged
@@ -42,11 +43,13 @@ from .stored import OPTIONAL as OPTIONAL
 from .stored import Bytes as Bytes
 from .stored import FetchedArray as FetchedArray
 from .stored import FetchedTree as FetchedTree
+from .stored import OtherTree as OtherTree
 from .stored import Path as Path
 from .stored import StoredArray as StoredArray
 from .stored import StoredPart as StoredPart
 from .stored import StoredTree as StoredTree
 from .stored import Unreadable as Unreadable
+from .stored import described as described
 from .stored import is_contiguous as is_contiguous
 from .stored import nested as nested
 from .stored import nested_tree as nested_tree

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from ..arrays import SavedLeaf, TreeSource, batches
 from ..clock import UNHEARD, Portion, Progress
 from ..errors import UnsupportedLeafError, shortened_text
-from ..format import FileRecord
 from ..generators import is_idle
 from ..pytree import Box, PathFilter, Patterns, materialize
 from .native import leaf_path, trees_in
@@ -67,24 +66,24 @@ def compare_checkpoints(
     """
     trees, others = dict(trees_of(one)), dict(trees_of(other))
     progress.expect(sum(leaf.nbytes for tree in trees.values() for leaf in tree.leaves))
-    for name, tree in trees.items():
-        if name not in others:
-            yield LeafDifference(name, "", "missing", "the second checkpoint lacks this item")
-            progress.advance(sum(leaf.nbytes for leaf in tree.leaves))
-        else:
-            yield from _compare_trees(name, tree, others[name], (rtol, atol), progress)
     values = {name: kind for name, kind in one.items.items() if kind not in (TREE, METRICS)}
-    for name, kind in values.items():
-        if name not in other.items:
+    for name in [*trees, *values]:
+        kind = values.get(name, TREE)
+        if name not in (others if kind == TREE else other.items):
             yield LeafDifference(name, "", "missing", "the second checkpoint lacks this item")
+            progress.advance(sum(leaf.nbytes for leaf in trees[name].leaves) if kind == TREE else 0)
+        elif kind == TREE:
+            yield from _compare_trees(name, trees[name], others[name], (rtol, atol), progress)
         elif kind == JSON and other.items[name] == JSON:
             expected, found = one.value(name), other.value(name)
             if repr(expected) != repr(found):
                 yield LeafDifference(name, "", "values", f"expected {_short(expected)}, found {_short(found)}")
-        elif not _same_files(one.files(name), other.files(name)):
-            yield LeafDifference(
-                name, "", "unknown", f"an item of the kind {kind!r}, whose files differ or carry no checksum"
-            )
+        else:
+            files = one.files(name)
+            has_checksums = files is not None and all(record.crc32c is not None for record in files.values())
+            if not has_checksums or files != other.files(name):
+                what = f"an item of the kind {kind!r}, whose files differ or carry no checksum"
+                yield LeafDifference(name, "", "unknown", what)
     known = trees.keys() | values.keys()
     for name in [*others, *(name for name, kind in other.items.items() if kind not in (TREE, METRICS))]:
         if name not in known:
@@ -154,13 +153,13 @@ def _compare_leaves(
     return found_values.report(item, path, math.prod(saved.shape))
 
 
-def slabs(shape: tuple[int, ...], itemsize: int, part: int = _PART) -> Iterator[Box]:
-    """Divide an array along its first axis into boxes of ``part`` bytes, each of which is in memory at a time."""
+def slabs(shape: tuple[int, ...], itemsize: int) -> Iterator[Box]:
+    """Divide an array along its first axis into boxes, each of which is in memory at a time."""
     row = math.prod(shape[1:]) * itemsize
-    if not shape or math.prod(shape) * itemsize <= part:
+    if not shape or math.prod(shape) * itemsize <= _PART:
         yield Box((0,) * len(shape), shape)
         return
-    rows = max(1, part // max(1, row))
+    rows = max(1, _PART // max(1, row))
     for start in range(0, shape[0], rows):
         stop = min(shape[0], start + rows)
         yield Box((start, *(0,) * (len(shape) - 1)), (stop, *shape[1:]))
@@ -235,10 +234,6 @@ def as_numbers(one: NDArray[Any], other: NDArray[Any]) -> tuple[NDArray[Any], ND
         return None
 
 
-def _same_files(one: Mapping[str, FileRecord] | None, other: Mapping[str, FileRecord] | None) -> bool:
-    return one is not None and one == other and all(record.crc32c is not None for record in one.values())
-
-
 def _short(value: Any) -> str:
     text = repr(value.item() if isinstance(value, np.generic) and value.dtype.kind in "biufc" else value)
     return shortened_text(text)
@@ -247,13 +242,9 @@ def _short(value: Any) -> str:
 # ---- statistics of the values of each leaf, computed in one pass over its data
 
 
-_BATCH = 32 << 20  # bytes
-_LEAST = 8 << 10
-_NO_NUMBERS = (
-    UnsupportedLeafError,
-    TypeError,
-    ValueError,
-)  # errors of elements without numbers, such as those of opaque dtypes
+_BATCH = 32 << 20  # bytes of leaves that are read together
+_LEAST = 8 << 10  # bytes that each of them counts at least, which bounds a batch of tiny leaves
+_NO_NUMBERS = (UnsupportedLeafError, TypeError, ValueError)  # errors of elements such as those of opaque dtypes
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,15 +267,10 @@ def leaf_statistics(
     checkpoint: CheckpointSource,
     select: Patterns | None = None,
     progress: Progress = UNHEARD,
-    *,
-    batch: int = _BATCH,
-    least: int = _LEAST,
-    part: int = _PART,
 ) -> Iterator[LeafStatistics]:
     """Yield numbers about every leaf that holds numbers, in the order of the trees.
 
-    Small leaves are read together, up to ``batch`` bytes; each counts ``least`` bytes or more, which bounds a batch of
-    tiny leaves. A larger leaf is read alone, in parts of ``part`` bytes.
+    Small leaves are read together, and a larger one alone, in parts.
 
     Sums are taken in float64; means and deviations of the parts of an array are merged as in Chan, Golub and LeVeque,
     "Algorithms for computing the sample variance" (1983). Of complex elements, the absolute values count.
@@ -293,53 +279,36 @@ def leaf_statistics(
     trees = list(trees_of(checkpoint))
     chosen.check(leaf.name.split(".") for _, tree in trees for leaf in tree.leaves)
     wanted = [
-        (item, tree, [leaf for leaf in tree.leaves if _has_numbers(leaf) and chosen.chooses(leaf.name.split("."))])
+        (item, tree, [leaf for leaf in tree.leaves if _is_array(leaf) and chosen.chooses(leaf.name.split("."))])
         for item, tree in trees
     ]
     progress.expect(sum(leaf.nbytes for _, _, leaves in wanted for leaf in leaves))
     for item, tree, leaves in wanted:
-        for together in batches(leaves, lambda leaf: max(leaf.nbytes, least), batch):
-            for leaf, found in zip(together, _read(tree, together, progress, part), strict=True):
+        for together in batches(leaves, lambda leaf: max(leaf.nbytes, _LEAST), _BATCH):
+            for leaf, found in zip(together, _read(tree, together, progress), strict=True):
                 if found is not None:
                     yield found.report(item, leaf_path(item, leaf.name), math.prod(leaf.saved.shape or ()))
 
 
-def _has_numbers(leaf: SavedLeaf) -> bool:
+def _is_array(leaf: SavedLeaf) -> bool:
     return leaf.saved.dtype is not None and leaf.saved.shape is not None and leaf.saved.dtype.kind not in "SUOMm"
 
 
-def _read(tree: TreeSource, batch: list[SavedLeaf], progress: Progress, size: int) -> list[_Running | None]:
-    """Return the statistics of some leaves; None for one whose elements are not numbers."""
-    if len(batch) == 1:
-        return [_read_one(tree, batch[0], progress, size)]
-    found = [_Running() for _ in batch]
-    try:
-        parts = tree.read_boxes(batch, [list(slabs(*_form(leaf), size)) for leaf in batch])
-        for running, (part,) in zip(found, parts, strict=True):
-            running.add(part)
-    except _NO_NUMBERS:
-        return [_read_one(tree, leaf, progress, size) for leaf in batch]
-    progress.advance(sum(leaf.nbytes for leaf in batch))
-    return list(found)
-
-
-def _read_one(tree: TreeSource, leaf: SavedLeaf, progress: Progress, size: int) -> _Running | None:
-    found = _Running()
-    with Portion(progress, leaf.nbytes, leaf.nbytes) as portion:
+def _read(tree: TreeSource, leaves: list[SavedLeaf], progress: Progress) -> list[_Running | None]:
+    """Return the statistics of small leaves or of any single one; None for one whose elements are not numbers."""
+    found = [_Running() for _ in leaves]
+    forms = [(leaf.saved.shape or (), np.dtype(leaf.saved.dtype).itemsize) for leaf in leaves]
+    nbytes = sum(leaf.nbytes for leaf in leaves)
+    with Portion(progress, nbytes, nbytes) as portion:
         try:
-            for box in slabs(*_form(leaf), size):
-                ((part,),) = tree.read_boxes([leaf], [[box]])
-                found.add(part)
-                portion.advance(part.nbytes)
+            for boxes in zip(*(slabs(*form) for form in forms), strict=True):
+                parts = tree.read_boxes(leaves, [[box] for box in boxes])
+                for running, (part,) in zip(found, parts, strict=True):
+                    running.add(part)
+                    portion.advance(part.nbytes)
         except _NO_NUMBERS:
-            return None
-    return found
-
-
-def _form(leaf: SavedLeaf) -> tuple[tuple[int, ...], int]:
-    assert leaf.saved.shape is not None
-    assert leaf.saved.dtype is not None
-    return leaf.saved.shape, leaf.saved.dtype.itemsize
+            return [None] if len(leaves) == 1 else [_read(tree, [leaf], UNHEARD)[0] for leaf in leaves]
+    return list(found)
 
 
 class _Running:
@@ -365,11 +334,13 @@ class _Running:
         with np.errstate(over="ignore"):
             self._norm = math.hypot(self._norm, float(np.linalg.norm(values.reshape(-1))))
             mean = float(values.mean())
+            if math.isinf(mean):  # The sum is out of range, and the mean is not.
+                mean = float((values / values.size).sum())
             squares = float(np.square(values - mean).sum())
         total = self._count + values.size
-        distance = mean - self._mean
-        self._squares += squares + distance * distance * self._count * values.size / total
-        self._mean += distance * values.size / total
+        share, distance = values.size / total, mean - self._mean
+        self._squares += squares + distance * distance * self._count * share
+        self._mean = self._mean * (1 - share) + mean * share
         self._count = total
 
     def report(self, item: str, path: str, size: int) -> LeafStatistics:

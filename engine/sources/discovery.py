@@ -32,7 +32,7 @@ from ..errors import (
     shortened,
     shortened_steps,
 )
-from ..format import ARCHIVE, RECORD, CheckpointRecord, is_our_archive
+from ..format import ARCHIVE, RECORD, is_our_archive
 from ..steps import (
     StepEntry,
     has_record,
@@ -131,7 +131,7 @@ def recognise(location: Location) -> CheckpointSource | None:
     if _is_archive_of_ours(location):
         whole = _part_of(location) or "it is a part of one, in a zip file; load the checkpoint that it was a part of"
         raise CheckpointNotFoundError(f"{location}: no checkpoint here; {whole}")
-    names = _names(location)
+    names = frozenset(entry.name for entry in (location.entries() if location.is_directory() else ()))
     for entry in _FORMATS:
         if _matches(names, entry.inside) if names else _matches((location.name,), entry.files):
             found: CheckpointSource | None = getattr(_module(entry), entry.function)(location, names)
@@ -147,21 +147,6 @@ def _is_archive_of_ours(location: Location) -> bool:
     with location.open_data() as file:
         first, last = min(file.size, 64), max(0, file.size - 64)
         return is_our_archive(file.read(0, first).tobytes() + file.read(last, file.size - last).tobytes())
-
-
-def _recognise_steps(location: Location) -> FoundSteps:
-    """Find the steps in a directory of another library's run."""
-    entries = location.entries() if location.is_directory() else []
-    for entry in _FORMATS:
-        if _matches((one.name for one in entries), entry.steps):
-            found: FoundSteps = _module(entry).recognise_steps(location, entries)
-            if found.entries:
-                return found
-    return FoundSteps()
-
-
-def _names(location: Location) -> frozenset[str]:
-    return frozenset(entry.name for entry in (location.entries() if location.is_directory() else ()))
 
 
 def _matches(names: Iterable[str], patterns: Sequence[str]) -> bool:
@@ -181,7 +166,13 @@ def find_steps(location: Location) -> FoundSteps:
     entries = list_steps(location)
     if entries:
         return FoundSteps(NATIVE, tuple(entries), metadata=lambda: stored_metadata(location))
-    return _recognise_steps(location)
+    listed = location.entries() if location.is_directory() else []
+    for entry in _FORMATS:
+        if _matches((one.name for one in listed), entry.steps):
+            found: FoundSteps = _module(entry).recognise_steps(location, listed)
+            if found.entries:
+                return found
+    return FoundSteps()
 
 
 def left_by_download(file: DataReader) -> str:
@@ -208,7 +199,12 @@ def check_unclaimed(location: Location, series: str, *, begun: bool) -> bool:
     found = find_steps(location)
     if found.is_native and any(one.series == series for one in found.entries):
         return False
-    steps = [one for one in found.entries if not found.is_native or one.record is None or _is_of_a_run(one.record)]
+    # hf.save gives no reason, and Checkpoint.save keeps its own for good.
+    steps = [
+        one
+        for one in found.entries
+        if not found.is_native or one.record is None or (one.record.reason and not one.record.pinned)
+    ]
     newest = found.noted or newest_step(steps)
     if newest is None:
         return True
@@ -229,10 +225,6 @@ def check_unclaimed(location: Location, series: str, *, begun: bool) -> bool:
         f"them with `holdfast import {location} NEW` (hf.import_checkpoint) and give NEW as the directory; to begin "
         f"another run, choose another directory (init_from={str(location)!r} of a callback takes their weights)"
     )
-
-
-def _is_of_a_run(record: CheckpointRecord) -> bool:
-    return bool(record.reason) and not record.pinned  # hf.save gives no reason; Checkpoint.save keeps its own for good
 
 
 def _prefix_option(series: str) -> str:

@@ -5,21 +5,19 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..arrays import read_checked
-from ..errors import CheckpointExistsError, DamagedCheckpointError, ObjectNotFoundError
+from ..arrays import TreeSource, read_checked
+from ..errors import CheckpointExistsError, DamagedCheckpointError, ObjectNotFoundError, UnsupportedLeafError
 from ..storage import TEMPORARY_PREFIX, Entry, Location
 
 _JSON_LIMIT = 512 << 20  # bytes
 
 
-def read_json(place: Location) -> Any:
-    return _json(place, read_checked(place, None, limit=_JSON_LIMIT))
-
-
-def _json(place: Location, content: bytes) -> Any:
+def read_json(place: Location, content: bytes | None = None) -> Any:
+    """Read a JSON file, whose content may be known."""
+    content = read_checked(place, None, limit=_JSON_LIMIT) if content is None else content
     try:
         return json.loads(content.decode("utf-8"))
     except RecursionError as error:
@@ -28,12 +26,9 @@ def _json(place: Location, content: bytes) -> Any:
         raise DamagedCheckpointError(f"{place} is damaged: it is not JSON ({error})") from error
 
 
-def read_object(place: Location) -> dict[str, Any]:
-    """Read a JSON file that holds an object."""
-    return _object(place, read_json(place))
-
-
-def _object(place: Location, found: Any) -> dict[str, Any]:
+def read_object(place: Location, content: bytes | None = None) -> dict[str, Any]:
+    """Read a JSON file that holds an object, and whose content may be known."""
+    found = read_json(place, content)
     if not isinstance(found, dict):
         raise DamagedCheckpointError(f"{place} is damaged: expected a JSON object, found {type(found).__name__}")
     return found
@@ -45,7 +40,7 @@ def read_optional(place: Location) -> dict[str, Any]:
         content = place.read_bytes(limit=_JSON_LIMIT)
     except ObjectNotFoundError:
         return {}
-    return _object(place, _json(place, content)) if content else {}
+    return read_object(place, content) if content else {}
 
 
 def total_bytes(location: Location) -> int:
@@ -85,6 +80,13 @@ def last_bytes(place: Location, count: int) -> bytes:
     with place.open_data() as file:
         start = max(0, file.size - count)
         return file.read(start, file.size - start).tobytes()
+
+
+def refuse_leaves(source: TreeSource, what: str, problems: Sequence[str]) -> None:
+    """Refuse an export of leaves that another format cannot store, if there are any; the error names all of them."""
+    if problems:
+        headline = f"{source.location} cannot be stored in {what}; nothing was written:"
+        raise UnsupportedLeafError("\n  ".join([headline, *problems]))
 
 
 def check_destination(destination: Location, *, overwrite: bool) -> None:

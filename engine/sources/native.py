@@ -10,24 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..arrays import TreeReader, TreeSource, naming, open_folder
 from ..clock import UNHEARD, Portion, Progress
-from ..errors import (
-    CheckpointNotFoundError,
-    DamagedCheckpointError,
-    HoldfastError,
-    OptionError,
-)
-from ..format import (
-    OWN_FOLDER,
-    CheckpointRecord,
-    FileRecord,
-    ItemRecord,
-    own_shares,
-)
+from ..errors import CheckpointNotFoundError, DamagedCheckpointError, HoldfastError, OptionError
+from ..format import OWN_FOLDER, CheckpointRecord, FileRecord, ItemRecord, own_shares
 from ..pytree import Patterns, format_path, unescape_key
 from ..steps import StepEntry, has_changed, has_record, read_again, read_record
 from ..storage import Location, max_concurrency, parallel_map
 from .discovery import NATIVE, FoundSteps, find_checkpoint, find_step, find_steps, is_ours, recognise
-from .protocol import JSON, TREE, CheckpointSource
+from .protocol import JSON, CheckpointSource
 
 if TYPE_CHECKING:
     from ..handlers import Files
@@ -48,19 +37,9 @@ class NativeCheckpoint(CheckpointSource):
         self.items = {name: item.kind for name, item in self.parts.items()}
         self.step = self.record.step
         self.reason = self.record.reason
+        self.time, self.metrics = self.record.time, self.record.metrics
+        self.custom_metadata = self.record.custom_metadata
         self._opened: tuple[str, Location, Files] | None = None  # the item that was opened last
-
-    @property
-    def time(self) -> float | None:
-        return self.record.time
-
-    @property
-    def metrics(self) -> Mapping[str, Any] | None:
-        return self.record.metrics
-
-    @property
-    def custom_metadata(self) -> Mapping[str, Any] | None:
-        return self.record.custom_metadata
 
     @property
     def nbytes(self) -> int:
@@ -98,18 +77,9 @@ class NativeCheckpoint(CheckpointSource):
         folder, files = self._open(item)
         return JsonCheckpointHandler().restore(folder, files=files)
 
-    def load(
-        self, item: str, like: Any = None, select: Patterns | None = None, *, cast: bool = False, subset: bool = False
-    ) -> Any:
-        if self.parts[item].kind != TREE:
-            return super().load(item, like, select)
-        from ..handlers import (
-            PyTreeCheckpointHandler,  # not above: to show and to verify a checkpoint needs no handlers
-        )
-
-        kwargs: dict[str, Any] = {} if select is None else {"select": select}
+    def _source_of(self, item: str) -> tuple[Location, Mapping[str, Any]]:
         folder, files = self._open(item)
-        return PyTreeCheckpointHandler().restore(folder, like, files=files, cast=cast, subset=subset, **kwargs)
+        return folder, {"files": files}
 
     def complete(self, item: str, source: TreeSource, tree: Any) -> Any:
         kept = source.external()

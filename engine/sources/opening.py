@@ -48,7 +48,7 @@ class OpenCheckpoint:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes read of its trees so far, those of the index and of gaps between chunks included.
+        """Bytes read of its trees so far, including the index and gaps between chunks.
 
         0 for a format whose own library reads it, such as HDF5.
         """
@@ -157,9 +157,12 @@ def _files_of(tree: TreeSource) -> str:
         return ""
     top, files = os.fspath(tree.location), tree.files_read
     below = (os.path.join(folder, name) for folder, _, names in os.walk(top) for name in names)
-    paths = [*below] or [top] if files is None else map(os.fspath, files)
-    link = os.readlink(top) if os.path.islink(top) else ""
-    return str([link, *((path, *_size_and_time(path)) for path in sorted(paths))])
+    found = [os.readlink(top) if os.path.islink(top) else ""]
+    for path in sorted([*below] or [top] if files is None else map(os.fspath, files)):
+        with contextlib.suppress(OSError):  # Another program has removed it.
+            status = os.stat(path)
+            found.append(f"{path} {status.st_size} {status.st_mtime_ns}")
+    return "\n".join(found)
 
 
 def _identities(tree: TreeSource) -> dict[str, tuple[int, ...]]:
@@ -171,15 +174,6 @@ def _identities(tree: TreeSource) -> dict[str, tuple[int, ...]]:
             times = (status.st_size, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) else ()
             found[os.fspath(path)] = status.st_dev, status.st_ino, *times
     return found
-
-
-def _size_and_time(path: str) -> tuple[int, int]:
-    """Return the size of a file and the time of its last change; zeros for one that another program has removed."""
-    try:
-        status = os.stat(path)
-    except OSError:
-        return 0, 0
-    return status.st_size, status.st_mtime_ns
 
 
 @functools.lru_cache(maxsize=16)
@@ -200,16 +194,27 @@ def _reopened(address: _Address) -> _OpenTree:
 class ArrayHandle:
     """An array of an open checkpoint. An index reads the elements that it selects, into an array of numpy.
 
-    Only the chunks that a selection needs are read, and each of them is compared with its checksum where the format has
+    Only the chunks that a selection needs are read, and each of them is compared with its checksum if the format has
     one. Any number of threads may read at the same time. A handle can be pickled while its checkpoint is open: another
     process opens the checkpoint again when it reads, and refuses one that has replaced it. Of a checkpoint of another
-    library, the sizes and times of its files tell that; in an object store, nothing does, and its arrays only have to
+    library, the sizes and times of its files show that; in an object store, nothing does, and its arrays only have to
     have the same shapes and types.
 
     Attributes:
         shape: Its shape.
         dtype: The type of its elements.
+        ndim: The number of axes.
+        size: The number of elements.
+        itemsize: Bytes of an element.
+        nbytes: Bytes of all elements.
+        read_only: True: handles do not write.
     """
+
+    ndim: int
+    size: int
+    itemsize: int
+    nbytes: int
+    read_only: bool = True
 
     def __init__(
         self,
@@ -226,6 +231,8 @@ class ArrayHandle:
         self._chunks = chunks
         self.shape: tuple[int, ...] = leaf.saved.shape
         self.dtype: np.dtype[Any] = leaf.saved.dtype
+        self.ndim, self.size = len(self.shape), math.prod(self.shape)
+        self.itemsize, self.nbytes = self.dtype.itemsize, leaf.nbytes
 
     def _open(self) -> _OpenTree:
         if self._opened is not None:
@@ -260,7 +267,7 @@ class ArrayHandle:
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """The shape of the parts in which it is read; all of the array where the format has no chunks."""
+        """The shape of the parts in which it is read; all of the array if the format has no chunks."""
         if self._chunks is None:
             with self._open().reading(self._leaf) as tree:
                 self._chunks = tree.chunks(self._leaf)
@@ -272,34 +279,9 @@ class ArrayHandle:
         return tuple(map(len, self._grid()))
 
     @property
-    def read_only(self) -> bool:
-        """True: handles do not write."""
-        return True
-
-    @property
     def sharding(self) -> str:
         """How it was divided among devices, as text for users; ``""`` if it was not."""
         return self._leaf.saved.sharding_text
-
-    @property
-    def ndim(self) -> int:
-        """The number of axes."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """The number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element."""
-        return self.dtype.itemsize
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all elements."""
-        return self.size * self.itemsize
 
     @property
     def nchunks(self) -> int:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import abc
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import CheckpointNotFoundError, OptionError
+from ..forks import cached_property
 from ..format import ITEM, FileRecord
-from ..pytree import Patterns, collection_paused, flatten
+from ..pytree import Patterns, collection_paused
 from ..storage import Location
 
 if TYPE_CHECKING:
@@ -35,22 +36,10 @@ class CheckpointSource(Protocol):
     items: Mapping[str, str]
     step: int | None = None  # its step, as far as the checkpoint itself knows it
     reason: str = ""  # why it was saved, where that was noted
+    time: float | None = None  # when it was committed, in seconds since 1970-01-01 UTC, where that was noted
+    metrics: Mapping[str, Any] | None = None  # the metrics stored with it
+    custom_metadata: Mapping[str, Any] | None = None  # the facts that the program stored with it, as JSON holds them
     unnamed: str = ""  # the name that the format gives to an item without a name
-
-    @property
-    def time(self) -> float | None:
-        """When it was committed, in seconds since 1970-01-01 UTC; None where that was not noted."""
-        return None
-
-    @property
-    def metrics(self) -> Mapping[str, Any] | None:
-        """The metrics stored with it, or None."""
-        return None
-
-    @property
-    def custom_metadata(self) -> Mapping[str, Any] | None:
-        """The facts that the program stored with it, as JSON holds them, or None."""
-        return None
 
     @property
     @abc.abstractmethod
@@ -109,15 +98,14 @@ class CheckpointSource(Protocol):
                     f"{self.location}: item {item!r} is JSON, not a tree of arrays: like= and select= do not apply"
                 )
             return self.value(item)
-        # Not above: to show and to verify checkpoints, and to save one, needs nothing that loads.
-        from ..arrays import load_tree, with_optimizer_states
+        from ..handlers import PyTreeCheckpointHandler  # to show and to verify checkpoints needs no handlers
 
-        with collection_paused():
-            source = self.tree(item)
-            template = None if like is None else flatten(with_optimizer_states(like, source))
-            if template is not None:
-                source = source.for_template(template.names)
-            return load_tree(source, like=template, select=select, cast=cast, subset=subset)
+        folder, source = self._source_of(item)
+        return PyTreeCheckpointHandler().restore(folder, like, select=select, cast=cast, subset=subset, **source)
+
+    def _source_of(self, item: str) -> tuple[Location, Mapping[str, Any]]:
+        """Return where a tree is, and by which arguments its handler reads it."""
+        return self.location, {"source": self.tree(item)}
 
     def load_transformed(self, item: str, transformations: Any, new_tree: Any, *, default_to_original: bool) -> Any:
         """Load a tree into another structure; see :func:`~holdfast.load_transformed`."""
@@ -147,21 +135,34 @@ class CheckpointSource(Protocol):
 
 
 class SingleTree(CheckpointSource):
-    """A checkpoint that is one tree and nothing else."""
+    """A checkpoint that is one tree and nothing else; functions give what is not known before it is needed."""
 
     def __init__(
-        self, format_name: str, location: Location, source: TreeSource, nbytes: int, step: int | None = None
+        self,
+        format_name: str,
+        location: Location,
+        source: TreeSource | Callable[[], TreeSource],
+        nbytes: int | Callable[[], int],
+        step: int | None = None,
+        time: Callable[[], float | None] = lambda: None,
     ) -> None:
         self.format = format_name
         self.location = location
         self.items = {ITEM: TREE}
         self.step = step
-        self.source = source
-        self._nbytes = nbytes
+        self._source, self._nbytes, self._time = source, nbytes, time
 
-    @property
+    @cached_property
+    def source(self) -> TreeSource:
+        return self._source() if callable(self._source) else self._source
+
+    @cached_property
     def nbytes(self) -> int:
-        return self._nbytes
+        return self._nbytes() if callable(self._nbytes) else self._nbytes
+
+    @cached_property
+    def time(self) -> float | None:
+        return self._time()
 
     def tree(self, item: str) -> TreeSource:
         return self.source

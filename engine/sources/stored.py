@@ -41,8 +41,6 @@ from ..storage import Location
 # The keys from the root to a leaf: int for a place in a list, str for a key of a dictionary.
 Path = tuple[str | int, ...]
 
-_EMPTY: dict[str, Any] = {"dict": {}, "list": [], "tuple": ()}
-
 
 class _Branch(dict[str | int, Any]):
     """A container that may become a dictionary or a list."""
@@ -80,18 +78,13 @@ def _with_lists(value: Any, number: Callable[[int], str | int]) -> Any:
     return [found[key] for key in numbers] if found and found.keys() == set(numbers) else found
 
 
-def nested_tree(paths: Sequence[Path], empties: Sequence[tuple[Path, str]] = ()) -> tuple[TreeDocument, list[int]]:
-    """Make the containers of leaves; return them with the number of the path of every leaf, in their order.
-
-    ``empties`` has the path and the kind (``"dict"``, ``"list"`` or ``"tuple"``) of each container without leaves.
-    """
-    if () in paths:
-        if len(paths) > 1 or empties:
-            raise DamagedCheckpointError("a leaf is the whole tree, and there are other leaves")
-        return TreeDocument(None), [0]
-    leaves = [(path, number) for number, path in enumerate(paths)]
-    tree = nested([*leaves, *((path, _EMPTY[kind]) for path, kind in empties if path)])
-    flat = flatten(tree or _EMPTY[dict(empties).get((), "dict")])
+def nested_tree(entries: Sequence[tuple[Path, Any]]) -> tuple[TreeDocument, list[int]]:
+    """Make the containers that leaves, as numbers, and empty containers are in; return the numbers in their order."""
+    inside = [(path, value) for path, value in entries if path]
+    root: Any = next((value for path, value in entries if not path), {})
+    if inside and isinstance(root, int):
+        raise DamagedCheckpointError("a leaf is the whole tree, and there are other leaves")
+    flat = flatten(nested(inside) if inside else root)
     return TreeDocument(flat.structure), flat.values
 
 
@@ -194,7 +187,7 @@ class StoredPart:
         common = box.common(Box.at(self.start, self.shape))
         if common is None or self.is_intact is not None or self.decode is not None:
             return None if common is None else self
-        strides = self.strides or tuple(math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
+        strides = self._strides()
         steps = list(zip(common.start, common.stop, self.start, strides, strict=True))
         first = sum((low - origin) * stride for low, _, origin, stride in steps)
         last = sum((high - 1 - origin) * stride for _, high, origin, stride in steps)
@@ -208,6 +201,9 @@ class StoredPart:
             strides=None if is_contiguous(common.shape, strides) else strides,
         )
 
+    def _strides(self) -> tuple[int, ...]:
+        return self.strides or tuple(math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
+
     def array(self, data: Bytes) -> NDArray[Any]:
         """Return the elements in this machine's byte order: a view of ``data`` where that is possible."""
         if self.is_intact is not None and not self.is_intact(data):
@@ -218,11 +214,7 @@ class StoredPart:
             return self.decode(data)
         if 0 in self.shape:
             return np.zeros(self.shape, self.dtype.newbyteorder("="))
-        last = (
-            math.prod(self.shape) - 1
-            if self.strides is None
-            else sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
-        )
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self._strides(), strict=True))
         if len(data) != (last + 1) * self.dtype.itemsize or min(self.strides or (0,)) < 0:
             raise DamagedCheckpointError(f"{len(data)} bytes do not hold {self.dtype} elements of shape {self.shape}")
         elements = data.view(self.dtype)
@@ -291,7 +283,7 @@ class Unreadable:
         self.what = what
 
 
-class _OtherTree(TreeSource):
+class OtherTree(TreeSource):
     """A tree of another library, of which whole arrays and boxes of them are read in the same way."""
 
     @abc.abstractmethod
@@ -309,7 +301,7 @@ class _OtherTree(TreeSource):
         return renamed_for(self, names)
 
 
-class StoredTree(_OtherTree):
+class StoredTree(OtherTree):
     """A tree whose leaves are arrays in files, plain values, and leaves that cannot be read."""
 
     def __init__(
@@ -344,7 +336,7 @@ class StoredTree(_OtherTree):
             raise DamagedCheckpointError(f"{location}: {error}") from error
         leaves, values = [], {}
         for name, value in zip(flat.names, flat.values, strict=True):
-            saved, values[name] = _described(name, value)
+            saved, values[name] = described(name, value)
             leaves.append(SavedLeaf(name, saved))
         return cls(location, TreeDocument(flat.structure), leaves, values, nbytes, **more)
 
@@ -364,7 +356,7 @@ class StoredTree(_OtherTree):
                 continue
             boxes[index] = whole(value.shape) if box is None else box
             if isinstance(value, np.ndarray):
-                arrays[index] = value[boxes[index].within(whole(value.shape))].copy()
+                arrays[index] = np.array(value[boxes[index].within(whole(value.shape))])
                 continue
             try:
                 parts[index] = value.parts()
@@ -438,13 +430,13 @@ class FetchedArray(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class FetchedTree(_OtherTree):
+class FetchedTree(OtherTree):
     """A tree whose arrays are read one by one, through :meth:`opened`."""
 
     def __init__(self, location: Location, arrays: Sequence[FetchedArray]) -> None:
         self.location = location
         with naming(location):
-            self.tree, order = nested_tree([one.path for one in arrays])
+            self.tree, order = nested_tree([(one.path, number) for number, one in enumerate(arrays)])
         self._arrays = {storage_name(one.path): one for one in arrays}
         self.unreadable = {name: one.obstacle for name, one in self._arrays.items() if one.obstacle}
         self.leaves = []
@@ -511,7 +503,8 @@ def _apart(ranges: Sequence[Range]) -> list[Range]:
     return found
 
 
-def _described(name: str, value: Any) -> tuple[Saved, StoredArray | Unreadable | NDArray[Any] | None]:
+def described(name: str, value: Any) -> tuple[Saved, StoredArray | Unreadable | NDArray[Any] | None]:
+    """Return the description of a value in a file, and what it is read from; None for what the description holds."""
     if isinstance(value, StoredArray):
         return Saved(value.details, value.dtype, value.shape), value
     if isinstance(value, Unreadable):

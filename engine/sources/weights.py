@@ -86,9 +86,36 @@ def load_weights(
     ``layers/0/weight`` are the same. The weights may be all of the checkpoint, or lie in a container such as ``params``
     or ``state_dict``. With ``misfits``, the weights that fit are taken; the others stay as in the template.
     """
-    return read_checkpoint(
-        as_location(place), lambda checkpoint: _load_weights(checkpoint, template, ignored, containers, misfits)
-    )
+
+    def read(checkpoint: CheckpointSource) -> Weights:
+        flat = flatten(template)
+        names = dict(zip(joined_names(flat.names), flat.names, strict=True))
+        trees = [checkpoint.tree(item) for item, kind in checkpoint.items.items() if kind == TREE]
+        candidates = (one for tree in trees for one in _candidates(tree, names, ignored, containers))
+        found = max(candidates, key=lambda one: one.fitness, default=None)
+        if found is None:
+            raise OptionError(f"{checkpoint.location} holds no tree of arrays to take weights from")
+        leaves = list(found.leaves)
+        try:
+            if misfits is None:
+                tree = load_tree(found, like=template)
+            else:
+                shared = [leaf.name for leaf in leaves if leaf.name in {*flat.names}]
+                tree, leaves = load_fitting(found, flat, [(name, name) for name in shared], misfits)
+        except TreeMismatchError as error:
+            inside = f" in {found.container}" if found.container else ""
+            what = f"{checkpoint.location}: the weights{inside} are not those of the model:"
+            raise TreeMismatchError(what, error.differences) from error
+        return Weights(
+            tree=tree,
+            location=checkpoint.location,
+            format=checkpoint.format,
+            container=found.container,
+            leaves=len(leaves),
+            bytes=sum(leaf.nbytes for leaf in leaves),
+        )
+
+    return read_checkpoint(as_location(place), read)
 
 
 def load_fitting(
@@ -124,49 +151,6 @@ def load_fitting(
     misfits.moved |= {format_path(name): format_path(leaf.name) for name, leaf in taken.items() if name != leaf.name}
     all_values = [found.get(name, value) for name, value in zip(flat.names, flat.values, strict=True)]
     return unflatten(flat.structure, all_values), list(taken.values())
-
-
-def _load_weights(
-    checkpoint: CheckpointSource,
-    template: Any,
-    ignored: Collection[str],
-    containers: Sequence[str],
-    misfits: Misfits | None,
-) -> Weights:
-    flat = flatten(template)
-    names = dict(zip(joined_names(flat.names), flat.names, strict=True))
-    found = max(
-        (
-            candidate
-            for item, kind in checkpoint.items.items()
-            if kind == TREE
-            for candidate in _candidates(checkpoint.tree(item), names, ignored, containers)
-        ),
-        key=lambda one: one.fitness,
-        default=None,
-    )
-    if found is None:
-        raise OptionError(f"{checkpoint.location} holds no tree of arrays to take weights from")
-    leaves = list(found.leaves)
-    try:
-        if misfits is None:
-            tree = load_tree(found, like=template)
-        else:
-            shared = [leaf.name for leaf in leaves if leaf.name in {*flat.names}]
-            tree, leaves = load_fitting(found, flat, [(name, name) for name in shared], misfits)
-    except TreeMismatchError as error:
-        inside = f" in {found.container}" if found.container else ""
-        raise TreeMismatchError(
-            f"{checkpoint.location}: the weights{inside} are not those of the model:", error.differences
-        ) from error
-    return Weights(
-        tree=tree,
-        location=checkpoint.location,
-        format=checkpoint.format,
-        container=found.container,
-        leaves=len(leaves),
-        bytes=sum(leaf.nbytes for leaf in leaves),
-    )
 
 
 def _candidates(

@@ -24,12 +24,11 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from ...engine.arrays import TreeSource
 from ...engine.errors import DamagedCheckpointError, HoldfastError, OptionError
 from ...engine.format import ITEM
 from ...engine.installed import install_command
 from ...engine.pytree import MAX_DEPTH, Box, whole
-from ...engine.sources import JSON, TREE, CheckpointSource, FetchedArray, FetchedTree, Path, SingleTree, first_bytes
+from ...engine.sources import JSON, CheckpointSource, FetchedArray, FetchedTree, Path, SingleTree, first_bytes
 from ...engine.storage import Location
 from .torch.files import ZIP_MAGIC, opened
 
@@ -61,22 +60,13 @@ def recognise(location: Location, names: frozenset[str]) -> CheckpointSource | N
     return SingleTree("NumPy", location, NumpyTree(location, arrays), nbytes) if arrays else None
 
 
-class KerasFile(CheckpointSource):
+class KerasFile(SingleTree):
     """A model in a ``.keras`` file: its weights, and as JSON its configuration."""
 
-    format = "Keras"
-
     def __init__(self, location: Location, members: list[str]) -> None:
-        self.location = location
-        self.items = {ITEM: TREE, **{item: JSON for item, name in _DOCUMENTS.items() if name in members}}
-        self._tree = HDF5Tree(location, inside=True)
-
-    @property
-    def nbytes(self) -> int:
-        return self._tree.stored
-
-    def tree(self, item: str) -> TreeSource:
-        return self._tree
+        tree = HDF5Tree(location, inside=True)
+        super().__init__("Keras", location, tree, tree.stored)
+        self.items = {**self.items, **{item: JSON for item, name in _DOCUMENTS.items() if name in members}}
 
     def value(self, item: str) -> Any:
         with archive_of(self.location) as archive:
@@ -92,21 +82,17 @@ class KerasFile(CheckpointSource):
         return [ITEM]  # The configuration is read on request only.
 
 
-def _h5py(location: Location) -> Any:
-    try:
-        return importlib.import_module("h5py")
-    except ImportError as error:
-        what = f"{location} is a file of Keras, or another one of HDF5"
-        raise OptionError(f"{what}; reading it needs h5py: {install_command('keras')}") from error
-
-
 class HDF5Tree(FetchedTree):
     """The datasets of a file of HDF5; with ``inside``, of the file in a ``.keras`` file."""
 
     def __init__(self, location: Location, *, inside: bool = False) -> None:
         self.location = location
         self._inside = inside
-        self._h5py = _h5py(location)
+        try:
+            self._h5py: Any = importlib.import_module("h5py")
+        except ImportError as error:
+            what = f"{location} is a file of Keras, or another one of HDF5"
+            raise OptionError(f"{what}; reading it needs h5py: {install_command('keras')}") from error
         self.stored = 0
         self.arrays: list[FetchedArray] = []
         self._paths: dict[int, str] = {}  # paths of groups and datasets, by their addresses in the file
@@ -174,11 +160,9 @@ class HDF5Tree(FetchedTree):
         else:
             self._add(path, dtype.newbyteorder("="), tuple(shape))
 
-    def _add(self, path: tuple[str, ...], dtype: Any, shape: tuple[int, ...], obstacle: str = "") -> FetchedArray:
+    def _add(self, path: tuple[str, ...], dtype: Any, shape: tuple[int, ...], obstacle: str = "") -> None:
         numbered: Path = tuple(int(key) if key.isdecimal() and key == str(int(key)) else key for key in path)
-        array = FetchedArray(numbered, "/" + "/".join(path), dtype, shape, obstacle)
-        self.arrays.append(array)
-        return array
+        self.arrays.append(FetchedArray(numbered, "/" + "/".join(path), dtype, shape, obstacle))
 
 
 # ---- zip archives, and those of ``numpy.savez``
@@ -232,10 +216,8 @@ def archive_of(location: Location) -> Iterator[zipfile.ZipFile]:
 
 
 def _check_directory(archive: zipfile.ZipFile, file: BinaryIO) -> None:
-    """Raise BadZipFile unless the directory at the end of the file, which no checksum covers, is whole.
-
-    A flipped bit there can hide a member: in a name, or in a length that makes one entry swallow the next.
-    """
+    """Raise BadZipFile unless the directory at the end of the file, which no checksum covers, is whole."""
+    # A flipped bit there can hide a member: in a name, or in a length that makes one entry swallow the next.
     file.seek(-_END - len(archive.comment), io.SEEK_END)
     (count,) = struct.unpack("<H", file.read(_END)[10:12])
     found = archive.infolist()

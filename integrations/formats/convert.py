@@ -50,6 +50,7 @@ _logger = logging.getLogger("holdfast")
 
 _BATCH = 32 << 20  # bytes of leaves that are read together
 _KEPT = 8  # batches in memory: one for each writing thread
+_LARGE_BATCH = 256 << 20  # bytes of leaves that are read together where all of them are kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +98,8 @@ def import_checkpoint(
             Keras, numpy or RLlib, or a directory of steps.
         destination: A path or a URL; nothing may be there yet.
         overwrite: Replace a checkpoint that is there, or steps of the same numbers.
-        progress: Is told how many bytes the sources have, and as they are done.
-        coordinator: How processes find each other. None takes jax.distributed or torch.distributed where one of them is
+        progress: Receives the number of bytes of the sources, and how far the call is.
+        coordinator: How processes find each other. None takes jax.distributed or torch.distributed if one of them is
             initialized; ``hf.processes.Alone()`` does it in this process alone.
 
     Returns:
@@ -117,29 +118,27 @@ def import_checkpoint(
     about = [origin.url, target.url, overwrite]
 
     def work() -> list[Conversion]:
-        # A link that is moved meanwhile must not mix two checkpoints.
-        return _imports(origin.without_links(), target, overwrite, progress or UNHEARD)
+        if not overwrite and (target.exists() and (not target.is_directory() or target.entries())):
+            raise CheckpointExistsError(f"{target} exists already; choose another path, or pass overwrite=True")
+        place = origin.without_links()  # A link that is moved meanwhile must not mix two checkpoints.
+        foreign = is_foreign(place)
+        found = FoundSteps() if foreign or not place.is_directory() else find_steps(place)
+        steps = {target / str(step): entry for step, entry in found.by_step().items()}
+        entries = steps or {target: StepEntry(0, place if foreign else find_checkpoint(place))}
+        portions = portions_of(progress or UNHEARD, [*entries.values()])
+        done: list[Conversion] = []
+        made: list[Location] = []
+        with deleted_on_interrupt(target, made):
+            for (result, entry), portion in zip(entries.items(), portions, strict=True):
+                if not overwrite:  # Otherwise, it may be an earlier checkpoint that is to be replaced.
+                    made.append(result)
+                step = entry.step if steps else None
+                done.append(_import(open_at(entry.location), result, step, overwrite, portion))
+            if steps:
+                store_metadata(target, found.metadata())
+        return done
 
     return _once("import_checkpoint", about, work, coordinator)
-
-
-def _imports(origin: Location, target: Location, overwrite: bool, progress: Progress) -> list[Conversion]:
-    if not overwrite and (target.exists() and (not target.is_directory() or target.entries())):
-        raise CheckpointExistsError(f"{target} exists already; choose another path, or pass overwrite=True")
-    foreign = is_foreign(origin)
-    found = FoundSteps() if foreign or not origin.is_directory() else find_steps(origin)
-    steps = {target / str(step): entry for step, entry in found.by_step().items()}
-    places = steps or {target: StepEntry(0, origin if foreign else find_checkpoint(origin))}
-    done: list[Conversion] = []
-    made: list[Location] = []
-    with deleted_on_interrupt(target, made):
-        for (place, entry), portion in zip(places.items(), portions_of(progress, [*places.values()]), strict=True):
-            if not overwrite:  # Otherwise, it may be an earlier checkpoint that is to be replaced.
-                made.append(place)
-            done.append(_import(open_at(entry.location), place, entry.step if steps else None, overwrite, portion))
-        if steps:
-            store_metadata(target, found.metadata())
-    return done
 
 
 def format_of(name: str) -> ExportFormat | None:
@@ -186,12 +185,11 @@ def export_checkpoint(
             is the newest, and for Orbax all of them.
         item: Which item, if the checkpoint has several trees; None is ``"state"`` if there is one, and all for Orbax.
         select: Patterns of leaf paths, as for :func:`~holdfast.load`; only leaves that match are written.
-        root: Write only the contents of this container, such as ``"model"``, with names that begin there: those of the
-            module, which ``from_pretrained`` of other libraries expects. Patterns are paths in it. Not for Orbax.
+        root: Write only the contents of this container, such as ``"model"``, with names that begin there: the module's
+            names, which ``from_pretrained`` of other libraries expects. Patterns are paths in it. Not for Orbax.
         overwrite: Replace a file that is there; not for directories.
-        progress: Is told how many bytes the sources have, and as they are done.
-        coordinator: How processes find each other. None takes jax.distributed or torch.distributed where one of them is
-            initialized; ``hf.processes.Alone()`` does it in this process alone.
+        progress: Receives the number of bytes of the sources, and how far the call is.
+        coordinator: How processes find each other, as for :func:`import_checkpoint`.
 
     Returns:
         One entry for each checkpoint that was written.
@@ -252,16 +250,37 @@ def _write_file(tree: TreeSource, target: Location, to: ExportFormat, overwrite:
             f"{tree.location}: {', '.join(external[:8])} cannot be exported: only their handlers read these leaves; "
             "leave them out of the tree. Nothing was written"
         )
-    if to == "torch":
-        from .torch.files import export_torch as write
-    elif to == "dcp":
-        from .torch.dcp_export import export_dcp as write
-    else:
-        from .safetensors import export_safetensors as write
     nbytes = sum(leaf.nbytes for leaf in tree.leaves)
     progress.expect(nbytes)
     with Portion(progress, nbytes, nbytes) as portion:
-        write(tree, target, overwrite=overwrite, advance=portion.advance)
+        source = _InBatches(tree, portion.advance)
+        if to == "dcp":
+            from .torch.dcp_export import export_dcp
+
+            export_dcp(source, target)
+        elif to == "torch":
+            from .torch.files import export_torch
+
+            export_torch(source, target, overwrite=overwrite)
+        else:
+            from .safetensors import export_safetensors
+
+            export_safetensors(source, target, overwrite=overwrite)
+
+
+class _InBatches(PartialTree):
+    """A tree that is read in batches and reports its progress."""
+
+    def __init__(self, source: TreeSource, advance: Callable[[int], None]) -> None:
+        super().__init__(source, {leaf.name: leaf for leaf in source.leaves}, source.tree)
+        self._advance = advance
+
+    def read_leaves(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
+        found = []
+        for batch in batches(leaves, lambda leaf: leaf.nbytes, _LARGE_BATCH):
+            found += super().read_leaves(batch)
+            self._advance(sum(leaf.nbytes for leaf in batch))
+        return found
 
 
 def _import(
@@ -303,7 +322,15 @@ def _import(
                 custom_metadata=checkpoint.custom_metadata,
             )
             save.commit(record)
-        _verify(target, portion.advance)
+        written = NativeCheckpoint(target)
+        problems = [
+            f"{name}: {problem.leaf or problem.file}: {problem.what}"
+            for name, kind in written.items.items()
+            if kind == TREE
+            for problem in written.tree(name).verify(portion.advance)
+        ]
+        if problems:
+            raise DamagedCheckpointError(itemized(f"{target} does not read as it was written:", problems))
     _warn(checkpoint, left_out)
     return _conversion(checkpoint, target, checkpoint.format, step, trees, left_out)
 
@@ -311,18 +338,6 @@ def _import(
 def _warn(checkpoint: CheckpointSource, left_out: Sequence[str]) -> None:
     for line in left_out:
         _logger.warning("%s: left out: %s", checkpoint.location, line)
-
-
-def _verify(target: Location, advance: Callable[[int], None]) -> None:
-    checkpoint = NativeCheckpoint(target)
-    problems = [
-        f"{name}: {problem.leaf or problem.file}: {problem.what}"
-        for name, kind in checkpoint.items.items()
-        if kind == TREE
-        for problem in checkpoint.tree(name).verify(advance)
-    ]
-    if problems:
-        raise DamagedCheckpointError(itemized(f"{target} does not read as it was written:", problems))
 
 
 def _conversion(
@@ -356,7 +371,7 @@ def _write_arrays(
     """Write leaves of a tree, and other arrays, by the names that another library gives them; they are durable then."""
     chosen = {name: leaf for name, leaf in arrays.items() if isinstance(leaf, SavedLeaf)}
     stored = PartialTree(source, chosen, source.tree)
-    loader = _Loader(stored, advance, _BATCH, _KEPT)
+    loader = _Loader(stored, advance)
     leaves: dict[str, ArrayLeaf | ValueLeaf] = {leaf.name: _host_leaf(leaf, loader) for leaf in stored.leaves}
     others = {name: array for name, array in arrays.items() if not isinstance(array, SavedLeaf)}
     leaves |= zip(others, describe(list(others), list(others.values())), strict=True)
@@ -366,19 +381,16 @@ def _write_arrays(
 
 
 class TreeSourceHandler(PyTreeCheckpointHandler):
-    """Saves a `TreeSource`; ``kept`` batches of leaves, of ``batch`` bytes each, are in memory at a time."""
+    """Saves a `TreeSource`; only some batches of its leaves are in memory at a time."""
 
-    def __init__(
-        self, advance: Callable[[int], None] = UNHEARD.advance, *, batch: int = _BATCH, kept: int = _KEPT
-    ) -> None:
+    def __init__(self, advance: Callable[[int], None] = UNHEARD.advance) -> None:
         super().__init__()
         self._advance = advance
-        self._batch, self._kept = batch, kept
 
     def prepare(self, item: Any, *, snapshot: bool, **kwargs: Any) -> PreparedItem:
         source: TreeSource = item
         source.read_leaves([leaf for leaf in source.leaves if leaf.saved.dtype is None])
-        loader = _Loader(source, self._advance, self._batch, self._kept)
+        loader = _Loader(source, self._advance)
         # Where the format stores None and a container without leaves alike, it becomes the container: nearly always, it
         # is the empty state of an optimizer, and a template has the container, too.
         kept = [OPTIONAL not in leaf.saved.details for leaf in source.leaves]
@@ -395,12 +407,11 @@ class TreeSourceHandler(PyTreeCheckpointHandler):
 class _Loader:
     """Reads leaves in batches on demand, and keeps the last few batches."""
 
-    def __init__(self, source: TreeSource, advance: Callable[[int], None], batch: int, kept: int) -> None:
+    def __init__(self, source: TreeSource, advance: Callable[[int], None]) -> None:
         self._source = source
         self._advance = advance
-        self._kept = kept
         arrays = sorted((leaf for leaf in source.leaves if leaf.saved.dtype is not None), key=lambda leaf: leaf.name)
-        self._batches = list(batches(arrays, lambda leaf: leaf.nbytes, batch))
+        self._batches = list(batches(arrays, lambda leaf: leaf.nbytes, _BATCH))
         self._batch_of = {leaf.name: number for number, batch in enumerate(self._batches) for leaf in batch}
         self._loaded: dict[int, dict[str, NDArray[Any]]] = {}
         self._reading = threading.Lock()
@@ -411,18 +422,15 @@ class _Loader:
         found = self._loaded.get(number)
         if found is None:
             with self._reading:  # Sources need not be thread-safe.
-                found = self._loaded.get(number) or self._read_batch(number)
+                found = self._loaded.get(number)
+                if found is None:
+                    batch = self._batches[number]
+                    pairs = zip(batch, self._source.read_leaves(batch), strict=True)
+                    found = self._loaded[number] = {leaf.name: array for leaf, array in pairs if array is not None}
+                    self._advance(sum(leaf.nbytes for leaf in batch))
+                    if len(self._loaded) > _KEPT:
+                        del self._loaded[next(iter(self._loaded))]
         return found[name]
-
-    def _read_batch(self, number: int) -> dict[str, NDArray[Any]]:
-        batch = self._batches[number]
-        arrays = self._source.read_leaves(batch)
-        found = {leaf.name: array for leaf, array in zip(batch, arrays, strict=True) if array is not None}
-        self._advance(sum(leaf.nbytes for leaf in batch))
-        self._loaded[number] = found
-        if len(self._loaded) > self._kept:
-            del self._loaded[next(iter(self._loaded))]
-        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,28 +9,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...engine.arrays import MemoryTree, SavedLeaf, naming, read_checked
+from ...engine.arrays import naming, read_checked
 from ...engine.errors import DamagedCheckpointError, ObjectNotFoundError
 from ...engine.format import ARRAY_EXTENSION, decode_array, decode_msgpack
-from ...engine.pytree import Saved, encode_value
-from ...engine.sources import FoundSteps, Path, SingleTree, first_bytes, nested_tree, storage_name, total_bytes
+from ...engine.sources import FoundSteps, SingleTree, StoredTree, first_bytes, total_bytes
 from ...engine.storage import Entry, Location
 
 _LIMIT = 1 << 36  # bytes of a file; all of it is held in memory
 _COMPLEX, _SCALAR, _TUPLE = 2, 3, 4
 _CHUNKED = "__msgpack_chunked_array__"
-
-
-class Decoded(NamedTuple):
-    """A tree taken apart."""
-
-    values: list[tuple[Path, Any]]  # path and value of every leaf: an array, a numpy scalar or a Python value
-    empties: list[tuple[Path, str]]  # path and kind of every container without leaves
 
 
 def looks_like_msgpack(place: Location) -> bool:
@@ -42,38 +34,15 @@ def looks_like_msgpack(place: Location) -> bool:
     return bool(first) and (0x80 <= first[0] <= 0x8F or first[0] in (0xDE, 0xDF))
 
 
-def decode_file(place: Location) -> Decoded:
+def decode_file(place: Location) -> Any:
+    """Read a file: nested dictionaries (with text as keys), lists and tuples of arrays, scalars and Python values."""
     content = read_checked(place, None, limit=_LIMIT)
     with naming(place):
-        found = Decoded([], [])
-        _walk(decode_flax(content), (), found)
-        return found
-
-
-def leaf_of(path: Path, value: Any) -> SavedLeaf:
-    name = storage_name(path)
-    if isinstance(value, np.ndarray):
-        return SavedLeaf(name, Saved({"kind": "numpy"}, value.dtype, value.shape))
-    if isinstance(value, np.generic):
-        return SavedLeaf(name, Saved({"kind": "numpy_scalar"}, value.dtype, ()))
-    return SavedLeaf(name, Saved(encode_value(value)))
-
-
-def open_msgpack(location: Location) -> MemoryTree:
-    """Read the tree in one msgpack file."""
-    decoded = decode_file(location)
-    with naming(location):
-        tree, order = nested_tree([path for path, _ in decoded.values], decoded.empties)
-    values = [decoded.values[index] for index in order]
-    leaves = [leaf_of(*pair) for pair in values]
-    pairs = zip(leaves, values, strict=True)
-    arrays = {leaf.name: np.asarray(value) for leaf, (_, value) in pairs if leaf.saved.dtype is not None}
-    return MemoryTree(location, tree, leaves, arrays)
+        return decode_flax(content)
 
 
 def decode_flax(content: bytes, depth: int = 0) -> Any:
-    """Read the content of a file: nested containers of arrays, numpy scalars and Python values."""
-    return decode_msgpack(content, extension=_extension, depth=depth)
+    return decode_msgpack(content, extension=_extension, mapping=_mapping, depth=depth)
 
 
 def _extension(code: int, data: bytes, depth: int) -> Any:
@@ -91,25 +60,17 @@ def _extension(code: int, data: bytes, depth: int) -> Any:
     return array[()] if code == _SCALAR and array.shape == () else array
 
 
-def _walk(value: Any, path: Path, found: Decoded) -> None:
-    if isinstance(value, dict) and _CHUNKED in value:
-        found.values.append((path, _joined(value)))
-    elif isinstance(value, dict):
-        for key, inner in value.items():
-            if not isinstance(key, str | int) or isinstance(key, bool):
-                raise DamagedCheckpointError(f"a dictionary has the key {key!r:.80}; keys are str or int")
-            _walk(inner, (*path, key if isinstance(key, str) else str(key)), found)
-        if not value:
-            found.empties.append((path, "dict"))
-    elif isinstance(value, list | tuple):
-        for index, inner in enumerate(value):
-            _walk(inner, (*path, index), found)
-        if not value:
-            found.empties.append((path, "list" if isinstance(value, list) else "tuple"))
-    elif value is None or isinstance(value, bool | int | float | complex | str | bytes | np.ndarray | np.generic):
-        found.values.append((path, value))
-    else:
-        raise DamagedCheckpointError(f"it holds a value of type {type(value).__name__}")
+def _mapping(value: dict[Any, Any]) -> Any:
+    """Return a dictionary with text as keys, or the array that it has in parts."""
+    if _CHUNKED in value:
+        return _joined(value)
+    for key in value:
+        if not isinstance(key, str | int) or isinstance(key, bool):
+            raise DamagedCheckpointError(f"a dictionary has the key {key!r:.80}; keys are str or int")
+    found = {str(key): inner for key, inner in value.items()}
+    if len(found) < len(value):
+        raise DamagedCheckpointError("a dictionary has the same key as text and as a number")
+    return found
 
 
 def _joined(value: dict[Any, Any]) -> NDArray[Any]:
@@ -128,9 +89,10 @@ _STEP = re.compile(r"checkpoint_([0-9]{1,18})")
 def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
     if names or location.is_directory() or not looks_like_msgpack(location):
         return None
+    nbytes = total_bytes(location)
+    tree = StoredTree.of(location, decode_file(location), nbytes)
     match = _STEP.fullmatch(location.name)
-    step = None if match is None else int(match[1])
-    return SingleTree("Flax", location, open_msgpack(location), total_bytes(location), step)
+    return SingleTree("Flax", location, tree, nbytes, None if match is None else int(match[1]))
 
 
 def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:

@@ -22,12 +22,12 @@ from typing import Any, Self
 
 import numpy as np
 
-from ...engine.arrays import TreeSource, naming, read_checked
+from ...engine.arrays import naming, read_checked
 from ...engine.errors import CheckpointNotFoundError, DamagedCheckpointError
 from ...engine.forks import cached_property
-from ...engine.format import ITEM, array_of, decode_msgpack
+from ...engine.format import array_of, decode_msgpack
 from ...engine.pytree import escape_key
-from ...engine.sources import TREE, CheckpointSource, FoundSteps, StoredTree, read_json, total_bytes
+from ...engine.sources import FoundSteps, SingleTree, StoredTree, read_json, total_bytes
 from ...engine.storage import Entry, Location
 from .torch.files import without_objects
 from .torch.objects import BUILDERS as _BUILDERS
@@ -179,43 +179,22 @@ BUILDERS: dict[Name, Builder] = {
 }
 
 
-class RLlibCheckpoint(CheckpointSource):
-    """The directory of a component as one tree."""
-
-    format = "RLlib"
-
-    def __init__(self, location: Location) -> None:
-        self.location = location
-        self.items = {ITEM: TREE}
-        match = _STEP.fullmatch(location.name)
-        self.step = None if match is None else int(match[1])
-
-    @cached_property
-    def nbytes(self) -> int:
-        return total_bytes(self.location)
-
-    def tree(self, item: str) -> TreeSource:
-        return self._tree
-
-    @cached_property
-    def _tree(self) -> TreeSource:
-        left_out: list[str] = []
-        state = RLlibDirectory(self.location).full_state(left_out)
-        return StoredTree.of(self.location, state, self.nbytes, left_out=left_out)
+def _tree(location: Location) -> StoredTree:
+    left_out: list[str] = []
+    state = RLlibDirectory(location).full_state(left_out)
+    return StoredTree.of(location, state, total_bytes(location), left_out=left_out)
 
 
-def recognise(location: Location, names: frozenset[str]) -> RLlibCheckpoint | None:
-    is_one = any(map(_is_state, names)) and not names.isdisjoint((*_METADATA, CONSTRUCTOR))
-    return RLlibCheckpoint(location) if is_one else None
+def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
+    if not any(map(_is_state, names)) or names.isdisjoint((*_METADATA, CONSTRUCTOR)):
+        return None
+    match = _STEP.fullmatch(location.name)
+    step = None if match is None else int(match[1])
+    return SingleTree("RLlib", location, lambda: _tree(location), lambda: total_bytes(location), step)
 
 
 def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
     """Find the directories ``checkpoint_000012`` that Ray Tune makes of a trial."""
-    steps = {}
-    for entry in entries:
-        match = _STEP.fullmatch(entry.name) if entry.is_directory else None
-        if match is not None:
-            place = location / entry.name
-            if recognise(place, frozenset(one.name for one in place.entries() if not one.is_directory)) is not None:
-                steps[int(match[1])] = place
-    return FoundSteps.of(RLlibCheckpoint.format, steps)
+    folders = [location / entry.name for entry in entries if entry.is_directory and _STEP.fullmatch(entry.name)]
+    found = (recognise(one, frozenset(file.name for file in one.entries() if not file.is_directory)) for one in folders)
+    return FoundSteps.of("RLlib", {one.step: one.location for one in found if one is not None and one.step is not None})

@@ -20,14 +20,13 @@ import re
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from ...engine.arrays import SavedLeaf, TreeSource, batches, naming
-from ...engine.clock import UNHEARD
 from ...engine.errors import DamagedCheckpointError, ObjectNotFoundError, UnsupportedLeafError
 from ...engine.pytree import Saved, format_path, from_document, split, to_document
 from ...engine.sources import (
@@ -39,6 +38,7 @@ from ...engine.sources import (
     left_by_download,
     nested,
     read_object,
+    refuse_leaves,
     replacing,
 )
 from ...engine.storage import DataReader, Location, Segment
@@ -86,20 +86,23 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _PACKED = {"F4": "float4_e2m1fn_x2"}
 
 
-class Header(NamedTuple):
-    """The header of a file: its tensors by name, in order, and the writer's notes, text by name."""
-
-    tensors: dict[str, StoredArray]
-    metadata: Mapping[str, str]
+Tensors = Mapping[str, StoredArray]
 
 
-def read_header(reader: DataReader, file: str, begin: int = 0) -> Header:
-    """Read the header of tensors that begin at a byte of a file and extend to its end."""
+def read_header(reader: DataReader, file: str, begin: int = 0) -> tuple[dict[str, StoredArray], Mapping[str, str]]:
+    """Read the header at a byte of a file: its tensors by name, in order, and the writer's notes, text by name."""
     size = reader.size - begin
     length = _header_length(reader.read(begin, min(_LENGTH_BYTES, size)).tobytes(), size)
     content = reader.read(begin + _LENGTH_BYTES, length).tobytes()
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError("a name occurs twice")
+        return found
+
     try:
-        document = json.loads(content, object_pairs_hook=_unique)
+        document = json.loads(content, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpointError(f"the header is not JSON: {error}") from error
     if not isinstance(document, dict):
@@ -117,7 +120,7 @@ def read_header(reader: DataReader, file: str, begin: int = 0) -> Header:
         end += part.length
     if end != reader.size:
         raise DamagedCheckpointError(f"the tensors end at byte {end}, the file has {reader.size} bytes")
-    return Header(tensors, metadata)
+    return tensors, metadata
 
 
 def _header_length(prefix: bytes, file_size: int) -> int:
@@ -129,46 +132,6 @@ def _header_length(prefix: bytes, file_size: int) -> int:
     if length > file_size - _LENGTH_BYTES:
         raise DamagedCheckpointError(f"the header claims {length} bytes, the whole file has {file_size}")
     return length
-
-
-def encode_header(
-    tensors: Iterable[tuple[str, np.dtype[Any], tuple[int, ...]]], metadata: Mapping[str, str]
-) -> tuple[bytes, list[int]]:
-    """Return a header with its length in front, and the size of every tensor in bytes."""
-    document: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
-    position, lengths = 0, []
-    for name, dtype, shape in tensors:
-        if name == _METADATA:
-            raise UnsupportedLeafError(f"a tensor of a safetensors file cannot be called {name!r}")
-        length = math.prod(shape) * dtype.itemsize
-        document[name] = {
-            "dtype": dtype_name(dtype),
-            "shape": list(shape),
-            "data_offsets": [position, position + length],
-        }
-        lengths.append(length)
-        position += length
-    content = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
-    content += b" " * (-(_LENGTH_BYTES + len(content)) % _ALIGNMENT)
-    if len(content) > _HEADER_LIMIT:
-        raise UnsupportedLeafError(
-            f"the header of the safetensors file would have {len(content)} bytes, more than the {_HEADER_LIMIT} allowed"
-        )
-    return struct.pack("<Q", len(content)) + content, lengths
-
-
-def dtype_name(dtype: np.dtype[Any]) -> str:
-    name = _NAMES.get(dtype.newbyteorder("="))
-    if name is None:
-        raise UnsupportedLeafError(f"safetensors has no {dtype}")
-    return name
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name occurs twice")
-    return found
 
 
 def _tensor(name: str, facts: Any, file: str, begin: int) -> StoredArray:
@@ -202,9 +165,6 @@ def _sizes(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(item) is int and 0 <= item <= _LARGEST_SIZE for item in value)
 
 
-Tensors = Mapping[str, StoredArray]
-
-
 def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
     if not names:
         if not location.exists() or location.is_directory() or not _looks_right(location):
@@ -223,11 +183,17 @@ def _open(location: Location, files: Mapping[str, Location], weight_map: Mapping
     parts: dict[str, list[StoredArray]] = {}
     note, nbytes = None, 0
     for path, file in files.items():
-        header, size = _header(file, path)
-        nbytes += size
-        note = header.metadata.get(TREE_NOTE)
-        # A file that is opened by itself is what it holds, not a part.
-        found = _placed(file, header) if path and weight_map is None else header.tensors
+        try:
+            with naming(file, " is not a whole safetensors file"), file.open_data() as reader:
+                if what := left_by_download(reader):
+                    raise DamagedCheckpointError(f"it is {what}")
+                found, metadata = read_header(reader, path)
+                nbytes += reader.size
+        except ObjectNotFoundError as error:
+            raise DamagedCheckpointError(f"{file} is missing, although the index of its folder names it") from error
+        note = metadata.get(TREE_NOTE)
+        if path and weight_map is None:  # a file that is opened by itself is what it holds, not a part
+            found = _placed(file, found, metadata.get(_SHARDING, "{}"))
         for name, tensor in found.items():
             if weight_map is None or weight_map.get(name) == path:
                 parts.setdefault(name, []).append(tensor)
@@ -272,16 +238,16 @@ def _first_missing(numbers: Collection[int]) -> int:
     return next(number for number in itertools.count(1) if number not in numbers)
 
 
-def _placed(file: Location, header: Header) -> Tensors:
-    """Return the tensors of a file at their places in the whole ones, where its metadata has these."""
+def _placed(file: Location, tensors: Tensors, noted: str) -> dict[str, StoredArray]:
+    """Return the tensors of a file at their places in the whole ones, where its metadata has noted these."""
     with naming(file, ": the places of its tensors cannot be read"):
         try:
-            places = json.loads(header.metadata.get(_SHARDING, "{}"))
+            places = json.loads(noted)
             if not isinstance(places, dict):
                 raise ValueError("not an object")
             return {
                 name: _at(tensor, places[name][_OFFSETS]) if name in places else tensor
-                for name, tensor in header.tensors.items()
+                for name, tensor in tensors.items()
             }
         except (ValueError, RecursionError, KeyError, TypeError) as error:
             raise DamagedCheckpointError(f"{_SHARDING} in its header: {error}") from error
@@ -350,16 +316,6 @@ def _looks_right(file: Location) -> bool:
         return begin.endswith(b"{")
 
 
-def _header(file: Location, path: str) -> tuple[Header, int]:
-    try:
-        with naming(file, " is not a whole safetensors file"), file.open_data() as reader:
-            if what := left_by_download(reader):
-                raise DamagedCheckpointError(f"it is {what}")
-            return read_header(reader, path), reader.size
-    except ObjectNotFoundError as error:
-        raise DamagedCheckpointError(f"{file} is missing, although the index of its folder names it") from error
-
-
 def _cut(location: Location, tensors: Tensors, nbytes: int) -> StoredTree:
     """Make a tree from the names of the tensors."""
     paths = [tuple(name.split(".")) for name in tensors]
@@ -399,46 +355,36 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 
 
-def export_safetensors(
-    source: TreeSource,
-    destination: Location,
-    *,
-    overwrite: bool = False,
-    advance: Callable[[int], None] = UNHEARD.advance,
-) -> None:
-    """Write a tree as a safetensors file, atomically and durably.
+def export_safetensors(source: TreeSource, destination: Location, *, overwrite: bool = False) -> None:
+    """Write a tree as a safetensors file, atomically and durably; only some of its leaves are in memory at a time.
 
     Python's numbers become tensors without axes. Text, bytes, None and the containers are noted in the file's metadata,
-    which only holdfast reads. Leaves are read in batches, so that only some are in memory.
+    which only holdfast reads.
     """
     check_destination(destination, overwrite=overwrite)
     arrays = [leaf for leaf in source.leaves if leaf.saved.dtype is not None]
-    _check(source, arrays)
+    refuse_leaves(source, "a safetensors file", _obstacles(arrays))
     note = to_document(source.tree.structure, [leaf.saved.details for leaf in source.leaves])
+    metadata = {TREE_NOTE: json.dumps(note, separators=(",", ":"))}
 
     def contents() -> Iterator[NDArray[Any]]:
         for batch in batches(arrays, lambda leaf: leaf.nbytes, _BATCH):
             for array in source.read_leaves(batch):
                 assert array is not None
                 yield array
-                advance(array.nbytes)
 
-    write_tensors(
-        destination,
-        [(tensor_name(leaf.name), _dtype(leaf), leaf.saved.shape or ()) for leaf in arrays],
-        {TREE_NOTE: json.dumps(note, separators=(",", ":"))},
-        contents,
-    )
+    tensors = [(tensor_name(leaf.name), leaf.saved.dtype, leaf.saved.shape or ()) for leaf in arrays]
+    write_tensors(destination, tensors, metadata, contents)
 
 
 def write_tensors(
     destination: Location,
-    tensors: Sequence[tuple[str, np.dtype[Any], tuple[int, ...]]],
+    tensors: Iterable[tuple[str, Any, tuple[int, ...]]],
     metadata: Mapping[str, str],
     contents: Callable[[], Iterable[NDArray[Any]]],
 ) -> None:
     """Write tensors with these names, dtypes and shapes, in their order."""
-    header, lengths = encode_header(tensors, {**_PT, **metadata})
+    header, size = _encode_header(tensors, {**_PT, **metadata})
 
     def parts() -> Iterator[NDArray[np.uint8]]:
         yield np.frombuffer(header, np.uint8)
@@ -447,33 +393,45 @@ def write_tensors(
             for start in range(0, len(flat), _STEP):
                 yield flat[start : start + _STEP]
 
-    size = len(header) + sum(lengths)
     with replacing(destination) as partial:
-        partial.write_data(size, [Segment(0, size, parts)])
+        partial.write_data(len(header) + size, [Segment(0, len(header) + size, parts)])
 
 
-def _dtype(leaf: SavedLeaf) -> np.dtype[Any]:
-    assert leaf.saved.dtype is not None
-    return leaf.saved.dtype
+def _encode_header(
+    tensors: Iterable[tuple[str, Any, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> tuple[bytes, int]:
+    """Return a header with its length in front, and the bytes of all tensors."""
+    document: dict[str, Any] = {_METADATA: metadata}
+    end = 0
+    for name, dtype, shape in tensors:
+        kind = _NAMES.get(dtype.newbyteorder("="))
+        if name == _METADATA or kind is None:
+            what = (
+                f"a tensor of a safetensors file cannot be called {name!r}" if kind else f"safetensors has no {dtype}"
+            )
+            raise UnsupportedLeafError(what)
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        document[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [begin, end]}
+    content = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+    content += b" " * (-(_LENGTH_BYTES + len(content)) % _ALIGNMENT)
+    if len(content) > _HEADER_LIMIT:
+        raise UnsupportedLeafError(
+            f"the header of the safetensors file would have {len(content)} bytes, more than the {_HEADER_LIMIT} allowed"
+        )
+    return struct.pack("<Q", len(content)) + content, end
 
 
-def _check(source: TreeSource, leaves: Sequence[SavedLeaf]) -> None:
+def _obstacles(leaves: Sequence[SavedLeaf]) -> list[str]:
+    """Return a line for every leaf that a safetensors file cannot hold."""
     problems = []
     taken: dict[str, str] = {}
     for leaf in leaves:
-        name = tensor_name(leaf.name)
-        if name in taken:
-            problems.append(
-                f"{format_path(leaf.name)}: its tensor would have the name {name!r} of {format_path(taken[name])}"
-            )
-        taken.setdefault(name, leaf.name)
-        try:
-            if (variant := leaf.saved.details.get("torch_dtype")) is not None:
-                raise UnsupportedLeafError(f"safetensors has no {variant}")
-            dtype_name(_dtype(leaf))
-        except UnsupportedLeafError as error:
-            problems.append(f"{format_path(leaf.name)}: {error}")
-    if problems:
-        raise UnsupportedLeafError(
-            "\n  ".join([f"{source.location} cannot be stored in a safetensors file; nothing was written:", *problems])
-        )
+        name, dtype = tensor_name(leaf.name), leaf.saved.dtype
+        other = taken.setdefault(name, leaf.name)
+        if other != leaf.name:
+            what = f"its tensor would have the name {name!r} of {format_path(other)}"
+            problems.append(f"{format_path(leaf.name)}: {what}")
+        variant = leaf.saved.details.get("torch_dtype")
+        if variant is not None or dtype is None or dtype.newbyteorder("=") not in _NAMES:
+            problems.append(f"{format_path(leaf.name)}: safetensors has no {variant or dtype}")
+    return problems

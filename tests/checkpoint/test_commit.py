@@ -19,8 +19,8 @@ import pytest
 import holdfast as hf
 from holdfast.engine.checkpoint import (
     PendingCheckpoint,
+    commit_protocol,
     delete_checkpoint,
-    pending_checkpoint,
     sweep,
     write_record,
 )
@@ -61,7 +61,7 @@ def write(pending: PendingCheckpoint, text: str) -> CheckpointRecord:
 
 
 def commit(place: hf.storage.Location, text: str, *, overwrite: bool = False) -> PendingCheckpoint:
-    pending = pending_checkpoint(place, ["item"], overwrite=overwrite)
+    pending = commit_protocol(place)(place, ["item"], overwrite=overwrite)
     pending.commit(write(pending, text))
     return pending
 
@@ -75,7 +75,7 @@ def names(place: hf.storage.Location) -> list[str]:
 
 
 def test_commit(place: hf.storage.Location) -> None:
-    pending = pending_checkpoint(place, ["item"], overwrite=False)
+    pending = commit_protocol(place)(place, ["item"], overwrite=False)
     assert names(place) == [], "nothing is written before something is known to be writable"
     record = write(pending, "one")
     assert names(place) == ["checkpoint.partial", "item"]
@@ -87,7 +87,7 @@ def test_commit(place: hf.storage.Location) -> None:
 
 
 def test_abort(place: hf.storage.Location) -> None:
-    pending = pending_checkpoint(place, ["item"], overwrite=False)
+    pending = commit_protocol(place)(place, ["item"], overwrite=False)
     pending.abort()
     write(pending, "one")
     pending.abort()
@@ -115,8 +115,8 @@ def test_a_disk_that_takes_a_part_of_the_marker(tmp_path: Path, monkeypatch: pyt
 def test_replace(place: hf.storage.Location) -> None:
     commit(place, "one")
     with pytest.raises(hf.CheckpointExistsError, match="a checkpoint is there already"):
-        pending_checkpoint(place, ["item"], overwrite=False)
-    pending = pending_checkpoint(place, ["item"], overwrite=True)
+        commit_protocol(place)(place, ["item"], overwrite=False)
+    pending = commit_protocol(place)(place, ["item"], overwrite=True)
     record = write(pending, "two")
     assert content(place) == "one"
     pending.commit(record)
@@ -129,7 +129,7 @@ def test_replace(place: hf.storage.Location) -> None:
 
 def test_a_replacement_that_is_given_up(place: hf.storage.Location) -> None:
     commit(place, "one")
-    pending = pending_checkpoint(place, ["item"], overwrite=True)
+    pending = commit_protocol(place)(place, ["item"], overwrite=True)
     write(pending, "two")
     pending.abort()
     assert content(place) == "one"
@@ -142,7 +142,7 @@ def test_an_interrupted_replacement_loses_nothing(
 ) -> None:
     """As Ctrl-C does while the record is written, or while the old data is removed."""
     commit(place, "one")
-    pending = pending_checkpoint(place, ["item"], overwrite=True)
+    pending = commit_protocol(place)(place, ["item"], overwrite=True)
     record = write(pending, "two")
 
     real = getattr(hf.storage.Location, call)
@@ -165,7 +165,7 @@ def test_an_interrupted_replacement_loses_nothing(
 def test_leftovers_of_a_replacement_go_with_the_next(place: hf.storage.Location) -> None:
     commit(place, "one")
     for _ in range(3):
-        write(pending_checkpoint(place, ["item"], overwrite=True), "two")  # and then the process is killed
+        write(commit_protocol(place)(place, ["item"], overwrite=True), "two")  # and then the process is killed
     commit(place, "three", overwrite=True)
     assert content(place) == "three"
     assert len(names(place)) == 2
@@ -186,15 +186,15 @@ def test_a_marker_cannot_take_away_a_part_of_what_is_committed(place: hf.storage
 
 def test_two_saves_to_one_path(tmp_path: Path) -> None:
     place = hf.storage.as_location(tmp_path / "ckpt")
-    first = pending_checkpoint(place, ["item"], overwrite=False)
+    first = commit_protocol(place)(place, ["item"], overwrite=False)
     record = write(first, "one")
     with pytest.raises(hf.errors.StorageConflictError, match="another save to the same path has begun"):
-        pending_checkpoint(place, ["item"], overwrite=False)
+        commit_protocol(place)(place, ["item"], overwrite=False)
     first.commit(record)
-    replacing = pending_checkpoint(place, ["item"], overwrite=True)
+    replacing = commit_protocol(place)(place, ["item"], overwrite=True)
     record = write(replacing, "two")
     with pytest.raises(hf.errors.StorageConflictError, match="another save to the same path has begun"):
-        pending_checkpoint(place, ["item"], overwrite=True)
+        commit_protocol(place)(place, ["item"], overwrite=True)
     replacing.leave()
     commit(place, "three", overwrite=True)
     assert content(place) == "three"
@@ -204,9 +204,10 @@ def test_two_saves_to_one_path(tmp_path: Path) -> None:
 def test_the_workers_of_a_killed_save_do_not_keep_its_lock(tmp_path: Path) -> None:
     program = """
 import os, sys
-from holdfast.engine.checkpoint import pending_checkpoint
+from holdfast.engine.checkpoint import commit_protocol
 from holdfast.engine.storage import as_location
-pending = pending_checkpoint(as_location(sys.argv[1]), ["item"], overwrite=False)
+place = as_location(sys.argv[1])
+pending = commit_protocol(place)(place, ["item"], overwrite=False)
 pending.begin()
 if os.fork() == 0:
     print("a worker", flush=True)
@@ -237,7 +238,7 @@ def test_a_marker_that_cannot_be_opened_is_an_error(
 ) -> None:
     """It belongs to another user: whether that save is alive is unknown. A manager leaves it alone."""
     place = hf.storage.as_location(tmp_path / "ckpt")
-    first = pending_checkpoint(place, ["item"], overwrite=False)
+    first = commit_protocol(place)(place, ["item"], overwrite=False)
     write(first, "one")
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", refuse_markers)
@@ -245,7 +246,7 @@ def test_a_marker_that_cannot_be_opened_is_an_error(
         with pytest.raises(
             hf.errors.StoragePermissionError, match=r"whether that save is alive is unknown .*another path"
         ):
-            pending_checkpoint(place, ["item"], overwrite=False)
+            commit_protocol(place)(place, ["item"], overwrite=False)
         (tmp_path / "run").mkdir()
         place.path.rename(tmp_path / "run" / "5")
         with caplog.at_level("WARNING", "holdfast"), hf.CheckpointManager(tmp_path / "run") as manager:
@@ -259,7 +260,7 @@ def test_a_marker_that_cannot_be_opened_is_an_error(
 def test_without_locks_a_marker_that_cannot_be_read_does_not_pass_for_that_of_another_save(
     unlocked: hf.storage.Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = pending_checkpoint(unlocked, ["item"], overwrite=False)
+    first = commit_protocol(unlocked)(unlocked, ["item"], overwrite=False)
     record = write(first, "one")
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", refuse_markers)
@@ -270,9 +271,9 @@ def test_without_locks_a_marker_that_cannot_be_read_does_not_pass_for_that_of_an
 
 
 def test_without_locks_the_later_save_wins(unlocked: hf.storage.Location) -> None:
-    first = pending_checkpoint(unlocked, ["item"], overwrite=False)
+    first = commit_protocol(unlocked)(unlocked, ["item"], overwrite=False)
     record = write(first, "one")
-    second = pending_checkpoint(unlocked, ["item"], overwrite=False)
+    second = commit_protocol(unlocked)(unlocked, ["item"], overwrite=False)
     newer = write(second, "two")
     with pytest.raises(hf.errors.StorageConflictError, match="another save to the same path has begun"):
         first.commit(record)
@@ -283,7 +284,7 @@ def test_without_locks_the_later_save_wins(unlocked: hf.storage.Location) -> Non
 
 def test_a_save_that_was_overtaken_does_no_harm(unlocked: hf.storage.Location) -> None:
     """It finds out when it is about to commit; until then it does not write where the other save does."""
-    first = pending_checkpoint(unlocked, ["item"], overwrite=False)
+    first = commit_protocol(unlocked)(unlocked, ["item"], overwrite=False)
     record = write(first, "one")
     commit(unlocked, "two")
     (first.folders["item"] / "file").parent.make_directory()
@@ -302,7 +303,7 @@ def test_saves_that_begin_at_the_same_moment(tmp_path: Path, overwrite: bool) ->
     place = hf.storage.as_location(tmp_path / "ckpt")
     if overwrite:
         commit(place, "none")
-    first, second, third = (pending_checkpoint(place, ["item"], overwrite=overwrite) for _ in range(3))
+    first, second, third = (commit_protocol(place)(place, ["item"], overwrite=overwrite) for _ in range(3))
     record = write(first, "one")
     with pytest.raises(hf.errors.StorageConflictError, match="connect them"):
         second.begin()
@@ -418,8 +419,9 @@ def test_a_save_that_is_alive_commits_while_a_run_sweeps(
             if old:
                 commit(unlocked, "old")
             if copies:
-                write(pending_checkpoint(unlocked, ["item"], overwrite=old, copies=copies), "new")  # it is interrupted
-            pending = pending_checkpoint(unlocked, ["item"], overwrite=old, copies=copies)
+                # It is interrupted.
+                write(commit_protocol(unlocked)(unlocked, ["item"], overwrite=old, copies=copies), "new")
+            pending = commit_protocol(unlocked)(unlocked, ["item"], overwrite=old, copies=copies)
             assert pending.continues is bool(copies)
             records: list[CheckpointRecord] = []
 
@@ -456,7 +458,7 @@ def test_a_save_that_begins_when_a_sweep_has_taken_the_marker_commits(old: bool)
     for number in itertools.count(1):
         if old:
             commit(place, "old")
-        write(pending_checkpoint(place, ["item"], overwrite=old), "dead")
+        write(commit_protocol(place)(place, ["item"], overwrite=old), "dead")
         reached: list[bool] = []
         saves: list[tuple[PendingCheckpoint, CheckpointRecord]] = []
 
@@ -465,7 +467,7 @@ def test_a_save_that_begins_when_a_sweep_has_taken_the_marker_commits(old: bool)
         ) -> None:
             reached.append(True)
             if "checkpoint.partial" not in names(place):
-                pending = pending_checkpoint(place, ["item"], overwrite=old)
+                pending = commit_protocol(place)(place, ["item"], overwrite=old)
                 saves.append((pending, write(pending, "new")))
 
         with before_operation((number, begin)):
@@ -504,7 +506,7 @@ def test_a_save_that_begins_when_a_run_has_looked_for_its_lock(tmp_path: Path) -
     run.close()
     step = hf.storage.as_location(tmp_path / "1")
     (step / "checkpoint.deleted").write_bytes(b"{}")  # there is something to sweep
-    pending = pending_checkpoint(step, ["item"], overwrite=True)
+    pending = commit_protocol(step)(step, ["item"], overwrite=True)
     (step / "checkpoint.deleted").write_bytes(b"{}")
     take_over = SaveLock.take_over
     records: list[CheckpointRecord] = []
@@ -553,7 +555,7 @@ def test_a_save_that_begins_beside_a_removal(
                 saves: list[tuple[PendingCheckpoint, CheckpointRecord]] = saves, refused: list[Exception] = refused
             ) -> None:
                 try:
-                    pending = pending_checkpoint(place, ["item"], overwrite=False)
+                    pending = commit_protocol(place)(place, ["item"], overwrite=False)
                     saves.append((pending, write(pending, "new")))
                 except hf.errors.StorageConflictError as error:
                     refused.append(error)
@@ -596,7 +598,7 @@ def test_a_deletion_spares_a_save_that_has_swept_its_marker(
 
     def begin_before(lock: SaveLock) -> bool:
         monkeypatch.setattr(SaveLock, "take_over", take_over)
-        pending = pending_checkpoint(place, ["item"], overwrite=False)
+        pending = commit_protocol(place)(place, ["item"], overwrite=False)
         saves.append((pending, write(pending, "new")))
         return lock.take_over()
 
@@ -618,7 +620,7 @@ def test_a_sweep_waits_for_a_deletion_beside_what_a_dead_save_left(tmp_path: Pat
     with pytest.raises(hf.errors.StorageConflictError):
         sweep(place)
     with pytest.raises(hf.errors.StorageConflictError):
-        pending_checkpoint(place, ["item"], overwrite=False)
+        commit_protocol(place)(place, ["item"], overwrite=False)
     deletion.release()
     assert sweep(place)
     assert names(place) == []
@@ -685,7 +687,7 @@ def test_a_save_that_is_alive_replaces_a_damaged_record_while_a_run_sweeps(unloc
     for number in itertools.count(1):
         commit(unlocked, "old")
         (unlocked / "checkpoint.json").write_bytes(b"{")
-        pending = pending_checkpoint(unlocked, ["item"], overwrite=True)
+        pending = commit_protocol(unlocked)(unlocked, ["item"], overwrite=True)
         record = write(pending, "new")
         ended: list[bool] = []
 
@@ -713,7 +715,7 @@ def test_a_damaged_checkpoint_can_be_replaced(place: hf.storage.Location) -> Non
     (place / "checkpoint.json").write_bytes(b"{")
     commit(place, "two", overwrite=True)
     assert content(place) == "two"
-    write(pending_checkpoint(place, ["item"], overwrite=True), "three")  # and then the process is killed
+    write(commit_protocol(place)(place, ["item"], overwrite=True), "three")  # and then the process is killed
     (place / "checkpoint.json").write_bytes(b"{")
     commit(place, "four", overwrite=True)
     assert content(place) == "four"
@@ -725,7 +727,7 @@ def test_a_newer_version_is_not_replaced(place: hf.storage.Location) -> None:
     (place / "checkpoint.json").write_bytes(encode_document("checkpoint", record.to_document(), version=VERSION + 1))
     (place / "checkpoint.partial").write_bytes(b'{"folders": ["item"]}')
     with pytest.raises(hf.errors.FormatVersionError):
-        pending_checkpoint(place, ["item"], overwrite=True)
+        commit_protocol(place)(place, ["item"], overwrite=True)
     assert not sweep(place)
     assert names(place) == ["checkpoint.json", "checkpoint.partial", "item"]
 

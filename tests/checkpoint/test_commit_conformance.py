@@ -23,7 +23,7 @@ from tests.checkpoint.disk import CHANGES, NEEDS_SPACE, Crash, Disk, Fault
 from tests.checkpoint.kinds import KINDS, Kind
 
 import holdfast as hf
-from holdfast.engine.checkpoint import PendingCheckpoint, commit, pending_checkpoint
+from holdfast.engine.checkpoint import PendingCheckpoint, commit, commit_protocol
 from holdfast.engine.storage import Location
 from holdfast.engine.storage.local import LocalBackend
 from holdfast.engine.storage.memory import MemoryBackend
@@ -358,7 +358,7 @@ def test_overtaken_around_the_record(
             if moment == "after":
                 real(location, record, **options)
             if location == root and not later:
-                later.append(pending_checkpoint(root, ["item"], overwrite=True))
+                later.append(commit_protocol(root)(root, ["item"], overwrite=True))
                 later[0].begin()
             if moment == "before":
                 real(location, record, **options)

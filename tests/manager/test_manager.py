@@ -20,7 +20,7 @@ from tests.events import heard
 
 import holdfast as hf
 from holdfast.cli.main import main
-from holdfast.engine.checkpoint import pending_checkpoint
+from holdfast.engine.checkpoint import commit_protocol
 from holdfast.engine.format import decode_document, encode_document
 from holdfast.engine.format.record import VERSION
 
@@ -504,7 +504,8 @@ def test_empty_folders_of_steps_are_swept(tmp_path: Path) -> None:
 
 def test_a_save_that_is_alive_is_not_swept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A program saves into the directory of a run without its manager."""
-    pending = pending_checkpoint(hf.storage.as_location(tmp_path / "5"), ["state"], overwrite=False)
+    place = hf.storage.as_location(tmp_path / "5")
+    pending = commit_protocol(place)(place, ["state"], overwrite=False)
     pending.begin()
     with hf.CheckpointManager(tmp_path) as manager:
         manager.acquire()

@@ -22,6 +22,7 @@ from . import (  # noqa: F401
     hidden_programs,
     hidden_updates,
     lightning_runs,
+    public_jax_programs,
     public_programs,
 )
 from .cases import Case, judge
@@ -33,6 +34,7 @@ INTERRUPTIONS: dict[str, dict[str, int]] = {
     "error 5 steps after a save": {"every": 6, "error": 11},
     "error across the end of an epoch": {"every": 9, "error": 13},
     "SIGTERM in mid-epoch": {"told": 8},
+    "SIGTERM in the last batch of an epoch": {"told": 10},
 }
 SURELY = next(iter(INTERRUPTIONS))  # after which each program that hides state is inexact
 
@@ -104,7 +106,7 @@ def contradiction(expected: dict[int, dict[str, Any]], after: Trace, steps: list
     parts = differing_steps(after, expected)
     first = min(parts.keys() & {*steps}, default=None)
     if wrong := parts.keys() & {*proven}:
-        return f"steps {sorted(wrong)} differ, and are called those of before the stop"
+        return f"steps {sorted(wrong)} differ, and are called those before the stop"
     if first is None and after.named is None:
         is_said = exact is not False and (not steps or (exact is True and {*steps} <= {*proven}))
         return None if is_said else f"steps {steps} are equal; exact is {exact}, and proven are {[*proven]}"

@@ -64,14 +64,13 @@ def directory_spec(location: Location) -> dict[str, Any]:
             "disk, S3 or Google Cloud Storage, and copy the directory from there or to there"
         )
     bucket, _, key = ("", "", rest) if scheme == "memory" else rest.partition("/")
+    spec: dict[str, Any] = {"driver": "memory"} if scheme == "memory" else {"driver": "gcs", "bucket": bucket}
     key = unquote(key, errors="surrogateescape")
-    return {**_store_spec(scheme, bucket), "path": f"{key}/" if key else ""}
+    return {**(_s3_spec(bucket) if scheme == "s3" else spec), "path": f"{key}/" if key else ""}
 
 
-def _store_spec(scheme: str, bucket: str) -> dict[str, Any]:
-    """Return TensorStore's specification of a store, with the service and the credentials that ``Location`` uses."""
-    if scheme != "s3":
-        return {"driver": "memory"} if scheme == "memory" else {"driver": "gcs", "bucket": bucket}
+def _s3_spec(bucket: str) -> dict[str, Any]:
+    """Return TensorStore's specification of a bucket, with the service and the credentials that ``Location`` uses."""
     region, endpoint = aws_region(), aws_endpoint()
     spec: dict[str, Any] = {"driver": "s3", "bucket": bucket}
     if endpoint:
@@ -142,6 +141,8 @@ class OpenedArrays:
 
     def read(self, wanted: Mapping[int, Wanted], use: Callable[[int, NDArray[Any]], None]) -> list[tuple[str, str]]:
         """Read arrays or boxes of them, many at a time, and pass each to ``use`` with its number; return failures."""
+        import tensorstore
+
         problems: list[tuple[str, str]] = []
         pending: deque[tuple[int, NDArray[Any], Any]] = deque()
         under_way = 0
@@ -162,20 +163,15 @@ class OpenedArrays:
             while pending and under_way + size > _UNDER_WAY:
                 under_way -= finish()
             array = aligned_empty(size).view(dtype).reshape(shape)
-            pending.append((index, array, self._start(name, box, array)))
+            store = self._stores[name]
+            if box is not None and box.shape:
+                parts = tuple(slice(start, stop) for start, stop in zip(box.start, box.stop, strict=True))
+                store = store[parts][tensorstore.d[:].translate_to[0]]
+            pending.append((index, array, tensorstore.array(array).write(store)))
             under_way += size
         while pending:
             finish()
         return problems
-
-    def _start(self, name: str, box: Box | None, array: NDArray[Any]) -> Any:
-        import tensorstore
-
-        store = self._stores[name]
-        if box is not None and box.shape:
-            parts = tuple(slice(start, stop) for start, stop in zip(box.start, box.stop, strict=True))
-            store = store[parts][tensorstore.d[:].translate_to[0]]
-        return tensorstore.array(array).write(store)
 
 
 def reason(error: Exception, location: Location) -> str:
@@ -188,11 +184,8 @@ def reason(error: Exception, location: Location) -> str:
 
 
 def gather(boxes: Sequence[Box]) -> list[Box]:
-    """Return the regions to read for boxes of an array whose chunks are not known.
-
-    Boxes that fill at least half of the box around all of them are read as one, so that a chunk that several of them
-    share is decoded once. Boxes that are farther apart are read one by one, those without elements not at all.
-    """
+    """Return the regions to read for boxes of an array: one that they fill to at least a half, or else each box."""
+    # Otherwise, a chunk that several boxes share would be decoded for each of them.
     wanted = list(dict.fromkeys(box for box in boxes if box.size))
     if len(wanted) < 2:
         return wanted
@@ -202,7 +195,7 @@ def gather(boxes: Sequence[Box]) -> list[Box]:
     return [around] if 2 * sum(box.size for box in wanted) >= around.size else wanted
 
 
-def cut(box: Box, regions: Sequence[Box], arrays: Sequence[NDArray[Any]], dtype: np.dtype[Any]) -> NDArray[Any]:
+def cut(box: Box, regions: Sequence[Box], arrays: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
     """Return a box out of the region that holds it."""
     for region, array in zip(regions, arrays, strict=True):
         if box.size and box.common(region) == box:
@@ -240,10 +233,7 @@ class ProcessDatabases:
 
 
 def missing_files(location: Location, names: Collection[str]) -> dict[str, list[tuple[str, str]]]:
-    """Return, by array, the files of an OCDBT database that are missing or too short for it, with the reason.
-
-    TensorStore names only the key that it could not read. An array that lacks no file is left out.
-    """
+    """Return, by array, the files of an OCDBT database that are missing or too short; TensorStore names only a key."""
     if not names:
         return {}
     try:

@@ -23,15 +23,7 @@ from ....engine.sources import (
 )
 from ....engine.storage import Entry, Location, max_concurrency, parallel_map
 from ..flax import looks_like_msgpack
-from .tree import (
-    AGGREGATE_FILE,
-    ARRAYS_FOLDER,
-    CHECKPOINT_FILE,
-    PROCESS_FOLDER,
-    SHARDING_FILE,
-    TREE_FILE,
-    OrbaxTree,
-)
+from .tree import AGGREGATE_FILE, ARRAYS_FOLDER, CHECKPOINT_FILE, PROCESS_FOLDER, SHARDING_FILE, TREE_FILE, OrbaxTree
 
 UNFINISHED = ".orbax-checkpoint-tmp"  # part of the names of directories whose save is not finished
 # On Google Cloud Storage, where directories cannot be renamed, the file that marks a finished save.
@@ -79,30 +71,29 @@ class OrbaxCheckpoint(CheckpointSource):
         else:
             known: Mapping[str, Any] = handlers if isinstance(handlers, dict) else {}
             folders = [entry.name for entry in location.entries() if entry.is_directory and _may_be_item(entry.name)]
-            for name in sorted({*folders, *(name for name in known if _is_segment(name))}):
+            # A name in a file may lead elsewhere.
+            noted = {name for name in known if name not in ("", ".", "..") and not {"/", "\0"} & {*name}}
+            for name in sorted({*folders, *noted}):
                 item = _item(location / name, str(known.get(name, "")), listed=name in folders)
                 if item is not None:
                     self._items[name] = item
-        self._processes = self._count_processes() if self._items.pop(_PROCESSES, None) is not None else 0
+        self._processes = 0  # how many saved it, each on the disk of its host
+        if self._items.pop(_PROCESSES, None) is not None:
+            place = location / _PROCESSES / _PROCESSES_FILE
+            listed = read_json(place)
+            if not isinstance(listed, list) or not listed:
+                what = f"expected a list with an entry for each process, found {type(listed).__name__}"
+                raise DamagedCheckpointError(f"{place} is damaged: {what}")
+            self._processes = len(listed)
         if not self._items:
             raise DamagedCheckpointError(f"{location}: this Orbax checkpoint has no items: only its directory is left")
         match = _STEP.fullmatch(location.name)
         self.step = int(match[2]) if match is not None else None
         self.items = {name: item.kind for name, item in self._items.items()}
-
-    def _count_processes(self) -> int:
-        found = read_json(self.location / _PROCESSES / _PROCESSES_FILE)
-        if not isinstance(found, list) or not found:
-            raise DamagedCheckpointError(
-                f"{self.location / _PROCESSES / _PROCESSES_FILE} is damaged: expected a list with an entry for each "
-                f"process, found {type(found).__name__}"
-            )
-        return len(found)
-
-    @property
-    def time(self) -> float | None:
         nanoseconds = self._metadata.get("commit_timestamp_nsecs")
-        return nanoseconds / 1e9 if isinstance(nanoseconds, int) else None
+        self.time = nanoseconds / 1e9 if isinstance(nanoseconds, int) else None
+        custom = self._metadata.get("custom_metadata", self._metadata.get("custom"))
+        self.custom_metadata = custom if isinstance(custom, dict) and custom else None
 
     @cached_property
     def metrics(self) -> Mapping[str, Any] | None:
@@ -111,11 +102,6 @@ class OrbaxCheckpoint(CheckpointSource):
                 found = self.value(name)
                 return found if isinstance(found, dict) else None
         found = self._metadata.get("metrics")
-        return found if isinstance(found, dict) and found else None
-
-    @property
-    def custom_metadata(self) -> Mapping[str, Any] | None:
-        found = self._metadata.get("custom_metadata", self._metadata.get("custom"))
         return found if isinstance(found, dict) and found else None
 
     @cached_property
@@ -152,16 +138,18 @@ def recognise(location: Location, names: frozenset[str]) -> CheckpointSource | N
 
 
 def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
-    """Find directories ``<step>`` or ``<prefix>_<step>``, perhaps with zeros in front of the number.
-
-    Where there are several prefixes, those of the most steps count.
-    """
+    """Find directories ``<step>`` or ``<prefix>_<step>``; of several prefixes, the one of the most steps counts."""
     folders = [entry.name for entry in entries if entry.is_directory]
     named = [(match, location / name) for name in folders if (match := _STEP.fullmatch(name))]
-    are_steps = parallel_map(_is_step, [place for _, place in named], max_concurrency(location))
+
+    def is_step(named: tuple[re.Match[str], Location]) -> bool:
+        names = frozenset(entry.name for entry in named[1].entries())
+        return bool(names) and _is_checkpoint(named[1], names) and is_finished(named[1], names)
+
+    are_steps = parallel_map(is_step, named, max_concurrency(location))
     found: dict[str, dict[int, Location]] = {}
-    for (match, place), is_step in zip(named, are_steps, strict=True):
-        if is_step:
+    for (match, place), is_one in zip(named, are_steps, strict=True):
+        if is_one:
             found.setdefault(match[1] or "", {}).setdefault(int(match[2]), place)
     prefix = max(sorted(found), key=lambda one: len(found[one]), default="")
     return FoundSteps.of(OrbaxCheckpoint.format, found.get(prefix, {}), metadata=lambda: _run_metadata(location))
@@ -214,17 +202,8 @@ def _holds_items(location: Location) -> bool:
     return False
 
 
-def _is_step(location: Location) -> bool:
-    names = frozenset(entry.name for entry in location.entries())
-    return bool(names) and _is_checkpoint(location, names) and is_finished(location, names)
-
-
 def _may_be_item(name: str) -> bool:
     return name not in _NEVER_ITEMS and UNFINISHED not in name and not name.startswith(("ocdbt.", "."))
-
-
-def _is_segment(name: Any) -> bool:
-    return isinstance(name, str) and bool(name) and name not in (".", "..") and "/" not in name and "\0" not in name
 
 
 def _item(folder: Location, handler: str, *, listed: bool) -> _Item | None:

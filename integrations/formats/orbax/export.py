@@ -117,72 +117,73 @@ class OrbaxPlan:
     def _leaf(self, leaf: SavedLeaf, path: _Keys) -> None:
         name = ".".join(key for key, _ in path)
         other = self._taken.setdefault(name, leaf.name)
-        if other != leaf.name:
-            problem: str | None = f"Orbax would give it the name {name!r}, which {format_path(other)} has"
-        else:
-            problem = self._add(leaf, name, path)
-        if problem:
+        try:
+            if other != leaf.name:
+                raise UnsupportedLeafError(f"Orbax would give it the name {name!r}, which {format_path(other)} has")
+            self._add(leaf, name, path)
+        except UnsupportedLeafError as problem:
             self._problems.append(f"{format_path(leaf.name)}: {problem}")
 
-    def _add(self, leaf: SavedLeaf, name: str, path: _Keys) -> str | None:
+    def _add(self, leaf: SavedLeaf, name: str, path: _Keys) -> None:
         saved = leaf.saved
         if saved.kind == "none":
             self._entry(path, NONE, skip=True)
-            return None
-        if saved.kind in NAME_ONLY:
+        elif saved.kind in NAME_ONLY:
             self._entry(path, WITHOUT_DATA)
-            return None
-        if saved.kind == "str":
+        elif saved.kind == "str":
             self._entry(path, STRING)
-            return self._string(leaf, name)
-        if saved.kind not in _SCALARS and saved.kind not in _ARRAYS and not saved.is_number_array:
-            return f"Orbax cannot store leaves of kind {saved.kind}"
-        if saved.dtype is None:
-            return self._number(leaf, name, path)
-        if storage_dtype(saved.dtype).extra is not None or "torch_dtype" in saved.details:
-            return f"Orbax cannot read elements of type {saved.details.get('torch_dtype', saved.dtype)}"
-        if self._in_place and name != leaf.name:
-            return (
-                f"it is stored as {leaf.name!r} and Orbax would look for {name!r}; export a copy instead, or save it "
-                "under keys that are free of '.', '/', '%' and control characters"
-            )
-        if self._in_place and "aggregate" in saved.details:
-            return "it is aggregated with other leaves in one file, which Orbax does not read; export a copy instead"
-        if saved.kind == "key":
-            self.keys[name] = str(saved.details.get("impl"))
-        self._entry(path, SCALAR if saved.kind in _SCALARS else _ARRAY)
-        self.arrays[name] = leaf
-        return None
+            self._string(leaf, name)
+        elif saved.kind not in _SCALARS and saved.kind not in _ARRAYS and not saved.is_number_array:
+            raise UnsupportedLeafError(f"Orbax cannot store leaves of kind {saved.kind}")
+        else:
+            self._entry(path, SCALAR if saved.kind in _SCALARS else _ARRAY)
+            self.arrays[name] = self._number(leaf, name) if saved.dtype is None else self._array(leaf, name)
 
-    def _string(self, leaf: SavedLeaf, name: str) -> str | None:
+    def _string(self, leaf: SavedLeaf, name: str) -> None:
         (text,) = self._values(leaf)
         *outer, last = name.split("/")
         place = self.strings
         for key in outer:
             place = place.setdefault(key, {})
             if not isinstance(place, dict):
-                return "Orbax would store it inside another text"
+                raise UnsupportedLeafError("Orbax would store it inside another text")
         if "~" in name or "\0" in name or isinstance(place.get(last), dict):
-            return f"Orbax cannot store a text under the name {name!r}"
+            raise UnsupportedLeafError(f"Orbax cannot store a text under the name {name!r}")
         if any("\ud800" <= character <= "\udfff" for character in text):
-            return "its text has lone surrogates, which JSON files cannot hold"
+            raise UnsupportedLeafError("its text has lone surrogates, which JSON files cannot hold")
         place[last] = text
-        return None
 
-    def _number(self, leaf: SavedLeaf, name: str, path: _Keys) -> str | None:
+    def _array(self, leaf: SavedLeaf, name: str) -> SavedLeaf:
+        saved = leaf.saved
+        assert saved.dtype is not None
+        if storage_dtype(saved.dtype).extra is not None or "torch_dtype" in saved.details:
+            kind = saved.details.get("torch_dtype", saved.dtype)
+            raise UnsupportedLeafError(f"Orbax cannot read elements of type {kind}")
+        if self._in_place and name != leaf.name:
+            raise UnsupportedLeafError(
+                f"it is stored as {leaf.name!r} and Orbax would look for {name!r}; export a copy instead, or save it "
+                "under keys that are free of '.', '/', '%' and control characters"
+            )
+        if self._in_place and "aggregate" in saved.details:
+            raise UnsupportedLeafError(
+                "it is aggregated with other leaves in one file, which Orbax does not read; export a copy instead"
+            )
+        if saved.kind == "key":
+            self.keys[name] = str(saved.details.get("impl"))
+        return leaf
+
+    def _number(self, leaf: SavedLeaf, name: str) -> SavedLeaf:
         dtype = _NUMBERS.get(leaf.saved.kind)
         if dtype is None:
-            return f"a leaf of kind {leaf.saved.kind} has no array"
+            raise UnsupportedLeafError(f"a leaf of kind {leaf.saved.kind} has no array")
         (value,) = self._values(leaf)
         if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
-            return f"{value:#x} does not fit 64 bits"
+            raise UnsupportedLeafError(f"{value:#x} does not fit 64 bits")
         if self._in_place:
-            return "it is not stored as an array; export a copy instead"
+            raise UnsupportedLeafError("it is not stored as an array; export a copy instead")
         array: NDArray[Any] = np.array(value, dtype)
-        self._entry(path, SCALAR if leaf.saved.kind in _SCALARS else _ARRAY)
-        self.arrays[name] = SavedLeaf(leaf.name, Saved({"kind": leaf.saved.kind}, array.dtype, ()))
         self.numbers[name] = array
-        return None
+        return SavedLeaf(leaf.name, Saved({"kind": leaf.saved.kind}, array.dtype, ()))
 
     def _values(self, leaf: SavedLeaf) -> list[Any]:
         return materialize([None], [leaf.saved], self._source.read_leaves([leaf]), [leaf.name])
@@ -224,11 +225,9 @@ def export_orbax(
     progress: Progress,
     write: WriteArrays,
 ) -> list[tuple[CheckpointSource, Location, int | None, Sequence[TreeSource]]]:
-    """Write copies of checkpoints that Orbax restores; return each with its copy, its step and its trees.
-
-    A single tree becomes a directory for a ``StandardCheckpointer``, a directory of steps one for a
-    ``CheckpointManager``. Integer keys become strings, the only keys of Orbax.
-    """
+    """Write copies of checkpoints that Orbax restores; return each with its copy, its step and its trees."""
+    # A single tree becomes a directory for a `StandardCheckpointer`, and steps become one for a `CheckpointManager`.
+    # Integer keys become strings, the only keys of Orbax.
     managed = step is not None or is_run(origin)
     metadata: Mapping[str, Any] | None = None
     if not managed:
@@ -265,7 +264,7 @@ def _refuse_existing(place: Location) -> None:
 def add_orbax_metadata(
     source: Place, *, step: int | None = None, coordinator: Coordinator | None = None
 ) -> list[Location]:
-    """Make checkpoints of holdfast readable for Orbax where they are: adds its metadata beside the data.
+    """Make checkpoints of holdfast readable for Orbax where they are: adds its metadata next to the data.
 
     No array is copied, and the checkpoints stay what they are for holdfast. Orbax finds the items under their names:
     ``StandardCheckpointer().restore(path / "state")``, or ``CheckpointManager(run).restore(step,
@@ -276,8 +275,7 @@ def add_orbax_metadata(
     Args:
         source: A checkpoint, or a directory of steps.
         step: Which step of such a directory; None is all of them.
-        coordinator: How processes find each other. None takes jax.distributed or torch.distributed where one of them is
-            initialized; ``hf.processes.Alone()`` does it in this process alone.
+        coordinator: How processes find each other, as for :func:`~holdfast.import_checkpoint`.
 
     Returns:
         The directories of the checkpoints.
@@ -292,22 +290,18 @@ def add_orbax_metadata(
     origin = as_location(source)
 
     def work() -> list[str]:
-        return [place.url for place in _add_metadata(origin, step)]
+        if step is not None:
+            places = [find_checkpoint(origin, step)]
+        elif (origin / RECORD).exists():
+            places = [origin]
+        else:
+            places = [entry.location for entry in find_steps(origin).entries] or [find_checkpoint(origin)]
+        files = {place: _metadata_files(open_at(place)) for place in places}
+        for place, contents in files.items():
+            _write_files(place, contents)
+        return [place.url for place in places]
 
     return list(map(as_location, run_on_primary("add_orbax_metadata", [origin.url, step], work, coordinator)))
-
-
-def _add_metadata(origin: Location, step: int | None) -> list[Location]:
-    if step is not None:
-        places = [find_checkpoint(origin, step)]
-    elif (origin / RECORD).exists():
-        places = [origin]
-    else:
-        places = [entry.location for entry in find_steps(origin).entries] or [find_checkpoint(origin)]
-    files = {place: _metadata_files(open_at(place)) for place in places}
-    for place, contents in files.items():
-        _write_files(place, contents)
-    return places
 
 
 def _metadata_files(checkpoint: CheckpointSource) -> dict[str, bytes]:

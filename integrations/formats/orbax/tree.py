@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import ast
 import base64
-import binascii
+import contextlib
 import json
+import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,29 +24,21 @@ from ....engine.errors import DamagedCheckpointError, UnsupportedLeafError, item
 from ....engine.pytree import PLACEHOLDER, Box, Details, Saved, format_path, number_kind, whole
 from ....engine.sources import (
     OPTIONAL,
+    OtherTree,
     Path,
     SingleTree,
+    described,
     nested_tree,
     not_read,
     read_object,
     read_optional,
-    renamed_for,
     storage_name,
     total_bytes,
     without_leaves,
 )
 from ....engine.storage import Location
-from ..flax import Decoded, decode_file, leaf_of
-from .arrays import (
-    OpenedArrays,
-    ProcessDatabases,
-    Wanted,
-    cut,
-    directory_spec,
-    gather,
-    missing_files,
-    read_database,
-)
+from ..flax import decode_file
+from .arrays import OpenedArrays, ProcessDatabases, Wanted, cut, directory_spec, gather, missing_files, read_database
 
 TREE_FILE = "_METADATA"
 CHECKPOINT_FILE = "_CHECKPOINT_METADATA"
@@ -54,8 +47,9 @@ SHARDING_FILE = "_sharding"
 ARRAYS_FOLDER = "array_metadatas"
 PROCESS_FOLDER = "ocdbt.process_"  # the beginning of the name of a database of one process
 
-# Value types of containers without leaves, with the kind that each becomes.
-EMPTY_KINDS = {"Dict": "dict", "List": "list", "Tuple": "tuple", "NamedTuple": "dict"}
+# Value types of containers without leaves, with what each becomes.
+_EMPTY: dict[str, Any] = {"Dict": {}, "List": [], "Tuple": (), "NamedTuple": {}}
+_EMPTY_TYPES: dict[type, str] = {dict: "Dict", list: "List", tuple: "Tuple"}
 NONE = "None"
 STRING = "string"
 WITHOUT_DATA = "placeholder"
@@ -119,33 +113,27 @@ def _member(value: Any, *names: str) -> Any:
 def _path(keys: Any, text: str) -> Path | None:
     """Return the path of an entry: its list of keys, or else its name, which is the text of a tuple."""
     if keys is None:
-        try:
+        with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
             found = ast.literal_eval(text)
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
-            return None
-        if not isinstance(found, tuple) or not all(isinstance(key, str | int) for key in found):
-            return None
-        return tuple(str(key) for key in found)
-    if not isinstance(keys, list):
+            if isinstance(found, tuple) and all(isinstance(key, str | int) for key in found):
+                return tuple(map(str, found))
         return None
     path: list[str | int] = []
-    for key in keys:
+    for key in keys if isinstance(keys, list) else [None]:
         name = _member(key, "key")
         if not isinstance(name, str | int) or isinstance(name, bool):
             return None
-        number = str(name)
-        is_index = key.get("key_type") == _SEQUENCE_KEY and number.isascii() and number.isdigit() and len(number) < 10
-        path.append(int(number) if is_index else number)
+        is_index = _member(key, "key_type") == _SEQUENCE_KEY and re.fullmatch("[0-9]{1,9}", str(name))
+        path.append(int(name) if is_index else str(name))
     return tuple(path)
 
 
 def read_key_kinds(folder: Location) -> dict[str, str]:
     """Return the implementations of typed PRNG keys by the names of their arrays."""
+    entries = [entry for entry in (folder / ARRAYS_FOLDER).entries() if entry.name.startswith("process_")]
     found: dict[str, str] = {}
-    for entry in (folder / ARRAYS_FOLDER).entries():
-        if entry.is_directory or not entry.name.startswith("process_"):
-            continue
-        listed = read_optional(folder / ARRAYS_FOLDER / entry.name).get("array_metadatas")
+    for file in (entry.name for entry in entries if not entry.is_directory):
+        listed = read_optional(folder / ARRAYS_FOLDER / file).get("array_metadatas")
         for item in listed if isinstance(listed, list) else ():
             kind = _member(item, "array_metadata", "ext_metadata", "random_key_impl")
             name = _member(item, "array_metadata", "param_name")
@@ -154,23 +142,14 @@ def read_key_kinds(folder: Location) -> dict[str, str]:
     return found
 
 
-def find_string(strings: dict[str, Any], name: str) -> str | None:
-    """Return a string by its name, which Orbax uses as a JSON pointer, or None."""
-    found = _member(strings, *(token.replace("~1", "/").replace("~0", "~") for token in name.split("/")))
-    return found if isinstance(found, str) else None
-
-
 def read_shardings(folder: Location) -> dict[str, Details]:
     """Return the shardings of arrays by their names, as far as they can be read; they are only shown to users."""
-    found = {}
+    found: dict[str, Details] = {}
     for encoded, text in read_optional(folder / SHARDING_FILE).items():
-        try:
-            name = base64.urlsafe_b64decode(encoded).decode("utf-8")
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
             details = _sharding(json.loads(text))
-        except (ValueError, TypeError, RecursionError, binascii.Error):
-            continue
-        if details is not None:
-            found[name] = details
+            if details is not None:
+                found[base64.urlsafe_b64decode(encoded).decode("utf-8")] = details
     return found
 
 
@@ -188,12 +167,11 @@ def _sharding(fields: Any) -> Details | None:
     return {"type": kind, "device": device} if isinstance(device, str) else {"type": kind}
 
 
-class OrbaxTree(TreeSource):
-    """A tree in a folder; its namedtuples and other nodes are dictionaries, its tuples lists.
+class OrbaxTree(OtherTree):
+    """A tree in a folder; its namedtuples and other nodes are dictionaries, its tuples lists."""
 
-    ``processes`` is how many processes saved it, if each of them saved only its own parts, on its own disk: then the
-    folder has those that were copied into it.
-    """
+    # ``processes`` is how many processes saved it, if each of them saved only its own parts, on its own disk: then the
+    # folder has those that were copied into it.
 
     def __init__(
         self, location: Location, *, bare: Path | None = None, typed_key: bool = False, processes: int = 0
@@ -211,12 +189,12 @@ class OrbaxTree(TreeSource):
         self._databases = ProcessDatabases(folders) if folders else None
         self._typed_key = typed_key
         self._aggregated: dict[Path, Any] = {}
-        decoded = decode_file(location / AGGREGATE_FILE) if AGGREGATE_FILE in names else None
+        decoded = [*_entries(decode_file(location / AGGREGATE_FILE))] if AGGREGATE_FILE in names else None
         self._metadata = self._read_structure(decoded, names)
         self._ocdbt = MANIFEST in names
         entries = self._metadata.parameters
-        parameters = [p for p in entries if p.value_type not in EMPTY_KINDS]
-        empties = [(p.path, EMPTY_KINDS[p.value_type]) for p in entries if p.value_type in EMPTY_KINDS]
+        parameters = [p for p in entries if p.value_type not in _EMPTY]
+        empties = [(p.path, _EMPTY[p.value_type]) for p in entries if p.value_type in _EMPTY]
         if bare is not None and [p.path for p in parameters] == [bare]:
             parameters = [parameters[0]._replace(path=())]
         self._names = {
@@ -226,7 +204,7 @@ class OrbaxTree(TreeSource):
         if arrays and self._metadata.uses_ocdbt and not self._ocdbt:  # Without arrays, Orbax makes no database.
             raise DamagedCheckpointError(f"{location / MANIFEST} is missing: it says where the arrays are")
         with naming(location):
-            self.tree, order = nested_tree([p.path for p in parameters], empties)
+            self.tree, order = nested_tree([*((p.path, number) for number, p in enumerate(parameters)), *empties])
             stored = [self._names[storage_name(p.path)] for p in arrays]
             self._arrays = OpenedArrays(location, {name: self._spec(name) for name in stored})
             self._keys = read_key_kinds(location)
@@ -234,29 +212,21 @@ class OrbaxTree(TreeSource):
             has_strings = any(p.value_type == STRING for p in parameters)
             self._strings = read_optional(location / STRINGS_FILE) if has_strings else {}
             self.unreadable: dict[str, str] = {}
+            self._values: dict[str, Any] = {}  # of the leaves in the aggregate, by name
             self._foreign: set[str] = set()  # unreadable leaves that only a handler of the program that saved can read
             self.leaves = [self._leaf(parameters[index]) for index in order]
-        self._values = {storage_name(path): value for path, value in self._aggregated.items()}
         counts = Counter(self._names[storage_name(p.path)] for p in parameters if p.value_type not in _NO_ARRAYS)
         self._shared = {name for name, count in counts.items() if count > 1}
 
-    def read_leaves(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
+    def _read(self, wanted: Sequence[tuple[SavedLeaf, Box | None]]) -> list[NDArray[Any] | None]:
         arrays: dict[int, NDArray[Any]] = {}
-        self._refuse(self._read_parts([(leaf, None) for leaf in leaves], arrays.__setitem__))
-        return [arrays.get(index) for index in range(len(leaves))]
+        self._refuse(self._read_parts(wanted, arrays.__setitem__))
+        return [arrays.get(index) for index in range(len(wanted))]
 
     def read_boxes(self, leaves: Sequence[SavedLeaf], boxes: Sequence[Sequence[Box]]) -> list[list[NDArray[Any]]]:
         regions = [gather(wanted) for wanted in boxes]
-        flat = [(leaf, region) for leaf, found in zip(leaves, regions, strict=True) for region in found]
-        arrays: dict[int, NDArray[Any]] = {}
-        self._refuse(self._read_parts(flat, arrays.__setitem__))
-        results = []
-        read = (arrays[index] for index in range(len(flat)))
-        for leaf, wanted, found in zip(leaves, boxes, regions, strict=True):
-            assert leaf.saved.dtype is not None
-            parts = [next(read) for _ in found]
-            results.append([cut(box, found, parts, leaf.saved.dtype) for box in wanted])
-        return results
+        found = zip(leaves, boxes, regions, super().read_boxes(leaves, regions), strict=True)
+        return [[cut(box, around, parts, leaf.saved.dtype) for box in wanted] for leaf, wanted, around, parts in found]
 
     def chunks(self, leaf: SavedLeaf) -> tuple[int, ...]:
         name = self._names[leaf.name]
@@ -286,9 +256,8 @@ class OrbaxTree(TreeSource):
             )
             raise DamagedCheckpointError(itemized(headline, [f"{p.leaf}: {p.what}" for p in problems]))
         if problems:
-            raise damaged_leaves(
-                self.location, [(p.leaf, f"{p.file or ''}{': ' if p.file else ''}{p.what}") for p in problems]
-            )
+            lines = [(p.leaf, f"{p.file}: {p.what}" if p.file else p.what) for p in problems]
+            raise damaged_leaves(self.location, lines)
 
     def _read_parts(
         self, parts: Sequence[tuple[SavedLeaf, Box | None]], use: Callable[[int, NDArray[Any]], None]
@@ -302,10 +271,13 @@ class OrbaxTree(TreeSource):
             elif leaf.saved.dtype is None:
                 continue
             elif leaf.name in self._values:
-                array: NDArray[Any] = np.array(self._values[leaf.name], leaf.saved.dtype)
+                array: NDArray[Any] = np.array(self._values[leaf.name])
                 use(index, array if box is None else array[box.within(whole(array.shape))])
             elif self._names[leaf.name] in self._shared:
-                problems.append(Problem("", format_path(leaf.name), self._collision(self._names[leaf.name])))
+                name = self._names[leaf.name]
+                paths = " and ".join(format_path(other) for other, stored in self._names.items() if stored == name)
+                what = f"{paths} have the same name {name!r} in Orbax's files, so that only one of them was kept, "
+                problems.append(Problem("", format_path(leaf.name), f"{what}and the files do not say which"))
             else:
                 wanted[index] = Wanted(self._names[leaf.name], box)
         self._arrays.check_sizes(wanted.values(), total_bytes(self.location), filled=not self._metadata.complete)
@@ -319,20 +291,13 @@ class OrbaxTree(TreeSource):
             problems += [Problem(file, format_path(leaf_name), why) for file, why in files]
         return problems
 
-    def _collision(self, name: str) -> str:
-        paths = [format_path(leaf) for leaf, stored in self._names.items() if stored == name]
-        return (
-            f"{' and '.join(paths)} have the same name {name!r} in Orbax's files, so that only one of them was kept, "
-            "and the files do not say which"
-        )
-
-    def _read_structure(self, decoded: Decoded | None, files: set[str]) -> TreeMetadata:
+    def _read_structure(self, decoded: Sequence[tuple[Path, Any]] | None, files: set[str]) -> TreeMetadata:
         if TREE_FILE in files:
             metadata = read_tree(self.location)
-            known = {tuple(map(str, path)): value for path, value in decoded.values} if decoded else {}
+            known = {tuple(map(str, path)): value for path, value in decoded or ()}
             for parameter in metadata.parameters:
                 value = known.get(tuple(map(str, parameter.path)))
-                if value is not None and _placeholder(value) is None:
+                if value is not None and type(value) not in _EMPTY_TYPES and _placeholder(value) is None:
                     self._aggregated[parameter.path] = value
             return metadata
         if decoded is not None:
@@ -347,22 +312,20 @@ class OrbaxTree(TreeSource):
         zarr3 = (self.location / parameters[0].name / _ARRAY_FILES[1]).exists()
         return TreeMetadata(parameters, zarr3, complete=False)
 
-    def _from_aggregate(self, decoded: Decoded) -> TreeMetadata:
-        kinds = {kind: name for name, kind in EMPTY_KINDS.items() if name != "NamedTuple"}
-        parameters = [Parameter(path, kinds[kind]) for path, kind in decoded.empties]
-        for path, value in decoded.values:
-            if value is None:
-                parameters.append(Parameter(path, NONE))
+    def _from_aggregate(self, decoded: Sequence[tuple[Path, Any]]) -> TreeMetadata:
+        parameters = []
+        for path, value in decoded:
+            parameters.append(Parameter(path, NONE if value is None else _EMPTY_TYPES.get(type(value), "unknown")))
+            if parameters[-1].value_type != "unknown":
                 continue
             name = _placeholder(value)
             if name is None:
                 self._aggregated[path] = value
-            elif name != ".".join(map(str, path)):
+            elif name != parameters[-1].name:
                 leaf = format_path(storage_name(path))
                 raise DamagedCheckpointError(
                     f"{self.location / AGGREGATE_FILE}: leaf {leaf} has the name of another leaf, {name!r:.200}"
                 )
-            parameters.append(Parameter(path, "unknown"))
         return TreeMetadata(parameters, use_zarr3=False, complete=False)
 
     def _spec(self, name: str) -> dict[str, Any]:
@@ -381,44 +344,57 @@ class OrbaxTree(TreeSource):
             "fill_missing_data_reads": not self._metadata.complete,
         }
 
-    def _not_read(self, name: str, why: str, what: str = "damaged") -> SavedLeaf:
-        self.unreadable[name] = why
-        return SavedLeaf(name, not_read(what))
-
     def _leaf(self, parameter: Parameter) -> SavedLeaf:
         name = storage_name(parameter.path)
-        stored = self._names[name]
         if parameter.path in self._aggregated:
-            return leaf_of(parameter.path, self._aggregated[parameter.path])
-        if parameter.value_type == NONE:
+            saved, self._values[name] = described(name, self._aggregated[parameter.path])
+            return SavedLeaf(name, saved)
+        return SavedLeaf(name, self._saved(name, self._names[name], parameter.value_type))
+
+    def _saved(self, name: str, stored: str, kind: str) -> Saved:
+        """Describe a leaf by the kind that Orbax notes; one that cannot be read is listed as such."""
+        if kind == NONE:
             # Orbax writes empty namedtuples, such as the states of many optax transformations, in the same way.
-            return SavedLeaf(name, Saved({"kind": "none", OPTIONAL: True}))
-        if parameter.value_type == WITHOUT_DATA:
-            return SavedLeaf(name, Saved({"kind": PLACEHOLDER}))
-        if parameter.value_type == STRING:
-            text = find_string(self._strings, stored)
-            if text is None:
-                why = f"{STRINGS_FILE} has no text for leaf {format_path(name)}: it is missing, or another has its name"
-                return self._not_read(name, why)
-            return SavedLeaf(name, Saved({"kind": "str", "value": text}))
+            return Saved({"kind": "none", OPTIONAL: True})
+        if kind == WITHOUT_DATA:
+            return Saved({"kind": PLACEHOLDER})
+        if kind == STRING:
+            # Orbax uses the name as a JSON pointer.
+            text = _member(self._strings, *(key.replace("~1", "/").replace("~0", "~") for key in stored.split("/")))
+            if isinstance(text, str):
+                return Saved({"kind": "str", "value": text})
+            why = f"{STRINGS_FILE} has no text for leaf {format_path(name)}: it is missing, or another has its name"
+            self.unreadable[name] = why
+            return not_read("damaged")
+        if stored in self._arrays.failed and kind in _OWN_TYPES:
+            self.unreadable[name] = self._arrays.failed[stored]
+            return not_read("damaged")
         if stored in self._arrays.failed:
-            if parameter.value_type in _OWN_TYPES:
-                return self._not_read(name, self._arrays.failed[stored])
             self._foreign.add(name)
-            what = f"a {parameter.value_type!r:.40} of the program"
-            return self._not_read(name, f"{what}, which only its handler reads", what)
+            what = f"a {kind!r:.40} of the program"
+            self.unreadable[name] = f"{what}, which only its handler reads"
+            return not_read(what)
         dtype, shape = self._arrays.dtypes[stored], self._arrays.shapes[stored]
-        kind = self._keys.get(stored)
+        implementation = self._keys.get(stored)
         if self._typed_key and dtype == np.uint32 and shape and shape[-1] in _KEY_KINDS:
-            kind = _KEY_KINDS[shape[-1]]
-        details: Details = {"kind": "jax" if parameter.value_type == "jax.Array" else "numpy"}
-        if kind is not None:
-            details = {"kind": "key", "impl": kind}
-        elif parameter.value_type == SCALAR and shape == ():
-            return SavedLeaf(name, Saved({"kind": number_kind(dtype) or "numpy_scalar"}, dtype, shape))
+            implementation = _KEY_KINDS[shape[-1]]
+        if implementation is None and kind == SCALAR and shape == ():
+            return Saved({"kind": number_kind(dtype) or "numpy_scalar"}, dtype, shape)
+        details: Details = {"kind": "jax" if kind == "jax.Array" else "numpy"}
+        if implementation is not None:
+            details = {"kind": "key", "impl": implementation}
         if stored in self._shardings:
             details["sharding"] = self._shardings[stored]
-        return SavedLeaf(name, Saved(details, dtype, shape))
+        return Saved(details, dtype, shape)
+
+
+def _entries(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield the leaves and the empty containers of a tree with their paths."""
+    if type(value) not in _EMPTY_TYPES or not value:
+        yield path, value
+        return
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from _entries(inner, (*path, key))
 
 
 def _placeholder(value: Any) -> str | None:
@@ -439,10 +415,9 @@ def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
 class ArrayFolder(OrbaxTree):
     """The arrays of a database that TensorStore wrote without Orbax, in one dictionary by their names."""
 
-    def for_template(self, names: Sequence[str]) -> TreeSource:
-        return renamed_for(self, names)
+    for_template = OtherTree.for_template  # its leaves are in no containers
 
-    def _read_structure(self, decoded: Decoded | None, files: set[str]) -> TreeMetadata:
+    def _read_structure(self, decoded: Sequence[tuple[Path, Any]] | None, files: set[str]) -> TreeMetadata:
         with naming(self.location):
             keys = read_database(self.location).keys
             found = [key.removesuffix(_ARRAY).decode(errors="backslashreplace") for key in keys if key.endswith(_ARRAY)]

@@ -11,13 +11,10 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from ....engine.arrays import TreeSource
 from ....engine.errors import CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, StorageError
-from ....engine.forks import cached_property
-from ....engine.format import ITEM
-from ....engine.sources import TREE, CheckpointSource, FoundSteps, first_bytes, last_bytes
+from ....engine.sources import FoundSteps, SingleTree, first_bytes, last_bytes
 from ....engine.storage import Entry, Location
 from .index import MAGIC
 from .tree import INDEX, BundleTree
@@ -34,12 +31,11 @@ _LETTERS = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b"a": b"\a", b"b": b"\b", b"f
 _logger = logging.getLogger("holdfast")
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointState:
+class CheckpointState(NamedTuple):
     """The notes of TensorFlow: the newest checkpoint, and the times of checkpoints in seconds since 1970-01-01 UTC."""
 
     newest: str | None = None
-    times: Mapping[str, float] = field(default_factory=dict)
+    times: Mapping[str, float] = {}
 
 
 def number_of(prefix: str) -> int | None:
@@ -72,20 +68,15 @@ def read_state(directory: Location) -> CheckpointState:
         return CheckpointState()
     except StorageError:
         return CheckpointState()
-    newest: str | None = None
-    names: list[str] = []
-    times: list[float] = []
+    found: dict[str, list[str]] = {}
     for match in _LINE.finditer(text):
-        key, value = match[1], match[2] if match[2] is not None else match[3]
-        if value is not None and key == "model_checkpoint_path":
-            newest = _last_part(value)
-        elif value is not None and key == "all_model_checkpoint_paths":
-            names.append(_last_part(value))
-        elif match[4] is not None and key == "all_model_checkpoint_timestamps":
-            times.append(_seconds(match[4]))
+        quoted = match[3] if match[2] is None else match[2]
+        found.setdefault(match[1], []).append(match[4] or _last_part(quoted or ""))
+    newest = found["model_checkpoint_path"][-1] if "model_checkpoint_path" in found else None
     if newest is None:
         _logger.warning("%s names no checkpoint; the highest number counts as the newest", place)
-    known = zip(names, times, strict=True) if len(names) == len(times) else ()
+    names, times = found.get("all_model_checkpoint_paths", []), found.get("all_model_checkpoint_timestamps", [])
+    known = zip(names, map(_seconds, times), strict=True) if len(names) == len(times) else ()
     return CheckpointState(newest, {name: time for name, time in known if time > 0})
 
 
@@ -108,41 +99,28 @@ def _seconds(text: str) -> float:
 
 _DATA = re.compile(r"(.+)\.data-[0-9]{5,}-of-[0-9]{5,}", re.DOTALL)
 _SAVED_MODEL = "saved_model.pb"
+_FORMAT = "TensorFlow"
 
 
-class BundleCheckpoint(CheckpointSource):
-    """One checkpoint, named by its prefix."""
+def _checkpoint(prefix: Location) -> SingleTree:
+    folder, name = prefix.parent, prefix.name
 
-    format = "TensorFlow"
+    def nbytes() -> int:
+        return sum(entry.size or 0 for entry in folder.entries() if _prefix_of(entry.name) == name)
 
-    def __init__(self, prefix: Location) -> None:
-        self.location = prefix
-        self.items = {ITEM: TREE}
-        self.step = number_of(prefix.name)
+    def time() -> float | None:
+        return read_state(folder).times.get(name) if (folder / STATE).exists() else None
 
-    @cached_property
-    def time(self) -> float | None:
-        folder = self.location.parent
-        return read_state(folder).times.get(self.location.name) if (folder / STATE).exists() else None
-
-    @cached_property
-    def nbytes(self) -> int:
-        return sum(
-            entry.size or 0
-            for entry in self.location.parent.entries()
-            if entry.name == f"{self.location.name}{INDEX}"
-            or ((match := _DATA.fullmatch(entry.name)) and match[1] == self.location.name)
-        )
-
-    def tree(self, item: str) -> TreeSource:
-        return self._tree
-
-    @cached_property
-    def _tree(self) -> BundleTree:
-        return BundleTree.open(self.location)
+    return SingleTree(_FORMAT, prefix, lambda: BundleTree.open(prefix), nbytes, number_of(name), time)
 
 
-def recognise(location: Location, names: frozenset[str]) -> BundleCheckpoint | None:
+def _prefix_of(name: str) -> str:
+    """Return the prefix of the checkpoint that a file belongs to by its name; "" for other names."""
+    match = _DATA.fullmatch(name)
+    return match[1] if match else name.removesuffix(INDEX) if name.endswith(INDEX) else ""
+
+
+def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
     if not names:
         return _recognise_prefix(location)
     if _SAVED_MODEL in names:
@@ -150,7 +128,7 @@ def recognise(location: Location, names: frozenset[str]) -> BundleCheckpoint | N
     found = _prefixes(location, names)
     newest = _newest(location, names, found)
     if newest is not None and number_of(newest) is None:
-        return BundleCheckpoint(location / newest)
+        return _checkpoint(location / newest)
     if not found or numbered(found, newest):
         return None
     if len(found) > 1:
@@ -158,7 +136,7 @@ def recognise(location: Location, names: frozenset[str]) -> BundleCheckpoint | N
             f"{location} holds the TensorFlow checkpoints {', '.join(found[:8])}: give the path of one, "
             f"such as {location / found[0]}"
         )
-    return BundleCheckpoint(location / found[0])
+    return _checkpoint(location / found[0])
 
 
 def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
@@ -168,26 +146,20 @@ def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
     if newest is not None and number_of(newest) is None:
         return FoundSteps()
     steps = {number: location / name for number, name in numbered(found, newest).items()}
-    return FoundSteps.of(BundleCheckpoint.format, steps, noted=None if newest is None else number_of(newest))
+    return FoundSteps.of(_FORMAT, steps, noted=None if newest is None else number_of(newest))
 
 
-def _recognise_prefix(location: Location) -> BundleCheckpoint | None:
+def _recognise_prefix(location: Location) -> SingleTree | None:
     """Open a checkpoint by its prefix or by the path of one of its files."""
     name, folder = location.name, location.parent
-    match = _DATA.fullmatch(name)
-    if name.endswith(INDEX) and name != INDEX:
-        prefix = name.removesuffix(INDEX)
-    elif match is not None:
-        prefix = match[1]
-    elif name and not location.exists():
-        prefix = name
-    else:
+    prefix = _prefix_of(name) or ("" if location.exists() else name)
+    if not prefix:
         return None
     index = folder / f"{prefix}{INDEX}"
     if not index.exists() or index.is_directory():
         return None
     names = [entry.name for entry in folder.entries()]
-    return BundleCheckpoint(folder / prefix) if _prefixes(folder, names, prefix) else None
+    return _checkpoint(folder / prefix) if _prefixes(folder, names, [prefix]) else None
 
 
 def _newest(location: Location, names: frozenset[str], found: list[str]) -> str | None:
@@ -196,12 +168,12 @@ def _newest(location: Location, names: frozenset[str], found: list[str]) -> str 
     return newest if newest in found else None
 
 
-def _prefixes(folder: Location, names: Iterable[str], only: str | None = None) -> list[str]:
+def _prefixes(folder: Location, names: Iterable[str], wanted: Sequence[str] | None = None) -> list[str]:
     """Return the names of the checkpoints in a directory, including damaged ones that data files reveal."""
     names = list(names)
     with_data = {match[1] for name in names if (match := _DATA.fullmatch(name))}
-    named = sorted(name.removesuffix(INDEX) for name in names if name.endswith(INDEX) and name != INDEX)
-    wanted = named if only is None else [only]
+    if wanted is None:
+        wanted = sorted(name.removesuffix(INDEX) for name in names if name.endswith(INDEX) and name != INDEX)
     return [name for name in wanted if name in with_data or ends_as_table(folder / f"{name}{INDEX}")]
 
 

@@ -12,10 +12,9 @@ keeps, ``net/l1/kernel/.OPTIMIZER_SLOT/adam/m/.ATTRIBUTES/VARIABLE_VALUE``. In t
 
 from __future__ import annotations
 
-import math
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +32,6 @@ from .index import (
     STRING,
     VARIANT,
     BundleEntry,
-    BundleHeader,
     content,
     decode_entry,
     decode_header,
@@ -62,13 +60,11 @@ def as_leaves(texts: list[bytes], entry: BundleEntry) -> Any:
         return np.array(texts, f"S{max(longest, 1)}").reshape(shape)
     if len(texts) > MOST_LEAVES:
         raise UnsupportedLeafError(f"{len(texts)} pieces of text that no array of numpy can hold")
-    return _nested(texts, shape)
+    return as_objects(texts, shape).tolist()
 
 
-def as_objects(texts: list[bytes], shape: tuple[int, ...]) -> bytes | NDArray[Any]:
-    """Return text as TensorFlow does: bytes, or an array of objects that are bytes."""
-    if not shape:
-        return texts[0]
+def as_objects(texts: list[bytes], shape: tuple[int, ...]) -> NDArray[Any]:
+    """Return text as an array of objects that are bytes."""
     found = np.empty(len(texts), object)
     found[:] = texts
     return found.reshape(shape)
@@ -112,13 +108,6 @@ def _variants(data: bytes, entry: BundleEntry, order: Any) -> list[bytes]:
     return found
 
 
-def _nested(texts: list[bytes], shape: tuple[int, ...]) -> Any:
-    if len(shape) == 1:
-        return texts
-    step = math.prod(shape[1:])
-    return [_nested(texts[first * step : (first + 1) * step], shape[1:]) for first in range(shape[0])]
-
-
 INDEX = ".index"
 _INDEX_LIMIT = 1 << 30  # bytes
 _SLICES = b"\0"  # the first byte of the keys of slices
@@ -134,7 +123,12 @@ class Bundle:
         place = prefix.parent / f"{prefix.name}{INDEX}"
         content = read_checked(place, None, limit=_INDEX_LIMIT)
         with naming(place):
-            self._header = self._read_entries(read_table(content))
+            entries = read_table(content)
+            if not entries or entries[0][0]:
+                raise DamagedCheckpointError("it has no header")
+            self._header = decode_header(entries[0][1])
+            for key, value in entries[1:]:
+                self._add(key, value)
         self._index_bytes = len(content)
 
     @property
@@ -177,27 +171,20 @@ class Bundle:
             decode = _variants if entry.kind == VARIANT else _texts
             return decode(self._bytes(entry), entry, "big" if self._header.big_endian else "little")
 
-    def _read_entries(self, entries: Sequence[tuple[bytes, bytes]]) -> BundleHeader:
-        if not entries or entries[0][0]:
-            raise DamagedCheckpointError("it has no header")
-        header = decode_header(entries[0][1])
-        for key, value in entries[1:]:
-            try:
-                entry = decode_entry(value, header)
-                if key.startswith(_SLICES):
-                    self._slices[key] = entry
-                else:
-                    self.tensors[key.decode("utf-8")] = entry
-            except UnicodeDecodeError as error:
-                raise DamagedCheckpointError(f"{key!r:.200} is not the name of a tensor: {error}") from error
-            except DamagedCheckpointError as error:
-                raise DamagedCheckpointError(f"tensor {key.decode('utf-8', 'replace')!r:.200}: {error}") from error
-        return header
+    def _add(self, key: bytes, value: bytes) -> None:
+        try:
+            entry = decode_entry(value, self._header)
+            if key.startswith(_SLICES):
+                self._slices[key] = entry
+            else:
+                self.tensors[key.decode("utf-8")] = entry
+        except UnicodeDecodeError as error:
+            raise DamagedCheckpointError(f"{key!r:.200} is not the name of a tensor: {error}") from error
+        except DamagedCheckpointError as error:
+            raise DamagedCheckpointError(f"tensor {key.decode('utf-8', 'replace')!r:.200}: {error}") from error
 
     def _parts(self, name: str, entry: BundleEntry) -> list[StoredPart]:
-        if not entry.slices:
-            return [self._part(entry, (0,) * len(entry.shape))]
-        found = []
+        found = [] if entry.slices else [self._part(entry, (0,) * len(entry.shape))]
         for one in entry.slices:
             start, shape = one.box(entry.shape)
             stored = self._slices.get(slice_key(name.encode(), one))
@@ -241,12 +228,10 @@ class Bundle:
     @cached_property
     def _sizes(self) -> dict[str, int]:
         """The sizes of the data files that exist, in bytes."""
-        folder, found = self.prefix.parent, {}
+        folder = self.prefix.parent
         names = {self.data_file(entry.shard) for entry in (*self.tensors.values(), *self._slices.values())}
-        for entry in folder.entries():
-            if entry.name in names and not entry.is_directory:
-                found[entry.name] = entry_size(folder, entry)
-        return found
+        entries = [entry for entry in folder.entries() if entry.name in names and not entry.is_directory]
+        return {entry.name: entry_size(folder, entry) for entry in entries}
 
 
 def unknown_type(kind: int) -> str:
@@ -310,10 +295,7 @@ def object_path(key: str) -> tuple[str, ...]:
 
 
 def graph_document(nodes: Sequence[ObjectNode], names: Mapping[str, str]) -> dict[str, Any]:
-    """Return a graph in the form of holdfast's own documents.
-
-    The value of an object that is one value is its own; other values are children of a child ``.ATTRIBUTES``.
-    """
+    """Return a graph as holdfast documents it: an object that is one value has it, others have ``.ATTRIBUTES``."""
     keys = sorted(names)
     found: list[dict[str, Any]] = [{} for _ in nodes]
     owners: dict[str, int] = {}
@@ -324,10 +306,8 @@ def graph_document(nodes: Sequence[ObjectNode], names: Mapping[str, str]) -> dic
         budget -= len(values)
         is_value = number > 0 and not node.children and [name for name, _ in node.attributes] == [VALUE]
         if is_value and len(values) == 1:
-            owner = owners.setdefault(values[0][1], number)
-            if owner == number:
-                found[number] = {"value": values[0][1]}
-            same[number] = owner
+            same[number] = owner = owners.setdefault(values[0][1], number)
+            found[number] = {"value": values[0][1]} if owner == number else {}
             continue
         found[number] = {"edges": {escape_key(name): child for name, child in node.children.items()}}
         inner: dict[str, int] = {}
@@ -378,11 +358,8 @@ def _matching(keys: Sequence[str], beginning: str, limit: int) -> Iterator[str]:
 
 
 def _segments(path: str) -> list[str]:
-    return [_ESCAPED.sub(_unescaped, segment) for segment in path.split("/")] if path else []
-
-
-def _unescaped(found: re.Match[str]) -> str:
-    return "." if found[0] == ".." else "/"
+    names = path.split("/") if path else []
+    return [_ESCAPED.sub(lambda found: "." if found[0] == ".." else "/", name) for name in names]
 
 
 Path = tuple[str, ...]
@@ -436,7 +413,8 @@ class BundleTree(StoredTree, NamedVariables):
         if entry is None:
             raise ObjectNotFoundError(f"{self.location} has no tensor {name!r:.200}")
         if self._bundle.is_text(name):
-            return as_objects(self._bundle.texts(name), entry.shape)
+            texts = self._bundle.texts(name)
+            return as_objects(texts, entry.shape) if entry.shape else texts[0]
         if name not in self._tensor_names:
             raise UnsupportedLeafError(f"{self.location}: tensor {name!r:.200} has {unknown_type(entry.kind)}")
         (array,) = self.read_leaves([self._leaves[self._tensor_names[name]]])
@@ -478,17 +456,15 @@ def _arranged(paths: Mapping[str, Path]) -> dict[str, Path]:
     values = set(paths.values())
     found = {name: _beside(path, values) for name, path in paths.items()}
     taken = set(found.values())
-    if len(taken) < len(found) or any(len(path) >= MAX_DEPTH or _is_below(path, taken) for path in taken):
+    is_deep = any(len(path) >= MAX_DEPTH for path in taken)
+    if len(taken) < len(found) or is_deep or any(_beside(path, taken) != path for path in taken):
         return {name: (name,) for name in paths}
     return found
 
 
-def _beside(path: Path, values: Iterable[Path]) -> Path:
+def _beside(path: Path, values: Collection[Path]) -> Path:
+    """Return a path that does not lead through a value: the keys from there on become one."""
     for length in range(1, min(len(path), MAX_DEPTH)):
         if path[:length] in values:
             return (*path[: length - 1], "/".join(path[length - 1 :]))
     return path
-
-
-def _is_below(path: Path, values: Iterable[Path]) -> bool:
-    return any(path[:length] in values for length in range(1, len(path)))

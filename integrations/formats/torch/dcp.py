@@ -23,12 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....engine.arrays import naming
-from ....engine.errors import (
-    CheckpointNotFoundError,
-    DamagedCheckpointError,
-    ObjectNotFoundError,
-    UnsupportedLeafError,
-)
+from ....engine.errors import CheckpointNotFoundError, DamagedCheckpointError, ObjectNotFoundError, UnsupportedLeafError
 from ....engine.format import decompress
 from ....engine.sources import (
     Bytes,
@@ -53,7 +48,8 @@ _OF_RANK = re.compile(r"__([0-9]{1,9})\.metadata")
 _METADATA_LIMIT = 1 << 30  # bytes
 _OPEN_FILES = 32
 _LARGEST = 1 << 62
-_ZSTD = "stream.zstd/1"  # torch's extension ZStandard, in any version that is compatible with the first
+# Torch's extension ZStandard, in any version that is compatible with the first.
+_ZSTD = re.compile(r"stream\.zstd/1(\..*)?", re.DOTALL)
 _FRAMES = 8  # of an entry: one, and the empty ones that writers add when they are flushed
 _RATIO = 1 << 16  # bytes that a compressed byte can stand for
 _ARCHIVE = 1 << 20  # bytes that an archive of one tensor may have besides the elements
@@ -185,7 +181,7 @@ class _Folder:
             try:
                 return _checked(name, read_object(self._archive(place), place.file), place, dtype, shape)
             except NoArchive:
-                tensors = read_header(self._reader(place.file), place.file, place.offset).tensors
+                tensors, _ = read_header(self._reader(place.file), place.file, place.offset)
                 self._headers[place.file, place.offset] = tensors
         return _checked(name, tensors.get(name), place, dtype, shape)
 
@@ -319,7 +315,8 @@ def _places(data: Mapping[Any, Any]) -> Places:
         name, offset = key.get("fqn"), key.get("offset")
         file, begin, length = facts.get("relative_path"), facts.get("offset"), facts.get("length")
         transformed = facts.get("transform_descriptors") or []
-        is_compressed = isinstance(transformed, list) and len(transformed) == 1 and _is_zstd(transformed[0])
+        is_one = isinstance(transformed, list) and len(transformed) == 1 and isinstance(transformed[0], str)
+        is_compressed = is_one and _ZSTD.fullmatch(transformed[0]) is not None
         if transformed and not is_compressed:
             raise DamagedCheckpointError(
                 f"entry {shown(name)} is transformed by {shown(transformed)}, which holdfast does not undo; load it "
@@ -333,10 +330,6 @@ def _places(data: Mapping[Any, Any]) -> Places:
             file, begin, length, is_compressed
         )
     return found
-
-
-def _is_zstd(descriptor: Any) -> bool:
-    return isinstance(descriptor, str) and (descriptor == _ZSTD or descriptor.startswith(f"{_ZSTD}."))
 
 
 def _place(places: Places, name: str, start: Ints | None) -> Extent:

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 from ....engine.arrays import PartialTree, TreeSource, leaf_values, load_tree
-from ....engine.clock import UNHEARD
 from ....engine.errors import CheckpointExistsError, DamagedCheckpointError, OptionError, UnsupportedLeafError, itemized
 from ....engine.pytree import Flattened, TreeDocument
 from ....engine.sources import replacing
@@ -24,15 +22,9 @@ from .files import plain, templates
 _ONE_FILE = 256 << 20  # bytes of the arrays of one file, at most
 
 
-def export_dcp(
-    source: TreeSource,
-    destination: Location,
-    *,
-    overwrite: bool = False,
-    advance: Callable[[int], None] = UNHEARD.advance,
-) -> None:
+def export_dcp(source: TreeSource, destination: Location) -> None:
     """Write a tree with ``torch.distributed.checkpoint.save``, in this process alone; it appears when it is whole."""
-    if destination.exists() and not overwrite:
+    if destination.exists():
         raise CheckpointExistsError(f"{destination} exists already; choose another destination")
     if not destination.is_local:
         raise OptionError(f"{destination}: torch writes its checkpoints to local directories only; copy it from there")
@@ -63,9 +55,7 @@ def export_dcp(
             if leaf is None:
                 return template
             like = Flattened([leaf.name], [template], None)
-            found = load_tree(PartialTree(source, {leaf.name: leaf}, TreeDocument(None)), like=like)
-            advance(leaf.nbytes)
-            return found
+            return load_tree(PartialTree(source, {leaf.name: leaf}, TreeDocument(None)), like=like)
 
     with replacing(destination) as partial, os_errors(str(destination), "write"):
         is_small = sum(leaf.nbytes for leaf in source.leaves) <= _ONE_FILE

@@ -10,6 +10,7 @@ and named, outside of the weights and the states of the optimizers; anywhere els
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import re
@@ -17,16 +18,14 @@ import struct
 import zipfile
 import zlib
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ....engine.arrays import PartialTree, Problem, SavedLeaf, TreeSource, batches, load_tree, naming
-from ....engine.clock import UNHEARD
-from ....engine.errors import DamagedCheckpointError, OptionError, UnsupportedLeafError, shortened
+from ....engine.arrays import Problem, TreeSource, load_tree, naming
+from ....engine.errors import DamagedCheckpointError, OptionError, shortened
 from ....engine.pytree import MAX_DEPTH, NUMBERS, format_path, tensor_like
 from ....engine.sources import (
     FoundSteps,
@@ -36,6 +35,7 @@ from ....engine.sources import (
     Unreadable,
     check_destination,
     first_bytes,
+    refuse_leaves,
     replacing,
 )
 from ....engine.storage import DataReader, Entry, Location, os_errors
@@ -55,7 +55,6 @@ _PICKLE_LIMIT = 512 << 20  # bytes
 _RECORDS_LIMIT = 1 << 22
 _BLOCK = 256 << 10  # bytes that a small read fetches, as the next one is likely to be near
 _STEP = 16 << 20
-_BATCH = 256 << 20  # bytes of leaves that are read together
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 
 
@@ -121,22 +120,19 @@ class TorchArchive:
         # Writers that compute no checksums, to save time, leave a zero.
         return Record(self._offset + begin, info.file_size, info.CRC or None)
 
-
-def check_records(reader: DataReader, archive: TorchArchive) -> list[tuple[str, str]]:
-    """Compare every record with its checksum; return the names of records that differ, with the reason."""
-    problems = []
-    for name, record in archive.records.items():
-        checksum = 0
-        try:
-            for start in range(0, record.length, _STEP):
-                data = reader.read(record.offset + start, min(_STEP, record.length - start))
-                checksum = zlib.crc32(data.data, checksum)
-        except DamagedCheckpointError as error:
-            problems.append((name, str(error)))
-            continue
-        if record.crc32 is not None and checksum != record.crc32:
-            problems.append((name, f"expected the checksum {record.crc32:08x}, found {checksum:08x}"))
-    return problems
+    def damage(self, reader: DataReader) -> Iterator[tuple[str, str]]:
+        """Compare every record with its checksum; yield the names of records that differ, with the reason."""
+        for name, record in self.records.items():
+            checksum = 0
+            try:
+                for start in range(0, record.length, _STEP):
+                    data = reader.read(record.offset + start, min(_STEP, record.length - start))
+                    checksum = zlib.crc32(data.data, checksum)
+            except DamagedCheckpointError as error:
+                yield name, str(error)
+            else:
+                if record.crc32 is not None and checksum != record.crc32:
+                    yield name, f"expected the checksum {record.crc32:08x}, found {checksum:08x}"
 
 
 class _Extent(io.RawIOBase):
@@ -198,7 +194,7 @@ def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
 
     def check() -> list[Problem]:
         with location.open_data() as reader:
-            return [Problem(location.name, "", f"{name}: {what}") for name, what in check_records(reader, archive)]
+            return [Problem(location.name, "", f"{name}: {what}") for name, what in archive.damage(reader)]
 
     source = StoredTree.of(location, tree, size, check=check, left_out=left)
     step = tree.get("global_step") if is_lightning else None
@@ -212,38 +208,27 @@ _DISTRIBUTED = ".metadata"  # name of the file in the directory that several pro
 
 
 def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
-    """Find the ``.ckpt`` files of a Lightning run: by the step in the name, or else by that in the file.
-
-    Of several files with one step, a name with the step wins over others such as ``last.ckpt``, and the longest name
-    over the others, as Lightning adds ``-v1`` to a name that is taken.
-    """
+    """Find the ``.ckpt`` files of a Lightning run: by the step in the name, or else by that in the file."""
     found: dict[int, tuple[bool, int, str]] = {}
     for entry in entries:
         if not entry.name.endswith(_LIGHTNING_FILE):
             continue
-        place = location / entry.name
+        place, step = location / entry.name, None
         match = _STEP_IN_NAME.fullmatch(entry.name)
-        if match is not None:
-            is_one = (place / _DISTRIBUTED).is_there() if entry.is_directory else _begins_as_archive(place)
-            step = int(match[1]) if is_one else None
-        else:
-            step = None if entry.is_directory else _step_in(place)
+        if match is not None and entry.is_directory:
+            step = int(match[1]) if (place / _DISTRIBUTED).is_there() else None
+        elif match is not None:
+            begin = first_bytes(place, len(_LEGACY_MAGIC))
+            step = int(match[1]) if begin.startswith((ZIP_MAGIC, _LEGACY_MAGIC)) else None
+        elif not entry.is_directory:
+            with contextlib.suppress(DamagedCheckpointError):  # A damaged file does not tell its step.
+                checkpoint = recognise(place, frozenset())
+                step = None if checkpoint is None else checkpoint.step
         if step is not None:
+            # A name with the step wins over `last.ckpt`; Lightning adds `-v1` to a name that is taken.
             candidate = (match is not None, len(entry.name), entry.name)
             found[step] = max(candidate, found.get(step, candidate))
     return FoundSteps.of("Lightning", {step: location / name for step, (_, _, name) in found.items()})
-
-
-def _begins_as_archive(place: Location) -> bool:
-    return first_bytes(place, len(_LEGACY_MAGIC)).startswith((ZIP_MAGIC, _LEGACY_MAGIC))
-
-
-def _step_in(place: Location) -> int | None:
-    try:
-        checkpoint = recognise(place, frozenset())
-    except DamagedCheckpointError:  # A damaged file does not tell its step.
-        return None
-    return None if checkpoint is None else checkpoint.step
 
 
 def read_object(archive: TorchArchive, file: str = "") -> Any:
@@ -336,24 +321,14 @@ def _leaf(value: Any) -> Any:
     return Unreadable(f"an object of {name}")
 
 
-def export_torch(
-    source: TreeSource,
-    destination: Location,
-    *,
-    overwrite: bool = False,
-    advance: Callable[[int], None] = UNHEARD.advance,
-) -> None:
-    """Write a tree with ``torch.save``, atomically and durably; all of it is in memory meanwhile.
-
-    Arrays of every library become tensors, containers become dictionaries, lists and tuples.
-    """
+def export_torch(source: TreeSource, destination: Location, *, overwrite: bool = False) -> None:
+    """Write a tree with ``torch.save``, atomically and durably; all of it is in memory meanwhile."""
     check_destination(destination, overwrite=overwrite)
     try:
         import torch
     except ImportError as error:
         raise OptionError("exporting for torch needs torch: pip install torch, or export safetensors") from error
-    like = source.tree.build(templates(source))
-    tree = plain(torch, load_tree(_InBatches(source, advance), like=like))
+    tree = plain(torch, load_tree(source, like=source.tree.build(templates(source))))
     if not destination.is_local:
         buffer = io.BytesIO()
         torch.save(tree, buffer)
@@ -370,21 +345,6 @@ def export_torch(
         os.fsync(file.fileno())
 
 
-class _InBatches(PartialTree):
-    """A tree that is read in batches and reports its progress."""
-
-    def __init__(self, source: TreeSource, advance: Callable[[int], None]) -> None:
-        super().__init__(source, {leaf.name: leaf for leaf in source.leaves}, source.tree)
-        self._advance = advance
-
-    def read_leaves(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
-        found = []
-        for batch in batches(leaves, lambda leaf: leaf.nbytes, _BATCH):
-            found += super().read_leaves(batch)
-            self._advance(sum(leaf.nbytes for leaf in batch))
-        return found
-
-
 def templates(source: TreeSource) -> list[Any]:
     """Return a tensor without memory for every array, and ``...`` for every other leaf."""
     found: list[Any] = []
@@ -396,9 +356,7 @@ def templates(source: TreeSource) -> list[Any]:
         if found[-1] is None:
             name = saved.details.get("torch_dtype") or np.dtype(saved.dtype).newbyteorder("=").name
             problems.append(f"{format_path(leaf.name)}: torch cannot store elements of type {name}")
-    if problems:
-        headline = f"{source.location} cannot be stored in a file of torch; nothing was written:"
-        raise UnsupportedLeafError("\n  ".join([headline, *problems]))
+    refuse_leaves(source, "a file of torch", problems)
     return found
 
 
