@@ -17,7 +17,7 @@ from ...engine.distributed import current_coordinator
 from ...engine.errors import StateError, UnmatchedObjectsError, shortened
 from ...engine.pytree import KeyProblem, PathFilter, Patterns, collection_paused, is_torch_tensor, key_segments
 from ...engine.sources import Misfits
-from .frameworks import OptionSlot, is_module
+from .frameworks import is_module
 from .matching import Matching
 from .saved import Rename
 from .slots import (
@@ -264,7 +264,6 @@ class Restoration:
         self.reported: set[Path] = set()  # values whose objects a save has found
         self._holders: list[weakref.ref[Any]] = []
         self._keepers: list[Keeper] = []
-        self.options: dict[Path, OptionSlot] = {}  # of optimizers, that `prepare` has read
 
     @property
     def root(self) -> Node | Part:
@@ -289,7 +288,6 @@ class Restoration:
         with collection_paused():
             values, known = self._prepared(self._matching.from_root(self.root), misfits)
         self._note(*(one for one, _ in values), *known)  # the report counts them as restored
-        self.options = {one.path: one.slot for one, _ in values if isinstance(one.slot, OptionSlot)}
         return partial(self._write, values, known)
 
     def restore_modes(self) -> list[str]:
