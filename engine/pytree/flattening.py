@@ -456,12 +456,9 @@ def _elements(details: Details, array: NDArray[Any]) -> list[Any]:
 
 
 def _built(details: Details, items: list[Any]) -> Any:
-    builders: dict[Any, Callable[[list[Any]], Any]] = {
-        "tuple": tuple,
-        "deque": lambda found: deque(found, details.get("maxlen")),
-    }
-    sequence = details["sequence"]
-    return builders[sequence](items) if sequence in builders else items
+    if details["sequence"] == "deque":
+        return deque(items, details.get("maxlen"))
+    return tuple(items) if details["sequence"] == "tuple" else items
 
 
 def _unmixed(array: NDArray[Any]) -> list[Any]:
