@@ -10,7 +10,6 @@ A fault is that of one process: it ends before one of its calls to either store,
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -130,14 +129,11 @@ class SimulatedStore(ObjectStoreBackend):
             seconds *= process.slowness
         actor.elapse(max(seconds, self._free - actor.now))
 
-    def has_object(self, key: str) -> bool:
+    def object_size(self, key: str) -> int:
         self._request("look for", key)
-        return key in self.objects
-
-    def object_size(self, key: str) -> int | None:
-        self._request("look for", key)
-        found = self.objects.get(key)
-        return None if found is None else len(found)
+        if key not in self.objects:
+            raise hf.errors.ObjectNotFoundError(f"cannot access {self.url(key)}: there is no such object")
+        return len(self.objects[key])
 
     def read_range(self, key: str, byte_range: slice | None) -> bytes:
         found = self.objects.get(key, b"")[byte_range or slice(None)]
@@ -150,12 +146,7 @@ class SimulatedStore(ObjectStoreBackend):
         self.bytes_read += len(found)
         return found
 
-    def read_small(self, key: str, limit: int) -> bytes | None:
-        found = self.objects.get(key)
-        return None if found is None or len(found) > limit else self.read_range(key, None)
-
-    def write_object(self, key: str, content: list[bytes]) -> None:
-        data = content.pop()
+    def write_bytes(self, key: str, data: bytes, *, atomic: bool) -> None:
         self._request("write", key, len(data))
         self.objects[key] = data
 
@@ -170,8 +161,8 @@ class SimulatedStore(ObjectStoreBackend):
             self._request("list more of", key)
         return found
 
-    def write_data(self, key: str, size: int, segments: Sequence[Segment], awaited: threading.Event | None) -> None:
-        self.write_object(key, [b"".join(bytes(part) for part in file_parts(size, segments))])
+    def write_data(self, key: str, size: int, segments: Sequence[Segment]) -> None:
+        self.write_bytes(key, b"".join(bytes(part) for part in file_parts(size, segments)), atomic=True)
 
     def honours_conditions(self, key: str, data: bytes | None) -> bool:
         return True

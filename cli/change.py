@@ -6,6 +6,7 @@ All of them acquire the directory as a run does, so a directory that a run is wr
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ import click
 from ..engine.clock import format_size
 from ..engine.errors import DONE, FAILED, CheckpointNotFoundError, OptionError, StorageError, shortened_steps
 from ..engine.manager import (
+    LEFT_ALONE,
     CheckpointManager,
     CheckpointManagerOptions,
     KeepAll,
@@ -65,8 +67,13 @@ class ChangedRun:
     @contextlib.contextmanager
     def manager(self) -> Iterator[CheckpointManager]:
         """Open the run to change it; the retention rules of its last program stay stored."""
+        logger, is_other = logging.getLogger("holdfast"), lambda record: record.msg is not LEFT_ALONE
         with CheckpointManager(self.location, options=self.options) as manager:
-            manager.acquire()
+            logger.addFilter(is_other)  # `rm` may be about to delete these folders
+            try:
+                manager.acquire()
+            finally:
+                logger.removeFilter(is_other)
             yield manager
 
     def check(self, steps: Collection[int]) -> None:

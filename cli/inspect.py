@@ -26,12 +26,7 @@ from ..engine.format import RECORD
 from ..engine.inspection import LeafSummary, describe
 from ..engine.inspection import verify as verify_checkpoints
 from ..engine.pytree import PathFilter
-from ..engine.sources import (
-    NativeCheckpoint,
-    find_checkpoint,
-    open_at,
-    open_checkpoint,
-)
+from ..engine.sources import NativeCheckpoint, find_checkpoint, open_at, open_checkpoint
 from ..engine.steps import shared_bytes
 from ..engine.storage import Location
 from . import arguments
@@ -157,26 +152,31 @@ def _about(leaf: LeafSummary, numbers: Mapping[tuple[str, str], LeafStatistics])
 @click.command()
 @click.argument("one", metavar="A", help="A checkpoint, or the directory of a run: a path or URL.")
 @click.argument("other", metavar="B", help="What it is compared with.")
-@arguments.step_of("The step of A; by default the newest.")
-@arguments.step_of("The step of B; by default that of A, or the newest.", "other_step")
+@arguments.step_of("The step of A; by default the newest.", kind=str)
+@arguments.step_of("The step of B; by default the step of A, or the newest.", "other_step")
 @click.option(
     "--rtol", type=click.FloatRange(min=0), default=0.0, help="Relative tolerance; by default bits are compared."
 )
 @click.option("--atol", type=click.FloatRange(min=0), default=0.0, help="Absolute tolerance.")
 @arguments.as_json
 def diff(
-    one: str, other: str, step: int | None, other_step: int | None, rtol: float, atol: float, as_json: bool
+    one: str, other: str, step: str | None, other_step: int | None, rtol: float, atol: float, as_json: bool
 ) -> int:
     """Compare two checkpoints leaf by leaf: structure, dtypes, shapes and values.
+
+    Steps follow both places, as in `diff A B 1 2`, or each its own, as in `diff A 1 B 2`.
 
     Exit status: 0 the same, 1 different, 2 they cannot be compared. With a tolerance, NaN equals NaN.
     """
     configure_logging("warning")
     from ..engine.sources import compare_checkpoints
 
+    if step is not None and not step.isdecimal():
+        other, step = step, other
+    number = click.IntRange(min=0)(step)
     try:
-        first = open_checkpoint(checkpoints_at(one), step)
-        second = open_checkpoint(checkpoints_at(other), step if other_step is None else other_step)
+        first = open_checkpoint(checkpoints_at(one), number)
+        second = open_checkpoint(checkpoints_at(other), number if other_step is None else other_step)
         with progress_of("compare", shown=not as_json) as progress:
             found = list(compare_checkpoints(first, second, rtol=rtol, atol=atol, progress=progress))
     except HoldfastError as error:  # 1 would say that they differ

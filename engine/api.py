@@ -41,7 +41,7 @@ def save(
         UnsupportedLeafError: A leaf cannot be saved; names every such leaf. Nothing was written.
         CheckpointExistsError: Something is there already.
         StorageConflictError: Another save to this path is under way.
-        OwnershipError: The path is that of a step in the directory of a run that another process keeps.
+        OwnershipError: The path is a step in the directory of a run that another process keeps.
         StorageError: The storage refused; nothing is left behind.
 
     >>> import tempfile, numpy as np
@@ -148,7 +148,7 @@ def load(
             indexing: ``{"embedding/**": np.s_[:1000], "step": ...}``; the first pattern that matches a leaf counts.
             Only the chunks that a selection needs are read.
         item: Which item, if the checkpoint has several; None loads the only one, or all of them into a dictionary.
-        cast: Cast leaves that have another dtype than the template: floats to floats, integers to integers, complex to
+        cast: Cast leaves whose dtype differs from the template: floats to floats, integers to integers, complex to
             complex numbers. Floats are rounded; an integer or a finite float that the dtype cannot hold is an error. A
             log line (level INFO) lists what was cast.
         subset: The template may lack leaves of the checkpoint, which are not read then.
@@ -163,8 +163,8 @@ def load(
         UnsupportedLeafError: A file of another library holds objects that only running code can restore; names
             them. Nothing was run, and ``select=`` loads the rest.
         IndexError: ``select`` has an index that does not fit its array.
-        OptionError: There are several items and ``like`` or ``select`` are given; ``select`` has indexes beside a
-            template, or an index for a value that is no array; ``cast`` or ``subset`` are given without a template; two
+        OptionError: There are several items and ``like`` or ``select`` are given; ``select`` has indexes and ``like``
+            is given, or an index for a value that is no array; ``cast`` or ``subset`` are given without a template; two
             checkpoints have a path that is not a container with keys in both.
     """
     refuse_unknown("load", unknown, load)
@@ -267,7 +267,7 @@ def load_transformed(
         new_tree: The template: its containers, array libraries and shardings decide what is returned, and its dtypes
             and shapes are checked. ``...`` takes the saved leaf. Leaves that are kept need values; all others may be
             abstract, such as ``jax.ShapeDtypeStruct``.
-        default_to_original: Whether keys that no transformation names come from the checkpoint where it has them (True)
+        default_to_original: Whether keys that no transformation names come from the checkpoint if it has them (True)
             or from the new tree (False).
         item: Which item, if the checkpoint has several trees.
 

@@ -43,42 +43,27 @@ Duration = float | int | str | datetime.timedelta
 
 
 def seconds(duration: Duration, *, name: str = "duration") -> float:
-    """Return a duration in seconds.
-
-    >>> seconds("1h30m")
-    5400.0
-    """
-    value: float | None
+    """Return a duration in seconds, such as 5400.0 for "1h30m"."""
+    value: object = duration
     if isinstance(duration, datetime.timedelta):
         value = duration.total_seconds()
     elif isinstance(duration, str):
-        value = _parse(duration.strip())
-    else:
-        value = _number(duration)
-    if value is None or not math.isfinite(value) or value <= 0:
-        raise OptionError(
-            f"{name}={duration!r} is not a duration: give seconds above zero, or text such as '90s', '15m', '1h30m'"
-        )
-    return value
+        try:
+            value = float(duration)
+        except ValueError:
+            parts = [] if re.sub(_PART, "", duration.strip()) else re.findall(_PART, duration)
+            value = sum(float(number) * _UNITS[unit] for number, unit in parts)
+    return _positive(
+        value, f"{name}={duration!r} is not a duration: give seconds above zero, or text such as '90s', '15m', '1h30m'"
+    )
 
 
-def _number(value: object) -> float | None:
+def _positive(value: object, refusal: str) -> float:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        # An int may be too large for a float.
-        with contextlib.suppress(OverflowError):
-            return float(value)
-    return None
-
-
-def _parse(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        pass
-    parts = re.findall(_PART, text)
-    if not parts or re.sub(_PART, "", text):
-        return None
-    return sum(float(number) * _UNITS[unit] for number, unit in parts)
+        with contextlib.suppress(OverflowError):  # An int may be too large for a float.
+            if math.isfinite(value) and value > 0:
+                return float(value)
+    raise OptionError(refusal)
 
 
 Rate = float | int | str
@@ -88,29 +73,18 @@ _RATE = r"(\d+(?:\.\d+)?)\s*(?:([kmg]i?)?b?(?:/s)?)"
 
 
 def bytes_per_second(rate: Rate, *, name: str = "rate") -> float:
-    """Return a rate in bytes a second.
-
-    >>> bytes_per_second("50 MB/s"), bytes_per_second("1.5GiB"), bytes_per_second(1000)
-    (50000000.0, 1610612736.0, 1000.0)
-    """
+    """Return a rate, such as "50 MB/s", "1.5GiB" or 1000, in bytes a second."""
+    value: object = rate
     if isinstance(rate, str):
         match = re.fullmatch(_RATE, rate.strip(), re.IGNORECASE)
         value = None if match is None else float(match[1]) * _SIZES[(match[2] or "").lower()]
-    else:
-        value = _number(rate)
-    if value is None or not math.isfinite(value) or value <= 0:
-        raise OptionError(
-            f"{name}={rate!r} is not a rate: give bytes a second above zero, or text such as '50 MB/s', '200MiB'"
-        )
-    return value
+    return _positive(
+        value, f"{name}={rate!r} is not a rate: give bytes a second above zero, or text such as '50 MB/s', '200MiB'"
+    )
 
 
 def format_size(number: int) -> str:
-    """Return bytes as readable text, in powers of 1000.
-
-    >>> format_size(999950), format_size(1234567)
-    ('1.0 MB', '1.2 MB')
-    """
+    """Return bytes as readable text, in powers of 1000, such as "1.2 MB"."""
     if number < 1000:
         return f"{number} B"
     value = float(number)
@@ -122,11 +96,7 @@ def format_size(number: int) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a duration as an option spells it.
-
-    >>> format_duration(5400), format_duration(90.5), format_duration(0.25)
-    ('1h30m', '1m30.5s', '0.25s')
-    """
+    """Return a duration as an option spells it, such as "1h30m", "1m30.5s" or "0.25s"."""
     rest = round(seconds, 3)
     parts = []
     for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
@@ -143,8 +113,8 @@ def format_duration(seconds: float) -> str:
 class Progress(Protocol):
     """Receives the progress of a long call in bytes; several threads of the call use it at the same time, and often.
 
-    An exception of a method ends the call, as an interrupt would. When a call returns, it has advanced by as many bytes
-    as it has expected.
+    An exception of a method ends the call, as an interrupt would. When a call returns, it has advanced by all the bytes
+    that it has expected.
 
     >>> import tempfile, numpy as np
     >>> import holdfast as hf
@@ -182,11 +152,7 @@ UNHEARD = Unheard()
 
 
 class Portion:
-    """A part of a call, of so many bytes: never more than these are reported, and all of them once it has succeeded.
-
-    Its work is counted in units of its own, such as bytes of elements where files are compressed. Work that is done
-    twice, or not at all, then only makes the progress less even.
-    """
+    """A part of a call, of so many bytes, all of which are reported once it has succeeded; work has other units."""
 
     def __init__(self, progress: Progress, nbytes: int, units: int = 0) -> None:
         self._progress = progress

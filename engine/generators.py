@@ -5,7 +5,9 @@ Only libraries that the program has loaded are touched. jax has no global genera
 
 from __future__ import annotations
 
+import contextlib
 import random
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -13,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import DamagedCheckpointError, OptionError, shortened
-from .pytree import is_torch_tensor, loaded
+from .pytree import is_jax_array, is_torch_tensor, leaves_of, loaded
 
 DRAWN, IDLE = "drawn", "idle"
 """The parts of a saved state: generators that a step has drawn from, and those that no step has drawn from.
@@ -43,11 +45,7 @@ def capture() -> dict[str, Any]:
 
 
 def as_tree(states: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what :func:`capture` has returned as a tree with one array for each generator.
-
-    Those of Python and numpy are Mersenne Twisters: words of 32 bits, the counters, and the second number of a pair of
-    normal ones where there is one. Another bit generator of numpy stays the dictionary that numpy makes.
-    """
+    """Return what :func:`capture` has returned as a tree with one array for each generator."""
     return {name: _array_of(name, state) for name, state in states.items()}
 
 
@@ -56,7 +54,7 @@ def _array_of(name: str, state: Any) -> Any:
         version, words, gauss = state
         return _packed(words, version, gauss is not None, gauss or 0.0)
     if name == "numpy":
-        if state["bit_generator"] != "MT19937":
+        if state["bit_generator"] != "MT19937":  # The program has chosen another one.
             return state
         twister = state["state"]
         return _packed(twister["key"], twister["pos"], state["has_gauss"], state["gauss"])
@@ -64,7 +62,7 @@ def _array_of(name: str, state: Any) -> Any:
 
 
 def _packed(words: Any, counter: int, has_gauss: bool, gauss: float) -> NDArray[np.uint32]:
-    """Return the state of a Mersenne Twister as one array."""
+    """Return the state of a Mersenne Twister as one array, with the second number of a pair of normal ones."""
     last = np.array([gauss], np.float64).view(np.uint32)
     return np.concatenate([np.array(words, np.uint32), np.array([counter, has_gauss], np.uint32), last])
 
@@ -125,11 +123,22 @@ def _state_of_numpy(saved: Any) -> Any:
     return {"bit_generator": "MT19937", "state": words, "has_gauss": int(has_gauss), "gauss": gauss}
 
 
-class GlobalGenerators:
-    """The global generators as an object with a state, which takes effect when everything else is restored.
+def checksums(states: Mapping[str, Any]) -> dict[str, int]:
+    """Return checksums of snapshots of states: of all their plain values and of all bytes of their arrays."""
+    found = {}
+    for name, state in states.items():
+        arrays, text = leaves_of(state)
+        found[name] = zlib.crc32(text.encode("utf-8", "surrogatepass"))
+        for array in arrays:
+            # An array of jax that is not ready would have to be waited for; one on a device cannot be read.
+            if not is_jax_array(array) or array.is_ready():
+                with contextlib.suppress(Exception):
+                    found[name] = zlib.crc32(np.asarray(array).tobytes(), found[name])
+    return found
 
-    Restoring other objects may draw from the generators: a data loader begins an epoch, a component is constructed.
-    """
+
+class GlobalGenerators:
+    """The global generators as an object with a state, set after all objects whose restoring may draw from them."""
 
     def __init__(self) -> None:
         self._begun: dict[str, Any] = {}
@@ -156,10 +165,7 @@ class GlobalGenerators:
         self._restored = state
 
     def begin(self) -> list[str]:
-        """Set the generators to the restored states, if any; return the names of drawn ones that this process lacks.
-
-        From now on, a step has drawn from a generator if its state changes.
-        """
+        """Set the generators to the restored states, if any; return the names of drawn ones that this process lacks."""
         missing: list[str] = []
         if self._restored is not None:
             self._drawn = set(self._restored[DRAWN])
@@ -201,32 +207,25 @@ def _equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-# ---- parts of a state, by the keys that lead there
+def differing_parts(one: Any, other: Any) -> str:
+    """Return the paths of the parts of states that differ, for messages."""
+    return shortened(sorted(_differing(one, other)))
 
 
-def differing_parts(one: Any, other: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Generate the paths of the parts that differ; of lists of different lengths, that of the list."""
+def _differing(one: Any, other: Any, path: str = "") -> Iterator[str]:
+    pairs: Iterable[tuple[Any, Any, Any]] = ()
     if isinstance(one, dict) and isinstance(other, dict):
-        for key in one.keys() | other.keys():
-            yield from differing_parts(one.get(key), other.get(key), (*path, key))
+        pairs = ((key, one.get(key), other.get(key)) for key in one.keys() | other.keys())
     elif isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
-        for index, parts in enumerate(zip(one, other, strict=True)):
-            yield from differing_parts(*parts, (*path, index))
+        pairs = ((index, *parts) for index, parts in enumerate(zip(one, other, strict=True)))
     elif not same_state(one, other):
         yield path
-
-
-def listed_parts(paths: Iterable[tuple[Any, ...]]) -> str:
-    """Return paths of parts as text for messages."""
-    return shortened(sorted(".".join(map(str, path)) for path in paths))
+    for key, first, second in pairs:
+        yield from _differing(first, second, f"{path}.{key}" if path else str(key))
 
 
 def is_idle(item: str, leaf: str) -> bool:
-    """Return whether a leaf belongs to a generator that no step has drawn from.
-
-    >>> is_idle("extras", "global_generators.idle.python"), is_idle("state", "params.w")
-    (True, False)
-    """
+    """Return whether a leaf (``global_generators.idle.python``) is of a generator that no step has drawn from."""
     return item.partition("/")[0] in ("extras", "process") and leaf.startswith(f"global_generators.{IDLE}.")
 
 

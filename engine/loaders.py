@@ -58,7 +58,7 @@ def derives(kind: Any, name: str, package: str) -> bool:
 
 # ---- loaders without a state
 
-_DRAWING = ("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")  # samplers of torch
+DRAWING = ("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")  # samplers of torch
 TAKEN = "taken"  # the epoch, and how many of its batches were taken
 _BEGUN = "generators"  # their states by name when the epoch began, or at its end
 _ORDER = "state"  # what the order depends on, as the program's function returned it then
@@ -81,10 +81,7 @@ Announce = Callable[..., object]  # takes a text and its arguments, as loggers d
 
 
 class LoaderPosition:
-    """A place in the batches of a loader: what :func:`skip_to` and ``resumable`` have in common.
-
-    A resume draws the earlier batches of the epoch again, from the state that the random generators had when it began.
-    """
+    """A place in the batches of a loader: what :func:`skip_to` and ``resumable`` have in common."""
 
     _function = "skip_to"  # which the program calls, for messages
 
@@ -94,7 +91,7 @@ class LoaderPosition:
         _check_loader(loader, self._function, has_state=state is not None)
         _check_handed(generators, state)
         handed = {f"{_HANDED}{index}": one for index, one in enumerate(generators)}
-        self._generators = _without_global_ones(_each_once(generators_of(loader) | handed))
+        self._generators = _each_once(generators_of(loader) | handed, besides=_global_generators())
         self._state = state
         self._batches: Iterator[Any] | None = None
         self._epoch = self._taken = 0  # the epoch, and how many of its batches were taken
@@ -123,8 +120,7 @@ class LoaderPosition:
     @property
     def left(self) -> int | None:
         """How many batches of the epoch are left, or None if the loader has no length."""
-        length = self._length()
-        return max(0, length - self._taken) if length else None
+        return max(0, self._length() - self._taken) if self._length() else None
 
     def begin_run(self, announce: Announce) -> None:
         """Begin a run, whether or not it has restored a state; ``announce`` shows a line to the user."""
@@ -274,7 +270,7 @@ class LoaderPosition:
         if parts:
             _logger.warning(
                 "the position of a %s was saved with other parts than %s is given now: %s. They stay as the "
-                "program has set them; if the order of the batches depends on them, it is another one. Hand over all "
+                "program has set them; if the order of the batches depends on them, it differs. Hand over all "
                 "generators that the loader draws from, and what else its order depends on, before the run is saved: "
                 "%s(loader, generators=[...], state=(get, set))",
                 type(self._loader).__qualname__,
@@ -286,9 +282,9 @@ class LoaderPosition:
 
     def _warn_of_other_batches(self, taken: int) -> None:
         _logger.warning(
-            "batch %d of an epoch, which a %s has drawn again, is another one than before the stop, and so may be the "
-            "rest of the epoch: it depends on what is not as it was when the epoch began, such as scores that training "
-            "changes, other data, a count of epochs, or a generator in the dataset. Hand them over: %s(loader, "
+            "batch %d of an epoch, which a %s has drawn again, differs from before the stop, and so may the rest of "
+            "the epoch: it depends on something that is not as it was when the epoch began, such as scores that "
+            "training changes, other data, a count of epochs, or a generator in the dataset. Hand it over: %s(loader, "
             "generators=[...], state=(get, set)). Or let set_epoch alone decide",
             taken,
             type(self._loader).__qualname__,
@@ -297,11 +293,7 @@ class LoaderPosition:
 
 
 class SkippedLoader(LoaderPosition, Iterator[Any]):
-    """The batches of a loader, epoch after epoch, from one of them on; see :func:`skip_to`.
-
-    Attributes:
-        position: The number of batches that were taken, over all epochs.
-    """
+    """The batches of a loader, epoch after epoch, from one of them on; see :func:`skip_to`."""
 
     def __init__(
         self,
@@ -315,7 +307,7 @@ class SkippedLoader(LoaderPosition, Iterator[Any]):
         self._global_batch_size = global_batch_size
         if global_batch_size is not None:
             _check_global(loader, global_batch_size, hands_over=bool(len(generators) or state is not None))
-        self.position = position
+        self.position = position  # the number of batches that were taken, over all epochs
 
     def __next__(self) -> Any:
         if self._is_stopped():
@@ -334,11 +326,7 @@ class SkippedLoader(LoaderPosition, Iterator[Any]):
         return self._global_batch_size is not None
 
     def get_state(self) -> dict[str, Any]:
-        """Return the position: in batches, or with ``global_batch_size`` as an epoch and the samples taken of it.
-
-        With batches, it holds what the order of the epoch was drawn from: the states of generators, and the state of
-        the program's functions.
-        """
+        """Return the position in batches, with what their order was drawn from; or an epoch and the samples taken."""
         if self._global_batch_size is None:
             has_begun = self._batches is not None or self._restored
             return {"position": self.position, **(self._beginning() if has_begun else {})}
@@ -362,16 +350,17 @@ class SkippedLoader(LoaderPosition, Iterator[Any]):
                 f"the position was saved in samples of all processes ({samples} of epoch {epoch}): give skip_to the "
                 "global_batch_size, the number of samples that all processes take in a step"
             )
-        if samples % size:
+        place = f"the position is {samples} samples after the start of epoch {epoch}"
+        batches, rest = divmod(samples, size)
+        if rest:
             raise StateError(
-                f"the position is {samples} samples after the start of epoch {epoch}, which is no multiple of "
-                f"global_batch_size={size}: choose one that divides {samples}, or the one of the save"
+                f"{place}, which is no multiple of global_batch_size={size}: choose one that divides {samples}, or the "
+                "one of the save"
             )
-        batches, length = samples // size, self._length()
+        length = self._length()
         if batches > length and length:
             raise StateError(
-                f"the position is {samples} samples after the start of epoch {epoch}, and an epoch of this loader has "
-                f"{length} batches of {size}: give it the data of the save"
+                f"{place}, and an epoch of this loader has {length} batches of {size}: give it the data of the save"
             )
         return epoch * length + batches
 
@@ -410,18 +399,18 @@ def skip_to(
 ) -> SkippedLoader:
     """Return the batches of a plain loader from one of them on, as an iterator whose position can be saved.
 
-    The loader starts again in each epoch, without end. A resume skips whole epochs at once where the loader has a
+    The loader starts again in each epoch, without end. A resume skips whole epochs at once if the loader has a
     length, and draws the earlier batches of its epoch again. So each epoch must give the same batches when it is begun
     again, which holds if their order depends on nothing but
 
     - the epoch: ``set_epoch(epoch)`` of the loader or its sampler, such as torch's ``DistributedSampler``, is called;
     - random generators, as they are when an epoch begins: the global ones of Python, numpy and torch, and those in the
       attribute ``generator`` of the loader, its ``sampler`` and ``batch_sampler.sampler`` are known. Hand over all
-      others, such as that of a transform, in ``generators``;
+      others, such as a transform's, in ``generators``;
     - what ``state`` returns when an epoch begins, such as a count of epochs or a key of jax.
 
-    A warning tells if the last batch before a stop is another one when it is drawn again. A position that is one of all
-    processes (``global_batch_size``) depends on the epoch alone.
+    A warning says if the last batch before a stop differs when it is drawn again. With ``global_batch_size``, the
+    position depends on the epoch alone.
 
     Args:
         loader: What ``for batch in loader`` goes through: a ``DataLoader``, a list, an object with ``__iter__``.
@@ -431,7 +420,7 @@ def skip_to(
             does: the position counts samples of this order, and belongs to any number of processes. The loader of each
             process has batches of ``global_batch_size`` divided by the number of processes. With ``drop_last``, give
             it to the sampler and to the loader. The last samples of an epoch are those that the sampler makes of them:
-            torch's repeats some, or with ``drop_last`` leaves some out, where the processes do not divide the epoch.
+            torch's repeats some, or with ``drop_last`` leaves some out, if the processes do not divide the epoch.
         generators: The generators of Python, numpy and torch from which the loader draws, in this process. Their states
             at the start of the epoch are saved, and restored before the earlier batches are drawn again. Hand over the
             same ones in the same order when the run is resumed.
@@ -453,7 +442,7 @@ def skip_to(
     >>> next(batches), next(batches), next(batches), batches.position
     ('b', 'c', 'a', 7)
 
-    A loader that shuffles with a generator of its own, and counts its epochs::
+    A loader that shuffles with its own generator, and counts its epochs::
 
         batches = hf.skip_to(
             loader,
@@ -559,13 +548,10 @@ def _position(value: Any) -> int:
 
 
 def without_generators(thing: object, state: Any) -> Any:
-    """Return what :func:`state_of` returned of an object, without states of generators that differ between processes.
-
-    Each process draws other seeds for the workers of its loader, and other batches. What the program has handed over is
-    declared to be the same.
-    """
+    """Return what :func:`state_of` returned, without states of generators that differ between processes."""
     if not isinstance(thing, LoaderPosition) or not isinstance(state, dict):
         return state
+    # Each process draws other seeds for its workers. What the program hands over is declared to be the same.
     kept = {name: part for name, part in state.items() if name not in (_BEGUN, _NOW, LAST)}
     for part in state.keys() & {_BEGUN, _NOW}:
         if handed := {name: one for name, one in state[part].items() if name.startswith(_HANDED)}:
@@ -574,13 +560,11 @@ def without_generators(thing: object, state: Any) -> Any:
 
 
 def drawing_sampler(loader: Any) -> str | None:
-    """Return the name of a sampler that draws a loader's order, which no state can bring back, or None.
-
-    The iterators of those of torchdata have states, which its nodes do not save.
-    """
+    """Return the name of a sampler that draws a loader's order, which no state can bring back, or None."""
+    # The iterators of samplers of torchdata have states, which its nodes do not save.
     packages = ("torch.", "torchdata.") if nodes_of(loader) else "torch."
     for sampler in samplers_of(loader):
-        if any(kind.__name__ in _DRAWING and kind.__module__.startswith(packages) for kind in type(sampler).__mro__):
+        if any(kind.__name__ in DRAWING and kind.__module__.startswith(packages) for kind in type(sampler).__mro__):
             return type(sampler).__name__
     return None
 
@@ -597,19 +581,18 @@ def generators_of(loader: Any) -> dict[str, Any]:
     return _each_once({name: one for name, one in found.items() if is_generator(one)})
 
 
-def _each_once(generators: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[int, tuple[str, Any]] = {}
+def _each_once(generators: Mapping[str, Any], besides: Iterable[Any] = ()) -> dict[str, Any]:
+    found = {id(one): ("", one) for one in besides}
     for name, one in generators.items():
         found.setdefault(id(one), (name, one))
-    return dict(found.values())
+    return {name: one for name, one in found.values() if name}
 
 
-def _without_global_ones(generators: Mapping[str, Any]) -> dict[str, Any]:
-    """Return generators without the global ones of Python, numpy and torch, which a loader may hold as well."""
+def _global_generators() -> list[Any]:
+    """Return the global generators of Python, numpy and torch, which a loader may hold as well."""
     torch: Any = loaded("torch")
-    shared = [getattr(random.random, "__self__", None), getattr(np.random.rand, "__self__", None)]
-    shared.append(None if torch is None else torch.default_generator)
-    return {name: one for name, one in generators.items() if not any(one is known for known in shared)}
+    of_torch = [] if torch is None else [torch.default_generator]
+    return [getattr(random.random, "__self__", None), getattr(np.random.rand, "__self__", None), *of_torch]
 
 
 def samplers_of(loader: Any) -> list[Any]:

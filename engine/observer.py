@@ -35,7 +35,7 @@ class Observer(Protocol):
     """Something that observes the runs of a process. Derive a class from it: what it does not define does nothing."""
 
     def place(self, url: str, *, writes: bool) -> str:
-        """Return the place to use instead of another one, or the same.
+        """Return the place to use instead of this one, or the same.
 
         Args:
             url: A URL, or an absolute path.
@@ -82,10 +82,7 @@ class Unobserved(Observer):
 
 @functools.cache
 def process_observer() -> Observer:
-    """Return the observer of this process: the one that ``HOLDFAST_OBSERVER`` names, else one that does nothing.
-
-    The first manager or location that needs it makes it, and it stays.
-    """
+    """Return the observer of this process: the one that ``HOLDFAST_OBSERVER`` names, else one that does nothing."""
     name = os.environ.get(OBSERVER)
     if not name:
         return Unobserved()
@@ -111,10 +108,7 @@ def check_write(url: str) -> None:
 
 @functools.cache
 def _check_no_stray() -> None:
-    """Raise StateError if a rehearsed program has started this process without the variable of the rehearsal.
-
-    It would write to the real directories. The variable with an empty value permits that.
-    """
+    """Raise StateError if a rehearsed program has started this process without the variable of the rehearsal."""
     parent, found = os.getppid(), b""
     while parent > 1 and DRILL not in os.environ and not found:
         try:

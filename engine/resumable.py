@@ -24,10 +24,7 @@ _NOTHING_LEFT = (
 
 
 class ResumableLoader(LoaderPosition):
-    """A loader whose loops over epochs can be saved and resumed; see :func:`resumable`.
-
-    Other public attributes are those of the loader inside.
-    """
+    """A loader whose loops over epochs can be saved and resumed; see :func:`resumable`."""
 
     _function = "resumable"
     replicated_state = False
@@ -66,11 +63,6 @@ class ResumableLoader(LoaderPosition):
             self._source, self._loads_again = _with_order(loader, self._indices), False
 
     @property
-    def epoch(self) -> int:
-        """The number of epochs whose ``for`` has ended."""
-        return self._epoch
-
-    @property
     def batch(self) -> int:
         """The number of batches that were taken in this epoch: ``enumerate(loader, loader.batch)`` counts on."""
         return self._taken
@@ -78,7 +70,7 @@ class ResumableLoader(LoaderPosition):
     def __len__(self) -> int:
         return self._length() or len(self._loader)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Any:  # Other public attributes are those of the loader inside.
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return getattr(self._loader, name)
@@ -190,14 +182,14 @@ def resumable(
     has stopped the run, the loader gives no more batches, and no step is saved any more.
 
     A resume draws the earlier batches of its epoch again, as :func:`skip_to` does, which says what the order of an
-    epoch may depend on. But the program calls ``set_epoch`` itself, before the ``for``. Each of several processes has a
-    place of its own.
+    epoch may depend on. But the program calls ``set_epoch`` itself, before the ``for``. Each of several processes has
+    its own place.
 
     Args:
         loader: What ``for batch in loader`` goes through: a ``DataLoader``, a list, an array, a dataset of Grain or
             Hugging Face, an object with ``__iter__``.
-        batches_per_epoch: The number of batches after which each ``for`` ends, for loops that always ``break`` after so
-            many; None goes on to the end of the loader.
+        batches_per_epoch: The number of batches after which each ``for`` ends, for loops that always ``break`` then;
+            None goes on to the end of the loader.
         generators: Other generators of Python, numpy and torch from which the loader draws, as for :func:`skip_to`.
         state: Two functions, ``get`` and ``set``, for what else the order of an epoch depends on, as there.
         redraw: ``"indices"`` is your word that an item depends on its index alone: neither the dataset nor its workers
@@ -206,11 +198,11 @@ def resumable(
 
     Returns:
         The loader. Its attribute ``epoch`` is the number of epochs whose ``for`` has ended, ``batch`` the number of
-        batches taken in this one, and ``len`` that of a whole epoch; other attributes are those of ``loader``. It has
+        batches taken in this one, and ``len`` the number in a whole epoch; other attributes are ``loader``'s. It has
         ``get_state`` and ``set_state``, so that callbacks and ``holdfast.graph`` save and restore it.
 
     Raises:
-        OptionError: The loader is an iterator, which cannot be restarted, or counts its epochs itself, as those of
+        OptionError: The loader is an iterator, which cannot be restarted, or counts its epochs itself, as loaders of
             Fabric and Accelerate do; or an argument is invalid; or ``redraw="indices"`` is asked for without indices.
 
     >>> loader = resumable(["a", "b", "c"])

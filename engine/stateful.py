@@ -42,7 +42,7 @@ from .pytree import decode_state, encode_plain, encode_state, is_plain, loaded
 
 _logger = logging.getLogger("holdfast")
 
-_METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
+METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
 
 
 def is_stateful(thing: object) -> bool:
@@ -51,23 +51,17 @@ def is_stateful(thing: object) -> bool:
 
 
 def is_stream(thing: object) -> bool:
-    """Return whether each process needs its own object, as for random generators and positions in the data.
-
-    The state of other objects, such as schedulers and averages, belongs to the model, and is the same everywhere.
-    """
+    """Return whether each process needs its own object, as for generators and positions in data, but not schedulers."""
     methods = _methods(adapted(thing))
     if methods is None:
         return is_generator(thing) or _writes_files(thing)
     # Grain and torch.Generator have get_state; torchdata has state_dict, as schedulers have, and can be iterated.
-    return methods == _METHODS[0] or hasattr(type(thing), "__next__") or hasattr(type(thing), "__iter__")
+    return methods == METHODS[0] or hasattr(type(thing), "__next__") or hasattr(type(thing), "__iter__")
 
 
 def is_replicated(thing: object) -> bool:
-    """Return whether an object declares that its state is the same in any number of processes.
-
-    An attribute ``replicated_state = True`` declares it. Grain's ``ElasticIterator`` needs none: its state is one place
-    in the global order.
-    """
+    """Return whether an object declares that its state is the same in any number of processes."""
+    # The state of an ``ElasticIterator`` is one place in the global order.
     return getattr(thing, "replicated_state", False) is True or is_elastic(thing)
 
 
@@ -97,13 +91,10 @@ def state_of(thing: object) -> Any:
 
 
 def begins_epoch(thing: object) -> bool:
-    """Return whether restoring an object begins an epoch: loaders draw from torch's global generator for that.
-
-    They are restored before all other objects, so that the draw does not change a restored generator.
-    """
+    """Return whether restoring an object draws from torch's global generator, so that it has to come before others."""
     kind = type(thing)
     is_iterable = hasattr(kind, "__iter__") and not hasattr(kind, "__next__")
-    return isinstance(thing, SkippedLoader) or (is_iterable and _methods(thing) == _METHODS[1])
+    return isinstance(thing, SkippedLoader) or (is_iterable and _methods(thing) == METHODS[1])
 
 
 Prepare = Callable[[Any, Any], Any]  # returns what is passed to an object, given the object and its decoded state
@@ -145,7 +136,7 @@ def restore_state(thing: object, state: Any, prepare: Prepare = lambda _, state:
 def _methods(thing: object) -> tuple[str, str] | None:
     if isinstance(thing, type):
         return None
-    for getter, setter in _METHODS:
+    for getter, setter in METHODS:
         if all(map(_is_method, (getattr(thing, getter, None), getattr(thing, setter, None)))):
             return getter, setter
     return None
@@ -188,7 +179,7 @@ def adapted(thing: object) -> Any:
     """Return what has the methods of an object for its state: for all handles of an actor of Ray, one `ActorState`."""
     if type(thing).__module__ != "ray.actor" or type(thing).__name__ != "ActorHandle":
         return thing
-    for pair in _METHODS:
+    for pair in METHODS:
         if all(hasattr(getattr(thing, name, None), "remote") for name in pair):
             return _actors.setdefault(thing, ActorState(thing, pair))
     return thing
@@ -274,11 +265,10 @@ _KNOWN_ORDER = ("SequentialSampler", "DistributedSampler", "_InfiniteConstantSam
 
 
 class _LoaderState(dict[str, Any]):
-    """A restored state, with which a loader of torchdata begins its next iterator, when the program requests it.
+    """A restored state, with which a loader of torchdata begins its next iterator, when the program requests it."""
 
-    Only then has the program set the epoch. The iterator draws a seed, and its sampler an order, which the run has
-    drawn before the stop: so everything is set back when the iterator asks for the last part of the state.
-    """
+    # Only then has the program set the epoch. The iterator draws a seed, and its sampler an order, which the run has
+    # drawn before the stop: so everything is set back when the iterator asks for the last part of the state.
 
     def __init__(self, state: Any, saved: Any, begun: Callable[[], object]) -> None:
         super().__init__(state)
@@ -310,12 +300,8 @@ def restore_loader(
     prepare: Prepare = lambda _, state: state,
     global_generators: GlobalGenerators | None = None,
 ) -> str:
-    """Restore the position of a loader of torchdata, and return what users have to know of the next loop over it.
-
-    If the loader had given all batches of its epoch, the next loop begins a new one. Whether an iterable dataset had
-    ended is unknown until the program requests its next batch: if it had, the next loop yields nothing. If the next
-    loop begins before the next step, ``global_generators`` are set back when it has begun.
-    """
+    """Restore the position of a loader of torchdata, and return what users have to know of the next loop over it."""
+    # If the next loop begins before the next step, the global generators are set back when it has begun.
     own, generators = state, {}
     if isinstance(state, dict) and state.keys() == {_OWN_STATE, _GENERATORS}:  # earlier versions had no generators
         own, generators = state[_OWN_STATE], state[_GENERATORS]

@@ -86,29 +86,27 @@ class LateMetrics:
 
     def __init__(self, directory: Location) -> None:
         self._directory = directory
-        self._files: dict[str, Added] = {}  # by name
-        self._names: dict[str, set[str]] = {}  # the names of those files, by the folder of the step
+        self._files: dict[str, dict[str, Added]] = {}  # by the folder of the step, and by the name of the file
 
     def refresh(self, exists: Callable[[str], bool]) -> set[str]:
         """Read the metrics added to steps in existing folders since the last call; return these folders."""
-        names = set(_names(self._directory))
-        self._forget(self._files.keys() - names)
-        unread = [name for name in names - self._files.keys() if exists(_folder(name))]
+        names, known = set(_names(self._directory)), {name for files in self._files.values() for name in files}
+        self._forget(known - names)
+        unread = [name for name in names - known if exists(_folder(name))]
         place = self._directory / LATE
         contents = parallel_map(lambda name: _read(place / name), unread, max_concurrency(self._directory))
         for name, content in zip(unread, contents, strict=True):
             if content is not None:  # otherwise it may be readable the next time
-                self._files[name] = content
-                self._names.setdefault(_folder(name), set()).add(name)
+                self._files.setdefault(_folder(name), {})[name] = content
         return {_folder(name) for name in unread}
 
     def of(self, folder: str) -> list[Added]:
         """Return the metrics added to the checkpoint in a folder, in any order."""
-        return [added for name in self.files_of(folder) if (added := self._files.get(name)) is not None]
+        return list(self._files.get(folder, {}).values())  # a copy, as another thread may refresh meanwhile
 
     def files_of(self, folder: str) -> list[str]:
         """Return the names of the files that were read of metrics added to the checkpoint in a folder."""
-        return list(self._names.get(folder, ()))  # a copy, as another thread may refresh meanwhile
+        return list(self._files.get(folder, ()))
 
     def remove_files(self, names: Sequence[str]) -> None:
         """Remove files whose metrics the commit record has."""
@@ -118,11 +116,9 @@ class LateMetrics:
                 self._forget(names)
 
     def remove(self, folder: str) -> None:
-        """Remove the metrics added to a deleted checkpoint; a file that remains has no effect.
-
-        In an object store, files that are not known yet stay: a list would take a request for each deletion.
-        """
+        """Remove the metrics added to a deleted checkpoint; a file that remains has no effect."""
         with contextlib.suppress(StorageError):
+            # In an object store, a list would take a request for each deletion.
             known = _names(self._directory) if self._directory.is_local else self.files_of(folder)
             self._remove(name for name in known if _folder(name) == folder)
 
@@ -136,8 +132,7 @@ class LateMetrics:
 
     def _forget(self, names: Iterable[str]) -> None:
         for name in names:
-            self._files.pop(name, None)
-            self._names[_folder(name)].discard(name)
+            self._files.get(_folder(name), {}).pop(name, None)
 
     def _remove(self, names: Iterable[str]) -> None:
         (self._directory / LATE).check_not_link()
@@ -336,11 +331,7 @@ def list_steps(
     *,
     late: LateMetrics | None = None,
 ) -> list[StepEntry]:
-    """Return the steps of one series, or of all, with their commit records: by series, in ascending order.
-
-    Folders without a record are left out: a save that never finished, or a folder of another program. A caller
-    that lists a directory again and again passes ``late``, which remembers the metrics that were read before.
-    """
+    """Return the steps with a commit record of one series, or of all; ``late`` remembers metrics that were read."""
     entries = directory.entries() if entries is None else entries
     folders = list(step_folders(directory, series, entries))
     names = {entry.name for entry in entries}
@@ -360,10 +351,7 @@ def list_steps(
 
 
 def stray_folders(directory: Location, series: str | None, known: Iterable[StepEntry]) -> list[StepEntry]:
-    """Return the local folders that have the name of a step and files, but no commit record and no marker of a save.
-
-    A copy that was interrupted leaves such folders, and so does a user. ``known`` are the steps that have records.
-    """
+    """Return the local folders with the name of a step and files, but no commit record and no marker of a save."""
     records = {entry.location.name for entry in known}
     # In a store, the late requests of a save that has ended may leave files. Without a run, the folders are no steps.
     if not directory.is_local or not (records or (directory / OWNER).is_there()):
@@ -377,11 +365,7 @@ def _is_stray(names: set[str]) -> bool:
 
 
 def newest_step(entries: Iterable[StepEntry], *, whole: bool = False) -> StepEntry | None:
-    """Return the newest step by the rule of this module, or None.
-
-    A damaged record has no time. Without ``whole``, it counts as the latest of several series, so that a caller that
-    refuses damaged checkpoints does not silently get one of another series.
-    """
+    """Return the newest step by the rule of this module, or None; damaged ones count as the latest unless ``whole``."""
     heads: dict[str, StepEntry] = {}
     found = list(entries)
     left = left_behind(entry.record for entry in found)
@@ -389,7 +373,11 @@ def newest_step(entries: Iterable[StepEntry], *, whole: bool = False) -> StepEnt
         passed_over = (whole and entry.error) or (entry.record is not None and was_left(entry.step, entry.record, left))
         if not passed_over and (entry.series not in heads or entry.step > heads[entry.series].step):
             heads[entry.series] = entry
-    return max(heads.values(), key=_commit_order, default=None)
+
+    def order(entry: StepEntry) -> tuple[float, str]:
+        return math.inf if entry.record is None else entry.record.time, entry.location.name
+
+    return max(heads.values(), key=order, default=None)
 
 
 LEFT_BEHIND = "holdfast.left_behind"  # key in the metadata of a step: [number, time] of each later one that it left
@@ -403,10 +391,6 @@ def left_behind(records: Iterable[CheckpointRecord | None]) -> list[Any]:
 
 def was_left(step: int, record: CheckpointRecord, left: Sequence[Any]) -> bool:
     return [step, record.time] in left
-
-
-def _commit_order(entry: StepEntry) -> tuple[float, str]:
-    return math.inf if entry.record is None else entry.record.time, entry.location.name
 
 
 def _listed_record(location: Location) -> CheckpointRecord | None:

@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 from .errors import HoldfastError, shortened
 from .forks import Lock
 from .format import WITNESS, WITNESS_LIMIT
-from .pytree import MISSING, Sampler, Samples, Ways, full_sum, is_jax_array, leaves_of, loaded, size_of
+from .generators import checksums
+from .pytree import MISSING, Sampler, Samples, Ways, full_sum, leaves_of, loaded, size_of
 from .storage import Location, append_line
 
 VERSION = 1
@@ -63,25 +64,17 @@ Record = dict[str, Any]
 
 
 class Recorder:
-    """Takes records of steps; the leaves that it samples are chosen once.
-
-    Args:
-        seen: What the program shows as the run begins: its state, of which records have samples.
-        names: The leaves that a resume is compared in until its next save; None chooses them.
-    """
+    """Takes records of steps; the leaves that it samples are chosen once, as the run begins."""
 
     def __init__(self, seen: Seen, names: tuple[str, ...] | None = None) -> None:
-        self._names = names
+        self._names = names  # of the leaves that a resume is compared in until its next save
         self._sampler = Sampler()
         self._ways = Ways(seen.root, _LEAVES, names)
         self._saves = 0
         self._begun = self.attributes = self._attributes(seen)  # as the run began, and at the last save
 
     def take(self, k: int, seen: Seen, same: Pending | None = None) -> Pending:
-        """Begin the record of a step, with k = 0 of a save; what lies on a device arrives later.
-
-        ``same`` is the record of a step that is saved, as one of those after the save before: its samples serve twice.
-        """
+        """Begin the record of a step, with k = 0 of a save, perhaps with the samples of the ``same`` step."""
         leaves = self._ways.follow(seen.root)
         self._saves += k == 0
         # The first steps of a run make leaves, such as the state of an optimizer; later ones hardly do.
@@ -89,7 +82,7 @@ class Recorder:
             self._ways = Ways(seen.root, _LEAVES, self._names if self._saves == 1 else None)
             leaves = self._ways.follow(seen.root)
         ways = self._ways
-        generators = _checksums(seen.generators) if same is None else same.record["generators"]
+        generators = checksums(seen.generators) if same is None else same.record["generators"]
         record: Record = {"k": k, "step": seen.step, "generators": generators}
         state = dict(zip(ways.names, leaves, strict=True))
         gradients = _gradients(state) if k else {}
@@ -97,7 +90,7 @@ class Recorder:
         full = _leaves_to_sum(sparse if seen.metrics else state, k)
         layers: dict[str, Mapping[Any, Any]] = {"state": state, "full": full}
         if k:
-            record |= {"positions": _checksums(seen.positions), "counters": {**seen.counters}}
+            record |= {"positions": checksums(seen.positions), "counters": {**seen.counters}}
             record["batch"] = {**seen.checksums}
             layers["metrics"] = _named_numbers(seen.metrics or {})
             layers["gradients"] = dict(islice(gradients.items(), _GRADIENTS))
@@ -128,15 +121,12 @@ class Recorder:
 
 
 class RecordFile:
-    """The records of the steps after one save, in a file beside that of the step.
-
-    ``first`` is the record of the save, or None for a step that the run has resumed from; the ``records`` of that stay.
-    """
+    """The records of the steps after one save, in a file beside that of the step."""
 
     def __init__(
         self, step: int, process: int, key: Mapping[str, Any], first: Pending | None, records: Records | None = None
     ) -> None:
-        records = records or Records()
+        records = records or Records()  # those of the step that the run has resumed from, for which first is None
         self.step = step
         self._name = file_name(process)
         self._key = key
@@ -318,10 +308,7 @@ def is_rounding(saved: Record, now: Record, first: Record) -> float | None:
 
 
 def changed_attributes(saved: Record, own: Mapping[str, str]) -> dict[str, tuple[str, str, bool]]:
-    """Return the attributes that steps had changed before a save, and that are other ones now.
-
-    By name: the value at the save, the value now, and whether two saves showed that steps change it.
-    """
+    """Return attributes that steps had changed, and that differ: at the save, now, and whether two saves showed it."""
     # What first steps make once, such as a cache, is not there yet; what steps change again and again is missed.
     return {
         shown_name(name): (text, own.get(name, "not there"), bool(moves))
@@ -348,20 +335,6 @@ def _named_numbers(metrics: Mapping[str, Any], path: str = "") -> dict[str, Any]
 def is_time(name: str) -> bool:
     """Return whether a metric measures the machine, by a word in its name; it is recorded, and decides nothing."""
     return not _TIMES.isdisjoint(re.split(r"[^a-z]+", name.lower()))
-
-
-def _checksums(states: Mapping[str, Any]) -> dict[str, int]:
-    """Return checksums of snapshots of states: of all their plain values and of all bytes of their arrays."""
-    found = {}
-    for name, state in states.items():
-        arrays, text = leaves_of(state)
-        found[name] = zlib.crc32(text.encode("utf-8", "surrogatepass"))
-        for array in arrays:
-            # An array of jax that is not ready would have to be waited for; one on a device cannot be read.
-            if not is_jax_array(array) or array.is_ready():
-                with contextlib.suppress(Exception):
-                    found[name] = zlib.crc32(np.asarray(array).tobytes(), found[name])
-    return found
 
 
 def _gradients(leaves: Mapping[str, Any]) -> dict[str, Any]:

@@ -64,7 +64,7 @@ class Attempt:
     pid: int | None = None
     restored: int | None = None
     restore_seconds: float | None = None
-    proof: str | None = None  # how its first steps compare with those of before the stop: one of `PROOFS`
+    proof: str | None = None  # how its first steps compare with those before the stop: one of `PROOFS`
     compared: int = 0  # the last step that was compared with one of before the stop
     differs: str = ""  # the layers that differ
     saves: list[Save] = field(default_factory=list)

@@ -3,7 +3,6 @@ from .database import naming as naming
 from .digests import MANIFEST as MANIFEST
 from .digests import TREE as TREE
 from .digests import FileCheck as FileCheck
-from .digests import check_file as check_file
 from .digests import check_files as check_files
 from .digests import fsync_and_digest as fsync_and_digest
 from .digests import make_durable as make_durable

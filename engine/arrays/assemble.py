@@ -17,8 +17,9 @@ from ..forks import Lock
 from ..format import ArrayMetadata, checksums_of, crc32c, decompress_exactly
 from ..pytree import Box, whole
 from ..storage import Buffer, aligned_empty
-from .digests import CHECKSUM_BYTES, CHUNK_ALIGNMENT, Bytes, checksum_after, chunk_box
+from .digests import CHECKSUM_BYTES, CHUNK_ALIGNMENT, Bytes, checksum_after
 from .extents import FOREIGN, ChunkTable
+from .plan import ArraySpec
 
 # Bytes; a smaller array is copied out of the memory that was read, so that it does not keep all of it.
 COPY = 256 << 10
@@ -38,15 +39,15 @@ class ChunkDecoder:
         self.dtype: np.dtype[Any] = metadata.dtype
         self.shape = metadata.shape
         self.chunk_shape = metadata.chunk_shape
-        self.grid = metadata.grid
-        self.chunk_count = metadata.chunk_count
+        self.spec = ArraySpec(metadata.shape, metadata.chunk_shape, self.dtype.itemsize)
+        self.chunk_count = self.spec.chunks
         # Bytes of the values of one chunk, and of the chunk in its file: an upper bound if chunks are compressed.
-        self.data_bytes = math.prod(metadata.chunk_shape) * metadata.dtype.itemsize
+        self.data_bytes = self.spec.chunk_nbytes
         self.compressed = metadata.compression is not None
         largest = self.data_bytes + self.data_bytes // 128 + _INCOMPRESSIBLE if self.compressed else self.data_bytes
         self.stored_bytes = largest + CHECKSUM_BYTES
         sole = metadata.chunk_shape == metadata.shape
-        # Whether the memory that the only chunk is read into becomes the array.
+        # Zero-copy: the read buffer of the single chunk becomes the array.
         self.adopted = sole and not self.compressed and self.data_bytes >= COPY
         self.lone = self.chunk_count == 1 and not self.compressed  # one chunk, of a size known in advance
         self.key = b"/c" + b"/0" * len(self.shape)  # follows the array's name in the key of its only chunk
@@ -88,17 +89,13 @@ class ChunkDecoder:
 
     def chunk_box(self, number: int) -> Box:
         """Return the elements that a chunk holds, including those beyond the array's end."""
-        ends = [count * size for count, size in zip(self.grid, self.chunk_shape, strict=True)]
-        return chunk_box(number, self.grid, self.chunk_shape, ends)
+        return self.spec.chunk_box(number, full=True)
 
     def chunks_in(self, box: Box) -> list[int]:
         if not box.size:
             return []
-        spans = [
-            range(low // size, -(-high // size))
-            for low, high, size in zip(box.start, box.stop, self.chunk_shape, strict=True)
-        ]
-        steps = [math.prod(self.grid[axis + 1 :]) for axis in range(len(self.grid))]
+        spans = [range(cells.start, cells.stop) for cells in self.spec.cells(box)]
+        steps = [math.prod(self.spec.grid[axis + 1 :]) for axis in range(len(spans))]
         return [sum(map(int.__mul__, position, steps)) for position in product(*spans)]
 
 
@@ -110,11 +107,9 @@ class OutputBox(NamedTuple):
 
 
 class Assembly:
-    """Collects the wanted arrays while their chunks arrive, from any number of threads.
+    """Collects the wanted arrays as their chunks arrive, from any number of threads; it may only verify them."""
 
-    Memory for an array is taken once a first chunk of it is verified: a description alone never costs memory. Without
-    ``keep``, chunks are verified and dropped.
-    """
+    # Memory for an array is taken once a first chunk of it is verified: a description alone never costs memory.
 
     def __init__(
         self,
@@ -227,11 +222,7 @@ class Assembly:
         return ""
 
     def place(self, array: int, chunk: int, length: int) -> Bytes | None:
-        """Return the memory of an array for the values of a stored chunk; None if it is not one run, or not there yet.
-
-        The first verified chunk of an array allocates its memory. Values received there count once `accept_placed` has
-        verified them.
-        """
+        """Return an array's memory for the values of a stored chunk; None if it is not one run, or not there yet."""
         decoder, boxes = self.decoders[array], self.output_boxes(array)
         found = self._arrays[boxes[0].output] if self.keep and len(boxes) == 1 else None
         if found is None or decoder.compressed or length != decoder.stored_bytes or array in self._damaged:
@@ -241,11 +232,6 @@ class Assembly:
             return None
         view = found[part.within(box)]
         return view.reshape(-1).view(np.uint8) if view.flags.c_contiguous and view.flags.writeable else None
-
-    def accept_placed(self, array: int, chunk: int, values: Bytes, checksum: Bytes, indexed: int) -> str:
-        """Verify a chunk that was received in its place; return what is wrong with it, or ""."""
-        problem = self.decoders[array].check(values, checksum, indexed)
-        return f"chunk {chunk} {problem}" if problem else ""
 
     def accept_many(
         self, chunks: ChunkTable, rows: range, base: int, data: Bytes, kept: bool
@@ -326,11 +312,8 @@ def _small_arrays(
     *,
     keep: bool,
 ) -> tuple[NDArray[np.int64], list[NDArray[Any]]]:
-    """Verify chunks that are whole small arrays, and copy them out; ``kinds`` has the number of each one's decoder.
-
-    Returns the positions of those that are as expected, and their arrays; the others need further checks. The work for
-    each of ten thousand arrays must cost next to nothing, so numpy handles all of them at once.
-    """
+    """Verify chunks that are whole small arrays; return the positions of the good ones, and their arrays."""
+    # The work for each of ten thousand arrays must cost next to nothing, so numpy handles all of them at once.
     sizes = np.array([decoder.data_bytes for decoder in decoders], np.int64)[kinds]
     stops = starts + sizes
     expected = _at(data, stops, np.dtype("<u4"))

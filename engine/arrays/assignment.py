@@ -174,11 +174,9 @@ class ChunkAssignment:
             self._loads[members[group]] = loads
 
     def _expected(self, members: dict[tuple[int, ...], NDArray[np.int64]]) -> dict[tuple[int, ...], Integers]:
-        """Return the bytes each holder would get of each group's chunks if chunks could be cut anywhere.
-
-        Groups can overlap, as the rows and the columns of a mesh do. Each group in turn fills up its holders with the
-        least load, for several rounds, which approaches the most even division.
-        """
+        """Return the bytes each holder would get of each group's chunks if chunks could be cut anywhere."""
+        # Groups can overlap, as the rows and the columns of a mesh do. Each in turn fills up its holders with the least
+        # load, for several rounds, which approaches the most even division.
         expected = {group: np.zeros(len(group), np.int64) for group in self._batches}
         loads = self._loads.copy()
         for _ in range(_ROUNDS if len(self._batches) > 1 else 1):

@@ -33,7 +33,6 @@ from ..format import (
     chunk_keys,
     decode_array_metadata,
     encode_names,
-    metadata_key,
     metadata_keys,
 )
 from ..pytree import Box
@@ -108,9 +107,10 @@ class ArrayDatabase:
 
     def metadata(self, names: Sequence[str]) -> list[ArrayMetadata | None]:
         """Return the metadata of arrays, None where there is none; equal ones are mostly one object."""
-        entries = self._know(names, _metadata_of)
+        keys = metadata_keys(names)
+        entries = self._know([(key, key + b"\0") for key in keys])
         inline = entries.inline
-        texts = [None if row < 0 else inline[row] for row in entries.find(metadata_keys(names))]
+        texts = [None if row < 0 else inline[row] for row in entries.find(keys)]
         decoded: dict[bytes | None, ArrayMetadata | None] = {None: None}
         for text in dict.fromkeys(texts):
             if text is not None:
@@ -139,15 +139,14 @@ class ArrayDatabase:
     ) -> list[Problem]:
         return self._fetch(names, Assembly(metadata, keep=False), advance)
 
-    def _know(self, names: Sequence[str], keys_of: Callable[[str], KeyRange]) -> Entries:
-        """Return entries with some keys of arrays: from the nodes that may hold them, or all of a small index."""
+    def _know(self, ranges: Sequence[KeyRange]) -> Entries:
+        """Return entries with the keys in some ranges: from the nodes that may hold them, or all of a small index."""
         known = None if self._files is None else self._files.get(INDEX)
-        if self._complete or not names:
+        if self._complete or not ranges:
             return self._index.entries
         read_already = _MANY * self._parts_read
-        if known is None or not max(_WHOLE, NODE_LIMIT * len(names), read_already) < known.size <= _INDEX_LIMIT:
+        if known is None or not max(_WHOLE, NODE_LIMIT * len(ranges), read_already) < known.size <= _INDEX_LIMIT:
             return self._know_all()
-        ranges = list(map(keys_of, names))
         with self._lock, naming(self._location), self._open(INDEX) as file:
             size, is_early = known.size, False
             if self._location.is_local and file.size != size:
@@ -237,9 +236,8 @@ class ArrayDatabase:
 
         def filled(row: int, values: Bytes, rest: Bytes) -> None:
             array, chunk, indexed = int(chunks.arrays[row]), int(chunks.numbers[row]), int(chunks.checksums[row])
-            what = assembly.accept_placed(array, chunk, values, rest, indexed)
-            if what:
-                failed(chunks, row, what)
+            if what := assembly.decoders[array].check(values, rest, indexed):
+                failed(chunks, row, f"chunk {chunk} {what}")
 
         wanted = np.bincount(found.file_ids, found.lengths)
         with contextlib.ExitStack() as stack:
@@ -267,7 +265,8 @@ class ArrayDatabase:
 
     def _find(self, names: Sequence[str], assembly: Assembly, report: Report) -> ChunkTable:
         """Find the chunks that arrays need, sorted by their place in the data files; report missing ones."""
-        entries = self._know(names, _all_of)
+        # The keys of an array begin with its name and a slash, which 0 follows.
+        entries = self._know([(f"{name}/".encode(), f"{name}0".encode()) if name else (b"", b"\xff") for name in names])
         lone, others = _lone_chunks(entries, names, assembly)
         rows: list[tuple[int, int, int, int]] = []
         # The expected chunks are counted first: a hostile shape could make listing them take forever.
@@ -279,7 +278,7 @@ class ArrayDatabase:
                 report("", array, what)
                 continue
             left -= decoder.chunk_count
-            keys = chunk_keys(names[array], decoder.grid)
+            keys = chunk_keys(names[array], decoder.spec.grid)
             numbers = assembly.wanted_chunks(array)
             for number, row in zip(numbers, entries.find([keys[number] for number in numbers]), strict=True):
                 if row < 0 or entries.inline[row] is not None:
@@ -292,16 +291,9 @@ class ArrayDatabase:
                     rows.append((row, array, number, int(assembly.keeps(array, number))))
         table = np.concatenate([lone, np.array(rows, np.int64).reshape(-1, 4)])
         places = table[:, 0]
-        return ChunkTable(
-            files=entries.files,
-            file_ids=entries.file_ids[places],
-            offsets=entries.offsets[places],
-            lengths=entries.lengths[places],
-            arrays=table[:, 1],
-            numbers=table[:, 2],
-            kept=table[:, 3] != 0,
-            checksums=entries.checksums[places],
-        ).sorted()
+        of_files = (entries.file_ids[places], entries.offsets[places], entries.lengths[places])
+        of_arrays = (table[:, 1], table[:, 2], table[:, 3] != 0)
+        return ChunkTable(entries.files, *of_files, *of_arrays, entries.checksums[places]).sorted()
 
 
 def _is_cached(assembly: Assembly, nbytes: float) -> bool | None:
@@ -330,13 +322,3 @@ def _lone_chunks(entries: Entries, names: Sequence[str], assembly: Assembly) -> 
     lone[:] = False
     lone[arrays[good]] = True
     return table[good], np.flatnonzero(~lone).tolist()
-
-
-def _metadata_of(name: str) -> KeyRange:
-    key = metadata_key(name)
-    return key, key + b"\0"
-
-
-def _all_of(name: str) -> KeyRange:
-    """Return the range of the keys of an array: those that begin with its name and a slash, which 0 follows."""
-    return (f"{name}/".encode(), f"{name}0".encode()) if name else (b"", b"\xff")

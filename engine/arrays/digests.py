@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -13,7 +13,6 @@ import numpy as np
 
 from ..errors import DamagedCheckpointError, ObjectNotFoundError, itemized
 from ..format import ARCHIVE_LIMIT, FileRecord, crc32c, decode_archive, extend, unsynced
-from ..pytree import Box
 from ..storage import Buffer, DataReader, Location, folder_in_memory, sync_all, unreadable_as_damage
 
 if TYPE_CHECKING:
@@ -33,13 +32,6 @@ CHUNK_ALIGNMENT = 64
 CHECKSUM_BYTES = 4  # length of the crc32c that follows the data of every chunk
 
 _STEP = 16 << 20  # bytes read at a time
-
-
-def chunk_box(number: int, grid: Sequence[int], chunk_shape: Sequence[int], ends: Sequence[int]) -> Box:
-    """Return the elements of a chunk of a grid, without those beyond the ``ends`` of the axes."""
-    position = np.unravel_index(number, grid) if grid else ()
-    start = tuple([int(index) * size for index, size in zip(position, chunk_shape, strict=True)])
-    return Box(start, tuple([min(low + size, end) for low, size, end in zip(start, chunk_shape, ends, strict=True)]))
 
 
 def checksum_after(data: bytes) -> int:
@@ -125,17 +117,12 @@ def open_folder(
     return folder_in_memory(place, found), {path: FileRecord(len(content)) for path, content in found.items()}
 
 
-def check_file(place: Location, known: FileRecord) -> None:
-    """Read a file and compare it with the commit record."""
-    FileCheck(known).check(place)
-
-
 def check_files(folder: Location, files: Mapping[str, FileRecord]) -> None:
     """Read all files of an item and compare them with the commit record."""
     problems = []
     for path, known in files.items():
         try:
-            check_file(folder / path, known)
+            FileCheck(known).check(folder / path)
         except DamagedCheckpointError as error:
             problems.append(str(error))
     if problems:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -152,7 +152,7 @@ def chunk_view(source: Source, number: int) -> Bytes | None:
                 return flat[first : first + box.size * spec.itemsize]
     box = spec.chunk_box(number)
     for piece in pieces:
-        own = Box.at(piece.start, piece.array.shape)
+        own = piece.box
         if piece.array.dtype == source.dtype and box.shape == spec.chunk_shape and box.common(own) == box:
             part = piece.array[box.within(own)]
             if part.flags.c_contiguous:
@@ -165,12 +165,11 @@ def _gather(source: Source, box: Box) -> Bytes:
     chunk = np.zeros(source.spec.chunk_shape, source.dtype)
     missing = box.size
     for piece in source.pieces:
-        own = Box.at(piece.start, piece.array.shape)
-        common = box.common(own)
+        common = box.common(piece.box)
         if common is not None:
             place: Any = (*common.within(box), ...)  # a view, also of an array without axes
             try:
-                cast_checked(piece.array[common.within(own)], source.dtype, chunk[place])
+                cast_checked(piece.array[common.within(piece.box)], source.dtype, chunk[place])
             except CastProblem as problem:
                 raise UnsupportedLeafError(f"{format_path(source.name)}: {problem}") from None
             missing -= common.size
@@ -180,17 +179,6 @@ def _gather(source: Source, box: Box) -> Bytes:
             f"{list(source.spec.shape)} and lacks {missing} of them, which it should hold by its sharding"
         )
     return chunk.reshape(-1).view(np.uint8)
-
-
-class CompressedChunk(NamedTuple):
-    """Where a compressed chunk was written; its length in bytes includes its checksum."""
-
-    array: int
-    number: int
-    file: int
-    offset: int
-    length: int
-    checksum: int
 
 
 class ChunkToCompress(NamedTuple):
@@ -211,21 +199,24 @@ def write_compressed(
     awaited: threading.Event | None = None,
     *,
     group_chunks: int = 4096,  # that a thread takes at a time, at most
-) -> tuple[list[CompressedChunk], list[int]]:
-    """Compress chunks with several threads; write one file while the chunks of another are compressed."""
+) -> tuple[Integers, list[int]]:
+    """Compress chunks with several threads; write one file while the chunks of another are compressed.
+
+    Returns a row for each chunk, as `chunk_table` does, and the bytes of each file.
+    """
 
     def size(chunk: ChunkToCompress) -> int:
         return sources.specs[chunk.array].chunk_nbytes
 
     files_of = list(batches(chunks, size, min(_FILE_BYTES, layout.data_file_bytes)))
 
-    def write_batch(number: int) -> tuple[list[CompressedChunk], int]:
+    def write_batch(number: int) -> tuple[list[tuple[int, ...]], int]:
         stored = _compressed(files_of[number], sources, digests, awaited, group_chunks)
         segments, offsets, size = _lay_out(stored, layout.segment_bytes)
         file = first_file + number
         write(file, size, segments)
-        rows = [
-            CompressedChunk(chunk.array, chunk.number, file, offset, len(data), checksum_after(data))
+        rows: list[tuple[int, ...]] = [
+            (chunk.array, chunk.number, file, offset, len(data), checksum_after(data))
             for chunk, offset, data in zip(files_of[number], offsets, stored, strict=True)
         ]
         return rows, size
@@ -233,7 +224,8 @@ def write_compressed(
     files = parallel_map(
         write_batch, range(len(files_of)), _FILES, beside=1, awaited=awaited, name="holdfast-compressed-file"
     )
-    return [row for rows, _ in files for row in rows], [size for _, size in files]
+    table = np.array([row for rows, _ in files for row in rows], np.int64).reshape(-1, 6)
+    return table, [size for _, size in files]
 
 
 def _compressed(
@@ -244,15 +236,15 @@ def _compressed(
     group_chunks: int,
 ) -> list[bytes]:
     """Compress chunks in groups of one size and level; return their bytes in the order of the batch."""
-    groups: list[list[int]] = []
-    current: dict[tuple[int, int], list[int]] = {}
-    for position, chunk in enumerate(batch):
-        nbytes = sources.specs[chunk.array].chunk_nbytes
-        group = current.get((nbytes, chunk.level))
-        if group is None or len(group) == group_chunks or (len(group) + 1) * nbytes > _GROUP_BYTES:
-            group = current[nbytes, chunk.level] = []
-            groups.append(group)
-        group.append(position)
+
+    def kind(position: int) -> tuple[int, int]:
+        return sources.specs[batch[position].array].chunk_nbytes, batch[position].level
+
+    groups = [
+        group
+        for (nbytes, _), alike in groupby(sorted(range(len(batch)), key=kind), kind)
+        for group in batches(alike, lambda position: kind(position)[0], min(_GROUP_BYTES, group_chunks * nbytes))
+    ]
 
     def compress(group: Sequence[int]) -> list[bytes]:
         whole = []
@@ -264,13 +256,11 @@ def _compressed(
             whole.append(np.pad(data, (0, missing)) if missing else data)
         return compress_chunks(whole, batch[group[0]].level)
 
-    found: dict[int, bytes] = {}
     threads = min(_THREADS, CORES)
     compressed = parallel_map(
         compress, groups, threads, beside=max(1, CORES // 2), awaited=awaited, name="holdfast-compress"
     )
-    for group, stored in zip(groups, compressed, strict=True):
-        found.update(zip(group, stored, strict=True))
+    found = dict(zip(chain.from_iterable(groups), chain.from_iterable(compressed), strict=True))
     return [found[position] for position in range(len(batch))]
 
 

@@ -39,15 +39,9 @@ class ChunkTable:
         return self.files[int(self.file_ids[row])]
 
     def take(self, rows: NDArray[Any]) -> ChunkTable:
+        of_files = (self.file_ids[rows], self.offsets[rows], self.lengths[rows])
         return ChunkTable(
-            files=self.files,
-            file_ids=self.file_ids[rows],
-            offsets=self.offsets[rows],
-            lengths=self.lengths[rows],
-            arrays=self.arrays[rows],
-            numbers=self.numbers[rows],
-            kept=self.kept[rows],
-            checksums=self.checksums[rows],
+            self.files, *of_files, self.arrays[rows], self.numbers[rows], self.kept[rows], self.checksums[rows]
         )
 
     def sorted(self) -> ChunkTable:
@@ -92,17 +86,14 @@ FOREIGN = 16  # at most a sixteenth of kept memory is unused: gaps, and chunks t
 
 
 class Extent(NamedTuple):
-    """A run of chunks of one file that is read in one piece.
-
-    ``first`` and ``stop`` delimit its rows in the table of chunks; ``kept`` says whether views of the memory are kept.
-    """
+    """A run of chunks of one file that is read in one piece."""
 
     file: str
     offset: int
     length: int
-    first: int
+    first: int  # its rows in the table of chunks
     stop: int
-    kept: bool
+    kept: bool  # whether views of the memory are kept
 
 
 # Takes an extent's bytes. It may keep the memory if ``kept`` is set; otherwise the memory is reused.
@@ -202,10 +193,7 @@ def _is_damage(error: DamagedCheckpointError | StorageError) -> bool:
 
 
 def plan_extents(chunks: ChunkTable, gap: int) -> Iterator[Extent]:
-    """Group sorted chunks into runs that are read in one piece.
-
-    Kept memory holds few bytes of chunks that are copied out of it: those bytes would stay in memory unused.
-    """
+    """Group sorted chunks into runs that are read in one piece; kept memory has few bytes that would be unused."""
     current: Extent | None = None
     kept = 0  # bytes of the current extent that are kept
     for run in _runs(chunks, gap):

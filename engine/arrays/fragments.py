@@ -106,10 +106,7 @@ def make_fragment(
     shared: Sequence[str] = (),
     values: Mapping[str, str] | None = None,
 ) -> Fragment:
-    """Return what a process wrote: rows of array, number in the array, file, offset, length and checksum.
-
-    ``shared`` are the paths of the last files, which belong to earlier saves, too; ``values`` go to `Catalog.lines`.
-    """
+    """Return what a process wrote: rows of array, number in the array, file, offset, length and checksum."""
     description = "\n".join(catalog.lines(values or {})) if member.index else ""  # process 0 knows its own tree
     return Fragment(
         process=member.index,
@@ -134,10 +131,7 @@ def _digest(description: str) -> str:
 def merge_fragments(
     catalog: Catalog, fragments: Iterable[Fragment], processes: int, values: Mapping[str, str] | None = None
 ) -> tuple[ArrayIndex, dict[str, FileRecord]]:
-    """Merge the fragments of all processes, in their order, into an index and the data files by path.
-
-    ``values`` are those of process 0, which all processes must have. Fragments are not kept: each describes the tree.
-    """
+    """Merge fragments, in the order of the processes, into an index and data files; all must have the same values."""
     total = int(catalog.starts[-1])
     file_ids = np.full(total, -1, np.int32)
     offsets, lengths = np.zeros(total, np.int64), np.zeros(total, np.int64)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import product
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from itertools import compress, product
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,6 @@ from ..pytree import (
     flatten,
     format_path,
     joined_names,
-    key_segments,
     leaf_names,
     loaded,
     materialize,
@@ -78,31 +78,28 @@ def load_tree(
             f"{source.location}: there are requests for {', '.join(map(format_path, unknown[:8]))}, which the "
             "checkpoint does not have; request its own leaves only"
         )
-    chosen = _chosen(source.leaves, select)
+    leaves = source.leaves
+    if select is not None:
+        leaves = list(compress(leaves, choose([leaf.name for leaf in leaves], select)))
+    selected = {leaf.name: leaf for leaf in leaves}
     template = like if like is None or isinstance(like, Flattened) else flatten(like)
     if template is not None:
-        names = [leaf.name for leaf, wanted in zip(source.leaves, chosen, strict=True) if wanted]
-        names = _saved_names(template.names, names, subset=subset)
+        names = _saved_names(template.names, list(selected), subset=subset)
         if subset:
             asked = set(names)
-            chosen = [one and leaf.name in asked for leaf, one in zip(source.leaves, chosen, strict=True)]
+            selected = {name: leaf for name, leaf in selected.items() if name in asked}
     if source.unreadable:  # reading them raises an error with the reason, instead of one about the template
-        source.read_leaves(
-            [leaf for leaf, one in zip(source.leaves, chosen, strict=True) if one and leaf.name in source.unreadable]
-        )
+        source.read_leaves([leaf for name, leaf in selected.items() if name in source.unreadable])
     if template is None:
-        leaves, tree = source.leaves, source.tree
-        if select is not None:
-            leaves = [leaf for leaf, wanted in zip(leaves, chosen, strict=True) if wanted]
-            tree = tree.select(chosen)
+        tree = source.tree if select is None else source.tree.select([one.name in selected for one in source.leaves])
         return tree.build(_values(source, leaves, _requested(source, leaves, requests), shared))
     targets = describe_template(names, template.values)
     structure, differs = template.structure, dict[str, str]()
     if began is not None:
-        structure, targets, differs = _resumed(source, structure, targets, chosen, began)
+        structure, targets, differs = _resumed(source, structure, targets, selected, began)
     if cast:
         targets = _cast(source, targets)
-    leaves, targets = _matching(source, targets, chosen, requests, differs)
+    leaves, targets = _matching(source, targets, selected, requests, differs)
     return unflatten(structure, _values(source, leaves, targets, shared))
 
 
@@ -131,27 +128,27 @@ def _resumed(
     source: TreeSource,
     structure: TreeDef | None,
     targets: Sequence[LeafTemplate],
-    chosen: Sequence[bool],
+    selected: Mapping[str, SavedLeaf],
     began: Mapping[str, LeafType],
 ) -> tuple[TreeDef | None, list[LeafTemplate], dict[str, str]]:
     """Return containers and leaves of a resumed state, and by leaf the differences that a changed program shows."""
-    saved = {leaf.name: leaf.saved for leaf, one in zip(source.leaves, chosen, strict=True) if one}
-    made: dict[str, LeafTemplate] = {}
+    made = {target.name: target for target in targets}
     differs: dict[str, str] = {}
-    for target in targets:
-        made[target.name] = target
-        if target.name in saved:
-            found = as_saved(target, saved[target.name], began.get(target.name))
+    for name, target in made.items():
+        if name in selected:
+            found = as_saved(target, selected[name].saved, began.get(name))
             if isinstance(found, str):
-                differs[target.name] = found
+                differs[name] = found
             else:
-                made[target.name] = found
-    if made.keys() != saved.keys() and structure is not None:
-        asked = set(key_segments(structure.keys, len(structure.children)))  # these may be only some of the extras
+                made[name] = found
+    if made.keys() != selected.keys() and structure is not None:
+        asked = set(structure.segments)  # these may be only some of the extras
         if made.keys() == {name for name in began if name.partition(".")[0] in asked}:
             try:
-                structure = regrown(structure, source.tree.select(chosen).structure)
-                made = {name: made.get(name) or new_leaf(name, saved[name]) for name in leaf_names(structure)}
+                grown = source.tree.select([leaf.name in selected for leaf in source.leaves]).structure
+                structure = regrown(structure, grown)
+                names = leaf_names(structure)
+                made = {name: made.get(name) or new_leaf(name, selected[name].saved) for name in names}
             except GrowthProblem as problem:
                 raise TreeMismatchError(f"{source.location}: the state has grown:", [str(problem)]) from None
     return structure, list(made.values()), differs
@@ -218,17 +215,31 @@ def with_optimizer_states(template: Any, source: TreeSource) -> Any:
 
     ``load_state_dict`` takes what the checkpoint has there. Only dictionaries, lists and tuples are searched.
     """
-    saved = None
-    for path in _fresh_optimizers(template, ()):
-        saved = source.tree.build(list(map(_tensor_template, source.leaves))) if saved is None else saved
-        found = saved
-        for key in (*path, "state"):
-            known = isinstance(found, Mapping) and key in found
-            known = known or (isinstance(found, list | tuple) and isinstance(key, int) and key < len(found))
-            found = found[key] if known else None
-        if isinstance(found, Mapping) and found:
-            template = _with_state(template, path, found)
-    return template
+    saved = cache(lambda: source.tree.build(list(map(_tensor_template, source.leaves))))
+    return _with_states(template, saved) if type(template) in _SEARCHED else template
+
+
+_SEARCHED = (dict, list, tuple)
+
+
+def _with_states(value: Any, saved: Callable[[], Any]) -> Any:
+    """Complete the state dicts below a container, given what the checkpoint has in its place."""
+    is_fresh = type(value) is dict and value.keys() == {"state", "param_groups"} and value["state"] == {}
+    if is_fresh and type(value["param_groups"]) is list:
+        state = _entry(saved(), "state")
+        return {**value, "state": state} if isinstance(state, Mapping) and state else value
+    pairs = value.items() if type(value) is dict else enumerate(value)
+    children = [
+        _with_states(child, partial(lambda key: _entry(saved(), key), key)) if type(child) in _SEARCHED else child
+        for key, child in pairs
+    ]
+    return dict(zip(value, children, strict=True)) if type(value) is dict else type(value)(children)
+
+
+def _entry(value: Any, key: Any) -> Any:
+    known = isinstance(value, Mapping) and key in value
+    known = known or (isinstance(value, list | tuple) and isinstance(key, int) and key < len(value))
+    return value[key] if known else None
 
 
 def _tensor_template(leaf: SavedLeaf) -> Any:
@@ -237,37 +248,6 @@ def _tensor_template(leaf: SavedLeaf) -> Any:
         return ...
     like = tensor_like(leaf.saved)
     return ... if like is None else like
-
-
-def _fresh_optimizers(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    kind = type(value)
-    if kind is dict:
-        if value.keys() == {"state", "param_groups"} and value["state"] == {} and type(value["param_groups"]) is list:
-            yield path
-            return
-        for key, child in value.items():
-            if type(child) in (dict, list, tuple):
-                yield from _fresh_optimizers(child, (*path, key))
-    elif kind in (list, tuple):
-        for index, child in enumerate(value):
-            if type(child) in (dict, list, tuple):
-                yield from _fresh_optimizers(child, (*path, index))
-
-
-def _with_state(value: Any, path: tuple[Any, ...], state: Any) -> Any:
-    if not path:
-        return {**value, "state": state}
-    key, *rest = path
-    if isinstance(value, dict):
-        return {**value, key: _with_state(value[key], tuple(rest), state)}
-    children = [_with_state(child, tuple(rest), state) if index == key else child for index, child in enumerate(value)]
-    return type(value)(children)
-
-
-def _chosen(leaves: Sequence[SavedLeaf], select: Patterns | None) -> list[bool]:
-    if select is None:
-        return [True] * len(leaves)
-    return choose([leaf.name for leaf in leaves], select)
 
 
 def _requested(
@@ -293,42 +273,37 @@ def _requested(
 def _matching(
     source: TreeSource,
     targets: Sequence[LeafTemplate],
-    chosen: Sequence[bool],
+    selected: Mapping[str, SavedLeaf],
     requests: Mapping[str, LeafRequest],
     differs: Mapping[str, str],
 ) -> tuple[list[SavedLeaf], list[LeafTemplate]]:
     """Return the saved leaf and the request for each leaf of a template; raise one error that lists all differences."""
     saved = {leaf.name: leaf for leaf in source.leaves}
-    selected = {leaf.name for leaf, wanted in zip(source.leaves, chosen, strict=True) if wanted}
     asked = {target.name for target in targets}
-    originals = targets
-    if requests:
-        targets = [
-            with_request(target.name, requests[target.name], saved[target.name].saved, target)
-            if target.name in requests
-            else target
-            for target in targets
-        ]
-    differences = []
-    containers: set[str] | None = None
-    for target, original in zip(targets, originals, strict=True):
-        leaf = saved.get(target.name)
-        if leaf is not None and target.name in selected:
-            difference = differs.get(target.name) or compare(target, leaf.saved)
+    containers: set[str] = set()
+    if not asked <= saved.keys():
+        containers = {name[: end.start()] for name in saved for end in re.finditer(r"\.", name)}
+    found: list[LeafTemplate] = []
+    differences: list[str] = []
+    for original in targets:
+        name, target = original.name, original
+        if name in requests:
+            target = with_request(name, requests[name], saved[name].saved, original)
+        found.append(target)
+        if name in selected:
+            difference = differs.get(name) or compare(target, saved[name].saved)
             if difference is None and isinstance(original.leaf, LeafMetadata) and not target.resize:
-                difference = compare_metadata(target.name, original.leaf, leaf.saved)
+                difference = compare_metadata(name, original.leaf, saved[name].saved)
         else:
-            why = "not in the checkpoint" if leaf is None else "not selected"
-            if leaf is None:
-                containers = _containers(saved) if containers is None else containers
-                why = "a container in the checkpoint" if target.name in containers else why
-            difference = f"{format_path(target.name)}: expected {target} (template), {why}"
+            why = "not selected" if name in saved else "not in the checkpoint"
+            why = "a container in the checkpoint" if name in containers else why
+            difference = f"{format_path(name)}: expected {target} (template), {why}"
         if difference is not None:
             differences.append(difference)
     differences += [
-        f"{format_path(leaf.name)}: not in the template, found {leaf.saved} (checkpoint)"
-        for leaf in source.leaves
-        if leaf.name in selected and leaf.name not in asked
+        f"{format_path(name)}: not in the template, found {leaf.saved} (checkpoint)"
+        for name, leaf in selected.items()
+        if name not in asked
     ]
     if differences:
         raise TreeMismatchError(
@@ -337,17 +312,7 @@ def _matching(
             "subset=True",
             differences,
         )
-    return [saved[target.name] for target in targets], list(targets)
-
-
-def _containers(names: Iterable[str]) -> set[str]:
-    found: set[str] = set()
-    for name in names:
-        above = name.rpartition(".")[0]
-        while above and above not in found:
-            found.add(above)
-            above = above.rpartition(".")[0]
-    return found
+    return [saved[target.name] for target in found], found
 
 
 def _values(
@@ -417,29 +382,31 @@ def _partitions(
 
 
 class Selection:
-    """The elements of an array that integers, slices, an ellipsis and ``None`` select, and the ``boxes`` to read.
-
-    The rules are those of https://numpy.org/doc/stable/user/basics.indexing.html#basic-indexing. No box covers a chunk
-    without selected elements.
-    """
+    """The elements of an array that integers, slices, an ellipsis and ``None`` select, and the ``boxes`` to read."""
 
     def __init__(self, index: Any, shape: tuple[int, ...], chunks: tuple[int, ...]) -> None:
         index = index if isinstance(index, tuple) else (index,)
-        ranges: list[range] = []
-        # The index of the result among the selected elements: an integer drops its axis, and None adds one.
-        self._view: list[Any] = [...] if any(entry is ... for entry in index) else []
-        for entry in _one_for_each_axis(index, len(shape)):
-            if entry is None:
-                self._view.append(None)
-            elif isinstance(entry, slice):
-                self._view.append(slice(None))
-                ranges.append(range(shape[len(ranges)])[entry])
-            else:
-                self._view.append(0)
-                ranges.append(_element(operator.index(entry), len(ranges), shape))
+        for entry in index:
+            if not (entry is None or entry is ... or isinstance(entry, slice) or _is_integer(entry)):
+                raise IndexError(
+                    f"expected integers, slices, ... and None, found {type(entry).__name__}; read a slice around the "
+                    "elements, and index the array that it gives"
+                )
+        if (count := sum(entry is not None and entry is not ... for entry in index)) > len(shape):
+            raise IndexError(f"too many indices: the array has {len(shape)} axes, and the index has {count}")
+        if sum(entry is ... for entry in index) > 1:
+            raise IndexError("an index can have only one ellipsis (...)")
+        self._like = np.broadcast_to(np.int8(0), shape)[index]  # of the shape of the result; raises for a wrong index
+        entries = [entry for entry in index if entry is not None]
+        place = next((number for number, entry in enumerate(entries) if entry is ...), len(entries))
+        entries[place : place + 1] = [slice(None)] * (len(shape) - count)
+        ranges = [
+            range(size)[entry] if isinstance(entry, slice) else range(entry % size, entry % size + 1)
+            for entry, size in zip(entries, shape, strict=True)
+        ]
         self._shape = tuple(map(len, ranges))
+        # No box covers a chunk without selected elements: a run is all that is selected of its axis, or one element.
         runs = list(map(_runs, ranges, chunks))
-        # A run covers all that is selected of its axis, or one element.
         places = [[slice(None)] if len(found) == 1 else [slice(n, n + 1) for n in range(len(found))] for found in runs]
         self._runs, self._places = list(product(*runs)), list(product(*places))
         self.boxes = [Box(tuple(map(min, found)), tuple(max(run) + 1 for run in found)) for found in self._runs]
@@ -451,40 +418,17 @@ class Selection:
             for part, runs in zip(parts, self._runs, strict=True)
         ]
         if len(cuts) == 1 and cuts[0].size == parts[0].size:
-            found = np.ascontiguousarray(cuts[0]).reshape(self._shape)
+            found = np.ascontiguousarray(cuts[0])
         else:
             found = np.empty(self._shape, dtype)
             for place, cut in zip(self._places, cuts, strict=True):
                 found[place] = cut
-        return found[tuple(self._view)]
-
-
-def _one_for_each_axis(index: tuple[Any, ...], axes: int) -> list[Any]:
-    """Expand the ellipsis of an index, or add one at its end, so that each axis has an entry besides the None."""
-    for entry in index:
-        if not (entry is None or entry is ... or isinstance(entry, slice) or _is_integer(entry)):
-            raise IndexError(
-                f"expected integers, slices, ... and None, found {type(entry).__name__}; read a slice around the "
-                "elements, and index the array that it gives"
-            )
-    count = sum(entry is not None and entry is not ... for entry in index)
-    if count > axes:
-        raise IndexError(f"too many indices: the array has {axes} axes, and the index has {count}")
-    places = [number for number, entry in enumerate(index) if entry is ...]
-    if len(places) > 1:
-        raise IndexError("an index can have only one ellipsis (...)")
-    place = places[0] if places else len(index)
-    return [*index[:place], *[slice(None)] * (axes - count), *index[place + len(places) :]]
+        found = found.reshape(self._like.shape)
+        return found if isinstance(self._like, np.ndarray) else found[()]
 
 
 def _is_integer(entry: Any) -> bool:
     return hasattr(entry, "__index__") and not isinstance(entry, bool | np.bool_) and np.ndim(entry) == 0
-
-
-def _element(number: int, axis: int, shape: tuple[int, ...]) -> range:
-    if not -shape[axis] <= number < shape[axis]:
-        raise IndexError(f"index {number} is out of bounds for axis {axis} with size {shape[axis]}")
-    return range(number % shape[axis], number % shape[axis] + 1)
 
 
 def _runs(selected: range, chunk: int) -> list[range]:

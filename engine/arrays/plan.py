@@ -23,7 +23,7 @@ from ..format import LEVELS, Stored, dtype_name, encode_array_metadata, key_orde
 from ..peer_names import explains_unknown_names
 from ..pytree import ArrayLeaf, Box, Part, ValueLeaf, format_path
 from ..storage import PAGE, round_up
-from .digests import CHECKSUM_BYTES, CHUNK_ALIGNMENT, Integers, chunk_box
+from .digests import CHECKSUM_BYTES, CHUNK_ALIGNMENT, Integers
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -84,7 +84,7 @@ class Layout:
         check_level("compression", self.compression)
 
     def for_uploads(self) -> Layout:
-        """Return the layout of the same checkpoint where its data files are uploaded."""
+        """Return the layout of the same checkpoint if its data files are uploaded."""
         return replace(self, data_file_bytes=min(self.data_file_bytes, self.upload_bytes))
 
 
@@ -169,9 +169,17 @@ class ArraySpec:
         cut = next((axis for axis, size in enumerate(self.chunk_shape) if size > 1), len(grid))
         object.__setattr__(self, "contiguous", all(count <= 1 for count in grid[cut + 1 :]))
 
-    def chunk_box(self, number: int) -> Box:
-        """Return the elements of a chunk, without what lies beyond the array's end."""
-        return chunk_box(number, self.grid, self.chunk_shape, self.shape)
+    def chunk_box(self, number: int, *, full: bool = False) -> Box:
+        """Return the elements of a chunk; those beyond the array's end as well if it is ``full``."""
+        position = np.unravel_index(number, self.grid) if self.grid else ()
+        start = tuple([int(index) * size for index, size in zip(position, self.chunk_shape, strict=True)])
+        box = Box.at(start, self.chunk_shape)
+        return box if full else Box(start, tuple(map(min, box.stop, self.shape)))
+
+    def cells(self, box: Box) -> tuple[slice, ...]:
+        """Return which chunks of the grid hold elements of a box."""
+        bounds = zip(box.start, box.stop, self.chunk_shape, strict=True)
+        return tuple([slice(low // size, -(-high // size)) for low, high, size in bounds])
 
 
 # ---- the arrays of a tree
@@ -270,7 +278,7 @@ def _encoding(name: str, leaf: ArrayLeaf, limit: int, level: int | None) -> Arra
     shape, parts = leaf.shape, leaf.parts
     if stored.extra is not None:
         shape = (*shape, stored.extra)
-        parts = parts and tuple(Part((*p.start, 0), (*p.shape, stored.extra), p.holders) for p in parts)
+        parts = parts and tuple(part.with_axis(stored.extra) for part in parts)
     chunks = chunk_shape(shape, stored.numpy.itemsize, limit, common_cuts(shape, parts))
     spec = ArraySpec(shape, chunks, stored.numpy.itemsize)
     if spec.chunks > _CHUNKS_LIMIT and spec.chunk_nbytes < _TINY:
@@ -302,10 +310,7 @@ def _encoding(name: str, leaf: ArrayLeaf, limit: int, level: int | None) -> Arra
 
 
 class PlannedSegment(NamedTuple):
-    """A run of chunks that one thread writes; its size in bytes includes checksums and padding.
-
-    The columns have one element for each of its chunks, in the order of their places.
-    """
+    """A run of chunks that one thread writes; columns have one element for each, in the order of their places."""
 
     offset: int
     size: int
@@ -317,10 +322,13 @@ class PlannedSegment(NamedTuple):
 
 
 class PlannedFile(NamedTuple):
-    """One data file: its size in bytes, and its segments in order."""
+    """One data file: its segments in order."""
 
-    size: int
     segments: list[PlannedSegment]
+
+    @property
+    def size(self) -> int:
+        return self.segments[-1].offset + self.segments[-1].size
 
 
 def plan_files(lengths: Integers, layout: Layout, *groups: ChunkIds) -> list[PlannedFile]:
@@ -337,7 +345,7 @@ def plan_files(lengths: Integers, layout: Layout, *groups: ChunkIds) -> list[Pla
         first = offset = 0
         while first < len(arrays):
             if offset and offset + int(sizes[first]) > layout.data_file_bytes:
-                files.append(_file(segments))
+                files.append(PlannedFile(segments))
                 segments, offset = [], 0
             room = min(layout.segment_bytes, layout.data_file_bytes - offset) + int(starts[first])
             stop = max(first + 1, int(np.searchsorted(ends, room, "right")))
@@ -350,12 +358,8 @@ def plan_files(lengths: Integers, layout: Layout, *groups: ChunkIds) -> list[Pla
             first, offset = stop, round_up(offset + size)
         before += len(arrays)
         if segments:
-            files.append(_file(segments))
+            files.append(PlannedFile(segments))
     return files
-
-
-def _file(segments: list[PlannedSegment]) -> PlannedFile:
-    return PlannedFile(segments[-1].offset + segments[-1].size, segments)
 
 
 def chunk_table(files: Sequence[PlannedFile], checksums: NDArray[np.uint32], first: int = 0) -> Integers:

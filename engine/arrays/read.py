@@ -34,7 +34,7 @@ from ..pytree import (
 )
 from ..storage import Location
 from .database import ArrayDatabase, naming
-from .digests import TREE, TREE_KIND, check_file, open_folder
+from .digests import TREE, TREE_KIND, FileCheck, open_folder
 from .source import AggregateHandler, MsgpackHandler, Problem, SavedLeaf, TreeSource, aggregated_array, damaged_leaves
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class TreeReader(TreeSource):
         """Compare a file with the commit record; return what is wrong with it, or ""."""
         try:
             if known.crc32c is not None:
-                check_file(self.location / path, known)
+                FileCheck(known).check(self.location / path)
                 return ""
             if (self.location / path).has_size(known.size):
                 return ""
@@ -257,9 +257,7 @@ def _logical(metadata: ArrayMetadata, details: Mapping[str, Any]) -> tuple[np.dt
 
 def _stored_box(box: Box, axes: int, saved: Saved) -> Box:
     """Return a box of elements as it is stored: elements may be bytes, along one more axis."""
-    if len(box.start) == axes or saved.dtype is None:
-        return box
-    return Box((*box.start, 0), (*box.stop, saved.dtype.itemsize))
+    return box if len(box.start) == axes or saved.dtype is None else box.with_axis(saved.dtype.itemsize)
 
 
 def _as_saved(array: NDArray[Any] | None, saved: Saved, shape: tuple[int, ...] | None) -> NDArray[Any]:

@@ -9,12 +9,13 @@ process of its team, which verifies it, and each process reads about the same.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -25,7 +26,8 @@ from ..errors import BarrierTimeoutError, shortened
 from ..pytree import Box, Part, whole
 from ..storage import aligned_empty, round_up
 from .assignment import ArrayClass, ChunkAssignment, ReplicaGroups
-from .digests import Bytes, Integers, chunk_box
+from .digests import Bytes, Integers
+from .plan import ArraySpec
 from .source import SavedLeaf, TreeSource
 
 T = TypeVar("T")
@@ -39,12 +41,10 @@ _MOST_CHUNKS = 4096  # of an array; the work for each is done in Python
 _WORD = 8  # bytes; all-gathers are of multiples
 
 
-class WantedArray(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class WantedArray(ArraySpec):
     """An array of a checkpoint, and the processes that want each part of it."""
 
-    shape: tuple[int, ...]
-    chunks: tuple[int, ...]  # shape of one chunk
-    itemsize: int
     parts: Sequence[Part] | None  # None: every process wants all of it
 
     @classmethod
@@ -57,18 +57,6 @@ class WantedArray(NamedTuple):
             grid = [-(-size // chunk) for size, chunk in zip(shape, joined, strict=True)]
             joined[axis] *= max(1, min(grid[axis], -(-math.prod(grid) // _MOST_CHUNKS)))
         return cls(shape, tuple(joined), itemsize, parts)
-
-    @property
-    def grid(self) -> tuple[int, ...]:
-        return tuple(-(-size // chunk) for size, chunk in zip(self.shape, self.chunks, strict=True))
-
-    @property
-    def chunk_nbytes(self) -> int:
-        return math.prod(self.chunks) * self.itemsize
-
-    def chunk_box(self, number: int) -> Box:
-        """Return the elements of a chunk."""
-        return chunk_box(number, self.grid, self.chunks, self.shape)
 
 
 class Piece(NamedTuple):
@@ -90,7 +78,7 @@ class ReadPlan:
     def __init__(self, wanted: Sequence[WantedArray], processes: int) -> None:
         numbers_of: dict[Any, list[int]] = {}
         for number, one in enumerate(wanted):
-            numbers_of.setdefault((*one[:3], id(one.parts)), []).append(number)
+            numbers_of.setdefault((one.shape, one.chunk_shape, one.itemsize, id(one.parts)), []).append(number)
         self.teams: dict[Teams, list[int]] = {}
         self.spared_bytes = 0
         self._wanted = wanted
@@ -115,12 +103,8 @@ class ReadPlan:
             parts = known.get(id(one.parts))
             if parts is None:
                 parts = known[id(one.parts)] = hashlib.sha256(repr(one.parts).encode()).hexdigest()
-            digest.update(repr((name, *one[:3], parts)).encode())
+            digest.update(repr((name, one.shape, one.chunk_shape, one.itemsize, parts)).encode())
         return digest.hexdigest()
-
-    def bytes_read(self, process: int) -> int:
-        """Return the bytes that a process reads of the arrays that are shared."""
-        return sum(piece.nbytes for teams in self.teams for piece in self.pieces(process, teams))
 
     def pieces(self, process: int, teams: Teams) -> list[Piece]:
         """Return the chunks that a process reads of the arrays that are shared in these teams, in their order."""
@@ -137,7 +121,7 @@ class ReadPlan:
 def _teams(wanted: WantedArray, processes: int) -> tuple[Teams, NDArray[np.int32], int] | None:
     """Return the teams of an array, the team of each chunk, and how many reads of a chunk are spared; None for none."""
     everyone: Teams = (tuple(range(processes)),)
-    count = math.prod(wanted.grid)
+    count = wanted.chunks
     if count == 0 or wanted.itemsize == 0:
         return None
     if wanted.parts is None:
@@ -155,11 +139,7 @@ def _teams(wanted: WantedArray, processes: int) -> tuple[Teams, NDArray[np.int32
     for part in wanted.parts:
         if 0 in part.shape:
             continue
-        box = Box.at(part.start, part.shape)
-        cells = tuple(
-            slice(low // size, -(-high // size))
-            for low, high, size in zip(box.start, box.stop, wanted.chunks, strict=True)
-        )
+        cells = wanted.cells(part.box)
         together = {first(one) for one in (*part.holders, *np.unique(owners[cells]).tolist()) if one >= 0}
         for one in together:
             team_of[one] = min(together)
@@ -193,8 +173,7 @@ class SharedReads:
         self._transport = transport
         self._timeout = timeout
         self._always = always
-        self._calls = itertools.count()
-        self._call = next(self._calls)
+        self._call = 0
         self._awaited: str | None = "plan"  # what the others wait for in this call; None if they wait no more
 
     def fail(self, error: BaseException) -> None:
@@ -231,11 +210,13 @@ class SharedReads:
         """
         if self._awaited is None:
             return {}
-        arrays = {
-            position: WantedArray.of(leaf.saved.shape, source.chunks(leaf), leaf.saved.dtype.itemsize, some)
-            for position, (leaf, some) in enumerate(zip(leaves, parts, strict=True))
-            if leaf.saved.dtype is not None and leaf.saved.shape is not None and "aggregate" not in leaf.saved.details
-        }
+        arrays: dict[int, WantedArray] = {}
+        dtypes: list[np.dtype[Any]] = []
+        for position, (leaf, some) in enumerate(zip(leaves, parts, strict=True)):
+            dtype, shape = leaf.saved.dtype, leaf.saved.shape
+            if dtype is not None and shape is not None and "aggregate" not in leaf.saved.details:
+                arrays[position] = WantedArray.of(shape, source.chunks(leaf), dtype.itemsize, some)
+                dtypes.append(dtype)
         positions = list(arrays)
         leaves = [leaves[position] for position in positions]
         plan = ReadPlan(list(arrays.values()), self._rendezvous.count)
@@ -261,17 +242,17 @@ class SharedReads:
         own = _read_pieces(source, leaves, shares)
         if not self._all_have_read(None):
             return {}
-        outputs = _Outputs(leaves, [boxes.get(position) for position in positions])
+        wanted = [boxes.get(position, [whole(one.shape)]) for position, one in arrays.items()]
+        outputs = _Outputs(dtypes, wanted)
         for teams, share, length, (nbytes, gather) in zip(plan.teams, own, lengths, gathers, strict=True):
             team = next(team for team in teams if self._rendezvous.index in team)
-            outgoing = _Outgoing(share)
-            incoming = [_Incoming(plan.pieces(process, teams), outputs) for process in team]
-            for _ in range(-(-length // nbytes)):
-                received = self._within(
-                    f"hand on arrays to the processes {shortened(team, 20)}", gather, outgoing.take(nbytes)
-                )
+            incoming = [_incoming(plan.pieces(process, teams), outputs) for process in team]
+            for one in incoming:
+                next(one)
+            for sent in islice(_outgoing(share, nbytes), -(-length // nbytes)):
+                received = self._within(f"hand on arrays to the processes {shortened(team, 20)}", gather, sent)
                 for one, data in zip(incoming, received, strict=True):
-                    one.take(data)
+                    one.send(data)
         self._next_call()
         return {positions[array]: outputs.of(array) for some in plan.teams.values() for array in some}
 
@@ -296,7 +277,7 @@ class SharedReads:
         return json.loads(self._rendezvous.summarize(topic, json.dumps(value).encode(), self._timeout, summary))
 
     def _next_call(self) -> None:
-        self._call = next(self._calls)
+        self._call += 1
         self._awaited = "plan"
 
     def _connected(self, plan: ReadPlan, lengths: Sequence[int]) -> list[tuple[int, AllGather]]:
@@ -359,84 +340,63 @@ def _read_pieces(
     return [[next(arrays[piece.array]) for piece in share] for share in shares]
 
 
-class _Outgoing:
-    """The bytes of arrays, one after the other; an array is freed when its last byte was taken."""
-
-    def __init__(self, arrays: list[NDArray[Any]]) -> None:
-        self._arrays = arrays[::-1]
-        self._left: Bytes = np.empty(0, np.uint8)
-        arrays.clear()
-
-    def take(self, nbytes: int) -> Bytes:
-        """Return the next bytes, in memory of their own; after the end, any bytes."""
-        taken = np.empty(nbytes, np.uint8)
+def _outgoing(arrays: list[NDArray[Any]], nbytes: int) -> Iterator[Bytes]:
+    """Generate the bytes of arrays, so many at a time, and any bytes after the end; arrays that were sent are freed."""
+    waiting = arrays[::-1]
+    arrays.clear()
+    left: Bytes = np.empty(0, np.uint8)
+    while True:
+        taken = np.empty(nbytes, np.uint8)  # memory of its own
         end = 0
-        while end < nbytes and (self._left.size or self._arrays):
-            if not self._left.size:
-                self._left = np.ascontiguousarray(self._arrays.pop()).reshape(-1).view(np.uint8)
-            part = self._left[: nbytes - end]
+        while end < nbytes and (left.size or waiting):
+            if not left.size:
+                left = np.ascontiguousarray(waiting.pop()).reshape(-1).view(np.uint8)
+            part, left = left[: nbytes - end], left[nbytes - end :]
             taken[end : end + part.size] = part
-            self._left = self._left[part.size :]
             end += part.size
-        return taken
+        yield taken
 
 
-class _Incoming:
-    """Takes the bytes of the pieces that a process reads, and puts the pieces in their places."""
-
-    def __init__(self, pieces: list[Piece], outputs: _Outputs) -> None:
-        self._pieces = iter(pieces)
-        self._piece = next(self._pieces, None)
-        self._begun: Bytes | None = None  # the memory of a piece that comes in several parts
-        self._filled = 0
-        self._outputs = outputs
-
-    def take(self, data: Bytes) -> None:
-        while (piece := self._piece) is not None and data.size:
-            if self._begun is None and data.size >= piece.nbytes:
-                whole_piece, data = data[: piece.nbytes], data[piece.nbytes :]
-            else:
-                if self._begun is None:
-                    self._begun, self._filled = np.empty(piece.nbytes, np.uint8), 0
-                part = data[: piece.nbytes - self._filled]
-                self._begun[self._filled : self._filled + part.size] = part
-                self._filled += part.size
-                data = data[part.size :]
-                if self._filled < piece.nbytes:
-                    return
-                whole_piece, self._begun = self._begun, None
-            self._outputs.put(piece, whole_piece)
-            self._piece = next(self._pieces, None)
+def _incoming(pieces: Sequence[Piece], outputs: _Outputs) -> Generator[None, Bytes, None]:
+    """Take the bytes of the pieces that a process reads, in any parts, and put the pieces in their places."""
+    data = yield
+    for piece in pieces:
+        if not data.size:
+            data = yield
+        content, data = data[: piece.nbytes], data[piece.nbytes :]
+        if content.size < piece.nbytes:
+            part, content, filled = content, np.empty(piece.nbytes, np.uint8), 0
+            while True:
+                content[filled : filled + part.size] = part
+                filled += part.size
+                if filled == piece.nbytes:
+                    break
+                data = yield
+                part, data = data[: piece.nbytes - filled], data[piece.nbytes - filled :]
+        outputs.put(piece, content)
+    while True:
+        yield
 
 
 class _Outputs:
     """The boxes of arrays that this process wants, which take memory when a first piece arrives."""
 
-    def __init__(self, leaves: Sequence[SavedLeaf], boxes: Sequence[Sequence[Box] | None]) -> None:
-        self._leaves = leaves
+    def __init__(self, dtypes: Sequence[np.dtype[Any]], boxes: Sequence[Sequence[Box]]) -> None:
+        self._dtypes = dtypes
         self._boxes = boxes
         self._arrays: dict[int, list[NDArray[Any]]] = {}
 
     def of(self, array: int) -> list[NDArray[Any]]:
-        found = self._arrays.get(array)
-        if found is None:
-            saved = self._leaves[array].saved
-            assert saved.dtype is not None
-            dtype = saved.dtype
-            found = self._arrays[array] = [
-                aligned_empty(box.size * dtype.itemsize).view(dtype).reshape(box.shape) for box in self._wanted(array)
+        if array not in self._arrays:
+            dtype = self._dtypes[array]
+            self._arrays[array] = [
+                aligned_empty(box.size * dtype.itemsize).view(dtype).reshape(box.shape) for box in self._boxes[array]
             ]
-        return found
+        return self._arrays[array]
 
     def put(self, piece: Piece, data: Bytes) -> None:
-        for box, array in zip(self._wanted(piece.array), self.of(piece.array), strict=True):
+        for box, array in zip(self._boxes[piece.array], self.of(piece.array), strict=True):
             common = piece.box.common(box)
             if common is not None:
                 elements = data.view(array.dtype).reshape(piece.box.shape)
                 array[common.within(box)] = elements[common.within(piece.box)]
-
-    def _wanted(self, array: int) -> Sequence[Box]:
-        boxes = self._boxes[array]
-        shape = self._leaves[array].saved.shape
-        assert shape is not None
-        return [whole(shape)] if boxes is None else boxes

@@ -224,19 +224,14 @@ class MemoryTree(TreeSource):
         tree: TreeDocument,
         leaves: Sequence[SavedLeaf],
         arrays: Mapping[str, NDArray[Any] | ArrayLeaf],
-        document: Any = None,
     ) -> None:
         self.location = location
         self.tree = tree
         self.leaves = leaves
         self._arrays = arrays
-        self._document = document
 
     def read_leaves(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
         return [self._arrays[leaf.name].copy() if leaf.name in self._arrays else None for leaf in leaves]
-
-    def graph_document(self) -> Any:
-        return self._document
 
 
 def damaged_leaves(

@@ -7,6 +7,7 @@ read a leaf when it is indexed.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, overload
 
@@ -19,7 +20,6 @@ from ..pytree import (
     Call,
     Computed,
     Flattened,
-    Kept,
     Key,
     LeafMetadata,
     LeafRequest,
@@ -32,6 +32,7 @@ from ..pytree import (
     compare,
     describe,
     describe_template,
+    evaluate,
     expand,
     flatten,
     format_path,
@@ -47,88 +48,71 @@ from .source import MemoryTree, PartialTree, SavedLeaf, TreeSource
 
 
 class LeafCache:
-    """Leaves of a saved tree that functions have requested, each read once and whole.
-
-    Arrays are read-only: several functions may be given the same one.
-    """
+    """Leaves of a saved tree, each read once and whole; arrays are read-only, as several functions may have one."""
 
     def __init__(self, source: TreeSource) -> None:
         self._source = source
         self._arrays: dict[int, NDArray[Any] | None] = {}
-        self._sizes: dict[int, int] = {}
-        self._views: dict[int, LazySequence | LazyMapping] = {}
 
     def tree(self) -> Any:
         """Return the saved tree, whose leaves are read when they are indexed; read a tree of one bare leaf at once."""
-        return self.view(self._source.tree.structure, 0)
-
-    def view(self, node: TreeDef | None, start: int) -> Any:
-        """Return a lazy container, or read a leaf; ``start`` is the number of the first leaf."""
-        if node is None:
-            return self.values([start])[0]
-        if id(node) not in self._views:
-            kind = LazySequence if node.keys is None else LazyMapping
-            self._views[id(node)] = kind(self, node, start)
-        return self._views[id(node)]
+        structure = self._source.tree.structure
+        return self.values([0])[0] if structure is None else _lazy(self, structure, 0)
 
     def __contains__(self, number: int) -> bool:
         return number in self._arrays
 
-    def size(self, node: TreeDef | None) -> int:
-        if node is None:
-            return 1
-        if id(node) not in self._sizes:
-            self._sizes[id(node)] = sum(map(self.size, node.children))
-        return self._sizes[id(node)]
-
     def arrays(self, numbers: Sequence[int]) -> list[NDArray[Any] | None]:
         """Return the stored arrays of leaves, None for plain values; read those not read yet."""
         missing = [number for number in dict.fromkeys(numbers) if number not in self._arrays]
-        if missing:
-            for number, array in zip(
-                missing, self._source.read_leaves([self._source.leaves[number] for number in missing]), strict=True
-            ):
-                if array is not None:
-                    array.flags.writeable = False
-                self._arrays[number] = array
+        found = self._source.read_leaves([self._source.leaves[number] for number in missing]) if missing else []
+        for number, array in zip(missing, found, strict=True):
+            if array is not None:
+                array.flags.writeable = False
+            self._arrays[number] = array
         return [self._arrays[number] for number in numbers]
 
     def values(self, numbers: Sequence[int]) -> list[Any]:
-        leaves = [self._source.leaves[number] for number in numbers]
+        names = [self._source.leaves[number].name for number in numbers]
+        saved = [self._source.leaves[number].saved for number in numbers]
         arrays = self.arrays(numbers)
         with naming(self._source.location):
-            return materialize(
-                [None] * len(leaves), [leaf.saved for leaf in leaves], arrays, [leaf.name for leaf in leaves]
-            )
+            return materialize([None] * len(names), saved, arrays, names)
 
 
 class _Lazy:
+    stop: int  # the number after its last leaf
+
     def __init__(self, cache: LeafCache, node: TreeDef, start: int) -> None:
-        self._cache = cache
-        self._node = node
-        self._starts = [start]
+        self._cache, self._node, self._start = cache, node, start
+        self._positions = {key: position for position, key in enumerate(node.keys or ())}
+        self._children: list[_Lazy | int] = []  # a leaf is its number
         for child in node.children:
-            self._starts.append(self._starts[-1] + cache.size(child))
+            below = start if child is None else _lazy(cache, child, start)
+            self._children.append(below)
+            start = below.stop if isinstance(below, _Lazy) else start + 1
+        self.stop = start
 
     def read_all(self) -> Any:
-        return unflatten(self._node, self._cache.values(range(self._starts[0], self._starts[-1])))
+        return unflatten(self._node, self._cache.values(range(self._start, self.stop)))
 
     def _child(self, position: int) -> Any:
-        return self._cache.view(self._node.children[position], self._starts[position])
+        child = self._children[position]
+        return child if isinstance(child, _Lazy) else self._cache.values([child])[0]
 
     def __len__(self) -> int:
-        return len(self._node.children)
+        return len(self._children)
 
     def __repr__(self) -> str:
         return f"<{self._node.kind} of {len(self)} in a checkpoint, read when indexed>"
 
 
+def _lazy(cache: LeafCache, node: TreeDef, start: int) -> _Lazy:
+    return (LazySequence if node.keys is None else LazyMapping)(cache, node, start)
+
+
 class LazyMapping(_Lazy, Mapping[Key, Any]):
     """A dictionary, namedtuple, dataclass or other container with keys."""
-
-    def __init__(self, cache: LeafCache, node: TreeDef, start: int) -> None:
-        super().__init__(cache, node, start)
-        self._positions = {key: position for position, key in enumerate(node.keys or ())}
 
     def __getitem__(self, key: Key) -> Any:
         return self._child(self._positions[key])
@@ -211,7 +195,7 @@ class _Loader:
         self._new = new
         self._origins = origins
         self._cache = LeafCache(source)
-        needed = [number for number, origin in enumerate(origins) if not isinstance(origin, Kept)]
+        needed = [number for number, origin in enumerate(origins) if origin is not None]
         described = describe_template(
             [new.names[number] for number in needed], [new.values[number] for number in needed]
         )
@@ -219,55 +203,51 @@ class _Loader:
 
     def load(self) -> list[Any]:
         self._check()
-        returned = self._call()
-        direct = self._direct()
-        results = list(self._new.values)
+        cache, origins = self._cache, dict(enumerate(self._origins))
+        computed = {number: origin for number, origin in origins.items() if isinstance(origin, Computed)}
+        made = dict(evaluate(self._new, computed, run=self._run, take=self._take))
+        # What functions have read is not read again, and what several places take is read once.
+        taken = {number: origin for number, origin in origins.items() if isinstance(origin, Taken)}
+        takers = Counter(origin.start for origin in taken.values() if origin.container is None)
+        direct = {
+            number: self._source.leaves[origin.start]
+            for number, origin in taken.items()
+            if origin.is_leaf and takers[origin.start] == 1 and origin.start not in cache
+        }
         part = PartialTree(self._source, {leaf.name: leaf for leaf in direct.values()}, self._source.tree)
-        for number, value in self._through(part, {number: leaf.name for number, leaf in direct.items()}):
-            results[number] = value
-        made = self._made([number for number in self._targets if number not in direct], returned)
-        for number, value in self._fitted(made):
-            results[number] = value
-        return results
+        results = dict(enumerate(self._new.values))
+        results |= self._through(part, {number: leaf.name for number, leaf in direct.items()})
+        rest = {number: origin for number, origin in taken.items() if number not in direct}
+        cache.arrays([leaf for origin in rest.values() for leaf in range(origin.start, origin.stop)])
+        applied = {number: origin for number, origin in rest.items() if not origin.is_leaf}
+        made |= evaluate(self._new, applied, run=self._run, take=self._take)
+        results |= self._fitted(
+            dict(sorted(made.items())), {number: one.start for number, one in rest.items() if one.is_leaf}
+        )
+        return list(results.values())
+
+    def _run(self, call: Call) -> Any:
+        return plain(call.run(self._cache.tree()))
+
+    def _take(self, taken: Taken) -> Any:
+        return unflatten(taken.container, self._cache.values(range(taken.start, taken.stop)))
 
     def _check(self) -> None:
         """Compare leaves that are taken as they are with the template, before anything is read."""
         differences = []
         for number, origin in enumerate(self._origins):
             name, value = self._new.names[number], self._new.values[number]
-            if isinstance(origin, Kept) and not has_values(value):
+            if origin is None and not has_values(value):
                 differences.append(
                     f"{format_path(name)}: expected a value, found only a shape and dtype in the new tree"
                 )
-            elif isinstance(origin, Taken) and not (origin.function or origin.container or self._asks(number)):
+            elif isinstance(origin, Taken) and origin.is_leaf and not self._asks(number):
                 path, leaf = format_path(name), self._source.leaves[origin.start]
                 where = path if path == origin.path else f"{path} (saved as {format_path(leaf.name)})"
                 difference = compare(self._targets[number], leaf.saved, where)
                 if difference is not None:
                     differences.append(difference)
         self._raise(differences)
-
-    def _call(self) -> dict[Call, dict[str, Any]]:
-        returned: dict[Call, dict[str, Any]] = {}
-        for old, origin in zip(self._new.values, self._origins, strict=True):
-            if isinstance(origin, Computed) and origin.call not in returned:
-                result = plain(origin.call.run(self._cache.tree()))
-                returned[origin.call] = origin.call.leaves(result, old is ...)
-        return returned
-
-    def _direct(self) -> dict[int, SavedLeaf]:
-        """Return the saved leaves, not read yet, that exactly one leaf of the new tree takes as they are."""
-        takers: dict[int, list[int]] = {}
-        for number, origin in enumerate(self._origins):
-            if isinstance(origin, Taken) and origin.container is None:
-                takers.setdefault(origin.start, []).append(number)
-        found = {}
-        for start, numbers in takers.items():
-            leaf, origin = self._source.leaves[start], self._origins[numbers[0]]
-            single = len(numbers) == 1 and isinstance(origin, Taken) and origin.function is None
-            if single and start not in self._cache:
-                found[numbers[0]] = leaf
-        return found
 
     def _through(self, source: TreeSource, names: Mapping[int, str]) -> Iterator[tuple[int, Any]]:
         """Load a tree whose leaves become leaves of the new tree; generate their numbers and values."""
@@ -281,48 +261,28 @@ class _Loader:
     def _asks(self, number: int) -> bool:
         return self._new.names[number] in self._requests
 
-    def _made(self, numbers: Sequence[int], returned: Mapping[Call, Mapping[str, Any]]) -> dict[int, Any]:
-        """Return values, not yet fitted to the template, for leaves that are not taken as they are."""
-        taken = [origin for number in numbers if isinstance(origin := self._origins[number], Taken)]
-        self._cache.arrays([leaf for origin in taken for leaf in range(origin.start, origin.stop)])
-        values: dict[int, Any] = {}
-        for number in numbers:
-            origin, old = self._origins[number], self._new.values[number]
-            if isinstance(origin, Computed):
-                values[number] = returned[origin.call][origin.name]
-            elif isinstance(origin, Taken):
-                value = unflatten(origin.container, self._cache.values(range(origin.start, origin.stop)))
-                values[number] = plain(origin.apply(value, self._new.names[number], old))
-        return values
-
-    def _fitted(self, made: Mapping[int, Any]) -> Iterator[tuple[int, Any]]:
-        """Fit values to the template as if they had been saved; generate their numbers and values."""
+    def _fitted(self, made: Mapping[int, Any], shared: Mapping[int, int]) -> Iterator[tuple[int, Any]]:
+        """Fit values, and cached leaves by their number, to the template as if they had been saved."""
         differences: list[str] = []
         saved: dict[int, SavedLeaf] = {}
         arrays: dict[str, NDArray[Any] | ArrayLeaf | None] = {}
+        for number, start in shared.items():
+            name = self._new.names[number]
+            saved[number] = SavedLeaf(name, self._source.leaves[start].saved)
+            (arrays[name],) = self._cache.arrays([start])
         for number, value in made.items():
-            target, origin = self._targets[number], self._origins[number]
+            target, name = self._targets[number], self._new.names[number]
             free = target.kind == "any" and not self._asks(number)
-            compared = isinstance(origin, Taken) and not (origin.function or origin.container)
-            if free and (compared or not isinstance(target.leaf, LeafMetadata)):
-                yield number, own(value)
-                continue
-            if compared:
-                assert isinstance(origin, Taken)
-                array: NDArray[Any] | ArrayLeaf | None
-                [array] = self._cache.arrays([origin.start])
-                described = self._source.leaves[origin.start].saved
-            else:
-                described, array = _described(self._new.names[number], value)
+            if not free or isinstance(target.leaf, LeafMetadata):
+                described, array = _described(name, value)
                 difference = None if self._asks(number) else compare(target, described)
                 if difference is not None:
-                    what = "multi_value_fn" if isinstance(origin, Computed) else "value_fn"
+                    what = "multi_value_fn" if isinstance(self._origins[number], Computed) else "value_fn"
                     differences.append(difference.replace("(checkpoint)", f"(returned by {what})"))
             if free:
                 yield number, own(value)
-                continue
-            name = self._new.names[number]
-            saved[number], arrays[name] = SavedLeaf(name, described), array
+            else:
+                saved[number], arrays[name] = SavedLeaf(name, described), array
         self._raise(differences)
         known = {name: array for name, array in arrays.items() if array is not None}
         source = MemoryTree(self._source.location, TreeDocument(None), list(saved.values()), known)

@@ -42,7 +42,7 @@ class Checkpointer:
     Args:
         handler: Writes and reads objects of one kind.
         clock: Gives the time of the commit.
-        coordinator: How processes find each other. None takes jax.distributed or torch.distributed where one of them is
+        coordinator: How processes find each other. None takes jax.distributed or torch.distributed if one of them is
             initialized; ``hf.processes.Alone()`` saves from this process alone.
         barrier_timeout_secs: How long to wait for other processes: seconds, or ``"10m"``.
 

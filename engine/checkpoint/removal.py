@@ -1,7 +1,8 @@
 """What a checkpoint's directory holds, how a checkpoint is deleted, and how what was interrupted is removed.
 
 A deletion renames the record to a marker first, so the checkpoint is gone at once. A directory with a marker and no
-record may be removed; one with neither belongs to something else and is never touched.
+record may be removed; one with neither belongs to something else and is never touched. If a directory, a pipe or a
+socket lies in the place of a marker, an unfinished step is renamed to ``<step>.unreadable`` and a committed one stays.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def check_replicas(tree: Any, *, coordinator: Coordinator | None = None, timeout
 
     Args:
         tree: The tree.
-        coordinator: How processes find each other. None takes jax.distributed or torch.distributed where one of them
+        coordinator: How processes find each other. None takes jax.distributed or torch.distributed if one of them
             is initialized.
         timeout_secs: How long to wait for other processes: seconds, or ``"10m"``.
 
@@ -84,7 +84,7 @@ def _replicated(leaf: ArrayLeaf, process: int) -> Iterator[tuple[Box, bool]]:
         return
     for part in leaf.parts:
         if len(part.holders) > 1:
-            yield Box.at(part.start, part.shape), process in part.holders
+            yield part.box, process in part.holders
 
 
 def _digest(leaf: ArrayLeaf, box: Box) -> int:

@@ -307,7 +307,12 @@ class Database:
             for start in range(0, len(chosen), _NODES_AT_A_TIME):
                 positions = chosen[start : start + _NODES_AT_A_TIME]
                 nodes = [self._unread[position] for position in positions]
-                self._check_sizes(nodes)
+                for node in nodes:
+                    if node.length > _FRAME_LIMIT:
+                        raise DamagedCheckpointError(
+                            f"the database is damaged: a node in {node.file} has {node.length} bytes, "
+                            f"more than the limit of {_FRAME_LIMIT}"
+                        )
                 found = iter(read_nodes([node.place(self._checksums) for node in nodes]))
                 for position, node in zip(positions, nodes, strict=True):
                     data, left = next(found), (self._left, self._memory_limit)
@@ -325,14 +330,6 @@ class Database:
                 unread += [*self._unread[start:position], *children]
                 start = position + 1
             self._unread = unread + self._unread[start:]
-
-    def _check_sizes(self, nodes: Sequence[_Reference]) -> None:
-        for node in nodes:
-            if node.length > _FRAME_LIMIT:
-                raise DamagedCheckpointError(
-                    f"the database is damaged: a node in {node.file} has {node.length} bytes, "
-                    f"more than the limit of {_FRAME_LIMIT}"
-                )
 
     def _spend(self, size: int, source: str) -> None:
         self._left -= size

@@ -107,7 +107,8 @@ def decode_document(data: bytes, kind: str, *, source: str) -> dict[str, Any]:
         damaged(f"expected a JSON object, found {type(document).__name__}")
     digest = document.pop("digest", None)
     ours = document.get("format") == FORMAT
-    version = _version(document.get("version"))
+    version = document.get("version")
+    version = version if type(version) is int else 0
     if isinstance(digest, str) and _DIGEST.fullmatch(digest):
         try:
             computed = _written_digest(data, digest) or _digest(_compact(document))
@@ -129,10 +130,6 @@ def decode_document(data: bytes, kind: str, *, source: str) -> dict[str, Any]:
     if document.get("kind") != kind:
         damaged(f"expected a {kind!r} document, found {document.get('kind')!r}")
     return {name: value for name, value in document.items() if name not in _RESERVED}
-
-
-def _version(value: object) -> int:
-    return value if isinstance(value, int) and not isinstance(value, bool) else 0
 
 
 def _digest(text: str) -> str:
@@ -171,12 +168,7 @@ class FileRecord:
 def unsynced(files: Mapping[str, FileRecord]) -> set[str]:
     """Return the files that are not durable yet and the folders with their names, by path; "" is the folder of all."""
     found = {path for path, file in files.items() if not file.durable}
-    return found.union(*(_folders_of(path) for path in found))
-
-
-def _folders_of(path: str) -> list[str]:
-    names = path.split("/")
-    return ["/".join(names[:length]) for length in range(len(names))]
+    return found | {path[:end] for path in found for end in (0, *(slash.start() for slash in re.finditer("/", path)))}
 
 
 class ItemRecord(NamedTuple):
@@ -354,12 +346,8 @@ class CheckpointRecord:
 
     def _items_document(self) -> dict[str, Any]:
         return {
-            name: {
-                "folder": item.folder,
-                "kind": item.kind,
-                "files": {path: _file_document(file) for path, file in item.files.items()},
-            }
-            for name, item in self.items.items()
+            name: {"folder": folder, "kind": kind, "files": {path: _file_document(one) for path, one in files.items()}}
+            for name, (folder, kind, files) in self.items.items()
         }
 
     @classmethod
@@ -371,11 +359,7 @@ class CheckpointRecord:
         """Check the values of a document and return the record in it."""
         try:
             items = {
-                str(name): ItemRecord(
-                    _relative_path(item["folder"]),
-                    str(item["kind"]),
-                    _files(item["files"]),
-                )
+                str(name): ItemRecord(_relative_path(item["folder"]), str(item["kind"]), _files(item["files"]))
                 for name, item in body["items"].items()
             }
             step = body["step"]
@@ -452,7 +436,8 @@ def encode_metrics(value: Any) -> Any:
 def decode_metrics(metrics: Any) -> dict[str, Any]:
     if not isinstance(metrics, dict):
         raise TypeError(f"metrics {metrics!r:.80}")
-    return {key: _decode_numbers(inner) for key, inner in metrics.items()}
+    found: dict[str, Any] = _decode_numbers(metrics)
+    return found
 
 
 def _decode_numbers(value: Any) -> Any:
@@ -473,7 +458,7 @@ def _relative_path(path: Any) -> str:
 
 
 def _natural(name: str, number: Any) -> int:
-    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < 1 << 63:
+    if type(number) is not int or not 0 <= number < 1 << 63:
         raise ValueError(f"{name} {number!r:.80}")
     return number
 
@@ -486,6 +471,6 @@ def _crc32c(text: str) -> int:
 
 def _time(time: Any) -> float:
     """Check a time, which must be a number and have a date."""
-    if not isinstance(time, (int, float)) or isinstance(time, bool) or not abs(time) <= _LATEST:
+    if type(time) not in (int, float) or not abs(time) <= _LATEST:
         raise ValueError(f"time {time!r:.80}")
     return float(time)

@@ -43,7 +43,7 @@ class PreparedItem(Protocol):
     """An item whose snapshot is taken: every process writes its share, and process 0 merges the shares."""
 
     def write(self, folder: Location, member: ProcessInfo) -> bytes:
-        """Write this process's share, durably where it is one of several; return what process 0 needs to know of it."""
+        """Write this process's share, durably if it is one of several; return what process 0 needs to know of it."""
         ...
 
     def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:
@@ -60,12 +60,12 @@ class SizedItem(PreparedItem, Protocol):
 
 
 class CheckpointHandler(abc.ABC):
-    """Saves and restores one kind of object, in a folder of its own.
+    """Saves and restores one kind of object, in its own folder.
 
     Attributes:
         kind: Name in the commit record of what this handler writes.
         collective: Whether every process of a program takes part in a save; otherwise only process 0 calls the handler.
-        optional: Whether a checkpoint may be saved without the item, and restored without it where it was saved.
+        optional: Whether a checkpoint may be saved without the item, and restored without it if it was saved.
         verifies: Whether restoring checks what it reads. Otherwise all files are compared with their digests before.
         shares_reads: Whether :meth:`restore` takes ``shared=``, with which all processes of a program read once what
             several of them need; a subclass that defines another ``restore`` says so itself.
@@ -145,11 +145,11 @@ class PreparedCheckpointHandler(AsyncCheckpointHandler):
 
     Attributes:
         divides: Whether :meth:`prepare` takes ``member=``, the process whose share will be written, and may leave out
-            of the snapshot what other processes write; it is passed where several processes save together.
+            of the snapshot what other processes write; it is passed if several processes save together.
         reuses: Whether :meth:`prepare` takes ``reuse=``, the data files of earlier steps; it is passed by managers that
             do not write unchanged arrays again.
         layout: The sizes of its data files, if :meth:`prepare` takes ``layout=``, which replaces them; a manager whose
-            mirror is in an object store passes that of uploads.
+            mirror is in an object store passes the one for uploads.
     """
 
     divides = False
@@ -300,7 +300,7 @@ def refuse_arguments(handler: CheckpointHandler, kwargs: Mapping[str, Any], meth
 class JsonCheckpointHandler(PreparedCheckpointHandler):
     """Saves a JSON document: nested dictionaries and lists of text, numbers, booleans and None.
 
-    Of several processes, process 0 saves its document; those of the others are ignored.
+    Of several processes, process 0 saves its document; the others' documents are ignored.
 
     Args:
         filename: Name of the file in the item's folder.

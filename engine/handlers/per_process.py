@@ -37,7 +37,7 @@ SMALL_SHARE = 16 << 10  # bytes of the largest zip file of a process that proces
 class PerProcessCheckpointHandler(PreparedCheckpointHandler):
     """Saves a tree for each process of a program, in a folder named after the process; a small one is one zip file.
 
-    Each process gets its own tree back. If the number of processes differs from that of the save, a warning reports it:
+    Each process gets its own tree back. If the number of processes differs from the save, a warning reports it:
     fewer processes get the trees of the first ones, and a process without a tree of its own keeps what it has. It gets
     the template back, or None without one, never the random stream or the data position of another process.
 
@@ -79,7 +79,7 @@ class PerProcessCheckpointHandler(PreparedCheckpointHandler):
             directory: The folder.
             item: The template, as for trees.
             process: Read the tree of this process instead.
-            every: Where the number of processes differs from that of the save, return the trees of all of them, as
+            every: If the number of processes differs from the save, return the trees of all of them, as
                 :class:`SavedShares`, instead of a warning.
             files: What the commit record says about the folder.
             **kwargs: As for trees.

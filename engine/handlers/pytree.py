@@ -235,19 +235,19 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
                 :func:`~holdfast.load_transformed`; they need a template.
             transforms_default_to_original: Whether keys of both trees that no transformation names come from the saved
                 tree; otherwise they come from the template.
-            torch_tensors: Whether, without a template, tensors of torch become tensors again where the program has
+            torch_tensors: Whether, without a template, tensors of torch become tensors again if the program has
                 imported torch, as ``load_state_dict`` needs them. Managers ask for that.
-            as_saved: Whether the template is the fresh state of a run that resumes: where it has the types of the fresh
+            as_saved: Whether the template is the fresh state of a run that resumes: if it has the types of the fresh
                 state that the run began with (``fresh`` of :meth:`prepare`), leaves come back with the types that they
-                had at the save, and lists and dictionaries that have grown come back whole; where it has others, that
-                is an error. A checkpoint of a run that recorded no types is restored by the template alone. Without a
-                template, arrays of jax become arrays of jax again where the program has imported it; a list of keys of
+                had at the save, and lists and dictionaries that have grown come back whole; other types are an
+                error. A checkpoint of a run that recorded no types is restored by the template alone. Without a
+                template, arrays of jax become arrays of jax again if the program has imported it; a list of keys of
                 the root restricts that to what lies below them.
             entries: Templates of some entries of a saved dictionary, which may lack them; the others come back as
                 without a template.
             source: The tree of another library, instead of the one in the folder.
             shared: The reads of all processes of the program, from a manager: what several of them need is read once.
-            cast: Whether leaves of another dtype of the same kind are cast to that of the template, as for
+            cast: Whether leaves of another dtype of the same kind are cast to the template's, as for
                 :func:`~holdfast.load`.
             subset: Whether leaves that the template lacks are left out, as for :func:`~holdfast.load`.
             **kwargs: Must be empty.
@@ -329,7 +329,7 @@ def fresh_types(item: Any, roots: Collection[str] | None = None) -> FreshTypes:
     """
     check_savable(item)
     flat = flat_template(item, DEFAULT_REGISTRY)
-    return FreshTypes(describe_template(flat.names, flat.values), roots)
+    return FreshTypes(describe_template(flat.names, flat.values), roots, flat.structure)
 
 
 def flat_template(item: Any, registry: TypeHandlerRegistry) -> Flattened:
@@ -432,7 +432,7 @@ class ArrayCheckpointHandler(PyTreeCheckpointHandler):
     """Saves one bare array, or one number.
 
     It is stored as a tree of one leaf; ``holdfast.load`` and :class:`~holdfast.PyTreeCheckpointHandler` read it, too.
-    The arguments are those of :class:`~holdfast.PyTreeCheckpointHandler`.
+    It takes the arguments of :class:`~holdfast.PyTreeCheckpointHandler`.
     """
 
     def prepare(self, item: Any, *, snapshot: bool, save_args: Any = None, **kwargs: Any) -> PreparedItem:

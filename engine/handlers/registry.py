@@ -139,7 +139,7 @@ class TypeHandlerRegistry:
         return tuple(self._handlers)
 
     def find(self, value: Any) -> TypeHandler | None:
-        """Return the handler of a leaf, that of its nearest base class first; None if there is none."""
+        """Return the handler of a leaf, of its nearest base class first; None if there is none."""
         if not self._handlers:
             return None
         for base in type(value).__mro__:

@@ -4,6 +4,7 @@ from .decisions import Decision as Decision
 from .decisions import Moment as Moment
 from .decisions import SavePolicy as SavePolicy
 from .decisions import decide as decide
+from .directory import LEFT_ALONE as LEFT_ALONE
 from .directory import record_metrics as record_metrics
 from .events import EVENTS as EVENTS
 from .events import Event as Event
@@ -18,6 +19,7 @@ from .events import read_events as read_events
 from .events import read_run_events as read_run_events
 from .events import slow_saves as slow_saves
 from .intervals import DAY as DAY
+from .intervals import Every as Every
 from .intervals import Experience as Experience
 from .intervals import LearnedInterval as LearnedInterval
 from .intervals import Loss as Loss
@@ -58,7 +60,6 @@ from .options import takes_texts_of as takes_texts_of
 from .ownership import stored_identity as stored_identity
 from .ownership import stored_options as stored_options
 from .ownership import stored_rules as stored_rules
-from .policies import Every as Every
 from .resuming import Peek as Peek
 from .resuming import Restored as Restored
 from .retention import KeepAll as KeepAll

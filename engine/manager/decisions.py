@@ -30,7 +30,6 @@ _logger = logging.getLogger("holdfast")
 
 
 def median(values: Iterable[float]) -> float:
-    """Return the median of some numbers, at least one."""
     import statistics  # not above: it imports random and decimal, and a listing of checkpoints needs no median
 
     return statistics.median(values)
@@ -82,7 +81,7 @@ class Moment:
 class SavePolicy(Protocol):
     """Says when to save, for ``save=``; derive from it, or have its three members.
 
-    Several policies add up: a step is saved if any of them gives a reason. Where a program has several processes, they
+    Several policies add up: a step is saved if any of them gives a reason. If a program has several processes, they
     agree on a policy that reads time or metrics, which may differ from process to process: process 0 asks it.
 
     >>> class AtPowersOfTwo(SavePolicy):
@@ -132,12 +131,8 @@ class OnBest:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """Saves the steps that the observer of a run asks for."""
-
+class Wanted(SavePolicy):
     observer: Observer
-    interval_secs: ClassVar[None] = None
-    reads_metrics: ClassVar[bool] = False
 
     def reason(self, moment: Moment) -> str | None:
         return self.observer.wants(moment.step)
@@ -155,12 +150,10 @@ def decide(triggers: Sequence[SavePolicy], moment: Moment) -> Decision:
 
 
 class SyncSchedule:
-    """The steps at which processes agree on whether to save; the same on all of them.
+    """The steps at which processes agree on whether to save; the same on all of them."""
 
-    At each agreement, process 0 names the step of the next one from the pace of the loop, half-way to the moment at
-    which a save would be due by time. New metrics also cause an agreement. If saves depend on steps, the processes also
-    agree at the step after a save has begun, and then less and less often, until process 0 knows how the save ended.
-    """
+    # Process 0 names the step of the next agreement from the pace of the loop, half-way to the moment at which a save
+    # would be due by time. After a save that depends on steps, they ask less and less often how it has ended.
 
     def __init__(self, triggers: Sequence[SavePolicy]) -> None:
         # The triggers that depend on the step alone.
@@ -173,20 +166,18 @@ class SyncSchedule:
         self._answer: tuple[int, Decision] | None = None
         self._last: tuple[int, float] | None = None  # the step and the monotonic clock of the last agreement
 
-    def asks(self, step: int, metrics: Mapping[str, Any] | None) -> bool:
-        """Whether time or metrics may decide at this step."""
+    def asks(self, step: int, metrics: Mapping[str, Any] | None, previous: int | None) -> bool:
+        """Whether time, metrics or the end of the last save may decide at this step."""
         if self.reads_metrics and metrics is not None:
             return True
-        return bool(self._timed) and (self._next is None or step >= self._next)
-
-    def asks_outcome(self, step: int, previous: int | None) -> bool:
-        """Whether to ask at this step how the last save ended; not if the next save is due anyway."""
+        if self._timed and (self._next is None or step >= self._next):
+            return True
         if not self._counts_steps or self._outcome is None or step < self._outcome[0]:
             return False
+        # How the last save ended does not matter if the next one is due anyway.
         return not any(trigger.reason(Moment(step=step, previous=previous)) for trigger in self.certain)
 
     def save_began(self, step: int) -> None:
-        """Note that a save has begun, and ask from the next step on how it ends."""
         self._outcome = step + 1, 1
 
     def next_step(self, step: int, now: float, since: float) -> int | None:
@@ -211,7 +202,7 @@ class SyncSchedule:
             self._outcome = step + gap, 4 * gap
 
     def answer(self, step: int) -> Decision | None:
-        """Return the agreement at a step, for a second question about it; None if there was none."""
+        """Return the agreement at a step; None if there was none."""
         return self._answer[1] if self._answer is not None and self._answer[0] == step else None
 
 
@@ -236,7 +227,6 @@ class StepPace:
             (self._without if save is None else self._during).append((now - last[1]) / (step - last[0]))
 
     def save_begins(self) -> None:
-        """Begin to measure a save."""
         self._usual = tuple(self._without)
         self._during = []
 
@@ -253,12 +243,10 @@ class StepPace:
 
 
 class SaveDecisions:
-    """Decides for one run, step by step.
+    """Decides for one run, step by step; a save counts from its beginning, and not at all if it fails."""
 
-    A save counts from its beginning, because the loop may continue while it is written. A failed save does not count:
-    steps and time count from the save before it, so that the next step is due. Several processes take that from
-    process 0 when they agree, because they may notice a failure at different steps.
-    """
+    # The loop may continue while a save is written. Steps and time count from the save before a failed one, so that the
+    # next step is due. Several processes take that from process 0, because they may notice it at different steps.
 
     def __init__(
         self, triggers: Sequence[SavePolicy], clock: Clock, processes: ProcessGroup, previous: int | None
@@ -276,7 +264,6 @@ class SaveDecisions:
         self._failed: bool | None = False  # whether the last save failed; None while it is under way
 
     def restored(self, step: int) -> None:
-        """Note that the run resumes from a step."""
         self._last = self._before = step, self._last[1]
 
     def deleted(self, newest: int) -> None:
@@ -286,7 +273,6 @@ class SaveDecisions:
             self._last = self._before = newest, now
 
     def save_begins(self, step: int) -> None:
-        """Note that a save begins."""
         self._starts_at(step)
         self._before, self._last = self._last, (step, self._clock.monotonic())
         self._pace.save_begins()
@@ -313,7 +299,7 @@ class SaveDecisions:
         asked = step, metrics, earlier, saved
         if self._processes.alone:
             return decide(self._triggers, self._moment(*asked))
-        if self._schedule.asks(step, metrics) or self._schedule.asks_outcome(step, self._last[0]):
+        if self._schedule.asks(step, metrics, self._last[0]):
             return self._agree(*asked)
         decision = decide(self._schedule.certain, self._moment(*asked))
         answer = self._schedule.answer(step)  # None if nothing was agreed at this step
@@ -325,13 +311,11 @@ class SaveDecisions:
             self._last = step - 1, self._last[1]
 
     def _moment(self, step: int, metrics: Mapping[str, Any] | None, earlier: Sequence[StepInfo], saved: bool) -> Moment:
-        """Return what triggers see at a step."""
         previous, last = self._last
         now = self._clock.monotonic()
         return Moment(step=step, previous=previous, now=now, last=last, metrics=metrics, earlier=earlier, saved=saved)
 
     def _agree(self, step: int, *others: Any) -> Decision:
-        """Decide as process 0 does."""
         what = f"decision at step {step}"
         save, reason, following, failed = self._processes.decide(what, self._decide_for_all, step, *others)
         if failed:
@@ -352,10 +336,9 @@ class SaveDecisions:
 
 
 class AbandonedSteps:
-    """The later steps of a run that has resumed from an earlier one, until it has replaced or passed them.
+    """The later steps of a run that has resumed from an earlier one, until it has replaced or passed them."""
 
-    Only the memory of this run holds them: another run cannot tell which steps belong together, hence the warning.
-    """
+    # Only the memory of this run holds them: another run cannot tell which steps belong together, hence the warning.
 
     def __init__(self, directory: Location, *, warns: bool) -> None:
         self._directory = directory
@@ -391,7 +374,6 @@ class AbandonedSteps:
         self._began = True
 
     def saved(self, step: int) -> None:
-        """Note that a step was committed."""
         self._left -= {step}
 
     def warn(self, later: Sequence[int]) -> None:
@@ -406,10 +388,8 @@ class AbandonedSteps:
 
     def _warn(self, what: str, origin: int | str = "step") -> None:
         if self._warns:
-            _logger.warning(
+            text = (
                 "%s: %s. Until then they count as the newest, for retention and for the next resume. Delete them with "
-                "delete_after(%s) before the run continues, or use another directory to keep both",
-                self._directory,
-                what,
-                origin,
+                "delete_after(%s) before the run continues, or use another directory to keep both"
             )
+            _logger.warning(text, self._directory, what, origin)

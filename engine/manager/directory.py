@@ -10,7 +10,6 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from operator import attrgetter
 from typing import Any
 
@@ -85,7 +84,6 @@ from .ownership import (
     RunIdentity,
     Tombstone,
     Tombstones,
-    new_run,
     store_identity,
     stored_identity,
 )
@@ -93,6 +91,11 @@ from .places import StepPlace
 from .retention import KeepAll, KeepBest, StepInfo, info_of, kept_steps, reasons
 
 _logger = logging.getLogger("holdfast")
+
+LEFT_ALONE = (
+    "%s: the folder of step %s holds files and no %s, such as after an interrupted copy: it is left alone, and no such "
+    "step is saved. Move it away, or delete it with `holdfast rm %s %s`"
+)
 
 _INDEX = "steps.log"  # an index of records that earlier versions kept in local directories
 _SHOWN = "Orbax"  # the library whose managers have steps like ours; files of others may lie beside a run of ours
@@ -121,7 +124,7 @@ def record_metrics(
     step_prefix: str | None = None,
     clock: Clock | None = None,
 ) -> None:
-    """Add metrics to a step from outside the run that writes it, such as those of a separate evaluation.
+    """Add metrics to a step from outside the run that writes it, such as from a separate evaluation.
 
     The run may be alive, and save, rank and delete steps meanwhile: this call changes nothing that it writes. It sees
     the metrics before it deletes the next steps, and ``best_step``, ``metrics`` and ``holdfast ls`` see them at once.
@@ -130,7 +133,7 @@ def record_metrics(
         directory: The directory of the run: a path or a URL.
         step: A committed step.
         metrics: Numbers, as for ``save`` of a manager. They replace metrics of the same name that the step has.
-        step_prefix: That of the run, if its steps have one.
+        step_prefix: The run's prefix, if its steps have one.
         clock: Where the time comes from, which orders metrics of the same name.
 
     Raises:
@@ -165,34 +168,30 @@ def record_metrics(
 # ---- the steps of one series
 
 
-class StepState(Enum):
-    """What the folder of a step holds."""
-
-    COMMITTED = "committed"  # a checkpoint
-    DAMAGED = "damaged"  # a checkpoint whose commit record or data is damaged
-    STRAY = "stray"  # files without a commit record
-
-
 @dataclass(frozen=True, slots=True)
 class IndexedStep:
-    """What is known of one step of the directory."""
+    """What is known of one step of the directory, which may be damaged."""
 
-    state: StepState
     record: CheckpointRecord | None = None  # None if it cannot be read
     error: DamagedCheckpointError | FormatVersionError | None = None  # why the step is damaged
     info: StepInfo | None = None  # the step as retention rules see it, if it is committed
     location: Location | None = None  # its folder, if another library wrote it
 
+    @property
+    def is_none(self) -> bool:
+        """Whether this is no checkpoint, not even a damaged one."""
+        return self.error is None and self.info is None
+
+
+_NO_STEP = IndexedStep()  # in the index, it stands for a folder with the name of a step that has other files
+
 
 def _indexed(step: int, record: CheckpointRecord, location: Location | None = None) -> IndexedStep:
-    return IndexedStep(StepState.COMMITTED, record, info=info_of(step, record), location=location)
+    return IndexedStep(record, info=info_of(step, record), location=location)
 
 
 class RunDirectory:
-    """The steps of one series, read once and then kept up to date with the changes of this writer.
-
-    Several threads use it. Where several processes save, process 0 ``writes``, and the others follow in memory.
-    """
+    """The steps of one series, read once and then kept up to date with the changes of this writer, by any thread."""
 
     def __init__(
         self,
@@ -213,7 +212,7 @@ class RunDirectory:
         self._rules = retention_rules(options)
         self._reads_metrics = options.best_fn is not None or options.keep_checkpoints_without_metrics
         self._series = series_of(options.step_prefix)
-        self._writes = writes
+        self._writes = writes  # on process 0; the others follow in memory
         self._warned = False  # whether the warning was given that no checkpoint has the metric of best_fn
         self._held: set[int] = set()  # steps that are being copied elsewhere
         self._unswept: set[Location] = set()  # folders with files of another user
@@ -233,11 +232,12 @@ class RunDirectory:
 
     def step_location(self, step: int) -> Location:
         """Return the folder of a step, whether it exists or not."""
-        known = self._index.get(step)
-        return (known and known.location) or self.location / f"{self._series}{step}"
+        return self._known(step).location or self.location / f"{self._series}{step}"
+
+    def _known(self, step: int) -> IndexedStep:
+        return self._index.get(step, _NO_STEP)
 
     def stored_metadata(self) -> Mapping[str, Any] | None:
-        """Return the facts about the run that are stored beside the steps."""
         found = stored_metadata(self.location)
         with self._lock:
             is_foreign = any(known.location is not None for known in self._index.values())
@@ -269,11 +269,11 @@ class RunDirectory:
             if entry.record is not None:
                 index[entry.step] = _indexed(entry.step, entry.record, location)
             elif entry.error is not None:
-                index[entry.step] = IndexedStep(StepState.DAMAGED, error=entry.error, location=location)
+                index[entry.step] = IndexedStep(error=entry.error, location=location)
         with self._lock:
             for step, known in self._index.items():
                 found = index.get(step)
-                if found is None and known.state is StepState.STRAY:
+                if found is None and known.is_none:
                     index[step] = known
                 elif found and found.record and known.error and known.record and not forget:  # its data was damaged
                     index[step] = known if found.record.identity == known.record.identity else found
@@ -287,10 +287,9 @@ class RunDirectory:
             self._put(step, None if record is None else _indexed(step, with_late(record, late)))
 
     def add_strays(self, steps: Iterable[int]) -> None:
-        """Note the steps whose folders are no checkpoints."""
         with self._lock:
             for step in steps:
-                self._put(step, IndexedStep(StepState.STRAY))
+                self._put(step, _NO_STEP)
 
     def _put(self, step: int, known: IndexedStep | None) -> None:
         self._infos = None
@@ -303,8 +302,7 @@ class RunDirectory:
         """Note that the data of a step is damaged: the step is not listed any more, and may be replaced."""
         error = DamagedCheckpointError(damage, unreadable=unreadable)
         with self._lock:
-            known = self._index.get(step, IndexedStep(StepState.DAMAGED))
-            self._put(step, replace(known, state=StepState.DAMAGED, error=error, info=None))
+            self._put(step, replace(self._known(step), error=error, info=None))
 
     def add_late_metrics(self) -> None:
         """Add the metrics that other programs have recorded since the directory was read."""
@@ -331,11 +329,10 @@ class RunDirectory:
 
     def known_record(self, step: int) -> CheckpointRecord | None:
         """Return the commit record of a step as it was last read; None if it is not there, or damaged."""
-        known = self._index.get(step)
-        return known.record if known is not None and known.state is StepState.COMMITTED else None
+        known = self._known(step)
+        return None if known.info is None else known.record
 
     def has_item(self, item: str, step: int) -> bool:
-        """Return whether a step is there, and has an item."""
         record = self.known_record(step)
         return record is not None and item in record.items
 
@@ -356,23 +353,24 @@ class RunDirectory:
     def steps_and_damaged(self) -> list[int]:
         """Return the committed steps and the damaged ones, in ascending order."""
         with self._lock:
-            return sorted(step for step, known in self._index.items() if known.state is not StepState.STRAY)
+            return sorted(step for step, known in self._index.items() if not known.is_none)
 
-    def state(self, step: Any) -> StepState | None:
-        """Return what the folder of a step holds, as far as it is known; None if there is no such folder."""
-        known = self._index.get(step)
-        return None if known is None else known.state
+    def is_damaged(self, step: int) -> bool:
+        return self._known(step).error is not None
 
-    def __contains__(self, step: object) -> bool:
-        return self.state(step) is StepState.COMMITTED
+    def is_stray(self, step: int) -> bool:
+        return step in self._index and self._known(step).is_none
+
+    def __contains__(self, step: Any) -> bool:
+        return self._known(step).info is not None
 
     def open_step(self, step: int) -> StoredItems:
         """Return the items of a step, of another place or of the directory."""
         if (held := self.held_elsewhere().get(step)) is not None:
             return OwnItems(*held)
-        record, known = self.record(step), self._index.get(step)
-        if known is not None and known.location is not None:
-            return OtherItems(open_at(known.location))
+        record = self.record(step)
+        if (place := self._known(step).location) is not None:
+            return OtherItems(open_at(place))
         return OwnItems(self.step_location(step), record)
 
     def may_read_again(self, step: int, stored: StoredItems, attempts: int) -> bool:
@@ -405,20 +403,17 @@ class RunDirectory:
         return self.stored_record(step) if held is None else held[1]
 
     def stored_record(self, step: int) -> CheckpointRecord:
-        """Return the commit record of a step of the directory, or its summary; looks again where it was not there.
-
-        Another program may have saved since. A process that has saved the step with others knows the summary only.
-        """
-        if self.state(step) in (None, StepState.STRAY):
+        """Return the commit record of a step of the directory, or its summary, which the others of its save know."""
+        if self._known(step).is_none:  # another program may have saved it since
             found = self._look(step)
             if found is not None and found.error is not None:
                 raise found.error
             if found is not None and found.record is not None:
                 self.add(step, found.record)
-        known = self._index.get(step)
-        if known is not None and known.error is not None:
+        known = self._known(step)
+        if known.error is not None:
             raise copy.copy(known.error)
-        if known is not None and known.record is not None:
+        if known.record is not None:
             return known.record
         steps = self.steps()
         there = f"there are {shortened_steps(steps)}" if steps else "there is none at all"
@@ -442,14 +437,13 @@ class RunDirectory:
     def acquire(
         self,
         metadata: Mapping[str, Any] | None,
-        belongs: RunIdentity | None,
+        belongs: RunIdentity,
         *,
         partial: CheckpointRecord | None = None,
     ) -> list[int]:
-        """Take ownership, remove the remains of interrupted runs, and store the metadata and options of the run.
+        """Take ownership, remove the remains of interrupted runs, and store the facts and the identity of the run.
 
-        The next attempt completes an interrupted copy of ``partial``. ``belongs`` has the run of a mirror, or the
-        mirror of a run, which this directory does not know itself. Return the steps whose folders are no checkpoints.
+        An interrupted copy of ``partial`` is left for the next. Return the steps whose folders are no checkpoints.
         """
         self.ownership.take()
         listing = self.location.snapshot()
@@ -472,27 +466,17 @@ class RunDirectory:
             place, record = self.step_location(step), self.stored_record(step)
             sweep_stray(place, {entry.name for entry in (listing / place.name).entries()}, record)
         store_metadata(self.location, metadata)
-        stored, belongs = stored_identity(self.location), belongs or RunIdentity()
-        identity = replace(
-            stored,
-            run=belongs.run or stored.run or new_run(),
-            directory=belongs.directory or stored.directory,
-            mirror=belongs.mirror or stored.mirror,
-            local=belongs.local or stored.local,
-        )
+        stored = stored_identity(self.location)
+        identity = belongs.over(stored)
         # A directory of holdfast 0.1 does not say whether it had a mirror.
         self._keeps_tombstones = identity.mirror is not None or (stored.run is None and bool(self.steps()))
-        self._store(identity)
+        self._store(identity if identity.run else replace(identity, run=os.urandom(16).hex()))
         known = [StepEntry(step, self.step_location(step)) for step in self.steps_and_damaged()]
         strays = sorted(entry.step for entry in stray_folders(self.location, self._series, known))
         self.add_strays(strays)
         if strays:
-            text = (
-                "%s: the folder of step %s holds files and no %s, such as after an interrupted copy: it is left alone, "
-                "and no such step is saved. Move it away, or delete it with `holdfast rm %s %s`"
-            )
             listed = shortened_steps(strays)
-            _logger.warning(text, self.location, listed, RECORD, self.location, " ".join(map(str, strays)))
+            _logger.warning(LEFT_ALONE, self.location, listed, RECORD, self.location, " ".join(map(str, strays)))
         return strays
 
     def _store(self, identity: RunIdentity) -> None:
@@ -518,10 +502,7 @@ class RunDirectory:
                 self._store(self._identity.with_tombstones(self._series, left))
 
     def _add_tombstone(self, step: int, *, later: bool = False) -> None:
-        """Note, before a deletion, that the mirror must delete the step, and that local steps do not count any more.
-
-        Otherwise the next run would take them from there.
-        """
+        """Note, before a deletion, that no run may take the step from the mirror, nor local steps from the hosts."""
         identity = self._identity
         if not self._writes or identity is None or not (self._keeps_tombstones or identity.local):
             return
@@ -553,7 +534,6 @@ class RunDirectory:
                 self._store(identity.with_branches(self._series, branches))
 
     def keep_partial(self, step: int) -> None:
-        """Leave an interrupted copy of a step for the next attempt."""
         self._partial.add(step)
 
     def sweep_partial(self, *, besides: int | None = None) -> None:
@@ -605,7 +585,6 @@ class RunDirectory:
             lock.release()
 
     def change(self, step: int, *, pinned: bool | None = None, metrics: Mapping[str, Any] | None = None) -> None:
-        """Replace the commit record of a step, atomically."""
         with self._changing:
             record = self.record(step) if self._writes else self.stored_record(step)
             # What other programs have added becomes a part of the record, or it would count as later than ``metrics``.
@@ -626,8 +605,8 @@ class RunDirectory:
     def delete(self, step: int, mirror: bool = False) -> None:
         """Delete a step, whole or damaged, and note it for the mirror if that must delete it, too."""
         with self._changing:
-            if self.state(step) in (None, StepState.COMMITTED):
-                self.stored_record(step)
+            if not (self.is_damaged(step) or self.is_stray(step)):
+                self.stored_record(step)  # raises an error if there is no such step
             if mirror:
                 self._add_tombstone(step)
             self._delete(step)
@@ -646,7 +625,7 @@ class RunDirectory:
             self.ownership.check()
             location = self.step_location(step)
             try:
-                if self.state(step) is StepState.STRAY:
+                if self.is_stray(step):
                     location.remove_tree()
                 else:
                     delete_checkpoint(location, self.known_record(step))
@@ -662,14 +641,8 @@ class RunDirectory:
         self.add(step, None)
 
     def make_room(self, step: int, *, replaces: bool = False) -> None:
-        """Rename the folder of a step that the disk fails to read, or in which no record can be written.
-
-        If a save replaces a linked step, remove the link.
-
-        The folder may become readable again, and the target of a link belongs to something else.
-        """
-        known, place = self._index.get(step), self.step_location(step)
-        error = None if known is None else known.error
+        """Rename a folder that the disk fails to read now, or that can have no record; remove a link to be replaced."""
+        error, place = self._known(step).error, self.step_location(step)
         # No record can be written where a directory, a pipe or a link lies.
         is_blocked = place.is_local and isinstance(error, DamagedCheckpointError) and not (place / RECORD).is_file()
         if not (is_blocked or is_unreadable(error) or place in self._unswept):
@@ -711,19 +684,14 @@ class RunDirectory:
         """Delete the steps that no rule keeps. A failure is logged; the next call tries again."""
         if self._reads_metrics:
             self.add_late_metrics()
-        if not any(isinstance(rule, KeepAll) for rule in self._rules):
-            self._delete_given_up(self._given_up())
-
-    def _given_up(self) -> dict[int, CheckpointRecord]:
-        """Return the steps that no rule keeps, with the records by which that was decided."""
+        if any(isinstance(rule, KeepAll) for rule in self._rules):
+            return
         records = {step: self.known_record(step) for step in self.steps()}  # before the metrics: these may be newer
         kept = kept_steps(self.infos(), self._rules) | {step for step, _ in self._protected()}
-        return {step: record for step, record in records.items() if step not in kept and record is not None}
-
-    def _delete_given_up(self, doomed: Mapping[int, CheckpointRecord]) -> None:
-        if doomed:
+        given_up = {step: record for step, record in records.items() if step not in kept and record is not None}
+        if given_up:
             self._warn_without_best()
-        for step, record in doomed.items():
+        for step, record in given_up.items():
             try:
                 with self._changing:
                     # If it was pinned, given metrics or deleted in the meantime, the next call decides again.
@@ -739,11 +707,9 @@ class RunDirectory:
         if rule is None or self._warned or not infos or any(info.value(rule.metric) is not None for info in infos):
             return
         self._warned = True
-        metrics = infos[-1].metrics
-        _logger.warning(
+        text = (
             "%s: no checkpoint has %s, by which best_fn finds the best (the newest has %s); the newest "
-            "are kept in place of the best",
-            self.location,
-            shown_metric(metric_name(rule.metric)),
-            ", ".join(metrics) if metrics else "no metrics",
+            "are kept in place of the best"
         )
+        found = ", ".join(infos[-1].metrics or ()) or "no metrics"
+        _logger.warning(text, self.location, shown_metric(metric_name(rule.metric)), found)

@@ -1,4 +1,4 @@
-"""The interval between two saves that loses least, learned from the events of a run.
+"""Periods as policies, and the interval between two saves that loses least, learned from the events of a run.
 
 A save that costs ``C`` seconds, every ``T`` seconds, takes ``C / T`` of the time. A failure, one in ``M`` seconds,
 loses half an interval on average, and also the time until a save is durable and the time to resume, which do not depend
@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 import re
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from ..clock import Duration, format_duration, seconds
 from ..errors import OptionError
-from .decisions import Moment, median
+from .decisions import Moment, SavePolicy, median
 from .events import RunEvents, number_in_event
-from .policies import Every
+from .retention import KeepPolicy, StepInfo
 
 _logger = logging.getLogger("holdfast")
 
@@ -33,6 +34,99 @@ _RECENT = 20  # number of the newest saves and resumes whose medians count
 _NOTABLE = 0.1  # the least relative change of the interval that is reported
 _BOUNDS = (60.0, 3600.0)  # the bounds of "auto" alone, in seconds
 _AUTO = re.compile(r"\s*auto(?:\s+(?P<least>\S.*?)\s+to\s+(?P<greatest>\S.*?))?\s*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Every(SavePolicy, KeepPolicy):
+    """A period, in steps or in time: a policy for ``save=`` and for ``keep=``.
+
+    As a :class:`SavePolicy`, it saves whenever the step passes a multiple of ``steps`` (a loop that skips one saves
+    right after it), or when ``secs`` have passed since the last save. As a :class:`KeepPolicy`, it keeps the newest
+    ``keep`` of the first steps at or past each multiple of ``steps``, or of the steps that are ``secs`` apart.
+
+    >>> CheckpointManagerOptions(save=[Every(steps=100, keep=5), Every(steps=1000)])  # doctest: +SKIP
+
+    Attributes:
+        steps: The period in steps.
+        secs: The period in time, instead: seconds, or ``"15m"``, ``"1h"``.
+        keep: How many of its steps to keep; None keeps all of them.
+
+    Raises:
+        OptionError: Not exactly one of ``steps`` and ``secs`` is given, or a number is below 1.
+    """
+
+    steps: int | None = None
+    secs: Duration | None = None
+    keep: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.steps is None) == (self.secs is None):
+            raise OptionError(f"{self!r}: give either steps= or secs=")
+        for name, value in (("steps", self.steps), ("keep", self.keep)):
+            if value is not None and (isinstance(value, bool) or not hasattr(value, "__index__") or value < 1):
+                raise OptionError(f"Every({name}={value!r}): this must be a whole number of at least 1, or None")
+            object.__setattr__(self, name, None if value is None else operator.index(value))
+        if self.secs is not None:
+            object.__setattr__(self, "secs", seconds(self.secs, name="secs"))
+
+    @property
+    def interval_secs(self) -> float | None:
+        """The seconds between two saves; None for a period in steps."""
+        return self.secs if isinstance(self.secs, float) else None  # __post_init__ has made it a number.
+
+    def reason(self, moment: Moment) -> str | None:
+        """Return why a save is due, or None."""
+        if self.steps is not None:
+            return self._why if passes(self.steps, moment.step, moment.previous) else None
+        assert isinstance(self.secs, float)
+        is_early = moment.last is None or 0 <= moment.now - moment.last < self.secs
+        return None if is_early else self._why
+
+    def kept(self, steps: Sequence[StepInfo]) -> dict[int, str]:
+        """Return the steps to keep, each with the reason."""
+        ordered = sorted(steps, key=operator.attrgetter("step"))
+        found = self._at_multiples(ordered) if self.steps is not None else self._apart(ordered)
+        why = "" if self.keep is None else f", one of the newest {self.keep}"
+        newest = list(found.items())[-self.keep if self.keep is not None else 0 :]
+        return {step: f"{reason}{why}" for step, reason in newest}
+
+    @property
+    def _why(self) -> str:
+        if self.steps is None:
+            return f"every {format_duration(self.interval_secs or 0)}"
+        return "every step" if self.steps == 1 else f"every {self.steps} steps"
+
+    def _at_multiples(self, ordered: Sequence[StepInfo]) -> dict[int, str]:
+        """Return step 0, and the first step at or past each multiple."""
+        assert self.steps is not None
+        kept: dict[int, str] = {}
+        passed = 0  # how many multiples the last kept step has passed; no step passes 0, where runs begin
+        for info in ordered:
+            if info.step // self.steps > passed or info.step == 0:
+                kept[info.step], passed = self._why, info.step // self.steps
+        return kept
+
+    def _apart(self, ordered: Sequence[StepInfo]) -> dict[int, str]:
+        """Return the lowest step, and each that was committed some seconds or more after the last of them."""
+        kept: dict[int, str] = {}
+        last = math.nan  # the time of the last kept step
+        for info in ordered:
+            if not math.isfinite(info.time) or 0 <= info.time - last < (self.interval_secs or 0):
+                continue
+            # An earlier time shows that the clock was set back; time is measured from there.
+            kept[info.step] = f"{self._why} (the clock was set back)" if info.time < last else self._why
+            last = info.time
+        return kept
+
+
+def passes(n: int, step: int, previous: int | None) -> bool:
+    """Whether a multiple of ``n`` lies after the previous step, up to this one."""
+    if previous is None:
+        return step % n == 0
+    return step // n != previous // n
+
+
+# ---- the interval that loses least
 
 
 def save_interval(given: Duration, *, name: str = "save_interval_secs") -> float | tuple[float, float]:
@@ -80,8 +174,6 @@ class Loss:
 
 @dataclass(slots=True)
 class _Start:
-    """One start of the program."""
-
     began: float
     last: float  # the time of its last event
     word: str = ""  # how it has ended, if an event says so
@@ -256,7 +348,7 @@ class Experience:
 
 
 @dataclass
-class LearnedInterval:
+class LearnedInterval(SavePolicy):
     """A trigger that saves at the interval that loses least by the events of the run, within bounds.
 
     The first save comes after the least interval, because only a save shows what one costs.
@@ -264,7 +356,6 @@ class LearnedInterval:
 
     least: float
     greatest: float
-    reads_metrics: ClassVar[bool] = False
     experience: Experience = field(default_factory=Experience, compare=False, repr=False)
     # The current trigger. Events arrive on the thread that saves, and replace it as a whole.
     _now: Every = field(init=False, compare=False, repr=False)

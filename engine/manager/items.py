@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..arrays import Layout, SharedReads, WrittenSteps
 from ..checkpoint import AsyncCheckpointer, Checkpointer, ItemToSave, StoredItems
@@ -74,9 +74,8 @@ class ItemSet:
         asked = self._rare if not isinstance(wanted, Mapping) else self._rare & wanted.keys()
         return sorted(asked.difference(stored.names))
 
-    def to_save(self, items: Any, kwargs: Mapping[str, Any], not_due: Collection[str]) -> dict[str, ItemToSave]:
-        """Pair each item with what saves it."""
-        values, arguments = (items, kwargs) if self._several else ({ITEM: items}, {ITEM: kwargs})
+    def to_save(self, content: StepContent, not_due: Collection[str]) -> dict[str, ItemToSave]:
+        values, arguments = self._by_name(content.items, content.kwargs)
         needed = self._checkpointers.keys() - self._optional
         if not isinstance(values, Mapping) or not needed <= values.keys() <= self._checkpointers.keys():
             given = ", ".join(map(str, values)) if isinstance(values, Mapping) else type(values).__name__
@@ -124,7 +123,6 @@ class ItemSet:
     def restore(
         self, stored: StoredItems, items: Any, kwargs: Mapping[str, Any], shared: SharedReads | None = None
     ) -> Any:
-        """Read items back."""
         asked, arguments = self._asked(items, kwargs)
         templates = asked or {}
         found = {}
@@ -148,8 +146,7 @@ class ItemSet:
     def _asked(
         self, items: Any, kwargs: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any] | None, Mapping[str, Mapping[str, Any]]]:
-        """Return the templates and the arguments by item."""
-        templates, arguments = (items, kwargs) if self._several else ({ITEM: items}, {ITEM: kwargs})
+        templates, arguments = self._by_name(items, kwargs)
         if templates is not None and not isinstance(templates, Mapping):
             raise OptionError(
                 f"this manager restores the items {', '.join(self._checkpointers)}: give templates by item, as "
@@ -157,6 +154,9 @@ class ItemSet:
             )
         self._check_arguments("restore_kwargs", arguments)
         return templates, arguments
+
+    def _by_name(self, items: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+        return (items, kwargs) if self._several else ({ITEM: items}, {ITEM: kwargs})
 
     def _completed(self, name: str, template: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """Ask for tensors where a tree is restored without a template: ``load_state_dict`` takes no numpy arrays."""
@@ -189,14 +189,24 @@ class ItemSet:
         return names
 
 
+class StepContent(NamedTuple):
+    """What a program passes to be saved at a step; ``kwargs`` are for the handlers."""
+
+    step: int
+    items: Any
+    metrics: Any
+    custom_metadata: Mapping[str, Any] | None
+    kwargs: Mapping[str, Any]
+
+
 class PendingSave:
     """The step that is being saved, and its metrics: more may come until the commit record is made."""
 
-    def __init__(self, step: int, reason: str, metrics: Any, custom_metadata: Mapping[str, Any] | None) -> None:
-        self.step = step
+    def __init__(self, content: StepContent, reason: str) -> None:
+        self.step = content.step
         self._reason = reason
-        self._facts = check_json("custom_metadata", custom_metadata)
-        self.metrics = None if metrics is None else plain_metrics(metrics)
+        self._facts = check_json("custom_metadata", content.custom_metadata)
+        self.metrics = None if content.metrics is None else plain_metrics(content.metrics)
         self._lock = Lock()
         self._open = True
 

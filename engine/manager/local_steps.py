@@ -30,30 +30,22 @@ from ..storage import CORES, TEMPORARY_PREFIX, DataReader, Location, ScatteredFi
 from .directory import RunDirectory
 from .events import described
 from .options import Local
-from .ownership import OPTIONS, LocalBranch, RunIdentity
-from .peers import Peer, PeerServer, RemoteReader, check_private, own_address
+from .ownership import OPTIONS, LocalBranch
+from .peers import PATIENCE, Peer, PeerServer, RemoteReader, check_private, own_address
 
 _logger = logging.getLogger("holdfast")
 
 _TOKEN = re.compile(r"[0-9a-f]{1,64}")
-_PATIENCE = 30.0  # seconds in which another host must send or take the next bytes
 
 OWN = "own"  # the folder of what the processes of a host have written
 COPIES = "copies"  # the folder of what other hosts have sent
 
 
 def neighbours(domains: Sequence[str], copies: int) -> list[list[int]]:
-    """Return for each host the ``copies`` other hosts that keep copies of its files, given the domain of each.
-
-    The hosts form a ring in which failure domains alternate, and each host sends to the next ones that are in other
-    domains; only where there are too few of these, to hosts of its own domain.
-    """
-    seen: dict[str, int] = {}
-    turns = []
-    for host, domain in enumerate(domains):
-        turns.append((seen.setdefault(domain, 0), host))
-        seen[domain] += 1
-    ring = [host for _, host in sorted(turns)]
+    """Return for each host the ``copies`` other hosts that keep copies of its files, given the domain of each."""
+    # Failure domains alternate in this ring. Each host sends to the next ones in other domains, and to hosts of its own
+    # only where there are too few of these.
+    ring = sorted(range(len(domains)), key=lambda host: (domains[:host].count(domains[host]), host))
     found: list[list[int]] = [[] for _ in domains]
     for place, host in enumerate(ring):
         after = [*ring[place + 1 :], *ring[:place]]
@@ -97,7 +89,6 @@ class WholeStep:
 
 
 def files_of(record: CheckpointRecord) -> Iterator[tuple[str, FileRecord]]:
-    """Generate the files of a checkpoint by their path in its folder."""
     for item in record.items.values():
         yield from item.paths.items()
 
@@ -129,10 +120,7 @@ def whole_steps(held: Sequence[Mapping[str, HeldStep]]) -> list[WholeStep]:
 
 
 def is_on_line(folder: str, step: int, branches: Sequence[LocalBranch]) -> bool:
-    """Return whether the history of a run goes through a local step, whose folder names the save and the start.
-
-    The branches are the last parts of the history in their order; each begins in the last.
-    """
+    """Return whether the history of a run, whose last branches are given, goes through the local step of a folder."""
     sequence, attempt = sequence_of(folder), folder.rpartition(".")[2]
     own = [n for n, branch in enumerate(branches) if branch.attempt == attempt and branch.sequence < sequence]
     return bool(own) and all(step <= later.after for later in branches[own[-1] + 1 :])
@@ -140,8 +128,6 @@ def is_on_line(folder: str, step: int, branches: Sequence[LocalBranch]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Host:
-    """One host of the program."""
-
     name: str
     domain: str
     url: str
@@ -157,6 +143,7 @@ class _Program:
     place: str  # the end of the name of that folder, which stands for the path of the directory
     token: str
     attempt: str  # text that no other start of the program has
+    branches: tuple[LocalBranch, ...]  # the history of which local steps counted at the start
 
 
 class LocalHosts:
@@ -169,9 +156,10 @@ class LocalHosts:
         self._options = options
         self._run = run
         self._processes = processes
-        self._patience = min(_PATIENCE, processes.timeout / 4)
+        self._patience = min(PATIENCE, processes.timeout / 4)
         self._server: PeerServer | None = None
-        self.branches: tuple[LocalBranch, ...] = ()  # the history of which local steps counted at the start
+        self.further: set[int] = set()  # whole steps that count, and are read if they are needed
+        self.left: set[int] = set()  # whole steps that do not count
         self._agreed_steps: list[dict[str, HeldStep]] = []  # of process 0
         self._elsewhere: dict[int, str] = {}  # on process 0, steps that are not known to be of this run, and why
         self.unused: dict[int, str] = {}  # steps that are not whole, or not known to be of this run, and why
@@ -188,10 +176,9 @@ class LocalHosts:
         name = local.host or f"{socket.gethostname()}/{machine_identity()}"
         me = {"name": name, "domain": local.failure_domain or name, "url": self.root.url}
         found = self._processes.agree("hosts of local steps", me, self._meet)
-        self.program = _Program(
-            [_Host(**one) for one in found["hosts"]], found["run"], found["place"], found["token"], found["attempt"]
-        )
-        hosts = self.program.hosts
+        hosts = [_Host(**one) for one in found["hosts"]]
+        branches = tuple(LocalBranch(*one) for one in found["branches"])
+        self.program = _Program(**{**found, "hosts": hosts, "branches": branches})
         self.host = next(number for number, host in enumerate(hosts) if host.name == name)
         self.leads = hosts[self.host].leader == self._processes.index  # whether it serves and copies for its host
         # The hosts that keep copies of the files of this one.
@@ -202,36 +189,26 @@ class LocalHosts:
                 "program, and not the loss of the host. Give copies=0 to say that this is meant",
                 self.root,
             )
-        held: dict[str, HeldStep] = {}
-        elsewhere: dict[int, str] = {}
-        problem = None
+        mine: dict[str, Any] = {"address": None, "held": {}, "elsewhere": [], "problem": None}
         try:
             self._check_places(self.program.run)
             if self.leads and len(hosts) > 1:
                 address = local.address or own_address(primary_host())
                 self._server = PeerServer(os.fspath(self.root), self.program.token, address, timeout=self._patience)
+                mine["address"] = self._server.address
             if self.leads:
                 held = self._held()
-                elsewhere = self._steps_elsewhere(held)
+                mine["held"] = {folder: one.to_json() for folder, one in held.items()}
+                mine["elsewhere"] = list(self._steps_elsewhere(held).items())
         except HoldfastError as error:  # all processes raise it
-            problem = f"{name}: {error}"
-        mine = {
-            "address": None if self._server is None else self._server.address,
-            "held": {folder: one.to_json() for folder, one in held.items()},
-            "elsewhere": list(elsewhere.items()),
-            "problem": problem,
-        }
+            mine["problem"] = f"{name}: {error}"
         answer = self._processes.agree("local steps", mine, self._first_choice)
         self.sequence = answer["sequence"]  # the largest number of a local step that any host has
-        self.branches = tuple(LocalBranch(*one) for one in answer["branches"])
-        for number, address in enumerate(answer["addresses"]):
+        for number, (host, address) in enumerate(zip(hosts, answer["addresses"], strict=True)):
             if address is not None and number != self.host:
-                host, port = address
-                self.peers[number] = Peer(
-                    f"host {hosts[number].name}", (host, port), self.program.token, timeout=self._patience
-                )
-        # The whole steps that count, and those that do not.
-        self.further, self.left = frozenset(answer["steps"]), frozenset(answer["left"])
+                token, patience = self.program.token, self._patience
+                self.peers[number] = Peer(f"host {host.name}", tuple(address), token, timeout=patience)
+        self.further, self.left = set(answer["steps"]), set(answer["left"])
         self.newest = self._find(answer, None)
         newest = max(self._newest_in_directory(), -1 if self.newest is None else self.newest.step)
         newer = [f"step {step}: {why}" for step, why in sorted(self.unused.items()) if step > newest]
@@ -248,22 +225,22 @@ class LocalHosts:
                     f"processes {host['leader']} and {index} are on one host, {host['name']}, and have different local "
                     f"folders: {host['url']} and {process['url']}; give them the same, or an identity each (host=)"
                 )
-        self.branches = self._run.branches
         return {
             "hosts": list(hosts.values()),
-            "run": self._folder_name(self._run.identity),
+            "run": self._folder_name(),
             "place": self._place_name(),
             "token": os.urandom(32).hex(),
             "attempt": os.urandom(4).hex(),
+            "branches": self._run.branches,
         }
 
-    def _folder_name(self, identity: RunIdentity) -> str | None:
+    def _folder_name(self) -> str | None:
         """Return the name of the folder of the run; None while the directory of the run is new."""
-        return f"{identity.run}.{self._place_name()}" if identity.run and _TOKEN.fullmatch(identity.run) else None
+        run = self._run.identity.run
+        return f"{run}.{self._place_name()}" if run and _TOKEN.fullmatch(run) else None
 
     def _place_name(self) -> str:
-        # A copy of a directory has the identity of the original, but another place, and is a run of its own. So are the
-        # steps with another prefix.
+        # A copy of a directory has the identity of the original, and is a run of its own, as is one of another prefix.
         first = self._run.step_location(0).url
         return hashlib.blake2b(first.encode("utf-8", "surrogateescape"), digest_size=4).hexdigest()
 
@@ -276,7 +253,6 @@ class LocalHosts:
             check_private(os.fspath(self.root / name), shared=False)
 
     def _held(self) -> dict[str, HeldStep]:
-        """Return what this host has of the steps of the run, by folder."""
         found: dict[str, HeldStep] = {}
         if self.program.run is None:
             return found
@@ -307,10 +283,10 @@ class LocalHosts:
         """Return the local steps that this run may have saved under another identity or path, and why they are left."""
         found = {}
         for entry in self.root.entries():
-            run, _, place = entry.name.partition(".")
+            run, _, path = entry.name.partition(".")
             if entry.name == self.program.run:
                 continue
-            if place == self.program.place:
+            if path == self.program.place:
                 why = (
                     f"{self._run.location / OPTIONS} does not name its run: the file was damaged or removed, or it is "
                     "a step of another run, which was saved in this directory before"
@@ -323,9 +299,11 @@ class LocalHosts:
                 )
             else:
                 continue
-            for folder in (*folders_in(self.root / entry.name / COPIES), *folders_in(self.root / entry.name / OWN)):
-                if (folder / RECORD).is_there():
-                    found[step_of(folder.name)] = f"{folder} is left: {why}"
+            for where in (COPIES, OWN):
+                place = self.root / entry.name / where
+                for folder in [place / one.name for one in place.entries() if one.is_directory]:
+                    if not folder.is_link() and (folder / RECORD).is_there():
+                        found[step_of(folder.name)] = f"{folder} is left: {why}"
         return found
 
     def _first_choice(self, processes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -342,7 +320,6 @@ class LocalHosts:
         return {
             "addresses": [leader["address"] for leader in leaders],
             "sequence": max(numbers, default=0),
-            "branches": self.branches,
             **self._choose(None),
             "steps": counting,
             "left": [whole.step for whole in whole_steps(self._agreed_steps) if whole.step not in counting],
@@ -350,8 +327,8 @@ class LocalHosts:
 
     def _counts(self, folder: str, step: int) -> bool:
         """Return whether the history that leads to the newest step goes through a local step; on process 0."""
-        if self.branches:
-            return is_on_line(folder, step, self.branches)
+        if self.program.branches:
+            return is_on_line(folder, step, self.program.branches)
         return step > self._newest_in_directory()  # no history was noted: the directory is new
 
     def _counting(self) -> list[WholeStep]:
@@ -359,10 +336,7 @@ class LocalHosts:
         return [whole for whole in whole_steps(self._agreed_steps) if self._counts(whole.folder, whole.step)]
 
     def _choose(self, step: int | None) -> dict[str, Any]:
-        """Return a step that counts, or without its number the newest if it is newer than all of the directory.
-
-        Return also those that would count and are not used, each with the reason.
-        """
+        """Return the named step that counts, or the newest if the directory has none as new; and those not used."""
         counting, unused = self._counting(), self._elsewhere.copy()
         for folder in set().union(*self._agreed_steps):
             why = gather(folder, self._agreed_steps)
@@ -370,28 +344,25 @@ class LocalHosts:
                 unused[step_of(folder)] = why
         for whole in counting:
             unused.pop(whole.step, None)
-        answer: dict[str, Any] = {"whole": None, "unused": list(unused.items())}
-        for whole in counting:
-            # Of equal ones, that of the directory may have been replaced.
-            if whole.step > self._newest_in_directory() if step is None else whole.step == step:
-                document = whole.record.to_document()
-                return {**answer, "whole": {"folder": whole.folder, "record": document, "holders": whole.holders}}
-        return answer
+        newest = self._newest_in_directory()  # an equal local step may be one that the directory has replaced
+        found = [whole for whole in counting if (whole.step > newest if step is None else whole.step == step)]
+        chosen = [
+            {"folder": one.folder, "record": one.record.to_document(), "holders": one.holders} for one in found[:1]
+        ]
+        return {"whole": chosen[0] if chosen else None, "unused": list(unused.items())}
 
     def _again(self, step: int | None, folder: str, processes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Choose again, without what the hosts have found damaged in a folder; on process 0."""
-        any_damage = False
         for steps, host in zip(self._agreed_steps, self.program.hosts, strict=True):
-            damaged = set(processes[host.leader]["damaged"])
-            any_damage |= bool(damaged)
             if folder in steps:
-                held = steps[folder]
+                held, damaged = steps[folder], processes[host.leader]
                 kept = {path: where for path, where in held.files.items() if path not in damaged}
                 steps[folder] = replace(held, files=kept)
-        return {"damaged": any_damage, **self._choose(step)}
+        return {"damaged": any(processes), **self._choose(step)}
 
     def take(self, step: int) -> WholeStep | None:
         """Return one of the ``further`` steps, if it is whole; all processes call it."""
+        self.further.discard(step)
         return self._find(self._processes.agree("local step", None, lambda _: self._choose(step)), step)
 
     def _find(self, answer: Mapping[str, Any], number: int | None) -> WholeStep | None:
@@ -400,18 +371,23 @@ class LocalHosts:
             record = CheckpointRecord.from_document(whole["record"], source=whole["folder"])
             holders = {path: [(host, where) for host, where in one] for path, one in whole["holders"].items()}
             step = WholeStep(whole["folder"], record, holders)
-            verified = True
             for digested in (True, False):  # the index first, which has the checksums of the others
                 mine = self._damaged(step, digested) if self.leads else []
                 again = partial(self._again, number, step.folder)
-                answer = self._processes.agree("verified local steps", {"damaged": mine}, again)
+                answer = self._processes.agree("verified local steps", mine, again)
                 if answer["damaged"]:
-                    verified = False
                     break
-            if verified:
+            else:
                 break
         self.unused = dict(answer["unused"])
-        return None if whole is None else step
+        if whole is None:
+            return None
+        self.further.discard(step.step)
+        return step
+
+    def forget(self) -> None:
+        """Forget the steps that were found."""
+        self.unused, self.further, self.left = {}, set(), set()
 
     def _newest_in_directory(self) -> int:
         return max(self._run.steps(), default=-1)
@@ -445,13 +421,8 @@ class LocalHosts:
         met = parallel_map(is_met, here, CORES)
         damaged = [path for (path, _), good in zip(here, met, strict=True) if not good]
         if damaged:
-            _logger.warning(
-                "%s: %d files of the local step %d are damaged on this host, such as %s",
-                self.root,
-                len(damaged),
-                step.step,
-                damaged[0],
-            )
+            text = "%s: %d files of the local step %d are damaged on this host, such as %s"
+            _logger.warning(text, self.root, len(damaged), step.step, damaged[0])
         return damaged
 
     def opened(self, step: WholeStep) -> tuple[Location, CheckpointRecord]:
@@ -459,13 +430,10 @@ class LocalHosts:
         having = {host for places in step.holders.values() for host, _ in places}
         missing = [host.name for number, host in enumerate(self.program.hosts) if number not in having]
         if self._processes.is_primary:
-            _logger.info(
-                "%s: step %d (%s) is whole in the local places of the hosts%s",
-                self._run.location,
-                step.step,
-                format_size(step.record.nbytes),
-                f", and on {', '.join(missing)} there is nothing of it" if missing else "",
-            )
+            size = format_size(step.record.nbytes)
+            lost = f", and on {', '.join(missing)} there is nothing of it" if missing else ""
+            text = "%s: step %d (%s) is whole in the local places of the hosts%s"
+            _logger.info(text, self._run.location, step.step, size, lost)
         return self._location_of(step), step.record
 
     # ---- reading
@@ -491,10 +459,11 @@ class LocalHosts:
     def make_folder(self, rendezvous: Rendezvous | None) -> Location | None:
         """Make the folder of the run on all hosts; raise StorageError on all processes if one cannot."""
         # A process that has failed before takes no part in this, so it belongs to the local save, which that one knows.
-        name = self._folder_name(self._run.identity) if self._processes.is_primary else None
+        timeout = self._processes.timeout
+        name = self._folder_name() if self._processes.is_primary else None
         if rendezvous is not None:
             mine = json.dumps(name).encode() if self._processes.is_primary else None
-            name = json.loads(rendezvous.broadcast("run", mine, self._processes.timeout))
+            name = json.loads(rendezvous.broadcast("run", mine, timeout))
         problem = space = None
         if name is None:  # the file that identifies the run is damaged
             problem = f"{self._run.location}: the identity of the run is not known"
@@ -511,9 +480,10 @@ class LocalHosts:
             except (HoldfastError, OSError) as error:
                 problem = described(error)
         mine = b"" if problem is None else f"process {self._processes.index}: {problem}".encode()
-        found = mine if rendezvous is None else rendezvous.summarize("folders", mine, self._processes.timeout, _first)
-        if found:
-            raise StorageError(found.decode())
+        if rendezvous is not None:
+            mine = rendezvous.summarize("folders", mine, timeout, lambda texts: next(filter(None, texts), b""))
+        if mine:
+            raise StorageError(mine.decode())
         return space
 
     def send(self, number: int, path: str, size: int, pieces: Callable[[], Iterable[memoryview]]) -> None:
@@ -525,12 +495,6 @@ class LocalHosts:
             peer.close()
         if self._server is not None:
             self._server.close()
-
-
-def folders_in(place: Location) -> list[Location]:
-    """Return the folders of local steps in a place; nothing else there is ours."""
-    found = [place / entry.name for entry in place.entries() if entry.is_directory]
-    return [folder for folder in found if not folder.is_link()]
 
 
 def record_of(folder: Location) -> CheckpointRecord | None:
@@ -563,7 +527,3 @@ def sequence_of(folder: str) -> int:
 
 def step_of(folder: str) -> int:
     return sequence_of(folder.partition(".")[2])
-
-
-def _first(texts: Sequence[bytes]) -> bytes:
-    return next(filter(None, texts), b"")

@@ -11,25 +11,26 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 from ..checkpoint import BackgroundSave, ItemToSave, Save, leave_save
-from ..clock import Clock, seconds
-from ..distributed import ProcessGroup, Rendezvous, missed_a_process
+from ..clock import seconds
+from ..distributed import Rendezvous, missed_a_process
 from ..errors import OwnershipError, PeerFailedError, StorageError
 from ..forks import Lock
 from ..format import RECORD, CheckpointRecord
 from ..storage import Buffer, Location, parallel_map
-from .directory import RunDirectory
-from .events import RunEvents, described
+from .events import described
+from .intervals import passes
 from .items import PendingSave
 from .local_steps import COPIES, OWN, LocalHosts, WholeStep, files_in, is_on_line, sequence_of
-from .options import CheckpointManagerOptions, Local, LocalStatus
+from .options import Local, LocalStatus
 from .ownership import LocalBranch
-from .places import StepPlace
-from .policies import passes
+from .peers import PIECE
+from .places import Point, StepPlace
+from .run import Run
 
 _logger = logging.getLogger("holdfast")
 
@@ -39,7 +40,6 @@ OnCommit = Callable[[Location, CheckpointRecord], None]
 _KEPT = 2  # local steps
 _BRANCHES = 8  # more than there are parts of the history with one of the kept steps
 _SENDERS = 4  # files that a host sends at a time
-_PIECE = 1 << 20
 _SILENCE = 60.0  # seconds between two events that tell of local saves
 
 
@@ -51,27 +51,15 @@ class LocalHistory(NamedTuple):
 
 
 class LocalTier(StepPlace):
-    """The local steps of one run, as one of its processes sees them; all processes call the same methods.
+    """The local steps of one run, as one of its processes sees them; all processes call the same methods."""
 
-    The thread of the program decides the history: it changes at a restore before the first step, and where the step of
-    the program shows that it has gone back. A save takes the history when it begins, and process 0 notes it right
-    before the commit. Until then, the steps of a branch that was left count.
-    """
+    # The thread of the program decides the history: it changes at a restore before the first step, and where the step
+    # of the program shows that it has gone back. A save takes the history when it begins, and process 0 notes it right
+    # before the commit. Until then, the steps of a branch that was left count.
 
-    def __init__(
-        self,
-        options: CheckpointManagerOptions,
-        run: RunDirectory,
-        processes: ProcessGroup,
-        clock: Clock,
-        events: RunEvents,
-    ) -> None:
-        assert options.local is not None
-        self._options: Local = options.local
-        self._run = run
-        self._processes = processes
-        self._clock = clock
-        self._events = events
+    def __init__(self, options: Local, run: Run) -> None:
+        self._options = options
+        self._run, self._processes, self._clock, self._events = run.steps, run.processes, run.clock, run.events
         self.reason = f"every {self._options.every} steps"
         self._previous: int | None = None  # the step after which the next local save is due
         self._reached: int | None = None  # the last step of the program that this has seen
@@ -79,7 +67,7 @@ class LocalTier(StepPlace):
         self._newest = -1  # the largest local step of the history
         # The step of a restore since then, and whether it was a local one: perhaps the program only looks at it.
         self._restored: tuple[int, bool] | None = None
-        self._background = BackgroundSave(seconds(options.save_timeout_secs))
+        self._background = BackgroundSave(seconds(run.options.save_timeout_secs))
         self._lost: Exception | None = None  # of a save that has missed a process, or the store: the next would, too
         self._error: str | None = None
         self._warned: set[str] = set()
@@ -87,7 +75,7 @@ class LocalTier(StepPlace):
         self._told: float | None = None  # the monotonic clock at that event
         self._kept: dict[str, int] = {}  # the local steps that count, by their folder, in ascending order
         self._space: Location | None = None  # the folder of the run; None until this run has its directory
-        self._hosts = LocalHosts(self._options, run, processes)
+        self._hosts = LocalHosts(options, run.steps, run.processes)
         self._sequence = self._hosts.sequence
         self._history = LocalHistory(0, ())
         self._continue_after(-1, ())
@@ -95,31 +83,29 @@ class LocalTier(StepPlace):
         self._noted = 0  # the number of the history that was noted last
         self._noting = Lock()  # the saves of both places note it, and change which local steps are kept
         self.held = {}
-        self._further = self._hosts.further  # further whole ones, which are read if they are needed
-        self._left = self._hosts.left  # whole ones that do not count
         self._saved: frozenset[int] = frozenset()  # those that this run has saved, for its next start
-        self.unused = self._hosts.unused
         if self._hosts.newest is not None:
             self._read(self._hosts.newest)
+
+    @property
+    def unused(self) -> Mapping[int, str]:
+        return self._hosts.unused
 
     @property
     def bytes_from_peers(self) -> int:
         """Bytes that this process has read from other hosts."""
         return sum(peer.bytes_read for peer in self._hosts.peers.values())
 
-    def steps(self) -> frozenset[int]:
-        return self._further
+    def steps(self) -> Collection[int]:
+        return self._hosts.further
 
     def may_have(self, step: int) -> bool:
-        return step in self._further and step not in self._run
+        return step in self._hosts.further and step not in self._run
 
     def fetch(self, step: int, overwrite: bool) -> bool:
-        """Let the run read a step that the hosts have, if it is whole."""
-        if step not in self._further:
+        if step not in self._hosts.further:
             return False
-        self._further -= {step}
         found = self._hosts.take(step)
-        self.unused = self._hosts.unused
         if found is not None:
             self._read(found)
         return found is not None
@@ -134,20 +120,17 @@ class LocalTier(StepPlace):
         return passes(self._options.every, step, self._previous)
 
     def restored(self, step: int) -> dict[str, Any]:
-        """Note that the run resumes from a step, or perhaps one process only looks at it."""
         is_local = step in self.held
         if self._reached is None:
             self._previous = step
-            self._continue_after(step, self._hosts.branches if is_local else ())
+            self._continue_after(step, self._hosts.program.branches if is_local else ())
         else:
             self._restored = step, is_local
         return {"local": True, "peer_bytes": self.bytes_from_peers} if is_local else {}
 
     def _reach(self, step: int, *, again: bool = False) -> None:
-        """Take a step of the program, and change the history if the run has gone back, or saves a step ``again``.
-
-        The steps, which are the same on all processes, decide which local saves are due; a restore may be of one only.
-        """
+        """Take a step of the program, and change the history if the run has gone back, or saves a step ``again``."""
+        # The steps are the same on all processes, and decide which local saves are due; a restore may be of one only.
         last, self._reached = self._reached, step
         restored, self._restored = self._restored, None
         if last is None or step > last:
@@ -180,7 +163,6 @@ class LocalTier(StepPlace):
         kept = {**self._kept, found.folder: found.step}
         self._kept = dict(sorted(kept.items(), key=lambda one: one[1]))
         self.held = {**self.held, found.step: self._hosts.opened(found)}
-        self._further -= {found.step}
 
     def place_of(self, step: int) -> Location:
         """Return the folder with what this host has written of a step that it keeps, or may write beside it."""
@@ -188,16 +170,14 @@ class LocalTier(StepPlace):
         return self._hosts.root / str(self._hosts.program.run) / OWN / folder
 
     def drop(self, step: int, damage: str) -> None:
-        """Read a local step, which is damaged, no more."""
         self._hosts.unused[step] = damage
-        self.unused = self._hosts.unused
         self.held = {held: found for held, found in self.held.items() if held != step}
 
     def elsewhere(self, step: object) -> str:
         where = f"; the hosts have step {step} in {self._options.url}"
         if step in self._saved:
             return f"{where}, where only a new start of the program reads it, since this one has saved local steps"
-        if step not in self._left:
+        if step not in self._hosts.left:
             return ""
         newest = max([*self.held, *self._run.steps()], default=None)
         way = "" if newest is None else f"; without a number, the run resumes from step {newest}"
@@ -206,29 +186,24 @@ class LocalTier(StepPlace):
             f"without local steps, or steps of it were deleted{way}"
         )
 
-    def save_begins(self, step: int) -> None:
-        """Find the history to note before the commit of a save in the directory that begins, and the one after it.
-
-        If the step is saved once more, the local step counts until the commit; then the one of the directory does.
-        """
-        self.held = {held: found for held, found in self.held.items() if held < step}
-        before, last = self._history, self._reached
-        self._reach(step, again=True)
-        self._saving = before if step == last else self._history, self._history
-
-    def committing(self) -> None:
-        self.note(self._saving[0])
-
-    def committed(self, step: int) -> None:
-        """Let local steps not count that a save in the directory has replaced, after its commit."""
-        history = self._saving[1]
-        if self._processes.is_primary:
-            try:
-                self.note(history)
-            except (StorageError, OwnershipError) as error:  # the local step may stand in for this one, if damaged
-                _logger.debug("%s: the history after step %d is not noted: %s", self._run.location, step, error)
-        with self._noting:
-            self._keep(_on_line(self._kept, history))
+    def reached(self, point: Point, step: int) -> None:
+        if point == "saving":
+            self.held = {held: found for held, found in self.held.items() if held < step}
+            before, last = self._history, self._reached
+            self._reach(step, again=True)
+            # If the step is saved once more, the local one counts until the commit; then that of the directory does.
+            self._saving = before if step == last else self._history, self._history
+        elif point == "commit":
+            self.note(self._saving[0])
+        elif point == "committed":
+            history = self._saving[1]
+            if self._processes.is_primary:
+                try:
+                    self.note(history)
+                except (StorageError, OwnershipError) as error:  # the local step may stand in for this one, if damaged
+                    _logger.debug("%s: the history after step %d is not noted: %s", self._run.location, step, error)
+            with self._noting:
+                self._keep(_on_line(self._kept, history))
 
     def note(self, history: LocalHistory) -> None:
         """Note a history right before the commit of a save, so that other local steps do not count; on process 0."""
@@ -238,8 +213,7 @@ class LocalTier(StepPlace):
                 self._noted = history.number
 
     def forget(self) -> None:
-        """Start anew: steps of the run were deleted explicitly, and the local ones are not to bring them back."""
-        self._continue_after(-1, ())
+        self._continue_after(-1, ())  # no local step is to bring back one that was deleted
         self._keep({})
         self._forget_found()
 
@@ -248,8 +222,8 @@ class LocalTier(StepPlace):
 
     def _forget_found(self) -> None:
         """Read no local step of an earlier start any more."""
-        self.held, self.unused = {}, {}
-        self._further = self._left = frozenset()
+        self.held = {}
+        self._hosts.forget()
 
     def begin(self, step: int) -> Rendezvous | None:
         """Count a save that is due, before anything can fail, so that all processes count alike."""
@@ -275,17 +249,6 @@ class LocalTier(StepPlace):
             leave_save(rendezvous, error)
         return self._space is not None
 
-    def make_room(self, step: int) -> None:
-        """Remove the local steps on this host that do not count, before a save, as they may be what fills the host."""
-        if self._hosts.leads:
-            try:
-                self._remove_uncounted(self._folder(step))
-            except StorageError as error:
-                _logger.debug("%s: local steps that do not count are not removed: %s", self._space, error)
-
-    def _folder(self, step: int) -> str:
-        return f"{self._sequence:08d}.{step}.{self._hosts.program.attempt}"
-
     def save(
         self,
         pending: PendingSave,
@@ -296,7 +259,13 @@ class LocalTier(StepPlace):
     ) -> None:
         """Save a step; writing and copying happen in the background, if the items allow that."""
         assert self._space is not None
-        step, folder = pending.step, self._folder(pending.step)
+        step = pending.step
+        folder = f"{self._sequence:08d}.{step}.{self._hosts.program.attempt}"
+        if self._hosts.leads:
+            try:
+                self._remove_uncounted(folder)  # before the save, as they may be what fills the host
+            except StorageError as error:
+                _logger.debug("%s: local steps that do not count are not removed: %s", self._space, error)
         save = Save(
             self._space / OWN / folder,
             {name: item._replace(reuse=None) for name, item in values.items()},
@@ -387,14 +356,9 @@ class LocalTier(StepPlace):
         if missed_a_process(error):
             self._lost = error
         self._events.write("local_failed", step=step, error=self._error)
-        _logger.log(
-            logging.DEBUG if kind in self._warned else logging.WARNING,
-            "%s: the local save of step %d failed; training continues, and its steps are in %s: %s",
-            self._hosts.root,
-            step,
-            self._run.location,
-            error,
-        )
+        level = logging.DEBUG if kind in self._warned else logging.WARNING
+        text = "%s: the local save of step %d failed; training continues, and its steps are in %s: %s"
+        _logger.log(level, text, self._hosts.root, step, self._run.location, error)
         self._warned.add(kind)
 
     def _send_copies(self, folder: str) -> int:
@@ -406,25 +370,13 @@ class LocalTier(StepPlace):
 
         def send(one: tuple[int, str, int]) -> None:
             number, path, size = one
-            self._send_file(number, f"{COPIES}/{folder}/{path}", place / path, size)
+            self._hosts.send(number, f"{COPIES}/{folder}/{path}", size, lambda: _pieces(place / path, size))
 
         parallel_map(send, work, _SENDERS, name="holdfast-copies")
         return sum(size for _, _, size in work)
 
-    def _send_file(self, number: int, path: str, source: Location, size: int) -> None:
-        def pieces() -> Iterator[memoryview]:
-            buffer = Buffer()
-            with source.open_data(cached=True) as file:
-                for start in range(0, size, _PIECE):
-                    yield file.read(start, min(_PIECE, size - start), buffer).data
-
-        self._hosts.send(number, path, size, pieces)
-
     def _remove_uncounted(self, newest: str) -> None:
-        """Remove the local steps on this host that do not count any more.
-
-        Those are of failed saves and of earlier starts, which have ended: this run owns the directory now.
-        """
+        """Remove the local steps on this host of failed saves, and of earlier starts, which have ended."""
         assert self._space is not None
         for where in (OWN, COPIES):
             for entry in (self._space / where).entries():
@@ -434,7 +386,6 @@ class LocalTier(StepPlace):
     # ---- the end
 
     def status(self) -> LocalStatus:
-        """Return what this run has in the local places."""
         names = [host.name for host in self._hosts.program.hosts]
         return LocalStatus(
             path=self._hosts.root.url,
@@ -445,7 +396,6 @@ class LocalTier(StepPlace):
         )
 
     def wait(self) -> None:
-        """Wait for the local save that is under way."""
         self._background.join()
 
     def close(self, *, finished: bool) -> None:
@@ -458,6 +408,13 @@ class LocalTier(StepPlace):
         saved = max(self._run.steps(), default=-1)
         if finished and self._hosts.leads and self._space is not None and last is not None and saved >= last:
             _remove(self._space)
+
+
+def _pieces(file: Location, size: int) -> Iterator[memoryview]:
+    buffer = Buffer()
+    with file.open_data(cached=True) as reader:
+        for start in range(0, size, PIECE):
+            yield reader.read(start, min(PIECE, size - start), buffer).data
 
 
 def _on_line(kept: Mapping[str, int], history: LocalHistory) -> dict[str, int]:

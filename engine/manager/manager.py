@@ -20,10 +20,10 @@ from ..storage import Location, Place, as_location
 from .decisions import AbandonedSteps, Decision, SaveDecisions, Wanted
 from .directory import record_metrics as add_metrics
 from .intervals import LearnedInterval
-from .items import ItemSet
+from .items import ItemSet, StepContent
 from .metrics import as_given, plain_metrics
 from .mirror import MirrorStatus, RunMirror
-from .options import CheckpointManagerOptions, LocalStatus, mirror_of, save_triggers, shown_call
+from .options import CheckpointManagerOptions, LocalStatus, Mirror, mirror_of, save_triggers, shown_call
 from .ownership import stored_options
 from .resuming import Peek, Restored, StepRestorer
 from .retention import best, newest_with
@@ -50,9 +50,9 @@ class CheckpointManager(ExplainsNames):
         checkpointers: A checkpointer for the one item, or a dictionary of them for several. None is one item: a tree,
             saved in the background.
         options: When to save and what to keep.
-        metadata: Facts about the run, as JSON can hold them; stored beside the checkpoints.
+        metadata: Facts about the run, as JSON can hold them; stored with the checkpoints.
         clock: Where the time comes from.
-        coordinator: How processes find each other. None takes jax.distributed or torch.distributed where one of them is
+        coordinator: How processes find each other. None takes jax.distributed or torch.distributed if one of them is
             initialized; ``hf.processes.Alone()`` is this process alone.
         observer: What observes the run, such as a rehearsal or a trace (``holdfast.observer.Observer``). None is
             the observer of the process, which does nothing unless ``holdfast supervise`` or ``holdfast drill`` has
@@ -67,7 +67,7 @@ class CheckpointManager(ExplainsNames):
 
     Raises:
         CheckpointExistsError: The directory holds checkpoints of another library, or of another ``step_prefix``, and
-            none of this run, which would start from 0 beside them. A manager that is ``read_only`` opens it, and
+            none of this run, which would start from 0 next to them. A manager that is ``read_only`` opens it, and
             restores the steps of Orbax.
 
     >>> import tempfile, numpy as np
@@ -111,15 +111,14 @@ class CheckpointManager(ExplainsNames):
         self._steps, self._background, self.events = self._run.steps, self._run.background, self._run.events
         self._mirror: RunMirror | None = None  # None without one, and for a manager that only reads
         self._local: LocalTier | None = None  # the local steps of the hosts; None as above
-        parts = self._steps, self.processes, self._clock, self.events
-        if mirrored is not None and writes:
-            self._mirror = RunMirror(mirrored, self.options, *parts)
+        if mirror is not None and mirrored is not None and writes:
+            self._mirror = RunMirror(mirrored, mirror, self._run)
             self._run.add_place(self._mirror)
         if self.options.local is not None and writes:
             from .local_tier import LocalTier  # needs sockets, which take longer to import than a small save
 
             self._run.compare_options()
-            self._local = LocalTier(self.options, *parts)
+            self._local = LocalTier(self.options.local, self._run)
             self._run.add_place(self._local)
         self.observer.joins(self.processes.index, self.processes.count)
         triggers = (*save_triggers(self.options), Wanted(self.observer))
@@ -157,7 +156,7 @@ class CheckpointManager(ExplainsNames):
         What the mirror does not have in the end is logged, with what to do.
 
         Args:
-            timeout_secs: How long to wait at most, in seconds. Where the measured rate says that the step does not
+            timeout_secs: How long to wait at most, in seconds. If the measured rate says that the step does not
                 arrive in that time, this returns at once. None waits for ``wait_secs`` of the mirror.
 
         Returns:
@@ -166,7 +165,7 @@ class CheckpointManager(ExplainsNames):
         mirror = self._mirror
         if mirror is None or not self.processes.is_primary:
             return True
-        return mirror.finish(mirror.limit) if timeout_secs is None else mirror.finish(timeout_secs, must_fit=True)
+        return mirror.finish(timeout_secs)
 
     # ---- reading the directory
 
@@ -178,7 +177,7 @@ class CheckpointManager(ExplainsNames):
         """Return the newest committed step, or None; at the start of a run, it may be one that only the hosts have.
 
         Args:
-            item: An item that the step must have; not every step has those of ``item_intervals``.
+            item: An item that the step must have; not every step has the items of ``item_intervals``.
         """
         if item is not None:
             return newest_with(item, self._steps.infos())
@@ -239,7 +238,7 @@ class CheckpointManager(ExplainsNames):
         return self._steps.listed_record(step).custom_metadata
 
     def metadata(self) -> Mapping[str, Any] | None:
-        """Return the facts about the run that are stored beside the checkpoints, or None."""
+        """Return the facts about the run that are stored with the checkpoints, or None."""
         return self._run.metadata()
 
     def structure(self, step: int | None = None) -> Any:
@@ -297,7 +296,7 @@ class CheckpointManager(ExplainsNames):
                 named in it are restored; None restores all. All of them are of the one step: an item of
                 ``item_intervals`` that the step does not have is left out, with a warning that names the step that has
                 it. Read that one with ``restore(manager.latest_step("replay"), {"replay": None})``. Without a template,
-                arrays are those of numpy, and tensors of torch where the program has imported it.
+                arrays are numpy arrays, or tensors of torch if the program has imported it.
             restore_kwargs: Further arguments for the handler, or a dictionary of them by item.
 
         Returns:
@@ -408,8 +407,8 @@ class CheckpointManager(ExplainsNames):
 
         Args:
             step: The number of optimizer updates in the items, 0 or more.
-            items: The item, or a dictionary of items if the manager has several; those of ``item_intervals`` are saved
-                if they are due, and may be left out.
+            items: The item, or a dictionary of items if the manager has several; the items of ``item_intervals`` are
+                saved if they are due, and may be left out.
             metrics: Numbers to store with the checkpoint and to rank it by: a dictionary, or any other container. It
                 may hold dictionaries, lists, tuples, namedtuples, dataclasses and arrays of up to 4096 numbers. They
                 come back, and are given to ``best_fn``, as dictionaries and lists.
@@ -427,21 +426,21 @@ class CheckpointManager(ExplainsNames):
             SaveFailedError: The save before this one failed in the background; this one is done nevertheless, unless
                 it failed because another process did not answer.
             UnsupportedLeafError: An item cannot be saved; nothing was written.
-            OptionError: The items are not those of the manager, or JSON cannot hold ``custom_metadata``.
+            OptionError: The items are not the manager's, or JSON cannot hold ``custom_metadata``.
             OwnershipError: Another run writes to this directory.
         """
         self._run.check_writable()
-        step, kwargs = valid_step(step), save_kwargs or {}
+        content = StepContent(valid_step(step), items, metrics, custom_metadata, save_kwargs or {})
         try:
-            saved = self._saves.save(step, items, metrics, custom_metadata, force, kwargs, reason)
+            saved = self._saves.save(content, force, reason)
         except BaseException as error:
-            # That of the save before in the background does not concern this step.
+            # An error of the save before, in the background, is not about this step.
             if isinstance(error, SaveFailedError) and not missed_a_process(error.__cause__):
-                self._saves.save_locally(step, items, metrics, custom_metadata, kwargs)
+                self._saves.save_locally(content)
             else:
-                self._saves.miss_locally(step, error)
+                self._saves.miss_locally(content.step, error)
             raise
-        self._saves.save_locally(step, items, metrics, custom_metadata, kwargs)
+        self._saves.save_locally(content)
         return saved
 
     def local_due(self, step: int) -> bool:
@@ -481,7 +480,8 @@ class CheckpointManager(ExplainsNames):
             PeerFailedError: It failed because the store that connects the processes did not answer.
         """
         self._run.check_writable()
-        return self._saves.save_locally(valid_step(step), items, metrics, custom_metadata, save_kwargs or {})
+        content = StepContent(valid_step(step), items, metrics, custom_metadata, save_kwargs or {})
+        return self._saves.save_locally(content)
 
     def local_status(self) -> LocalStatus | None:
         """Return what this run has in the local places of its hosts; None without the option ``local``."""
@@ -490,7 +490,7 @@ class CheckpointManager(ExplainsNames):
     def record_metrics(self, step: int, metrics: Any) -> None:
         """Store metrics with a step that was saved or is being saved; new values replace old ones.
 
-        A manager that is ``read_only`` leaves them to the run beside it, as ``hf.record_metrics`` does.
+        A manager that is ``read_only`` leaves them to the run that is alive, as ``hf.record_metrics`` does.
 
         Args:
             step: The step.
@@ -532,7 +532,7 @@ class CheckpointManager(ExplainsNames):
         self._run.change(f"delete {step}", self._steps.delete, step, mirror)
         self._saves.deleted()
         if mirror:
-            self._forget_deleted()
+            self._run.forget_deleted()
 
     def delete_after(self, step: int) -> list[int]:
         """Delete all steps later than one, pinned and damaged ones, too, to return to a step for good.
@@ -557,25 +557,18 @@ class CheckpointManager(ExplainsNames):
             self._local.wait()
         self.acquire()
         self.processes.barrier(f"before delete after {step}")  # others may still be restoring one of these steps
-        deleted: list[int] = self.processes.decide(f"delete after {step}", self._steps.delete_after, step)
-        if not self.processes.is_primary:
-            for one in deleted:
-                self._steps.add(one, None)
+        deleted: list[int] = self._run.change(f"delete after {step}", self._steps.delete_after, step)
         self._saves.deleted()
-        self._forget_deleted()
+        self._run.forget_deleted()
         return deleted
-
-    def _forget_deleted(self) -> None:
-        for place in self._run.places:
-            place.forget()
 
     # ---- ownership, and the end
 
     def acquire(self) -> None:
         """Acquire ownership of the directory, and remove what interrupted runs have left in it.
 
-        The first save does this automatically. An early call tells a second run at once that the directory is taken,
-        not after an hour of training.
+        The first save does this automatically. With an early call, a second run learns at once that the directory is
+        taken, not after an hour of training.
 
         Raises:
             OwnershipError: Another run writes to this directory.
@@ -696,8 +689,7 @@ def settle_mirror(manager: CheckpointManager) -> bool:
     url = manager._steps.identity.mirror
     if manager._mirror is not None or url is None or not manager.processes.is_primary:
         return True
-    place, options = as_location(url, writes=True), replace(manager.options, mirror=url)
-    return RunMirror(place, options, manager._steps, manager.processes, manager._clock, manager.events).settle()
+    return RunMirror(as_location(url, writes=True), Mirror(url), manager._run).settle()
 
 
 def best_step_in(directory: Location) -> int:

@@ -192,10 +192,7 @@ def _fields(value: Any) -> dict[Any, Any] | None:
 
 
 class MetricWatch:
-    """Warns, once, of reports without the metric that ranks checkpoints: most likely its name is misspelt.
-
-    A metric of evaluations (``val_loss``) may be missing beside those of training for a while: loops evaluate seldom.
-    """
+    """Warns, once, of reports without the metric that ranks checkpoints: most likely its name is misspelt."""
 
     def __init__(self, metric: Metric, where: str) -> None:
         self._metric = metric
@@ -204,10 +201,7 @@ class MetricWatch:
         self.ended = False  # whether the metric has come, or the warning was given
 
     def note(self, step: int, metrics: Mapping[str, Any] | None, saved: Iterable[float | None]) -> None:
-        """Note the metrics of a step; ``saved`` has the metric of each saved step.
-
-        Metrics on a device are not fetched, except by a function that ranks checkpoints.
-        """
+        """Note the metrics of a step, which stay on their device; ``saved`` has the metric of each saved step."""
         self._steps += 1
         if not metrics and self._steps < _PATIENCE:
             return
@@ -215,6 +209,7 @@ class MetricWatch:
         names = list(_names(metrics or {}))
         if missing is None or any(value is not None for value in saved):
             self.ended = True
+        # A metric of evaluations, such as val_loss, may be missing for a while: loops evaluate seldom.
         elif self._steps >= _PATIENCE or not _OF_EVALUATION.match(missing) or any(map(_OF_EVALUATION.match, names)):
             self.ended = True
             import difflib  # for an error only
@@ -228,14 +223,11 @@ class MetricWatch:
                 given = "metrics of which best_fn makes" if computed else f"a metric {missing} that is"
                 what = f"with {given} {_kind(value)}, and best_fn ranks checkpoints by a number"
                 about = about if computed and value is None else ""
-            _logger.warning(
+            text = (
                 "%s: step %d was reported %s%s. A step without it is never the best, and save_on_best does not save "
-                "it. All is well if it comes later, such as from an evaluation",
-                self._where,
-                step,
-                what,
-                about,
+                "it. All is well if it comes later, such as from an evaluation"
             )
+            _logger.warning(text, self._where, step, what, about)
 
 
 def _kind(value: Any) -> str:

@@ -17,13 +17,11 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..checkpoint import CopiedFiles, CopyProgress, Throttle, copied_step, copy_witness
-from ..clock import Clock, bytes_per_second, seconds
-from ..distributed import ProcessGroup
+from ..clock import bytes_per_second, seconds
 from ..errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -39,11 +37,11 @@ from ..steps import store_metadata, stored_metadata
 from ..storage import Helper, Location
 from .copying import follow
 from .decisions import Moment, decide
-from .directory import RunDirectory, StepState
-from .events import RunEvents
-from .options import CheckpointManagerOptions, Mirror, mirror_of, save_triggers
+from .directory import RunDirectory
+from .options import KEEP_PERIODS, CheckpointManagerOptions, Mirror, save_triggers
 from .ownership import NO_LOCAL_STEPS, RunIdentity, stored_options
-from .places import StepPlace
+from .places import Point, StepPlace
+from .run import Run
 
 _logger = logging.getLogger("holdfast")
 
@@ -80,15 +78,7 @@ class MirrorStatus:
 class _Copying:
     """The copy of a step: its throttle, its progress, and its rate while no save makes it wait."""
 
-    def __init__(
-        self,
-        step: int,
-        record: CheckpointRecord,
-        rate: float | None,
-        *,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._now = now
+    def __init__(self, step: int, record: CheckpointRecord, rate: float | None) -> None:
         self.step = step
         self.record = record
         self.throttle = Throttle(rate)
@@ -98,7 +88,7 @@ class _Copying:
 
     def measure(self, yes: bool) -> None:
         """Begin to measure the rate, or stop."""
-        now = self._now(), self.progress.arrived
+        now = time.monotonic(), self.progress.arrived
         if self._since is not None:
             self._seconds += now[0] - self._since[0]
             self._bytes += now[1] - self._since[1]
@@ -110,20 +100,14 @@ class _Copying:
         return self._bytes / max(self._seconds, 1e-3) if self._bytes else None
 
 
-class _Ended(Exception):  # noqa: N818 - no error: the mirror ends
-    """Ends a copy because the run ends."""
-
-
-class _Superseded(Exception):  # noqa: N818 - no error: another step is copied
-    """Ends the copy of a step that was deleted or replaced, or that is not the last one of the run."""
+class _Obsolete(Exception):  # noqa: N818 - no error
+    """Ends a copy: the run ends, the step was deleted or replaced, or another one is the last of the run."""
 
 
 def _mirror_options(mirror: Mirror, run: CheckpointManagerOptions) -> CheckpointManagerOptions:
-    """Return the options of the directory of the mirror, given those of the run."""
-    own = {name: getattr(mirror, name) for name in ("max_to_keep", "keep_latest", "keep_period", "keep_time_interval")}
-    kept: dict[str, Any] = {"keep": run.policies()[1]}
-    if any(value is not None for value in own.values()):
-        kept = {**own, "keep_steps": (), "keep": None}
+    own = {name: getattr(mirror, name) for name in KEEP_PERIODS}
+    is_limited = any(value is not None for value in own.values())
+    kept: dict[str, Any] = {**own, "keep_steps": (), "keep": None} if is_limited else {"keep": run.policies()[1]}
     return replace(
         run,
         mirror=None,
@@ -140,31 +124,17 @@ class RunMirror(StepPlace):
 
     writes_directory = True
 
-    def __init__(
-        self,
-        location: Location,
-        options: CheckpointManagerOptions,
-        run: RunDirectory,
-        processes: ProcessGroup,
-        clock: Clock,
-        events: RunEvents,
-    ) -> None:
-        mirror = mirror_of(options)
-        assert mirror is not None
+    def __init__(self, location: Location, mirror: Mirror, run: Run) -> None:
         self.location = location
-        if self.location.overlaps(run.location):
-            raise OptionError(f"mirror={self.location} and the directory {run.location} must not contain each other")
-        self.limit = seconds(mirror.wait_secs, name="wait_secs")
-        self._run = run
-        self._options = _mirror_options(mirror, options)
+        self.identity = RunIdentity(mirror=location.url)
+        self._run, self._processes, self._clock, self._events = run.steps, run.processes, run.clock, run.events
+        if location.overlaps(self._run.location):
+            raise OptionError(f"mirror={location} and the directory {self._run.location} must not contain each other")
+        self._limit = seconds(mirror.wait_secs)  # seconds that the end of the run waits
+        self._options = _mirror_options(mirror, run.options)
         self._triggers = save_triggers(self._options)
-        self._clock = clock
-        self._events = events
-        self._processes = processes
-        limit = mirror.max_bandwidth
-        self._bandwidth = None if limit is None else bytes_per_second(limit, name="max_bandwidth")
+        self._bandwidth = None if mirror.max_bandwidth is None else bytes_per_second(mirror.max_bandwidth)
         self._far: RunDirectory | None = None
-        self._acquired = False
         self._changes = False  # whether this run changes the mirror, or is about to: then only its thread reads it
         # A listing of another thread must not undo what was deleted since it began.
         self._looking = Lock(reentrant=True)
@@ -176,7 +146,6 @@ class RunMirror(StepPlace):
         self._due = False
         self._final = False  # whether the run ends, and its newest step is copied, due or not
         self._has_finished = False  # whether the run has ended the mirror, and not another run
-        self._adopted: str | None = None  # the identity that this run takes from the mirror
         self._foreign = False  # whether the mirror belongs to another run
         self._refused: set[str] = set()  # fingerprints of steps that are damaged in the run's directory
         self._warned: set[str] = set()  # kinds of errors that were logged
@@ -188,18 +157,16 @@ class RunMirror(StepPlace):
     # ---- from the mirror to the run
 
     def newer_steps(self) -> list[int]:
-        """Return the steps newer than all of the run, the newest first; a run without any must read the mirror."""
         newer: list[int] = self._processes.decide("the newest step of the mirror", self._newer_steps)
         return newer
 
     def _newer_steps(self) -> list[int]:
-        here = self._run.steps_and_damaged()
         newest = max(self._run.steps(), default=-1)
-        newer = [step for step in reversed(self.steps(required=not here)) if step > newest]
-        newest = max([newest, *newer])
-        damaged = [] if self._far is None else set(self._far.steps_and_damaged()).difference(self._far.steps())
-        for step in sorted(damaged):
-            if step > newest:
+        found = self.steps(required=not self._run.steps_and_damaged())  # a run without any must read the mirror
+        newer = [step for step in reversed(found) if step > newest]
+        far = self._far
+        for step in [] if far is None else set(far.steps_and_damaged()).difference(far.steps()):
+            if step > max([newest, *newer]):
                 _logger.warning("%s: step %d of the mirror is damaged, and not used", self.location, step)
         return newer
 
@@ -224,9 +191,8 @@ class RunMirror(StepPlace):
         return True
 
     def fetch(self, step: int, overwrite: bool) -> bool:
-        found: bool = self._processes.decide(
-            f"fetch step {step}", self._copy_here, step, overwrite, work_timeout=_FETCH
-        )
+        what = f"fetch step {step}"
+        found: bool = self._processes.decide(what, self._copy_here, step, overwrite, work_timeout=_FETCH)
         if found and not self._processes.is_primary:
             self._run.reload()
         return found
@@ -240,7 +206,7 @@ class RunMirror(StepPlace):
             record = far.record(step) if step in far else None
             if record is None or tombstones.cover(step, record):
                 return False
-            overwrite = overwrite or run.state(step) is StepState.DAMAGED
+            overwrite = overwrite or run.is_damaged(step)
             run.make_room(step, replaces=overwrite)
             _logger.info("%s: fetching step %d from the mirror %s", run.location, step, self.location)
             began = time.monotonic()
@@ -271,40 +237,25 @@ class RunMirror(StepPlace):
 
     # ---- from the run to the mirror
 
-    def start(self) -> None:
-        """Begin to copy on process 0; done once."""
-        self.notify()
+    def reached(self, point: Point, step: int) -> None:
         with self._wake:
-            if self._processes.is_primary and self._thread is None and not self._ending.is_set():
-                self._thread = Helper(self._work, "holdfast-mirror", daemon=True)
-                self._thread.start()
-                _open.add(self)
-
-    def notify(self) -> None:
-        """Wake the thread: a step was committed, or the metrics of one have changed."""
-        with self._wake:
-            self._due = True
-            self._changed()
-
-    def save_begins(self, step: int) -> None:
-        """Give way, as the run saves."""
-        if self._run.location.is_local:
-            with self._wake:
-                self._saving = True
-                self._changed()
-
-    def save_ended(self) -> None:
-        """Continue at full speed."""
-        with self._wake:
-            self._saving = False
+            if point == "changed":
+                self._due = True
+                if self._processes.is_primary and self._thread is None and not self._ending.is_set():
+                    self._thread = Helper(self._work, "holdfast-mirror", daemon=True)
+                    self._thread.start()
+                    _open.add(self)
+            elif point in ("saving", "ended"):
+                self._saving = point == "saving" and self._run.location.is_local
             self._changed()
 
     def forget(self) -> None:
-        """Delete the steps that the run has deleted explicitly: otherwise a later run would fetch them."""
         if not self._processes.is_primary:
             return
-        self.notify()
+        # Otherwise a later run would fetch them.
         with self._wake:
+            self._due = True
+            self._changed()
             self._wake.wait_for(lambda: not self._run.tombstones or self._error is not None, DELETION_WAIT)
         if self._run.tombstones:
             self._warn_left(self._error or "it has not answered yet")
@@ -313,14 +264,11 @@ class RunMirror(StepPlace):
         if not self._run.tombstones:
             _logger.warning("%s: pins are not copied to this mirror now (%s); the next run does it", self.location, why)
             return
-        _logger.warning(
+        text = (
             "%s: %s of %s were deleted, and are still in this mirror (%s). The next run in that directory deletes them "
-            "here before it resumes; a run in an empty directory would resume from them",
-            self.location,
-            self._run.tombstones,
-            self._run.location,
-            why,
+            "here before it resumes; a run in an empty directory would resume from them"
         )
+        _logger.warning(text, self.location, self._run.tombstones, self._run.location, why)
 
     def settle(self) -> bool:
         """Bring deletions and pins to the mirror on this thread, under its own rules; return whether that was done."""
@@ -344,44 +292,42 @@ class RunMirror(StepPlace):
         return True
 
     def status(self) -> MirrorStatus:
-        """Return the contents and the activity of the mirror."""
-        steps = self._far.steps() if self._far is not None else []
+        copying = self._copying
         return MirrorStatus(
             path=str(self.location),
-            step=steps[-1] if steps else None,
-            copying=None if self._copying is None else self._copying.step,
+            step=None if self._far is None else max(self._far.steps(), default=None),
+            copying=None if copying is None else copying.step,
             bytes_left=self._bytes_left(),
             bytes_per_second=self._rate,
             error=self._error,
         )
 
-    def finish(self, timeout: float, *, must_fit: bool = False) -> bool:
-        """Copy the newest step, due or not; with ``must_fit``, give up at once if the time is too short."""
-        if self._ending.is_set():
-            if self._has_finished:  # steps that follow the save of a preemption have been recorded since
-                late = Helper(self._refresh_newest, "holdfast-mirror", daemon=True)
-                late.start()
-                late.join(timeout)
-            return self._lacking() is None
-        if self._thread is None:  # the manager has only read
+    def finish(self, timeout: float | None) -> bool:
+        """Copy the newest step, due or not; within a time that is given, in seconds, only if it is long enough."""
+        limit = self._limit if timeout is None else timeout
+        if self._ending.is_set() and self._has_finished:  # steps after the save of a preemption were recorded since
+            late = Helper(self._refresh_newest, "holdfast-mirror", daemon=True)
+            late.start()
+            late.join(limit)
+        elif self._thread is None:  # the manager has only read
             self._end()
-            return self._lacking() is None
-        deadline = time.monotonic() + timeout
-        with self._wake:
-            self._final = self._due = True
-            self._changed()
-        while self._thread.is_alive():
-            left = deadline - time.monotonic()
-            needed = self._bytes_left() / self._rate * _MARGIN if must_fit and self._rate else 0.0
-            if left <= 0 or needed > left:
-                break
-            self._thread.join(min(left, _LOOK))
-        self._has_finished = not self._is_lost()
-        self._end()
-        self._tell()
+        elif not self._ending.is_set():
+            deadline = time.monotonic() + limit
+            with self._wake:
+                self._final = self._due = True
+                self._changed()
+            while self._thread.is_alive():
+                left = deadline - time.monotonic()
+                needed = 0.0 if timeout is None or not self._rate else self._bytes_left() / self._rate * _MARGIN
+                if left <= 0 or needed > left:
+                    break
+                self._thread.join(min(left, _LOOK))
+            self._has_finished = not self._is_lost()
+            self._end()
+            self._tell()
         return self._lacking() is None
 
-    def _stop(self, timeout: float) -> None:
+    def _stop(self, timeout: float = 60.0) -> None:
         """Stop the thread, and wait for it for some seconds; after that, it commits nothing any more."""
         self._ending.set()
         self._changed()
@@ -397,25 +343,18 @@ class RunMirror(StepPlace):
 
     def _tell(self) -> None:
         """Log where the newest step is, if the mirror lacks it."""
-        lacking = self._lacking()
-        if lacking is None:
+        if (lacking := self._lacking()) is None:
             return
         step, record = lacking
-        there = self.status().step
-        place = self._run.step_location(step)
-        _logger.warning(
-            "step %d is in %s, and not in the mirror %s, where %s%s: %d of its %d bytes are missing there. Run the "
-            "same program again in this directory, or copy it: holdfast cp %s %s",
-            step,
-            place,
-            self.location,
-            "there is no step" if there is None else f"the newest is step {there}",
-            f" ({self._error})" if self._error else "",
-            self._bytes_left(),
-            record.nbytes,
-            place,
-            self.location / place.name,
+        there, place = self.status().step, self._run.step_location(step)
+        newest = "there is no step" if there is None else f"the newest is step {there}"
+        why = f" ({self._error})" if self._error else ""
+        text = (
+            f"step {step} is in {place}, and not in the mirror {self.location}, where {newest}{why}: "
+            f"{self._bytes_left()} of its {record.nbytes} bytes are missing there. Run the same program again in this "
+            f"directory, or copy it: holdfast cp {place} {self.location / place.name}"
         )
+        _logger.warning("%s", text)
 
     # ---- the thread
 
@@ -426,17 +365,10 @@ class RunMirror(StepPlace):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         pause: float | None = None  # after an error; new steps do not shorten it
         while not self._ending.is_set():
-            with self._wake:
-                if pause is None:
-                    self._wake.wait_for(lambda: self._ending.is_set() or self._final or self._due)
-                else:
-                    self._wake.wait_for(lambda: self._ending.is_set() or self._final, pause)
-                final, self._due = self._final, False
+            final = self._wait(pause)
             try:
                 self._round(final)
-            except _Ended:
-                return
-            except _Superseded:
+            except _Obsolete:
                 self._due = True
                 continue
             except Exception as error:  # training continues after any error
@@ -448,10 +380,20 @@ class RunMirror(StepPlace):
                     return
             else:
                 pause = None
-                self._works_again()
+                if self._error is not None:
+                    _logger.info("%s: the mirror works again", self.location)
+                self._error = None
+                self._warned.clear()
             if final:
                 return
             self._changed()
+
+    def _wait(self, pause: float | None) -> bool:
+        """Wait until there is something to do, after an error for its pause; return whether the run ends."""
+        with self._wake:
+            self._wake.wait_for(lambda: self._ending.is_set() or self._final or (self._due and pause is None), pause)
+            self._due = False
+            return self._final
 
     def _changed(self) -> None:
         """Wake all waiting threads; let the copy under way give way to a save, and end it if it is of no use."""
@@ -464,28 +406,25 @@ class RunMirror(StepPlace):
             copying.throttle.give_way(self._saving and not self._final)
             try:
                 self._check_copying(copying)
-            except (_Ended, _Superseded) as end:
+            except _Obsolete as end:
                 copying.throttle.end(end)
 
     def _check_copying(self, copying: _Copying) -> None:
-        """Raise what ends a copy: the end of the run, or that it is to copy another step."""
-        if self._ending.is_set():
-            raise _Ended
         newest = self._newest()
-        if not self._is_here(copying.step, copying.record) or (self._final and newest and newest[0] != copying.step):
-            raise _Superseded
+        is_last = not self._final or newest is None or newest[0] == copying.step
+        if self._ending.is_set() or not is_last or not self._is_here(copying.step, copying.record):
+            raise _Obsolete
 
     def _round(self, final: bool) -> None:
-        """Bring the mirror up to date."""
         far = self._acquire()
-        self._delete_covered(far)
-        self._follow(far)
-        while (found := self._next(far, final or self._final)) is not None:
+        while True:
+            self._delete_covered(far)  # before a step that was deleted meanwhile, and saved again, is copied
+            self._follow(far)
+            if (found := self._next(far, final or self._final)) is None:
+                break
             before = max((step for step in far.steps() if step < found[0]), default=None)
             self._copy(far, *found)
             self._refresh(before)
-            self._delete_covered(far)  # before a step that was deleted meanwhile, and saved again, is copied
-            self._follow(far)
         if final or self._final:
             self._refresh_newest()
 
@@ -536,7 +475,7 @@ class RunMirror(StepPlace):
                 far.ownership.check()
         except DamagedCheckpointError as error:
             if not self._is_here(step, record):
-                raise _Superseded from error
+                raise _Obsolete from error
             self._refused.add(record.fingerprint)
             _logger.warning(
                 "%s: step %d is damaged, and is not copied to %s: %s", self._run.location, step, self.location, error
@@ -569,10 +508,9 @@ class RunMirror(StepPlace):
 
     def _refresh(self, step: int | None) -> None:
         """Copy what the witness has recorded of the steps after one, since that was copied."""
-        record = None if step is None else self._run.known_record(step)
-        if self._far is None or step is None or record is None or not _is_copy(self._far.known_record(step), record):
-            return
-        copy_witness(self._run.step_location(step), self._far.step_location(step), again=True)
+        far, record = self._far, None if step is None else self._run.known_record(step)
+        if far is not None and step is not None and record is not None and _is_copy(far.known_record(step), record):
+            copy_witness(self._run.step_location(step), far.step_location(step), again=True)
 
     def _refresh_newest(self) -> None:
         newest = self._newest()
@@ -582,23 +520,17 @@ class RunMirror(StepPlace):
         """Return the steps in the mirror, read again unless this run writes there."""
         with self._looking:
             if self._far is None:
-                self._far = RunDirectory(self.location, self._options, self._clock, self._hand_over)
+                self._far = RunDirectory(self.location, self._options, self._clock, self._stop)
             elif not self._changes:
                 self._far.reload()
             return self._far
 
-    def identify(self, identity: RunIdentity) -> RunIdentity:
-        return replace(identity, run=self._adopted, mirror=self.location.url)
-
     def _check_same_run(self, far: RunDirectory) -> None:
-        """Raise OptionError if the mirror belongs to another run.
-
-        Where one of them has no identity yet, a common step decides; an empty directory takes that of the mirror.
-        """
+        """Raise OptionError if the mirror belongs to another run; an empty directory takes its identity."""
         ours, theirs = self._run.identity.run, far.identity
         if ours is not None and theirs.run is not None:
             same = ours == theirs.run or not far.steps_and_damaged()
-        else:
+        else:  # a common step decides
             common = [step for step in far.steps() if step in self._run]
             same = any(self._is_here(step, far.record(step)) for step in common)
             same = same or not (common or (theirs.run is not None and self._run.steps()))
@@ -610,8 +542,8 @@ class RunMirror(StepPlace):
                 f"{self._run.location}: nothing was taken from it, and nothing is copied there. Give each run a mirror "
                 "of its own; to continue the run of this mirror, use an empty directory"
             )
-        if ours is None and theirs.run is not None and self._adopted is None:
-            self._adopted = theirs.run
+        if ours is None and theirs.run is not None and self.identity.run is None:
+            self.identity = replace(self.identity, run=theirs.run)
             if theirs.directory not in (None, self._run.location.url) and not self._run.steps():
                 _logger.warning(
                     "%s: this directory is empty and continues the run of its mirror %s, which was saved in %s; if it "
@@ -623,29 +555,25 @@ class RunMirror(StepPlace):
 
     def _is_lost(self) -> bool:
         """Whether another run has taken the mirror over, or the mirror never belonged to this run."""
-        return self._foreign or (self._acquired and self._far is not None and not self._far.ownership.held)
+        return self._foreign or (self._changes and self._far is not None and not self._far.ownership.held)
 
     def _acquire(self) -> RunDirectory:
         """Take ownership of the mirror; an interrupted copy of the newest step stays, and is completed."""
-        with self._looking:
-            far = self._look()
-            if not self._acquired:
+        if not self._changes:
+            with self._looking:
+                far = self._look()
                 self._check_same_run(far)
                 self._changes = True
-        if not self._acquired:  # this may take long, and others only look
             newest = self._newest()
             belongs = RunIdentity(run=self._run.identity.run, directory=self._run.location.url)
-            try:
+            try:  # this may take long, and others only look
                 far.acquire(self._run.stored_metadata(), belongs, partial=None if newest is None else newest[1])
-                self._acquired = True
-            finally:
-                self._changes = self._acquired
+            except BaseException:
+                self._changes = False
+                raise
+        far = self._look()
         far.ownership.check()
         return far
-
-    def _hand_over(self) -> None:
-        """Stop, because a newer manager in this process takes the mirror over."""
-        self._stop(60.0)
 
     # ---- the steps in both places
 
@@ -662,8 +590,8 @@ class RunMirror(StepPlace):
     def _lacking(self) -> tuple[int, CheckpointRecord] | None:
         """Return the newest step of the run, unless the mirror has it, as far as it is known."""
         newest = self._newest()
-        known = None if newest is None or self._far is None else self._far.known_record(newest[0])
-        return None if newest is None or _is_copy(known, newest[1]) else newest
+        is_there = newest and self._far is not None and _is_copy(self._far.known_record(newest[0]), newest[1])
+        return None if is_there else newest
 
     def _bytes_left(self) -> int:
         lacking, copying = self._lacking(), self._copying
@@ -688,20 +616,9 @@ class RunMirror(StepPlace):
             return
         self._warned.add(kind)
         self._events.write("mirror_failed", mirror=str(self.location), error=self._error)
-        _logger.warning(
-            "%s: the mirror failed, and %s; training continues, and its steps are in %s: %s%s",
-            self.location,
-            then,
-            self._run.location,
-            "" if isinstance(error, (StorageError, OwnershipError, OptionError)) else f"{kind}: ",
-            error,
-        )
-
-    def _works_again(self) -> None:
-        if self._error is not None:
-            _logger.info("%s: the mirror works again", self.location)
-        self._error = None
-        self._warned.clear()
+        what = "" if isinstance(error, (StorageError, OwnershipError, OptionError)) else f"{kind}: "
+        text = "%s: the mirror failed, and %s; training continues, and its steps are in %s: %s%s"
+        _logger.warning(text, self.location, then, self._run.location, what, error)
 
 
 def _is_copy(known: CheckpointRecord | None, record: CheckpointRecord) -> bool:

@@ -12,7 +12,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from numbers import Integral
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -21,9 +21,8 @@ from ..errors import InvalidLocationError, OptionError, UnknownArgumentError
 from ..peer_names import explains_arguments, explains_unknown_names, instead_of
 from ..storage import Place, as_location, hidden_address
 from .decisions import OnBest, SavePolicy
-from .intervals import LearnedInterval, save_interval
+from .intervals import Every, LearnedInterval, save_interval
 from .metrics import metric_name
-from .policies import Every
 from .retention import (
     KeepAll,
     KeepBest,
@@ -36,6 +35,8 @@ from .retention import (
 )
 
 _ONLY_MANAGERS = ": only CheckpointManagerOptions takes it"
+_SAVE_PERIODS = ("save_interval_steps", "save_interval_secs")
+KEEP_PERIODS = ("max_to_keep", "keep_latest", "keep_period", "keep_time_interval")
 
 BestFn = str | Callable[[Any], float]
 BestMode = Literal["max", "min"]
@@ -124,7 +125,7 @@ class Mirror:
         save_interval_steps: Copy a step when it is past the next multiple of this after the last copy.
         save_interval_secs: Copy a step that was saved at least this long after the last copied one: seconds, or
             ``"15m"``, ``"1h"``.
-        max_to_keep: Keep this many checkpoints: the newest, or with ``best_fn`` the best; where fewer have its metric,
+        max_to_keep: Keep this many checkpoints: the newest, or with ``best_fn`` the best; if fewer have its metric,
             the newest of the others fill up.
         keep_latest: Keep this many of the newest checkpoints as well, best or not.
         keep_period: Keep the first checkpoint at or past each multiple of this many steps.
@@ -148,8 +149,7 @@ class Mirror:
             as_location(self.url)
         except InvalidLocationError as error:
             raise OptionError(f"mirror={hidden_address(str(self.url))!r}: {error}") from error
-        for one in fields(self):
-            _check_limits(self, one)
+        _check_limits(self)
         if self.max_bandwidth is not None:
             bytes_per_second(self.max_bandwidth, name="max_bandwidth")
         for name in ("save_interval_secs", "keep_time_interval", "wait_secs"):
@@ -175,10 +175,10 @@ class Local:
         every: Save whenever the step passes a multiple of this.
         copies: How many other hosts keep a copy of the files of each host.
         failure_domain: What this host fails together with, such as the name of its rack: copies go to hosts of other
-            domains, where there are some. None is a domain of its own.
+            domains, if there are some. None is a domain of its own.
         host: The identity of this host, if processes with one hostname are to count as several hosts, such as in tests.
-        address: The address at which the other hosts reach this one. None takes that of the network interface which
-            leads to process 0.
+        address: The address at which the other hosts reach this one. None takes the address of the network interface
+            that leads to process 0.
     """
 
     url: Place = field(kw_only=False)
@@ -198,10 +198,10 @@ class Local:
                 f"Local({self.url!r}): this is not a path of a host; local steps lie in its memory or on its disk, "
                 "such as in /dev/shm/holdfast. For a second place that all hosts share, use mirror="
             )
-        for one in fields(self):
-            _check_limits(self, one)
-            if one.name in ("every", "copies") and getattr(self, one.name) is None:
-                raise OptionError(f"{one.name}=None must be a whole number")
+        _check_limits(self)
+        for name in ("every", "copies"):
+            if getattr(self, name) is None:
+                raise OptionError(f"{name}=None must be a whole number")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,8 +254,7 @@ class CheckpointOptions:
             raise OptionError(f"local={self.local!r} must be a Local, such as Local('/dev/shm/holdfast', every=10)")
         if self.save_on_best and self.best_fn is None:
             raise OptionError("save_on_best=True needs best_fn: the name of a metric, or a function of the metrics")
-        for one in fields(self):
-            _check_limits(self, one)
+        _check_limits(self)
         if self.best_fn is not None and not (
             callable(self.best_fn) or (isinstance(self.best_fn, str) and self.best_fn)
         ):
@@ -297,15 +296,21 @@ class ProgramPolicies(CheckpointOptions):
 
     def __post_init__(self) -> None:
         saves, keeps = self.policies()
-        for name, given, kind in (("save", saves, SavePolicy), ("keep", keeps, KeepPolicy)):
+        for name, given, kind, others in (
+            ("save", saves, SavePolicy, _SAVE_PERIODS),
+            ("keep", keeps, KeepPolicy, KEEP_PERIODS),
+        ):
             for policy in given:
                 if not isinstance(policy, kind) or isinstance(policy, type):
                     raise OptionError(
                         f"{name}={policy!r} must be a hf.{kind.__name__}, such as hf.Every(steps=100, keep=5), or a "
                         "list of them"
                     )
-        _refuse_beside("save", saves, self, ("save_interval_steps", "save_interval_secs"))
-        _refuse_beside("keep", keeps, self, ("max_to_keep", "keep_latest", "keep_period", "keep_time_interval"))
+            also = [f"{other}={value!r}" for other in others if (value := getattr(self, other)) is not None]
+            if also and any(isinstance(policy, Every) for policy in given):
+                raise OptionError(
+                    f"{', '.join(also)} and policies of {name}= say the same: add hf.Every(...) to the list of policies"
+                )
         super().__post_init__()
 
     def policies(self) -> tuple[tuple[SavePolicy, ...], tuple[KeepPolicy, ...]]:
@@ -321,13 +326,6 @@ def listed_policies(policies: Any) -> tuple[Any, ...]:
     if policies is None:
         return ()
     return tuple(policies) if isinstance(policies, Iterable) else (policies,)
-
-
-def _refuse_beside(name: str, policies: Sequence[object], options: CheckpointOptions, others: Iterable[str]) -> None:
-    also = [other for other in others if getattr(options, other) is not None]
-    if also and any(isinstance(policy, Every) for policy in policies):
-        given = ", ".join(f"{other}={getattr(options, other)!r}" for other in also)
-        raise OptionError(f"{given} and policies of {name}= say the same: add hf.Every(...) to the list of policies")
 
 
 @explains_options
@@ -348,14 +346,14 @@ class CheckpointManagerOptions(ProgramPolicies):
         best_fn: The metric that ranks checkpoints: its name, or a function of the metrics.
         best_mode: Whether the largest (``"max"``) or the smallest (``"min"``) value of the metric is best; a name in
             ``best_fn`` needs it. None is the largest value of a function.
-        max_to_keep: Keep this many checkpoints: the newest, or with ``best_fn`` the best; where fewer have its metric,
+        max_to_keep: Keep this many checkpoints: the newest, or with ``best_fn`` the best; if fewer have its metric,
             the newest of the others fill up. None keeps all.
         keep_latest: Keep this many of the newest checkpoints as well, best or not.
         keep_period: Keep the first checkpoint at or past each multiple of this many steps.
         keep_time_interval: Keep every checkpoint that was saved at least this long after the last one that this rule
             keeps; roughly one an hour for ``"1h"``.
         keep_steps: Keep the checkpoints of these steps.
-        mirror: A second place, such as ``s3://bucket/run``, or a ``Mirror`` with an interval and limits of its own:
+        mirror: A second place, such as ``s3://bucket/run``, or a ``Mirror`` with its own interval and limits:
             steps are copied there in the background, and a run resumes from the newest step of both places.
         local: A ``Local``: saves every few steps into the memory or on the disk of each host, with copies on other
             hosts. A run resumes from these if they are newer than what is in the directory.
@@ -367,8 +365,8 @@ class CheckpointManagerOptions(ProgramPolicies):
         keep: What to keep, as policies that add up: ``hf.Every(steps=100, keep=5)``, a ``hf.KeepPolicy`` of your own,
             or a list of them, instead of ``max_to_keep`` and the periods of ``keep_...``. None keeps what the
             ``hf.Every`` of ``save`` say if one of them has a number; otherwise, all that no other option limits.
-        keep_checkpoints_without_metrics: Keep all checkpoints without metrics. By default the other rules decide about
-            them as about all others.
+        keep_checkpoints_without_metrics: Keep all checkpoints without metrics. By default the other rules apply to
+            them as to all others.
         item_intervals: Of a manager with several items, those that few checkpoints have, such as a replay buffer: for
             each, the number of steps; a save at or past a multiple of it has the item, and so has the first one and one
             with ``force=True``. The newest checkpoint that has it is kept.
@@ -419,12 +417,11 @@ def mirror_of(options: CheckpointOptions) -> Mirror | None:
 
 def has_triggers(options: CheckpointOptions) -> bool:
     """Return whether any option sets when to save; otherwise the default trigger holds."""
-    given = options.save_interval_steps, options.save_interval_secs
-    return any(value is not None for value in given) or options.save_on_best or bool(options.policies()[0])
+    has_period = any(getattr(options, name) is not None for name in _SAVE_PERIODS)
+    return has_period or options.save_on_best or bool(options.policies()[0])
 
 
 def save_triggers(options: CheckpointOptions) -> tuple[SavePolicy, ...]:
-    """Return what makes a save due."""
     if not has_triggers(options):
         return save_triggers(replace(options, **options.DEFAULT_TRIGGER))
     found: list[SavePolicy] = [*options.policies()[0]]
@@ -497,13 +494,14 @@ def as_int(value: object) -> object:
     return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
 
 
-def _check_limits(options: object, option: Field[Any]) -> None:
-    """Raise OptionError for a number that is not whole, or beyond its limits; make it a number of Python."""
-    value = as_int(getattr(options, option.name))
-    if value is None or "least" not in option.metadata:
-        return
-    least, greatest = option.metadata["least"], option.metadata["greatest"]
-    limits = f"of at least {least}" if greatest is None else f"from {least} to {greatest}"
-    if type(value) is not int or value < least or (greatest is not None and value > greatest):
-        raise OptionError(f"{option.name}={value!r} must be a whole number {limits}, or None")
-    object.__setattr__(options, option.name, value)
+def _check_limits(options: Any) -> None:
+    """Raise OptionError for a number that is not whole, or beyond its limits; make each a number of Python."""
+    for option in fields(options):
+        value = as_int(getattr(options, option.name))
+        if value is None or "least" not in option.metadata:
+            continue
+        least, greatest = option.metadata["least"], option.metadata["greatest"]
+        limits = f"of at least {least}" if greatest is None else f"from {least} to {greatest}"
+        if type(value) is not int or value < least or (greatest is not None and value > greatest):
+            raise OptionError(f"{option.name}={value!r} must be a whole number {limits}, or None")
+        object.__setattr__(options, option.name, value)

@@ -10,6 +10,7 @@ directory without one gets one when a run acquires it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -60,7 +61,6 @@ class Ownership:
 
     @property
     def held(self) -> bool:
-        """Whether this process is the owner."""
         return self._process == os.getpid() and not self._lost
 
     def check_usable(self) -> None:
@@ -129,7 +129,6 @@ class Ownership:
         )
 
     def _stored_token(self) -> str | None:
-        """Return the token in the file; None if the file is missing or damaged."""
         place = self._directory / OWNER
         try:
             content = place.read_own(limit=_LIMIT)
@@ -149,7 +148,6 @@ class Ownership:
             )
 
     def release(self) -> None:
-        """Release ownership."""
         with FileLock.handover:
             if _owners.get(self._key) is self:
                 del _owners[self._key]
@@ -196,10 +194,9 @@ class Ownership:
             os.pwrite(self._lock.descriptor, content, 0)
 
     def _describe(self) -> str:
-        try:
+        found: Mapping[str, Any] = {}
+        with contextlib.suppress(HoldfastError):
             found = self._lock.content()
-        except HoldfastError:
-            found = {}
         return f"process {found.get('pid', '?')} on {found.get('host', '?')}"
 
 
@@ -212,10 +209,7 @@ OPTIONS = "options.json"  # name of the file that holds the retention options of
 
 
 class Tombstone(NamedTuple):
-    """A step, or all later ones, that the run has deleted explicitly, and that the mirror may still have.
-
-    A step that was saved again since is another record, and not covered.
-    """
+    """A step, or all later ones, that the run has deleted, and the mirror may have; one saved again is not covered."""
 
     step: int
     later: bool = False  # whether it stands for the steps after this one
@@ -256,6 +250,7 @@ class LocalBranch(NamedTuple):
     after: int  # the step from which the program continues; -1 without one
 
 
+_NAMES = ("run", "directory", "mirror", "local")  # fields of an identity that are text
 NO_LOCAL_STEPS = (LocalBranch("-", 0, -1),)  # the history of a run of which no local step counts any more
 
 
@@ -272,16 +267,15 @@ class RunIdentity:
     # do not count.
     branches: Mapping[str, tuple[LocalBranch, ...]] = field(default_factory=dict)
 
+    def over(self, other: RunIdentity) -> RunIdentity:
+        """Return another identity with what this one knows in place of what that one knows."""
+        return replace(other, **{name: known for name in _NAMES if (known := getattr(self, name)) is not None})
+
     def with_tombstones(self, series: str, tombstones: Tombstones) -> RunIdentity:
         return replace(self, tombstones={**self.tombstones, series: tombstones})
 
     def with_branches(self, series: str, branches: tuple[LocalBranch, ...]) -> RunIdentity:
         return replace(self, branches={**self.branches, series: branches})
-
-
-def new_run() -> str:
-    """Return the token of a new run."""
-    return os.urandom(16).hex()
 
 
 def stored_options(location: Location) -> CheckpointManagerOptions | None:
@@ -308,8 +302,7 @@ def stored_identity(location: Location) -> RunIdentity:
         return RunIdentity()
     if not isinstance(found, dict):
         return RunIdentity()
-    names = ("run", "directory", "mirror", "local")
-    known = {name: value for name in names if isinstance(value := found.get(name), str)}
+    known = {name: value for name in _NAMES if isinstance(value := found.get(name), str)}
     doomed = found.get("doomed")
     tombstones = {name: _tombstones(listed) for name, listed in doomed.items()} if isinstance(doomed, dict) else {}
     histories = found.get("branches")
@@ -323,10 +316,7 @@ def stored_identity(location: Location) -> RunIdentity:
 def store_identity(location: Location, options: Mapping[str, Any], identity: RunIdentity) -> None:
     """Store the retention options of a run and its identity, in one file."""
     document = {
-        "run": identity.run,
-        "directory": identity.directory,
-        "mirror": identity.mirror,
-        "local": identity.local,
+        **{name: getattr(identity, name) for name in _NAMES},
         "branches": {name: [list(one) for one in listed] for name, listed in sorted(identity.branches.items())},
         "doomed": {name: _encoded(found) for name, found in sorted(identity.tombstones.items()) if found},
     }

@@ -8,7 +8,6 @@ begins with the token of the program, paths stay below the folder, and nothing w
 from __future__ import annotations
 
 import contextlib
-import errno
 import hmac
 import json
 import logging
@@ -27,9 +26,7 @@ from numpy.typing import NDArray
 
 from ..errors import (
     DamagedCheckpointError,
-    ObjectNotFoundError,
     StorageError,
-    StorageFullError,
     StoragePermissionError,
     StorageUnavailableError,
 )
@@ -41,27 +38,17 @@ PIECE = 1 << 20  # bytes of the body of a frame, at most
 
 _FRAME = struct.Struct("<III")  # lengths of head and body, and the crc32c of both
 _HEAD = 64 << 10  # bytes of the head of a frame, at most
-_TIMEOUT = 30.0  # seconds in which a peer must send or take the next bytes
+PATIENCE = 30.0  # seconds in which a peer must send or take the next bytes
 _STRANGERS = 64  # connections that have not said the token yet, at most; more must wait
 _HELLO = 1 << 10  # bytes of the head of a frame that has the token
 _IDLE = 300.0  # seconds after which a connection without requests is closed
-_KINDS: Mapping[str, type[StorageError | DamagedCheckpointError]] = {
-    "missing": ObjectNotFoundError,
-    "full": StorageFullError,
-    "damaged": DamagedCheckpointError,
-    "failed": StorageError,
-}
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class PeerServer:
-    """Serves the files below a folder to peers that say the token first, and stores the files that they send.
+    """Serves the files below a folder to peers that say the token first, and stores the files that they send."""
 
-    Peers reach it at ``address``, a host and a port.
-    """
-
-    def __init__(self, root: str, token: str, host: str, *, timeout: float = _TIMEOUT) -> None:
+    def __init__(self, root: str, token: str, host: str, *, timeout: float = PATIENCE) -> None:
         self._root = root
         self._token = token
         self._timeout = timeout
@@ -77,11 +64,10 @@ class PeerServer:
                 f"this host cannot listen on its address {host}: {error}; name one that the other hosts reach with "
                 "Local(address=...)"
             ) from error
-        self.address = host, int(self._listener.getsockname()[1])
+        self.address = host, int(self._listener.getsockname()[1])  # where peers reach it
         threading.Thread(target=self._accept, name="holdfast-peers", daemon=True).start()
 
     def close(self) -> None:
-        """Stop listening, and end all connections."""
         with self._lock:
             self._closed = True
             ended = [self._listener, *self._connections]
@@ -174,7 +160,7 @@ class PeerServer:
 class Peer:
     """Another host that serves files; several threads may ask it at a time, each with a connection of its own."""
 
-    def __init__(self, name: str, address: tuple[str, int], token: str, *, timeout: float = _TIMEOUT) -> None:
+    def __init__(self, name: str, address: tuple[str, int], token: str, *, timeout: float = PATIENCE) -> None:
         self._name = name
         self._address = address
         self._token = token
@@ -184,7 +170,7 @@ class Peer:
         self.bytes_read = 0
 
     def read(self, path: str, offset: int, memory: memoryview) -> None:
-        """Fill memory with a range of a file; DamagedCheckpointError: the file is shorter, or a checksum differs."""
+        """Fill memory with a range of a file; raise StorageError if the host does not have it."""
         asked = {"do": "read", "path": path, "offset": offset, "length": len(memory)}
 
         def work(connection: socket.socket) -> None:
@@ -202,7 +188,7 @@ class Peer:
             self.bytes_read += len(memory)
 
     def write(self, path: str, size: int, pieces: Callable[[], Iterable[memoryview]]) -> None:
-        """Send a file of so many bytes, which the host then stores; StorageFullError: it has no room for it."""
+        """Send a file of so many bytes, which the host then stores; raise StorageError if it cannot."""
 
         def work(connection: socket.socket) -> None:
             _send(connection, {"do": "write", "path": path, "size": size})
@@ -281,12 +267,8 @@ class RemoteReader(DataReader):
 
 
 def check_private(path: str, *, shared: bool) -> None:
-    """Raise StoragePermissionError if another user of the host can put files into a folder; nothing need be there.
-
-    A ``shared`` one may belong to root, and be one like /dev/shm, where users cannot exchange files of others.
-    """
-    if not hasattr(os, "geteuid"):
-        return
+    """Raise StoragePermissionError if another user of the host can put files into a folder, if that is there."""
+    # A shared folder may belong to root, and be one like /dev/shm, where users cannot exchange files of others.
     owners = {os.geteuid(), 0} if shared else {os.geteuid()}
     try:
         found = os.lstat(path)
@@ -329,10 +311,7 @@ def _send(connection: socket.socket, head: Mapping[str, Any], body: memoryview |
 def _receive(
     connection: socket.socket, memory: memoryview | None = None, *, deadline: float | None = None
 ) -> tuple[dict[str, Any], memoryview]:
-    """Return the head and the body of the next frame; the body lies in ``memory``, if that is given.
-
-    With a deadline, a time of the monotonic clock, the frame is that of a stranger, and has a short head.
-    """
+    """Return the head and the body, in ``memory`` if given, of the next frame; strangers have a deadline."""
     fixed = _exactly(connection, memoryview(bytearray(_FRAME.size)), deadline)
     head_size, body_size, crc = _FRAME.unpack(fixed)
     limit = PIECE if memory is None else min(PIECE, len(memory))
@@ -362,7 +341,6 @@ def _exactly(connection: socket.socket, memory: memoryview, deadline: float | No
 
 
 def _pieces(connection: socket.socket, size: int) -> Iterator[memoryview]:
-    """Generate the bodies of the frames that make up a file."""
     left = size
     while left > 0:
         _, body = _receive(connection)
@@ -384,7 +362,6 @@ def _opened(place: str, flags: int) -> Iterator[int]:
 
 
 def _read(descriptor: int, offset: int, length: int) -> Iterator[bytes]:
-    """Generate a range of a file in pieces."""
     if offset < 0 or length < 0:
         raise ValueError(f"bytes {offset} to {offset + length} are no range")
     end = offset + length
@@ -397,15 +374,10 @@ def _read(descriptor: int, offset: int, length: int) -> Iterator[bytes]:
 
 
 def _failure(error: Exception) -> dict[str, Any]:
-    kind = "damaged" if isinstance(error, DamagedCheckpointError) else "failed"
-    if isinstance(error, FileNotFoundError):
-        kind = "missing"
-    elif isinstance(error, OSError) and error.errno in _FULL:
-        kind = "full"
-    return {"error": str(error)[:4000] or type(error).__name__, "kind": kind}
+    return {"error": str(error)[:4000] or type(error).__name__}
 
 
 def _check(head: Mapping[str, Any], name: str) -> None:
     """Raise the error that a peer has reported."""
     if "error" in head:
-        raise _KINDS.get(str(head.get("kind")), StorageError)(f"{name}: {head['error']}")
+        raise StorageError(f"{name}: {head['error']}")

@@ -4,27 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from ..format import CheckpointRecord
 from ..storage import Location
 from .ownership import RunIdentity
+
+Point = Literal["saving", "commit", "committed", "ended", "changed"]
+"""What happens in the directory: a save begins; its commit record is about to be written, on process 0; it was written;
+the save has ended, whether it has failed or not; the run owns the directory, or a step was committed, or its metrics or
+its pin have changed."""
 
 
 class StepPlace:
     """A place of steps besides the directory; all processes of a program call the same methods."""
 
     writes_directory = False  # whether a fetch copies a step into the directory, which the run must own then
+    identity = RunIdentity()  # what this place knows of the identity of the run
     # The steps that are read from here, with their folder and commit record.
     held: Mapping[int, tuple[Location, CheckpointRecord]] = MappingProxyType({})
-    unused: Mapping[int, str] = MappingProxyType({})  # steps that are damaged, or perhaps of this run, and the reason
 
-    def identify(self, identity: RunIdentity) -> RunIdentity:
-        """Return the identity of the run with what this place knows of it."""
-        return identity
+    @property
+    def unused(self) -> Mapping[int, str]:
+        """The steps that are damaged, or perhaps of this run, and why they are not used."""
+        return {}
 
-    def start(self) -> None:
-        """Begin to follow the directory, which the run owns now."""
+    def reached(self, point: Point, step: int) -> None:
+        """Follow what happens in the directory."""
 
     def newer_steps(self) -> Collection[int]:
         """Return the steps that are newer than all of the directory, the newest first."""
@@ -52,21 +58,6 @@ class StepPlace:
 
     def drop(self, step: int, damage: str) -> None:
         """Read a step of this place, which is damaged, no more."""
-
-    def save_begins(self, step: int) -> None:
-        """Give way to a save in the directory."""
-
-    def committing(self) -> None:
-        """Note, on process 0, that the directory is about to have the step."""
-
-    def committed(self, step: int) -> None:
-        """Note that the directory has the step."""
-
-    def save_ended(self) -> None:
-        """Go on after a save in the directory, whether it has failed or not."""
-
-    def notify(self) -> None:
-        """Follow a change: a step was committed, or its metrics or its pin have changed."""
 
     def forget(self) -> None:
         """Forget the steps that were deleted explicitly, as no later run may take them."""

@@ -47,10 +47,10 @@ class Peek:
 
     Attributes:
         step: The step; None for a checkpoint without a number.
-        extras: What was saved beside the state by name, as it is loaded without a template; for a checkpoint of
+        extras: What was saved with the state by name, as it is loaded without a template; for a checkpoint of
             ``holdfast.graph``, its numbers and texts by their paths.
         metrics: The metrics that are stored with it, or None.
-        metadata: The facts about the run that are stored beside the checkpoints, or None.
+        metadata: The facts about the run that are stored with the checkpoints, or None.
         custom_metadata: What was passed as ``custom_metadata`` when it was saved, or None.
     """
 
@@ -80,7 +80,6 @@ class StepRestorer:
     abandoned: AbandonedSteps
 
     def restore_step(self, step: int, items: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Read one step."""
         began = time.perf_counter()
         self._fetch_missing(step)
         # A program may restore a step on one process, so reads are shared only where its options ask for that.
@@ -104,18 +103,10 @@ class StepRestorer:
         """Read the newest step that is whole for all processes; damaged ones are passed over with a warning."""
         began = time.perf_counter()
         read = partial(self._read_everywhere, items=items, kwargs=kwargs)
-        found, skipped = self._newest_whole(None, read, warns=True)
-        if found is None and skipped:
-            raise NoWholeCheckpointError(
-                itemized(
-                    f"{self.run.steps.location}: every checkpoint is damaged. Look with `holdfast verify`; "
-                    "to start over, use another directory",
-                    [f"step {step}: {one.what}" for step, one in skipped],
-                )
-            )
-        if found is None:
+        none = "every checkpoint is damaged. Look with `holdfast verify`; to start over, use another directory"
+        if (found := self._newest_whole(None, read, none, warns=True)) is None:
             return None
-        step, values = found
+        step, values, skipped = found
         unused = {newer: why for place in self.run.places for newer, why in place.unused.items() if newer > step}
         passed = dict(sorted({**unused, **{damaged: one.what for damaged, one in skipped}}.items(), reverse=True))
         if skipped:
@@ -131,15 +122,12 @@ class StepRestorer:
         if step is not None:
             self._fetch_missing(step)
         read = partial(self._read_everywhere, items=dict.fromkeys(items), kwargs={})
-        found, damaged = self._newest_whole(step, read if items else lambda _: ({}, None))
-        if found is None and damaged:
-            lines = [f"step {number}: {one.what}" for number, one in damaged]
-            raise NoWholeCheckpointError(itemized(f"{self.run.steps.location}: nothing can be read:", lines))
-        return found
+        found = self._newest_whole(step, read if items else lambda _: ({}, None), "nothing can be read:")
+        return None if found is None else found[:2]
 
     def _newest_whole(
-        self, named: int | None, read: Callable[[int], tuple[Any, _Damage | None]], *, warns: bool = False
-    ) -> tuple[tuple[int, Any] | None, list[tuple[int, _Damage]]]:
+        self, named: int | None, read: Callable[[int], tuple[Any, _Damage | None]], none: str, *, warns: bool = False
+    ) -> tuple[int, Any, list[tuple[int, _Damage]]] | None:
         """Read the newest step that is whole for all processes, or the named one; return also those passed over."""
         directory = self.run.steps.location
         skipped: list[tuple[int, _Damage]] = []
@@ -150,17 +138,20 @@ class StepRestorer:
             if not is_here and not self.run.fetch(step):
                 continue
             found, damage = read(step)
-            if damage is not None and self._passed_over(step, damage):
+            if damage is not None and step in self.run.steps.held_elsewhere():
+                text = "%s: the local step %d is damaged and passed over, on process %d: %s"
+                _logger.warning(text, directory, step, damage.process, damage.what)
+                self._drop(step, damage.what)
                 skipped.clear()
                 steps = self._newest_first(named)
                 continue
             if damage is not None and not damage.deleted and is_here and self.run.fetch(step, overwrite=True):
-                self._stands_in(step, damage.what, unreadable=damage.unreadable)
+                self._stands_in(step, damage)
                 found, damage = read(step)
                 if damage is not None:
                     self._drop(step, damage.what)
             if damage is None:
-                return (step, found), skipped
+                return step, found, skipped
             if damage.deleted:  # the run that writes here deleted it, and has newer steps
                 if step in missing:
                     if named is not None:
@@ -178,7 +169,10 @@ class StepRestorer:
             if warns:  # at once, as the next step may end all with an error
                 _logger.warning("%s: step %d is damaged and passed over: %s", directory, step, damage.what)
             skipped.append((step, damage))
-        return None, skipped
+        if skipped:
+            lines = [f"step {step}: {one.what}" for step, one in skipped]
+            raise NoWholeCheckpointError(itemized(f"{directory}: {none}", lines))
+        return None
 
     def resumes_from(
         self, step: int, *, skipped: Mapping[int, str] | None = None, began: float | None = None
@@ -216,7 +210,7 @@ class StepRestorer:
         if self.run.processes.alone:
             found = any(place.fetch(step, False) for place in places)
             if found:
-                self._stands_in(step, str(error), unreadable=error.unreadable)
+                self._stands_in(step, _Damage(str(error), error.unreadable))
             return found
         place = self.run.steps.step_location(step)
         error.add_note(
@@ -226,28 +220,14 @@ class StepRestorer:
         )
         return False
 
-    def _stands_in(self, step: int, damage: str, *, unreadable: bool) -> None:
+    def _stands_in(self, step: int, damage: _Damage) -> None:
         """Warn that a step of the directory was damaged, and is read from elsewhere."""
         is_local = step in self.run.steps.held_elsewhere()
         where = "the local places of the hosts" if is_local else "the mirror"
         directory = self.run.steps.location
-        _logger.warning("%s: step %d was damaged, and is that of %s now: %s", directory, step, where, damage)
+        _logger.warning("%s: step %d was damaged, and is that of %s now: %s", directory, step, where, damage.what)
         if is_local:
-            self.run.steps.mark_damaged(step, damage, unreadable=unreadable)
-
-    def _passed_over(self, step: int, damage: _Damage) -> bool:
-        """Read a local step no more, if this is one, with a warning."""
-        if step not in self.run.steps.held_elsewhere():
-            return False
-        _logger.warning(
-            "%s: the local step %d is damaged and passed over, on process %d: %s",
-            self.run.steps.location,
-            step,
-            damage.process,
-            damage.what,
-        )
-        self._drop(step, damage.what)
-        return True
+            self.run.steps.mark_damaged(step, damage.what, unreadable=damage.unreadable)
 
     def _fetch_missing(self, step: int) -> None:
         """Fetch a step that may be in another place only; then all processes call this."""
@@ -275,7 +255,6 @@ class StepRestorer:
         return steps[::-1]
 
     def structure(self, step: int, attempt: int = 1) -> Any:
-        """Return a description of every leaf of a step."""
         stored = self.run.steps.open_step(step)
         try:
             return self.items.structure(stored)

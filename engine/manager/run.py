@@ -15,11 +15,10 @@ from ..observer import Observer
 from ..storage import Location, as_location
 from .directory import RunDirectory, check_json
 from .events import RunEvents
-from .intervals import LearnedInterval
+from .intervals import Every, LearnedInterval
 from .options import CheckpointManagerOptions, mirror_of
 from .ownership import RunIdentity
-from .places import StepPlace
-from .policies import Every
+from .places import Point, StepPlace
 
 _logger = logging.getLogger("holdfast")
 
@@ -53,11 +52,9 @@ class Run:
         self._metadata = check_json("metadata", metadata)
         self._compared = False  # whether the processes have compared their options
         self._acquired = False
-        self._adding = False  # whether a place is being added, which is not to be followed yet
         self._closed = False
 
     def metadata(self) -> Mapping[str, Any] | None:
-        """Return the facts about the run: those that were given, or those that are stored."""
         return self._metadata if self._metadata is not None else self.steps.stored_metadata()
 
     # ---- the right to change the run
@@ -69,8 +66,8 @@ class Run:
         if self.options.read_only:
             raise StateError(f"{self.steps.location}: this manager was made with read_only=True")
 
-    def acquire(self) -> None:
-        """Take ownership of the directory, and remove the remains of interrupted runs."""
+    def acquire(self, *adding: StepPlace) -> None:
+        """Take ownership of the directory, and remove the remains of interrupted runs; tell it to the places."""
         self.check_writable()
         with self.changing:
             if self._acquired:
@@ -78,8 +75,8 @@ class Run:
                 return
             local = self.options.local
             identity = RunIdentity(local=None if local is None else as_location(local.url).url)
-            for place in self.places:
-                identity = place.identify(identity)
+            for place in (*self.places, *adding):
+                identity = place.identity.over(identity)
             self.compare_options()
             strays = self.processes.decide("acquire", self.steps.acquire, self._metadata, identity)
             if not self.processes.is_primary:
@@ -88,19 +85,24 @@ class Run:
             self._acquired = True
             self.events.begin(max(self.steps.steps(), default=None))
             self.report_interval()
-            for place in () if self._adding else self.places:
-                place.start()
+            self.tell("changed")
 
-    def change(self, what: str, work: Callable[..., None], *inputs: Any) -> None:
+    def change(self, what: str, work: Callable[..., Any], *inputs: Any) -> Any:
         """Change the directory on process 0, and after a success the view of it that the other processes have."""
         self.acquire()
-        self.processes.decide(what, work, *inputs)
+        answer = self.processes.decide(what, work, *inputs)
         if not self.processes.is_primary:
             work(*inputs)
-        self.notify_places()
+        self.tell("changed")
+        return answer
+
+    def forget_deleted(self) -> None:
+        """Let no place bring back a step that was deleted."""
+        for place in self.places:
+            place.forget()
 
     def close(self) -> bool:
-        """Refuse all further changes; return False if an earlier call has done so."""
+        """Refuse all further changes; return False if an earlier call did so."""
         with self.changing:  # a save of another thread has begun before this, or is refused
             was_open, self._closed = not self._closed, True
             return was_open
@@ -116,26 +118,19 @@ class Run:
         """Compare, once, the options that decide which calls the processes make together."""
         if self._compared:
             return
-        options = self.options
-        mirror = mirror_of(options)
-        self.processes.compare(
-            "the options of the managers",
-            {
-                "directory": self.steps.location.url,
-                "save_interval_steps": options.save_interval_steps,
-                "save_interval_secs": str(options.save_interval_secs),
-                "save_on_best": options.save_on_best,
-                "save": [
-                    str(policy) if isinstance(policy, Every) else type(policy).__qualname__
-                    for policy in options.policies()[0]
-                ],
-                "item_intervals": dict(options.item_intervals),
-                "load_and_broadcast": options.load_and_broadcast,
-                "step_prefix": options.step_prefix,
-                "mirror": None if mirror is None else str(mirror.url),
-                "local": None if options.local is None else [options.local.every, options.local.copies],
-            },
-        )
+        options, mirror, local = self.options, mirror_of(self.options), self.options.local
+        policies = options.policies()[0]
+        plain = ("save_interval_steps", "save_on_best", "load_and_broadcast", "step_prefix")
+        compared = {
+            **{name: getattr(options, name) for name in plain},
+            "directory": self.steps.location.url,
+            "save_interval_secs": str(options.save_interval_secs),
+            "save": [str(one) if isinstance(one, Every) else type(one).__qualname__ for one in policies],
+            "item_intervals": dict(options.item_intervals),
+            "mirror": None if mirror is None else str(mirror.url),
+            "local": None if local is None else [local.every, local.copies],
+        }
+        self.processes.compare("the options of the managers", compared)
         self._compared = True
 
     def report_interval(self) -> None:
@@ -148,26 +143,28 @@ class Run:
     def add_place(self, place: StepPlace) -> None:
         """Add a place, and fetch the newest of its steps that are newer than all of the directory."""
         self.compare_options()
-        self.places.insert(0, place)
-        self._adding = True
         for step in place.newer_steps():
-            if self.fetch(step):
+            if self._fetch_from(place, step):
                 break
-        self._adding = False
+        self.places.insert(0, place)
         if self._acquired:
-            place.start()
+            place.reached("changed", -1)
+
+    def tell(self, point: Point, step: int = -1) -> None:
+        """Let the other places follow what happens in the directory."""
+        for place in self.places:
+            place.reached(point, step)
 
     def fetch(self, step: int, *, overwrite: bool = False) -> bool:
-        """Find a step in the other places; return whether it can be read now.
+        """Find a step, or with ``overwrite`` a copy of a damaged one, elsewhere; return whether it can be read now."""
+        # The farthest place goes first for a damaged step, because its copy repairs the directory.
+        places = self.places[::-1] if overwrite else self.places
+        return any(self._fetch_from(place, step, overwrite) for place in places)
 
-        With ``overwrite``, for a damaged step, the farthest place goes first: its copy repairs the directory.
-        """
-        for place in self.places[::-1] if overwrite else self.places:
-            if place.writes_directory:
-                self.acquire()
-            if place.fetch(step, overwrite):
-                return True
-        return False
+    def _fetch_from(self, place: StepPlace, step: int, overwrite: bool = False) -> bool:
+        if place.writes_directory:
+            self.acquire(place)
+        return place.fetch(step, overwrite)
 
     def fetch_missing(self, step: int) -> bool:
         """Fetch a step that process 0 does not see in the directory; return whether it can be read now."""
@@ -182,8 +179,3 @@ class Run:
         there = {step for place in self.places for step in place.steps()}
         left = self.steps.left_behind()
         return [(step, step in here) for step in sorted(here | there, key=lambda step: (step not in left, step))]
-
-    def notify_places(self) -> None:
-        """Let the other places follow a change of the directory."""
-        for place in self.places:
-            place.notify()

@@ -118,12 +118,12 @@ from .torch_leaves import tensors_over as tensors_over
 from .torch_leaves import with_strides as with_strides
 from .transform import Call as Call
 from .transform import Computed as Computed
-from .transform import Kept as Kept
 from .transform import Origin as Origin
 from .transform import OriginalTree as OriginalTree
 from .transform import Taken as Taken
 from .transform import Transform as Transform
 from .transform import apply_transformations as apply_transformations
+from .transform import evaluate as evaluate
 from .transform import has_values as has_values
 from .transform import plan_transformations as plan_transformations
 from .transform import unfilled_error as unfilled_error

@@ -44,7 +44,7 @@ def describe(names: Sequence[str], values: Sequence[Any], *, pinned_bytes: int =
     leaves: list[ArrayLeaf | ValueLeaf] = []
     problems: list[tuple[str, str]] = []
     with collection_paused():
-        describers = _Classifier(pinned_bytes).prepare(values)
+        describers = _describers(values, pinned_bytes)
         for index, value in enumerate(values):
             try:
                 leaves.append(describers[type(value)](value))
@@ -52,6 +52,32 @@ def describe(names: Sequence[str], values: Sequence[Any], *, pinned_bytes: int =
                 problems.append((names[index], str(problem)))
     report_problems(problems, "these leaves cannot be saved, and nothing was written")
     return leaves
+
+
+def _describers(values: Sequence[Any], pinned_bytes: int) -> dict[type, _Describe]:
+    """Start the copies of values to the host, where they are needed; return what describes those of each type."""
+    kinds = dict(zip(map(type, values), values, strict=True))  # a tree has few types
+    jax_kinds = {kind for kind, value in kinds.items() if is_jax_array(value) and not is_tracer(value)}
+    torch_kinds = {kind for kind, value in kinds.items() if is_torch_tensor(value)}
+    describers: dict[type, _Describe] = {}
+    if jax_kinds:
+        of_jax = JaxDescriber([value for value in values if type(value) in jax_kinds], pinned_bytes)
+        describers = {kind: of_jax.describe_key if is_key(kinds[kind]) else of_jax.describe for kind in jax_kinds}
+    if torch_kinds:
+        of_torch = TorchDescriber([value for value in values if type(value) in torch_kinds], later=pinned_bytes > 0)
+        for kind in torch_kinds:
+            describers[kind] = of_torch.describe_distributed if is_dtensor(kinds[kind]) else of_torch.describe
+    return describers | {kind: _describer(value) for kind, value in kinds.items() if kind not in describers}
+
+
+def _describer(value: Any) -> _Describe:
+    if isinstance(value, np.ndarray | np.generic):
+        return describe_numpy
+    if is_python_value(value):
+        return describe_python
+    if isinstance(value, PackedNumbers):
+        return PackedNumbers.describe
+    return _describe_static if isinstance(value, StaticLeaf) else _refuse
 
 
 _PASSED = LeafMetadata | PackedNumbers | StaticLeaf
@@ -110,44 +136,6 @@ def _bounds(array: NDArray[Any]) -> tuple[int, int]:
     spans = [stride * (count - 1) for stride, count in zip(array.strides, array.shape, strict=True)]
     low, high = sum(min(span, 0) for span in spans), sum(max(span, 0) for span in spans)
     return start + low, start + high + array.itemsize
-
-
-class _Classifier:
-    """Finds the describer of each value, once for each of the few types in a tree."""
-
-    def __init__(self, pinned_bytes: int) -> None:
-        self._pinned_bytes = pinned_bytes
-        self._jax: JaxDescriber | None = None
-        self._torch: TorchDescriber | None = None
-
-    def prepare(self, values: Sequence[Any]) -> dict[type, _Describe]:
-        """Start the copies of values to the host, where they are needed, and return the describer of each type."""
-        found = {
-            kind: self._classify(value) for kind, value in dict(zip(map(type, values), values, strict=True)).items()
-        }
-        starts = {kind: prepare for kind, (prepare, _) in found.items() if prepare is not None}
-        for value in values if starts else ():
-            if type(value) in starts:
-                starts[type(value)](value)
-        return {kind: describer for kind, (_, describer) in found.items()}
-
-    def _classify(self, value: Any) -> tuple[Callable[[Any], None] | None, _Describe]:
-        if isinstance(value, np.ndarray | np.generic):
-            return None, describe_numpy
-        if is_python_value(value):
-            return None, describe_python
-        if isinstance(value, PackedNumbers):
-            return None, PackedNumbers.describe
-        if isinstance(value, StaticLeaf):
-            return None, _describe_static
-        if is_jax_array(value) and not is_tracer(value):
-            self._jax = self._jax or JaxDescriber(self._pinned_bytes)
-            prepare = self._jax.prepare if self._jax.prefetches else None
-            return prepare, self._jax.describe_key if is_key(value) else self._jax.describe
-        if is_torch_tensor(value):
-            self._torch = self._torch or TorchDescriber(later=self._pinned_bytes > 0)
-            return self._torch.prepare, self._torch.describe_distributed if is_dtensor(value) else self._torch.describe
-        return None, _refuse
 
 
 def _describe_static(value: StaticLeaf) -> ValueLeaf:
@@ -213,33 +201,28 @@ class KnownLeaves:
     ) -> None:
         self._pinned_bytes = pinned_bytes
         self.types = list(map(type, values))
-        self.tensors: list[int] = []  # small ones, on the host
-        self.arrays: list[int] = []  # numpy arrays
-        self.whole: list[int] = []  # jax arrays on one device
-        self.plain: list[int] = []  # numbers and None
-        self.others: list[int] = []
+        groups: dict[str, list[int]] = {kind: [] for kind in ("array", "tensor", "jax", "plain", "other")}
         kinds: dict[type, str] = {}
         for position, (value, leaf, copied) in enumerate(zip(values, leaves, is_copied, strict=True)):
             kind = kinds.get(type(value)) or kinds.setdefault(type(value), _kind(value))
-            group = self.others
-            if kind == "array" and copied:
-                group = self.arrays
-            elif kind == "tensor" and copied and is_small(value):
-                group = self.tensors
-            elif kind == "jax" and is_whole(value.sharding):
-                group = self.whole
-            elif kind == "plain" and (type(value) is not int or isinstance(leaf, ArrayLeaf)):
-                group = self.plain  # an int of more than 64 bits is another kind of leaf
-            group.append(position)
-        self._tensors = small_facts([values[position] for position in self.tensors])
+            is_alone = (
+                (kind == "array" and not copied)
+                or (kind == "tensor" and not (copied and is_small(value)))
+                or (kind == "jax" and not is_whole(value.sharding))
+                or (kind == "plain" and type(value) is int and isinstance(leaf, ValueLeaf))  # of more than 64 bits
+            )
+            groups["other" if is_alone else kind].append(position)
+        # Arrays of numpy, small tensors on the host, arrays of jax on one device, and numbers and None.
+        self.arrays, self.tensors, self.whole, self.plain, self.others = groups.values()
+        self.tensor_facts = small_facts([values[position] for position in self.tensors])
         self._arrays = [_ARRAY_FACTS(values[position]) for position in self.arrays]
         self._whole = WholeArrays([values[position] for position in self.whole])
         self._others = [_facts(leaves[position]) for position in self.others]
-        self._held: dict[int, ArrayLeaf] = {}
-        for position in self.whole:
-            leaf = leaves[position]
-            assert isinstance(leaf, ArrayLeaf)
-            self._held[position] = ArrayLeaf(leaf.dtype, leaf.shape, [], False, leaf.details)
+        self._held = {
+            position: ArrayLeaf(leaf.dtype, leaf.shape, [], False, leaf.details)
+            for position in self.whole
+            if isinstance(leaf := leaves[position], ArrayLeaf)
+        }
 
     def take(self, values: Sequence[Any]) -> TakenLeaves | None:
         """Return the leaves of a tree, ready to be copied or held; None if they are not like those known."""
@@ -249,7 +232,7 @@ class KnownLeaves:
         arrays, tensors = list(map(get, self.arrays)), list(map(get, self.tensors))
         if not all(map(eq, map(_ARRAY_FACTS, arrays), self._arrays)):
             return None
-        if tensors and not have_facts(tensors, self._tensors):
+        if tensors and not have_facts(tensors, self.tensor_facts):
             return None
         plain = list(map(get, self.plain))
         if any(type(value) is int and value not in INT64 for value in plain):
@@ -266,10 +249,6 @@ class KnownLeaves:
         if list(map(_facts, others)) != self._others:
             return None
         return TakenLeaves(tensors, arrays, [*copies.wait(), *plain], others)
-
-    @property
-    def tensor_facts(self) -> Sequence[tuple[Any, ...]]:
-        return self._tensors
 
     @property
     def held(self) -> list[int]:
@@ -289,7 +268,7 @@ _ARRAY_FACTS = attrgetter("dtype", "shape")
 
 
 def _kind(value: Any) -> str:
-    """Return the group that a leaf of this type may belong to, or ""."""
+    """Return the group that a leaf of this type may belong to."""
     if type(value) is np.ndarray:
         return "array"
     if type(value) in (bool, int, float, complex, type(None)):

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .leaves import Piece, required
+from .leaves import Piece, torch
 
 _logger = logging.getLogger("holdfast")
 
@@ -43,7 +43,7 @@ FIRST_BYTES = 256 << 20  # bytes that are waited for first; then twice as many, 
 
 def streams_of(device: Any) -> Any:
     """Return the module of torch with the streams and events of a device, such as ``torch.cuda``."""
-    return getattr(required("torch"), device.type)
+    return getattr(torch, device.type)
 
 
 class DeviceArray:
@@ -76,7 +76,6 @@ class DeviceArray:
 
 def is_copied_later(tensor: Any) -> bool:
     """Whether a tensor is an ordinary one on such a device, whose copy a snapshot can start."""
-    torch: Any = required("torch")
     if tensor.device.type not in ACCELERATORS or type(tensor) is not torch.Tensor or not tensor.numel():
         return False
     if torch._C._len_torch_dispatch_stack():  # a mode may turn a copy into something else
@@ -134,8 +133,7 @@ class PinnedMemory:
     def __init__(self, limit: int) -> None:
         self._limit = limit  # bytes
         self._blocks: list[Any] = []  # tensors of bytes
-        self._addresses: list[int] = []  # addresses of the blocks, ascending
-        self._order: list[int] = []  # the blocks in the order of their addresses
+        self._by_address: list[tuple[int, Any]] = []  # the same, sorted
         self._block = 0  # the block that is being filled
         self._offset = 0
         self._needed = 0  # bytes that have no place yet
@@ -186,7 +184,6 @@ class PinnedMemory:
             size //= 2
             if size < LEAST_ROOM_BYTES:
                 return False
-        torch: Any = required("torch")
         try:
             with torch.inference_mode(False):
                 block = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -197,22 +194,20 @@ class PinnedMemory:
             _logger.warning("saves block for longer, as no more than %d bytes can be pinned: %s", self._limit, text)
             return False
         self._blocks.append(block)
-        self._order = sorted(range(len(self._blocks)), key=lambda number: int(self._blocks[number].data_ptr()))
-        self._addresses = [int(self._blocks[number].data_ptr()) for number in self._order]
+        bisect.insort(self._by_address, (int(block.data_ptr()), block), key=operator.itemgetter(0))
         return True
 
     def _tensor_over(self, start: int, nbytes: int) -> Any | None:
         """Return the bytes at an address as a part of their block, by which torch knows them; None if not pinned."""
-        place = bisect.bisect_right(self._addresses, start) - 1
+        place = bisect.bisect_right(self._by_address, start, key=operator.itemgetter(0)) - 1
         if place < 0:
             return None
-        block = self._blocks[self._order[place]]
-        offset = start - self._addresses[place]
+        address, block = self._by_address[place]
+        offset = start - address
         return block[offset : offset + nbytes] if offset + nbytes <= block.numel() else None
 
     def start(self, copies: Sequence[Copy]) -> Arrival:
         """Start copies. Those to memory that is not pinned are done on return."""
-        torch: Any = required("torch")
         with contextlib.suppress(RuntimeError):  # an error of the last save is not one of this save
             self._last.wait()  # an interrupted save has not waited for its copies
         arrival = self._last = Arrival()
@@ -280,7 +275,6 @@ class PinnedMemory:
 
     def _gather(self, device: Any, run: Sequence[_Started]) -> None:
         """Copy small tensors with neighbouring places at once: put together on the device as they will lie there."""
-        torch: Any = required("torch")
         first, end = run[0].address, run[-1].end
         together = torch.empty(end - first, dtype=torch.uint8, device=device)
         groups: dict[Any, tuple[list[Any], list[Any]]] = {}

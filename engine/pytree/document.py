@@ -9,18 +9,19 @@ from ``1``; keys that are tuples are lists. A document never names code to run.
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from itertools import compress
 from typing import Any, NamedTuple
 
 from ..errors import DamagedCheckpointError
-from .containers import FACTORIES, build_counter, build_defaultdict, build_deque, build_mapping
+from .containers import FACTORIES, build_counter, build_mapping
 from .flattening import MAX_DEPTH, Key, TreeDef, key_segments, plain_key, unflatten
 from .names import Pattern, Patterns, choose, compiled, escape_key, unescape_key, unescape_keys
 
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"list": list, "tuple": tuple}
+_MAKERS: dict[str, Callable[[Any], Any]] = {"ordered_dict": OrderedDict, "counter": build_counter}
 _MAPPINGS = {"dict", "ordered_dict", "default_dict", "counter", "mapping", "namedtuple", "dataclass", "node"}
 _LENGTH = re.compile("[0-9]{1,18}")  # the largest length of a deque
 _Keys = dict[tuple[str, ...], tuple[list[Key], list[str]]]  # keys and names by the stored keys, which many layers share
@@ -47,7 +48,7 @@ class TreeDocument(NamedTuple):
         node = self.structure
         for segment in segments:
             assert node is not None
-            node = node.children[key_segments(node.keys, len(node.children)).index(segment)]
+            node = node.children[node.segments.index(segment)]
         return TreeDocument(node)
 
 
@@ -118,10 +119,7 @@ class _Lookup:
         self._counts: dict[int, int] = {}  # leaves below containers; keys are their identities
 
     def below(self, node: dict[str, Any], places: _Places, number: int) -> dict[str, Any] | None:
-        """Return a container with the leaves below it that match, as `TreeDocument.select` does, or None.
-
-        ``number`` leaves precede it.
-        """
+        """Return a container, which ``number`` leaves precede, with its leaves that match, or None without any."""
         children, stored = node["children"], node.get("keys")
         segments = [*map(str, range(len(children)))] if stored is None else stored
         if not set(map(type, segments)) <= {str}:
@@ -217,38 +215,35 @@ def _decode_node(document: Any, name: str, names: list[str], known: _Keys, depth
 def _decode_keys(stored: Any, name: str, known: _Keys) -> tuple[list[Key], list[str]]:
     if not isinstance(stored, list):
         raise _damaged(name, "has no list of keys")
-    texts = tuple([item for item in stored if isinstance(item, str)])
-    are_texts = len(texts) == len(stored)
-    if are_texts and texts in known:
+    texts = tuple(stored) if all(isinstance(item, str) for item in stored) else None
+    if texts is not None and texts in known:
         return known[texts]
-    keys: list[Key] = []
-    segments: list[str] = []
     try:
-        unescaped = iter(unescape_keys(texts))
+        if texts is not None:
+            keys: list[Key] = [*unescape_keys(texts)]
+            segments = [*texts]
+        else:
+            pairs = [_decode_key(item) for item in stored]
+            keys, segments = [key for key, _ in pairs], [segment for _, segment in pairs]
     except ValueError as error:
         raise _damaged(name, f"has a key that no save writes: {error}") from error
-    if are_texts:
-        keys, segments, stored = list(unescaped), list(texts), ()
-    for item in stored:
-        if isinstance(item, str):
-            keys.append(next(unescaped))
-            segments.append(item)
-        elif isinstance(item, int) and -(1 << 63) <= item < 1 << 63:
-            keys.append(item)
-            segments.append(str(item))
-        elif isinstance(item, list):
-            try:
-                keys.append(plain_key(_decode_tuple(item)))
-            except ValueError as error:
-                raise _damaged(name, f"has the key {item!r:.80}: {error}") from error
-            segments.append(escape_key(repr(keys[-1])))
-        else:
-            raise _damaged(name, f"has the key {item!r:.80}; keys are str, int or lists of them")
     if len(set(segments)) != len(segments) or (keys != segments and len(set(keys)) != len(keys)):
         raise _damaged(name, "has two keys that are the same")
-    if are_texts:
+    if texts is not None:
         known[texts] = keys, segments
     return keys, segments
+
+
+def _decode_key(stored: Any) -> tuple[Key, str]:
+    """Return a stored key, and what it adds to the names of leaves."""
+    if isinstance(stored, str):
+        return unescape_key(stored), stored
+    if isinstance(stored, int) and -(1 << 63) <= stored < 1 << 63:
+        return stored, str(stored)
+    if isinstance(stored, list):
+        key = plain_key(_decode_tuple(stored))
+        return key, escape_key(repr(key))
+    raise ValueError(f"{stored!r:.80}; keys are str, int or lists of them")
 
 
 def _damaged(name: str, what: str) -> DamagedCheckpointError:
@@ -271,17 +266,14 @@ def _decode_tuple(stored: Any) -> Any:
 def _plain_node(kind: str, keys: list[Key] | None, children: list[TreeDef | None], label: str | None = None) -> TreeDef:
     build: Callable[[list[Any]], Any]
     if kind == "deque":
-        build = partial(build_deque, None if label is None else int(label))
+        build = partial(deque, maxlen=None if label is None else int(label))
     elif keys is None:
         build = _SEQUENCES[kind]
-    elif kind == "ordered_dict":
-        build = partial(build_mapping, OrderedDict, keys)
-    elif kind == "default_dict":
-        build = partial(build_defaultdict, FACTORIES.get(label) if label else None, keys)
-    elif kind == "counter":
-        build = partial(build_counter, keys)
     else:
-        build = partial(build_mapping, dict, keys)
+        make = _MAKERS.get(kind, dict)
+        if kind == "default_dict":
+            make = partial(defaultdict, FACTORIES.get(label or ""))
+        build = partial(build_mapping, make, keys)
     return TreeDef(kind, keys, children, build, label)
 
 

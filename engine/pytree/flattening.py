@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DamagedCheckpointError, UnsupportedLeafError
-from ..forks import Lock
 from .containers import NnxObjects, expand
 from .leaves import (
     MIXED,
     NUMBERS,
+    PLAIN,
     ArrayLeaf,
     Details,
     LeafMetadata,
@@ -38,9 +38,8 @@ MAX_DEPTH = 200  # levels of containers; deeper trees are errors, as code that w
 
 _LARGEST_KEY = 1 << 63  # integer keys have 64 bits
 _DEEPEST_KEY = 8  # levels of tuples in a key
-_SCALARS = (type(None), bool, int, float, complex, str, bytes, set, frozenset)
 # The array types of the frameworks in use are added to these.
-_LEAF_TYPES: set[type] = {*_SCALARS, np.ndarray, LeafMetadata, StaticLeaf}
+_LEAF_TYPES: set[type] = {*PLAIN, set, frozenset, np.ndarray, LeafMetadata, StaticLeaf}
 
 
 @dataclass(slots=True)
@@ -52,6 +51,16 @@ class TreeDef:
     children: list[TreeDef | None]  # the definition of each child, or None for a leaf
     build: Callable[[list[Any]], Any]  # makes the container from its children, in the order of `children`
     label: str | None = None  # the name of the class, or of the default factory; of a deque, its maxlen
+
+    @property
+    def segments(self) -> list[str]:
+        """What each child adds to the names of the leaves below."""
+        return key_segments(self.keys, len(self.children))
+
+    def named_children(self, name: str) -> list[tuple[str, TreeDef | None]]:
+        """Return the children of a container that has a name, each with its own."""
+        prefix = f"{name}." if name else ""
+        return [(prefix + segment, child) for segment, child in zip(self.segments, self.children, strict=True)]
 
 
 @dataclass(slots=True)
@@ -132,12 +141,8 @@ def is_leaf(value: Any) -> bool:
         return True
     if isinstance(value, np.ndarray | np.generic | str | bytes | int | float | complex):
         return True  # subclasses; not remembered, as a program may make classes without end
-    if is_jax_array(value):
-        if kind.__module__.startswith("jaxlib"):  # the one concrete array type; not tracers and keys
-            _LEAF_TYPES.add(kind)
-        return True
-    if is_torch_tensor(value):
-        if kind.__module__.startswith("torch"):
+    if is_jax_array(value) or is_torch_tensor(value):
+        if kind.__module__.startswith(("jaxlib", "torch")):  # not tracers, keys and classes of the program
             _LEAF_TYPES.add(kind)
         return True
     return is_jax_abstract(value)
@@ -209,8 +214,7 @@ class Outline:
     """
 
     def __init__(self, structure: TreeDef | None) -> None:
-        self.structure = None if structure is None else _without_values(structure)
-        self._root = None if self.structure is None else _Container(self.structure)
+        self.structure = None if structure is None else _Container(structure)
 
     def leaves_of(self, tree: Any) -> list[Any] | None:
         """Return the leaves of a tree in the order of `flatten`; None if its containers differ.
@@ -218,31 +222,28 @@ class Outline:
         A value in the place of a leaf is returned unchecked, even if it is a container: compare its type.
         """
         leaves: list[Any] = []
-        if self._root is None:
-            leaves.append(tree)
-        elif not self._root.collect(tree, leaves, NnxObjects()):
-            return None
-        return leaves
+        if self.structure is None:
+            return [tree]
+        return leaves if self.structure.collect(tree, leaves, NnxObjects()) else None
 
 
 # Types that `_Container` opens itself; `expand` opens all others.
 _EXACT: dict[str, type] = {"dict": dict, "list": list, "tuple": tuple, "ordered_dict": OrderedDict}
 
 
-class _Container:
-    """One container of an outline."""
+class _Container(TreeDef):
+    """One container of an outline, a structure for documents only: what builds a container may refer to its arrays."""
 
-    __slots__ = ("children", "keys", "kind", "label", "size", "type", "type_of", "types")
+    __slots__ = ("are_leaves", "type", "type_of", "types")
 
     def __init__(self, node: TreeDef) -> None:
+        children: list[TreeDef | None] = [None if child is None else _Container(child) for child in node.children]
+        super().__init__(node.kind, None if node.keys is None else [*node.keys], children, list, node.label)
         self.type = _EXACT.get(node.kind) if node.label is None else None
-        self.kind, self.label, self.keys = node.kind, node.label, node.keys
         # 1, True and np.int64(1) are equal.
         self.type_of = _types_in if node.keys is not None and any(isinstance(key, tuple) for key in node.keys) else type
         self.types = None if node.keys is None else list(map(self.type_of, node.keys))
-        self.size = len(node.children)
-        children = [None if child is None else _Container(child) for child in node.children]
-        self.children = children if any(child is not None for child in children) else None  # None if all are leaves
+        self.are_leaves = all(child is None for child in children)
 
     def collect(self, value: Any, leaves: list[Any], objects: NnxObjects) -> bool:
         """Append the leaves of a container; return whether it is like this one."""
@@ -259,15 +260,17 @@ class _Container:
             keys, values = None, value
         else:
             keys, values = list(value), value.values()
-        if len(values) != self.size or keys != self.keys or (keys and list(map(self.type_of, keys)) != self.types):
+        if len(values) != len(self.children) or keys != self.keys:
             return False
-        if self.children is None:
+        if keys and list(map(self.type_of, keys)) != self.types:
+            return False
+        if self.are_leaves:
             leaves.extend(values)
             return True
         for child, known in zip(values, self.children, strict=True):
             if known is None:
                 leaves.append(child)
-            elif not known.collect(child, leaves, objects):
+            elif isinstance(known, _Container) and not known.collect(child, leaves, objects):
                 return False
         return True
 
@@ -276,15 +279,7 @@ def _types_in(key: object) -> object:
     return tuple(map(_types_in, key)) if isinstance(key, tuple) else type(key)
 
 
-def _without_values(node: TreeDef) -> TreeDef:
-    """Return a structure for documents only: what builds a container may refer to it and the arrays in it."""
-    children = [None if child is None else _without_values(child) for child in node.children]
-    return TreeDef(node.kind, None if node.keys is None else list(node.keys), children, list, node.label)
-
-
-_lock = Lock()
-_holders = 0
-_was_enabled = False
+_is_paused = False
 
 
 @contextmanager
@@ -294,30 +289,26 @@ def collection_paused() -> Iterator[None]:
     Ten thousand leaves mean some thirty thousand new objects, none of them garbage. With a framework loaded, the full
     collections that they start take several times as long as the work itself.
     """
-    global _holders, _was_enabled
-    with _lock:
-        if _holders == 0:
-            _was_enabled = gc.isenabled()
-            gc.disable()
-        _holders += 1
+    global _is_paused
+    if not gc.isenabled():
+        yield
+        return
+    _is_paused = True
+    gc.disable()
     try:
         yield
     finally:
-        with _lock:
-            _holders -= 1
-            if _holders == 0 and _was_enabled:
-                gc.enable()
-
-
-def _end_pauses() -> None:
-    """Collect garbage again in a forked process, where the threads that paused it do not go on."""
-    global _holders
-    if _holders and _was_enabled:
         gc.enable()
-    _holders = 0
+        _is_paused = False
 
 
-os.register_at_fork(after_in_child=_end_pauses)
+def _end_pause() -> None:
+    """Collect garbage again in a forked process, where the thread that paused it does not go on."""
+    if _is_paused:
+        gc.enable()
+
+
+os.register_at_fork(after_in_child=_end_pause)
 
 
 # ---- long sequences of numbers
@@ -337,32 +328,21 @@ _MIXED_WIDTH = 9
 
 
 class PackedNumbers:
-    """A list, tuple or deque of numbers as one leaf of a tree: a copy, which later changes do not touch.
+    """A list, tuple or deque of numbers as one leaf of a tree: a copy, which later changes do not touch."""
 
-    The array is made on demand, as a walk over live objects only tests whether a sequence is packed.
-    """
+    __slots__ = ("array", "details")
 
-    __slots__ = ("_array", "_details", "_items")
-
-    def __init__(self, items: list[Any] | None, array: NDArray[Any] | None, details: Details) -> None:
-        self._items = items
-        self._array = array
-        self._details = details
+    def __init__(self, array: NDArray[Any], details: Details) -> None:
+        self.array = array
+        self.details = details
 
     def describe(self) -> ArrayLeaf:
-        array = self._array
-        if array is None:
-            assert self._items is not None
-            array = self._array = _array(str(self._details["elements"]), self._items)
-            self._items = None
-        return ArrayLeaf(array.dtype, array.shape, [Piece((0,) * array.ndim, array)], False, self._details)
+        array = self.array
+        return ArrayLeaf(array.dtype, array.shape, [Piece((0,) * array.ndim, array)], False, self.details)
 
     def unpack(self) -> Any:
         """Return a new sequence with the same elements."""
-        if self._items is not None:
-            return _built(self._details, list(self._items))
-        assert self._array is not None
-        return _built(self._details, _elements(self._details, self._array))
+        return _unpacked(self.details, self.array)
 
 
 def pack_numbers(value: object) -> PackedNumbers | None:
@@ -371,53 +351,33 @@ def pack_numbers(value: object) -> PackedNumbers | None:
     if sequence is None or len(value) < PACKED_FROM:  # type: ignore[arg-type]  # it is one of the three
         return None
     items: list[Any] = list(value)  # type: ignore[call-overload]
-    packed = _packed(items, set(map(type, items)))
-    if packed is None:
+    kinds = set(map(type, items))
+    kind: Any = next(iter(kinds))
+    try:
+        if len(kinds) > 1:
+            elements, array = MIXED, _mixed(items) if kinds <= set(_MIXED_TYPES) else None
+        elif kind in _ELEMENTS:
+            elements, array = _ELEMENTS[kind], np.array(items, _DTYPES[_ELEMENTS[kind]])
+        else:
+            is_numpy = issubclass(kind, np.bool_ | np.number) and kind not in (np.longdouble, np.clongdouble)
+            elements, array = _NUMPY, np.array(items) if is_numpy else None
+    except OverflowError:  # an integer of more than 64 bits
         return None
-    elements, array = packed
+    if array is None:
+        return None
     details: Details = {"kind": NUMBERS, "sequence": sequence, "elements": elements}
     if isinstance(value, deque) and value.maxlen is not None:
         details["maxlen"] = value.maxlen
-    return PackedNumbers(items, array, details)
-
-
-def _packed(items: list[Any], kinds: set[Any]) -> tuple[str, NDArray[Any] | None] | None:
-    """Return the name of the elements if they can be packed, and the array where the test needed it."""
-    try:
-        if len(kinds) == 1:
-            (kind,) = kinds
-            if kind in _ELEMENTS:
-                return _ELEMENTS[kind], _array(_ELEMENTS[kind], items) if kind is int else None
-            if issubclass(kind, np.bool_ | np.number) and kind not in (np.longdouble, np.clongdouble):
-                return _NUMPY, None
-        elif kinds <= set(_MIXED_TYPES):
-            far = int in kinds and bool((np.abs(np.fromiter(items, "<f8", len(items))) >= 1 << 63).any())
-            return MIXED, _mixed(items) if far else None
-    except OverflowError:  # an integer of more than 64 bits
-        pass
-    return None
-
-
-def _array(elements: str, items: list[Any]) -> NDArray[Any]:
-    if elements == MIXED:
-        return _mixed(items)
-    return np.array(items, _DTYPES.get(elements))
+    return PackedNumbers(array, details)
 
 
 def _mixed(items: list[Any]) -> NDArray[Any]:
-    codes: dict[Any, int] = {kind: code for code, kind in enumerate(_MIXED_TYPES)}
-    types = np.frombuffer(bytes([codes[type(item)] for item in items]), np.uint8)
-    values = np.fromiter(items, "<f8", len(items))
-    bits = values.view("<i8")
-    whole = types != codes[float]
-    exact = whole & (np.abs(values) < 1 << 53)  # a float holds these integers exactly
-    bits[exact] = values[exact].astype("<i8")
-    rest = np.flatnonzero(whole & ~exact)
-    bits[rest] = np.array([items[index] for index in rest.tolist()], "<i8")
-    found = np.empty((len(items), _MIXED_WIDTH), np.uint8)
-    found[:, 0] = types
-    found[:, 1:] = bits[:, None].view(np.uint8)
-    return found
+    types = np.array([_MIXED_TYPES.index(type(item)) for item in items], np.uint8)
+    values, bits = np.array(items, object), np.empty(len(items), "<i8")
+    are_floats = types == _MIXED_TYPES.index(float)
+    bits[are_floats] = values[are_floats].astype("<f8").view("<i8")
+    bits[~are_floats] = values[~are_floats].astype("<i8")
+    return np.hstack((types[:, None], bits[:, None].view(np.uint8)))
 
 
 def pack_tree(tree: Any, depth: int = 0) -> Any:
@@ -448,22 +408,17 @@ def unpack_numbers(details: Details, array: NDArray[Any], name: str) -> Any:
         )
     if mixed and len(array) and (last := int(array[:, 0].max())) >= len(_MIXED_TYPES):
         raise DamagedCheckpointError(f"leaf {format_path(name)}: type {last} of an element is unknown")
-    return _built(details, _elements(details, array))
+    return _unpacked(details, array)
 
 
-def _elements(details: Details, array: NDArray[Any]) -> list[Any]:
+def _unpacked(details: Details, array: NDArray[Any]) -> Any:
     if details["elements"] == _NUMPY:
-        return list(array)
-    return _unmixed(array) if details["elements"] == MIXED else array.tolist()
-
-
-def _built(details: Details, items: list[Any]) -> Any:
-    builders: dict[Any, Callable[[list[Any]], Any]] = {
-        "tuple": tuple,
-        "deque": lambda found: deque(found, details.get("maxlen")),
-    }
-    sequence = details["sequence"]
-    return builders[sequence](items) if sequence in builders else items
+        items = list(array)
+    else:
+        items = _unmixed(array) if details["elements"] == MIXED else array.tolist()
+    if details["sequence"] == "deque":
+        return deque(items, details.get("maxlen"))
+    return tuple(items) if details["sequence"] == "tuple" else items
 
 
 def _unmixed(array: NDArray[Any]) -> list[Any]:

@@ -11,7 +11,7 @@ import contextlib
 import importlib
 import logging
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from operator import attrgetter, eq, is_
 from typing import Any, NamedTuple
 
@@ -19,7 +19,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .host_leaves import check_storable, native
-from .leaves import WEAK, ArrayLeaf, Box, Details, LeafProblem, Part, Piece, PinnedLeaf, loaded, required
+from .leaves import (
+    WEAK,
+    ArrayLeaf,
+    Box,
+    Details,
+    LeafProblem,
+    Part,
+    Piece,
+    PinnedLeaf,
+    jax,
+    joined_parts,
+)
 
 _logger = logging.getLogger("holdfast")
 
@@ -30,44 +41,49 @@ _ORIGINS = [(0,) * axes for axes in range(65)]
 
 def is_key(value: Any) -> bool:
     """Whether a jax array, tracer or `jax.ShapeDtypeStruct` is one of typed PRNG keys."""
-    jax: Any = loaded("jax")
     return not isinstance(value.dtype, np.dtype) and bool(jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key))
 
 
 def is_tracer(value: Any) -> bool:
     """Whether a jax array is a tracer, which stands for a value inside a transformation."""
-    jax: Any = loaded("jax")
     return isinstance(value, jax.core.Tracer)
 
 
 class JaxDescriber:
-    """Describes the jax arrays of one tree.
+    """Describes the jax arrays of one tree; all copies from devices are under way before one is waited for.
 
-    Where `prefetches` is true, `prepare` every array before the first is described, so that all copies from devices
-    are under way before one is waited for. All copies are done when the first array is described. At most
-    `pinned_bytes` of arrays are left in pinned memory, for a snapshot to read later.
+    At most ``pinned_bytes`` of arrays are left in pinned memory, for a snapshot to read later.
     """
 
-    def __init__(self, pinned_bytes: int = 0) -> None:
-        jax: Any = loaded("jax")
-        self._jax = jax
+    def __init__(self, values: Sequence[Any], pinned_bytes: int = 0) -> None:
         self._shardings: dict[int, _ShardingInfo] = {}
-        self._pinned_bytes = pinned_bytes
-        self._waiting: list[tuple[int, Any]] = []  # arrays of one device, with the id of the array they are a part of
-        self._hosted: dict[int, list[Any]] = {}  # the same parts on the host, by that id
-        self.prefetches: bool = jax.default_backend() != "cpu" or bool(PINNED_PLATFORMS & {"cpu"})
+        self._hosted: dict[int, list[Any]] = {}  # what each device has of an array, by the id of that
+        parts: list[tuple[int, Any]] = []
+        if jax.default_backend() != "cpu" or "cpu" in PINNED_PLATFORMS:
+            for value in values:
+                with contextlib.suppress(LeafProblem):  # raised again for the leaf
+                    parts += [(id(value), part) for part in self._parts(self._data_of(value))]
+        self._owners = [number for number, _ in parts]
+        self._copies: HostCopies | None = HostCopies([part for _, part in parts], pinned_bytes)
 
-    def prepare(self, value: Any) -> None:
-        found = self._data_of(value) if is_key(value) else value
-        if found.is_deleted():
-            return
-        whole = self._sharding(found).whole
-        self._waiting += [(id(value), data) for data in ([found] if whole else [data for _, data in _shards(found)])]
+    def _parts(self, value: Any) -> list[Any]:
+        """Return the arrays of one device that are copied."""
+        if value.is_deleted():
+            return []
+        return [value] if self._sharding(value).whole else [data for _, data in _shards(value)]
+
+    def _fetched(self, value: Any) -> list[Any] | None:
+        """Return the host copies of what the devices have of an array; None if none was started."""
+        if self._copies is not None:
+            for number, array in zip(self._owners, self._copies.wait(), strict=True):
+                self._hosted.setdefault(number, []).append(array)
+            self._copies = None
+        return self._hosted.get(id(value))
 
     def describe(self, value: Any) -> ArrayLeaf:
-        return self._fetched(value, value) if self.prefetches else self._described(value)
+        return self._described(value, self._fetched(value))
 
-    def _described(self, value: Any, hosted: Sequence[Any] | None = None) -> ArrayLeaf:
+    def _described(self, value: Any, hosted: Sequence[Any] | None) -> ArrayLeaf:
         """Describe an array; what each device holds of it may have been copied to the host before."""
         sharding = self._shardings.get(id(value.sharding)) or self._sharding(value)
         kind = ArrayLeaf if hosted is None else PinnedLeaf
@@ -84,31 +100,21 @@ class JaxDescriber:
         parts = None if sharding.local else parts_of(sharding.sharding, value.shape)
         return kind(np.dtype(value.dtype), value.shape, pieces, False, sharding.details_of(value), parts)
 
-    def _fetched(self, value: Any, prepared: Any) -> ArrayLeaf:
-        """Describe a prepared array, or the keys whose data it is, from the host copies."""
-        if self._waiting:
-            self._fetch()
-        return self._described(value, self._hosted.get(id(prepared)))
-
-    def _fetch(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        arrays = HostCopies([data for _, data in waiting], self._pinned_bytes).wait()
-        for (number, _), array in zip(waiting, arrays, strict=True):
-            self._hosted.setdefault(number, []).append(array)
-
     def describe_key(self, value: Any) -> ArrayLeaf:
         """Describe an array of typed keys, stored as its key data."""
         try:
-            leaf = self._fetched(self._data_of(value), value)
+            leaf = self._described(self._data_of(value), self._fetched(value))
         except RuntimeError as error:
             raise _deleted(value, error) from error
-        leaf.details = {**leaf.details, "kind": "key", "impl": str(self._jax.random.key_impl(value))}
+        leaf.details = {**leaf.details, "kind": "key", "impl": str(jax.random.key_impl(value))}
         return leaf
 
-    def _data_of(self, keys: Any) -> Any:
+    def _data_of(self, value: Any) -> Any:
         """Return the jax array in typed keys. With jax 0.5, keys may hold the numpy array that they were made of."""
-        data = self._jax.random.key_data(keys)
-        return self._jax.numpy.asarray(data) if isinstance(data, np.ndarray) else data
+        if not is_key(value):
+            return value
+        data = jax.random.key_data(value)
+        return jax.numpy.asarray(data) if isinstance(data, np.ndarray) else data
 
     def _sharding(self, value: Any) -> _ShardingInfo:
         """Return the facts of an array's sharding. Most arrays of a tree share a few sharding objects."""
@@ -153,29 +159,15 @@ class WholeArrays:
         return HostCopies(arrays, pinned_bytes)
 
     def _equal(self, shardings: Sequence[Any]) -> bool:
-        known: dict[int, Details | None] = {}
-
-        def details(sharding: Any) -> Details | None:
-            if id(sharding) not in known:
-                known[id(sharding)] = _describe_sharding(sharding) if is_whole(sharding) else None
-            return known[id(sharding)]
-
-        return all(
-            one is other or details(one) == details(other)
-            for one, other in zip(shardings, self._shardings, strict=True)
-        )
+        details = cache(lambda sharding: _describe_sharding(sharding) if is_whole(sharding) else None)
+        pairs = zip(shardings, self._shardings, strict=True)
+        return all(one is other or details(one) == details(other) for one, other in pairs)
 
 
 class HostCopies:
-    """Copies to the host of arrays of one device each, which are under way.
-
-    Some become jax arrays in pinned memory, to which an accelerator copies fastest; the others arrays of numpy.
-    `pinned_bytes` of one is how many of the bytes that could be pinned are left.
-    """
+    """Copies to the host that are under way: jax arrays in pinned memory, as far as `pinned_bytes` go, or numpy's."""
 
     def __init__(self, arrays: Sequence[Any], pinned_bytes: int) -> None:
-        jax: Any = loaded("jax")
-        self._jax = jax
         self._arrays = arrays
         self._pinned: dict[int, Any] = {}  # copies by the position of the array
         self.pinned_bytes = pinned_bytes
@@ -196,7 +188,7 @@ class HostCopies:
         try:
             sources = [arrays[number] for number in chosen]
             shardings = [array.sharding.with_memory_kind("pinned_host") for array in sources]
-            self._pinned = dict(zip(chosen, self._jax.device_put(sources, shardings), strict=True))
+            self._pinned = dict(zip(chosen, jax.device_put(sources, shardings), strict=True))
         except RuntimeError as error:
             self._go_without(error)
 
@@ -204,13 +196,13 @@ class HostCopies:
         """Return the copies, once all are there: then the program may donate the originals."""
         if self._pinned:
             try:
-                self._jax.block_until_ready(list(self._pinned.values()))
+                jax.block_until_ready(list(self._pinned.values()))
             except RuntimeError as error:
                 self._go_without(error)
         pinned = self._pinned
         if not self._arrays:  # jax may not be loaded
             return []
-        with self._jax.transfer_guard("allow"):
+        with jax.transfer_guard("allow"):
             if not pinned:
                 return list(map(np.asarray, self._arrays))
             return [
@@ -222,7 +214,7 @@ class HostCopies:
             raise error
         _logger.warning("this save blocks for longer, as jax could not copy to pinned memory: %s", str(error))
         self._pinned = {}
-        with self._jax.transfer_guard("allow"):
+        with jax.transfer_guard("allow"):
             for array in self._arrays:
                 array.copy_to_host_async()
 
@@ -276,7 +268,6 @@ def _describe_sharding(sharding: Any) -> Details:
 
 
 def _all_devices() -> list[int]:
-    jax: Any = loaded("jax")
     return [int(device.id) for device in jax.devices()]
 
 
@@ -291,11 +282,8 @@ def _shards(value: Any) -> list[tuple[tuple[int, ...], Any]]:
 @lru_cache(maxsize=4096)
 def parts_of(sharding: Any, shape: tuple[int, ...]) -> tuple[Part, ...]:
     """Return the parts that a sharding makes of an array, in the order of their places in the array."""
-    holders: dict[tuple[tuple[int, ...], tuple[int, ...]], set[int]] = {}
-    for device, index in sharding.devices_indices_map(shape).items():
-        box = _box_of(index, shape)
-        holders.setdefault((box.start, box.shape), set()).add(int(device.process_index))
-    return tuple(Part(start, size, tuple(sorted(processes))) for (start, size), processes in sorted(holders.items()))
+    indices = sharding.devices_indices_map(shape)
+    return joined_parts((int(device.process_index), _box_of(index, shape)) for device, index in indices.items())
 
 
 def _box_of(index: Sequence[Any] | None, shape: Sequence[int]) -> Box:
@@ -310,37 +298,30 @@ def _deleted(value: Any, error: RuntimeError) -> Exception:
     return error
 
 
-def is_weak(value: Any) -> bool:
-    """Whether a jax array, or a `jax.ShapeDtypeStruct`, is weakly typed: it takes the dtype of the other operand."""
-    return bool(getattr(value, "weak_type", False))
-
-
-def template_facts(value: Any) -> tuple[str, np.dtype[Any], tuple[int, ...], str | None]:
-    """Return kind, stored dtype, stored shape and variant of a leaf of a template."""
+def template_facts(value: Any) -> tuple[Any, ...]:
+    """Return kind, stored shape, stored dtype, variant, weak and sharding of a leaf of a template."""
     dtype = value.dtype
     if is_tracer(value):
         raise LeafProblem("is a tracer; load outside of jax.jit, jax.grad and the like")
     if isinstance(dtype, np.dtype):
         check_storable(dtype)
-        return "jax", dtype, value.shape, None
+        is_weak = bool(getattr(value, "weak_type", False))  # it takes the dtype of the other operand
+        return "jax", value.shape, dtype, None, is_weak, template_sharding(value)
     if not is_key(value):
         raise LeafProblem(f"has dtype {dtype}, which cannot be stored")
     data_dtype, data_shape, implementation = _key_data(dtype)
-    return "key", data_dtype, (*value.shape, *data_shape), str(implementation)
+    shape = (*value.shape, *data_shape)
+    return "key", shape, data_dtype, str(implementation), False, template_sharding(value)
 
 
 def implementation_of(key: Any) -> Any:
-    """Return what `jax.random.wrap_key_data` takes as the implementation of keys, also of one that the program defines.
-
-    `key` is an array of keys, perhaps an abstract one.
-    """
+    """Return what `jax.random.wrap_key_data` takes as the implementation of perhaps abstract keys."""
     return _key_data(key.dtype)[2]
 
 
 @lru_cache(maxsize=16)
 def _key_data(key_dtype: Any) -> tuple[np.dtype[Any], tuple[int, ...], Any]:
     """Return dtype and shape of one key's data, and its implementation."""
-    jax: Any = loaded("jax")
     found: list[Any] = []
 
     def trace(key: Any) -> Any:
@@ -361,7 +342,6 @@ def template_sharding(template: Any) -> Any:
     """Return the sharding of the array that takes the place of a template; None leaves it to jax."""
     # An array that was never placed explicitly may move freely; a device would pin it.
     sharding = template.sharding if getattr(template, "committed", True) else None
-    jax: Any = loaded("jax")
     if not isinstance(sharding, jax.sharding.NamedSharding) or not isinstance(sharding.mesh, jax.sharding.AbstractMesh):
         return sharding
     if not sharding.mesh.axis_names:
@@ -374,7 +354,6 @@ def template_sharding(template: Any) -> Any:
 
 def on_saved_devices(abstract: AbstractSharding, saved: Details) -> Any:
     """Return the sharding on the mesh that was saved, if its devices are here, or else on one of all devices."""
-    jax: Any = loaded("jax")
     mesh = abstract.sharding.mesh
     numbers = _saved_devices(saved, mesh)
     if numbers is not None:
@@ -402,13 +381,11 @@ def _saved_devices(saved: Details, mesh: Any) -> tuple[int, ...] | None:
 
 
 def _on(mesh: Any, sharding: Any) -> Any:
-    jax: Any = loaded("jax")
     return jax.sharding.NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
 
 
 @lru_cache(maxsize=16)
 def _mesh_of(abstract: Any, numbers: tuple[int, ...]) -> Any:
-    jax: Any = loaded("jax")
     devices = {int(device.id): device for device in jax.devices()}
     places = np.empty(len(numbers), object)
     places[:] = [devices[number] for number in numbers]
@@ -418,7 +395,6 @@ def _mesh_of(abstract: Any, numbers: tuple[int, ...]) -> Any:
 
 @lru_cache(maxsize=16)
 def _mesh_of_all_devices(abstract: Any) -> Any:
-    jax: Any = loaded("jax")
     return jax.make_mesh(abstract.axis_sizes, abstract.axis_names, axis_types=abstract.axis_types)
 
 
@@ -426,7 +402,6 @@ def narrowed(dtype: np.dtype[Any]) -> np.dtype[Any] | None:
     """Return the dtype that jax would use now in place of a 64-bit one, or None if it would use this one."""
     if dtype.itemsize < 8:
         return None
-    jax: Any = loaded("jax")
     actual = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
     return None if actual == dtype.newbyteorder("=") else actual
 
@@ -436,28 +411,58 @@ def is_spread(sharding: Any) -> bool:
     return sharding is not None and not (len(sharding.device_set) == 1 and sharding.is_fully_addressable)
 
 
-class DeviceBoxes(NamedTuple):
-    """The boxes of an array that the devices of this process hold."""
-
-    boxes: tuple[Box, ...]  # one that several devices share is here once
-    holders: tuple[tuple[Any, int], ...]  # each device with the number of its box
-
-
 @lru_cache(maxsize=512)
-def device_boxes(sharding: Any, shape: tuple[int, ...]) -> DeviceBoxes:
+def _device_boxes(sharding: Any, shape: tuple[int, ...]) -> tuple[tuple[Box, ...], tuple[tuple[Any, int], ...]]:
+    """Return the boxes that the devices of this process hold, and each device with the number of its box."""
     indices = sharding.addressable_devices_indices_map(shape)
     numbers: dict[Box, int] = {}
     holders = [(device, numbers.setdefault(_box_of(index, shape), len(numbers))) for device, index in indices.items()]
-    return DeviceBoxes(tuple(numbers), tuple(holders))
+    return tuple(numbers), tuple(holders)
 
 
-def put(arrays: Sequence[NDArray[Any]], shardings: Sequence[Any], implementations: Sequence[Any]) -> list[Any]:
-    """Make jax arrays of whole host arrays, all in one call."""
-    jax: Any = required("jax")
+def local_boxes(sharding: Any, shape: tuple[int, ...]) -> Sequence[Box] | None:
+    """Return the boxes of an array that this process needs for a sharding; None where one of its devices has it all."""
+    return _device_boxes(sharding, shape)[0] if is_spread(sharding) else None
+
+
+class NewArray(NamedTuple):
+    """An array, or typed keys, to be made of host arrays."""
+
+    sharding: Any
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    arrays: Sequence[NDArray[Any]]  # one for each of its `local_boxes`, or the whole
+    implementation: Any = None  # that of typed keys whose data these are; None for other arrays
+    weak: bool = False
+
+
+def put(new: Sequence[NewArray]) -> list[Any]:
+    """Make jax arrays, all in one call."""
+    hosts: list[NDArray[Any]] = []
+    shardings: list[Any] = []
+    for sharding, shape, _, arrays, *_ in new:
+        own = [native(array) for array in arrays]
+        if not is_spread(sharding):
+            hosts += own
+            shardings.append(sharding)
+            continue
+        for device, number in _device_boxes(sharding, shape)[1]:
+            hosts.append(own[number])
+            shardings.append(jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
     same = len(set(map(id, shardings))) == 1
     with _unguarded():
-        results = list(jax.device_put([native(array) for array in arrays], shardings[0] if same else list(shardings)))
-    return [_typed(*each) for each in zip(results, implementations, strict=True)]
+        placed = iter(jax.device_put(hosts, shardings[0] if same else shardings))
+    results = []
+    for sharding, shape, dtype, _, implementation, weak in new:
+        if is_spread(sharding):
+            local = [next(placed) for _ in _device_boxes(sharding, shape)[1]]
+            array = jax.make_array_from_single_device_arrays(shape, sharding, local, dtype=dtype)
+        else:
+            array = next(placed)
+        if implementation is not None:
+            array = jax.random.wrap_key_data(array, impl=implementation)
+        results.append(weakened(array) if weak else array)
+    return results
 
 
 def weakened(array: Any) -> Any:
@@ -469,54 +474,15 @@ def weakened(array: Any) -> Any:
 @contextlib.contextmanager
 def _unguarded() -> Iterator[None]:
     """Allow what a program forbids in its own code: transfers, and NaN, which was saved as it was."""
-    jax: Any = required("jax")
     with jax.transfer_guard("allow"), jax.debug_nans(False), jax.debug_infs(False):
         yield
 
 
 @lru_cache(maxsize=64)
 def _weakening(sharding: Any) -> Any:
-    jax: Any = required("jax")
     convert = importlib.import_module("jax.extend.core.primitives").convert_element_type_p
 
     def weak(array: Any) -> Any:
         return convert.bind(array, new_dtype=array.dtype, weak_type=True, sharding=None)
 
     return jax.jit(weak) if sharding is None else jax.jit(weak, out_shardings=sharding)
-
-
-class SpreadArray(NamedTuple):
-    """One array that is made from its boxes on the devices of this process."""
-
-    sharding: Any
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    arrays: Sequence[NDArray[Any]]  # one for each of its `device_boxes`
-    implementation: Any  # that of typed keys whose data these are; None for other arrays
-
-
-def put_spread(spread: Sequence[SpreadArray]) -> list[Any]:
-    """Make jax arrays that are spread over devices, all in one call."""
-    jax: Any = required("jax")
-    hosts: list[NDArray[Any]] = []
-    shardings: list[Any] = []
-    for sharding, shape, _, arrays, _ in spread:
-        own = [native(array) for array in arrays]
-        for device, number in device_boxes(sharding, shape).holders:
-            hosts.append(own[number])
-            shardings.append(jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
-    with _unguarded():
-        shards = iter(jax.device_put(hosts, shardings))
-    results = []
-    for sharding, shape, dtype, _, implementation in spread:
-        local = [next(shards) for _ in device_boxes(sharding, shape).holders]
-        array = jax.make_array_from_single_device_arrays(shape, sharding, local, dtype=dtype)
-        results.append(_typed(array, implementation))
-    return results
-
-
-def _typed(array: Any, implementation: Any) -> Any:
-    if implementation is None:
-        return array
-    jax: Any = required("jax")
-    return jax.random.wrap_key_data(array, impl=implementation)

@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import add, lt, sub
 from typing import Any, NamedTuple
@@ -55,31 +55,45 @@ def loaded(name: str) -> Any | None:
 
 def required(name: str) -> Any:
     """Return a module that the caller requested by name, and import it if needed."""
-    module = loaded(name)
-    if module is not None:
-        return module
     try:
         return importlib.import_module(name)
     except ImportError as error:
         raise OptionError(f"{name} arrays are asked for, and {name} cannot be imported: {error}") from error
 
 
+class _Framework:
+    """A framework by its name: what is used of it is imported then, unless the program has done so."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # those who look at any object ask for such names
+            raise AttributeError(name)
+        return getattr(sys.modules.get(self._name) or required(self._name), name)
+
+
+jax: Any = _Framework("jax")
+nnx: Any = _Framework("flax.nnx")
+torch: Any = _Framework("torch")
+
+
 def is_torch_tensor(value: object) -> bool:
     """Whether the value is a torch tensor (parameters and other subclasses included)."""
-    torch = loaded("torch")
-    return torch is not None and isinstance(value, torch.Tensor)
+    found = loaded("torch")
+    return found is not None and isinstance(value, found.Tensor)
 
 
 def is_jax_array(value: object) -> bool:
     """Whether the value is a jax array, a typed PRNG key, or the tracer of one."""
-    jax = loaded("jax")
-    return jax is not None and isinstance(value, jax.Array)
+    found = loaded("jax")
+    return found is not None and isinstance(value, found.Array)
 
 
 def is_jax_abstract(value: object) -> bool:
     """Whether the value is a `jax.ShapeDtypeStruct`: a shape, a dtype and perhaps a sharding, without data."""
-    jax = loaded("jax")
-    return jax is not None and isinstance(value, jax.ShapeDtypeStruct)
+    found = loaded("jax")
+    return found is not None and isinstance(value, found.ShapeDtypeStruct)
 
 
 class Box(NamedTuple):
@@ -92,6 +106,10 @@ class Box(NamedTuple):
     def at(cls, start: Sequence[int], shape: Sequence[int]) -> Box:
         """Return the box that begins at an element and has a number of elements along each axis."""
         return cls(tuple(start), tuple(map(add, start, shape)))
+
+    def with_axis(self, size: int) -> Box:
+        """Return the box in an array that has one more axis, at its end."""
+        return Box((*self.start, 0), (*self.stop, size))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -122,6 +140,10 @@ class Piece:
     start: tuple[int, ...]  # index of its first element in the whole array, one number for each axis
     array: NDArray[Any]  # the elements; any strides, perhaps read-only
 
+    @property
+    def box(self) -> Box:
+        return Box.at(self.start, self.array.shape)
+
 
 class Part(NamedTuple):
     """A box of an array's elements that some processes hold."""
@@ -129,6 +151,22 @@ class Part(NamedTuple):
     start: tuple[int, ...]  # index of its first element, one number for each axis
     shape: tuple[int, ...]  # number of elements along each axis
     holders: tuple[int, ...]  # the processes that hold all of it, in ascending order
+
+    @property
+    def box(self) -> Box:
+        return Box.at(self.start, self.shape)
+
+    def with_axis(self, size: int) -> Part:
+        """Return the part of an array that has one more axis, at its end."""
+        return Part((*self.start, 0), (*self.shape, size), self.holders)
+
+
+def joined_parts(held: Iterable[tuple[int, Box]]) -> tuple[Part, ...]:
+    """Return the boxes that processes hold, in the order of their places, each with all of its holders."""
+    holders: dict[tuple[tuple[int, ...], tuple[int, ...]], set[int]] = {}
+    for process, box in held:
+        holders.setdefault((box.start, box.shape), set()).add(process)
+    return tuple(Part(*place, tuple(sorted(processes))) for place, processes in sorted(holders.items()))
 
 
 @dataclass(slots=True)
@@ -149,8 +187,7 @@ class ArrayLeaf:
         """Return a new array with the elements of the pieces, which must cover the whole."""
         array = np.empty(self.shape, self.dtype)
         for piece in self.pieces:
-            box = zip(piece.start, piece.array.shape, strict=True)
-            array[tuple(slice(start, start + size) for start, size in box)] = piece.array
+            array[piece.box.within(whole(self.shape))] = piece.array
         return array
 
 
@@ -160,7 +197,7 @@ class PinnedLeaf(ArrayLeaf):
 
     def to_numpy(self) -> None:
         """Make them numpy arrays, which takes another copy, in the background."""
-        with required("jax").transfer_guard("allow"):
+        with jax.transfer_guard("allow"):
             for piece in self.pieces:
                 piece.array = np.asarray(piece.array)
 
@@ -277,10 +314,7 @@ class LeafMetadata:
 
 
 class StaticLeaf:
-    """A function in an object that is registered with jax, such as the activation in a module of Equinox.
-
-    It is code of the program: its name is saved, and the template has the function.
-    """
+    """A function in an object that is registered with jax: its name is saved, and the template has the function."""
 
     __slots__ = ("function", "name")
 

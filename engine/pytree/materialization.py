@@ -8,7 +8,6 @@ finite, and NaN and infinities stay.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from enum import Enum
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -24,6 +23,7 @@ from .leaves import ARRAY_KINDS, NUMBER_KINDS, NUMBERS, STATIC, Box, Part, Saved
 from .names import format_path
 from .template import LeafTemplate
 
+_OF_JAX = ("jax", "key")
 _STEP = 1 << 16  # elements that are cast and checked together, so that they stay in the cache
 
 
@@ -39,11 +39,15 @@ def cast_checked(array: NDArray[Any], dtype: np.dtype[Any], out: NDArray[Any] | 
         if np.can_cast(array.dtype, dtype, "safe"):
             out[...] = array
             return out
-        for source, result in _blocks(array, out):
-            result[...] = source
-            bad = _bad(source, result)
-            if bad.any():
-                raise CastProblem(_message(source[bad].reshape(-1)[0], array.dtype, dtype))
+        blocks = np.nditer(
+            [array, out], ["buffered", "external_loop", "zerosize_ok"], [["readonly"], ["writeonly"]], buffersize=_STEP
+        )
+        with blocks:
+            for source, result in blocks:
+                result[...] = source
+                bad = _bad(source, result)
+                if bad.any():
+                    raise CastProblem(_message(source[bad][0], array.dtype, dtype))
     return out
 
 
@@ -67,39 +71,12 @@ def _limits() -> Any:
 
 
 def exact_cast(value: Any, dtype: np.dtype[Any]) -> NDArray[Any] | None:
-    """Return a 0-d array that holds exactly a Python number, or None where the dtype cannot."""
-    if isinstance(value, int):
-        if not -(1 << 63) <= value < 1 << 64:
-            return None
-        # Cast from the widest integers: narrower ones wrap around silently.
-        array = np.array(value, np.int64 if value < 1 << 63 else np.uint64).astype(dtype)
-        return array if int(array) == value else None
+    """Return a 0-d array that holds exactly a Python number, NaN and -0.0 included, or None where the dtype cannot."""
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+        return None
     with np.errstate(all="ignore"):
-        array = np.array(value).astype(dtype)
-        back = complex(array) if isinstance(value, complex) else float(array)
-    return array if _identical(back, value) else None
-
-
-def _identical(one: complex, other: complex) -> bool:
-    """Whether two numbers are the same: NaN equals NaN, and 0.0 differs from -0.0."""
-    if isinstance(one, complex) and isinstance(other, complex):
-        return _identical(one.real, other.real) and _identical(one.imag, other.imag)
-    return repr(one) == repr(other)
-
-
-def _blocks(array: NDArray[Any], out: NDArray[Any]) -> Any:
-    """Generate views of the same parts of two arrays, each of about ``_STEP`` elements at most."""
-    if array.size <= _STEP or array.ndim == 0:
-        yield array, out
-        return
-    row = array.size // array.shape[0]
-    if row > _STEP:
-        for one, other in zip(array, out, strict=True):
-            yield from _blocks(one, other)
-        return
-    step = max(1, _STEP // max(1, row))
-    for start in range(0, array.shape[0], step):
-        yield array[start : start + step], out[start : start + step]
+        array = np.array(value).astype(dtype)  # of the widest integers: narrower ones would wrap around silently
+        return array if repr(type(value)(array)) == repr(value) else None
 
 
 def _bad(source: NDArray[Any], result: NDArray[Any]) -> NDArray[np.bool_]:
@@ -175,11 +152,9 @@ def partition(template: LeafTemplate, saved: Saved) -> Partition | None:
     if template.dtype is None or template.shape is None or saved.shape is None:
         return None
     boxes: Sequence[Box] | None = None
-    if template.kind in {"jax", "key"}:
-        sharding = _on_devices(template, saved).sharding
-        if jax_leaves.is_spread(sharding):
-            boxes = jax_leaves.device_boxes(sharding, template.shape).boxes
-    elif template.kind == "torch" and template.leaf is not None:
+    if template.kind in _OF_JAX:
+        boxes = jax_leaves.local_boxes(_on_devices(template, saved), template.shape)
+    elif template.kind == "torch":
         boxes = torch_leaves.local_boxes(template.leaf, template.shape)
     if boxes is None:
         if template.shape == saved.shape:
@@ -197,24 +172,24 @@ def wanted_parts(template: LeafTemplate | None, saved: Saved) -> Sequence[Part] 
     if template is None or template.dtype is None or template.shape is None or saved.shape is None:
         return None
     parts: Sequence[Part] | None = None
-    if template.kind in {"jax", "key"}:
-        sharding = _on_devices(template, saved).sharding
-        if jax_leaves.is_spread(sharding) and not sharding.is_fully_addressable:
+    if template.kind in _OF_JAX:
+        sharding = _on_devices(template, saved)
+        if sharding is not None and not sharding.is_fully_addressable:
             parts = jax_leaves.parts_of(sharding, template.shape)
-    elif template.kind == "torch" and template.leaf is not None:
+    elif template.kind == "torch":
         parts = torch_leaves.parts_of(template.leaf, template.shape)
     if parts is None or template.shape == saved.shape:
         return parts
     limits = whole(saved.shape)
-    common = [(Box.at(part.start, part.shape).common(limits), part.holders) for part in parts]
+    common = [(part.box.common(limits), part.holders) for part in parts]
     return [Part(box.start, box.shape, holders) for box, holders in common if box is not None]
 
 
-def _on_devices(template: LeafTemplate, saved: Saved) -> LeafTemplate:
-    """Return a template whose sharding has devices."""
+def _on_devices(template: LeafTemplate, saved: Saved) -> Any:
+    """Return the sharding that a template asks for, on devices."""
     if type(template.sharding) is not jax_leaves.AbstractSharding:
-        return template
-    return replace(template, sharding=jax_leaves.on_saved_devices(template.sharding, saved.details))
+        return template.sharding
+    return jax_leaves.on_saved_devices(template.sharding, saved.details)
 
 
 class _Inexact(ValueError):  # noqa: N818 - becomes one line of a TreeMismatchError
@@ -225,9 +200,9 @@ class _Inexact(ValueError):  # noqa: N818 - becomes one line of a TreeMismatchEr
 def materialize(
     templates: Sequence[LeafTemplate | None],
     saved: Sequence[Saved],
-    arrays: Sequence[NDArray[Any] | None],
+    arrays: list[NDArray[Any] | None],
     names: Sequence[str],
-    parts: Mapping[int, tuple[Partition, Sequence[NDArray[Any]]]] = MappingProxyType({}),
+    parts: Mapping[int, tuple[Partition, list[NDArray[Any]]]] = MappingProxyType({}),
 ) -> list[Any]:
     """Make the leaves of saved values; raise one error for all that cannot be made exactly as asked.
 
@@ -242,8 +217,7 @@ def materialize(
         for index, (template, array) in enumerate(zip(templates, arrays, strict=True))
         if template is not None or array is None or (others and id(saved[index]) in others)
     ]
-    for_jax: list[tuple[int, LeafTemplate]] = []
-    spread: list[tuple[int, LeafTemplate]] = []
+    for_jax: dict[int, jax_leaves.NewArray] = {}
     differences: list[str] = []
     for index in rest:
         template, leaf, array, name = templates[index], saved[index], arrays[index], names[index]
@@ -252,7 +226,7 @@ def materialize(
                 results[index] = _plain(leaf, array, name)
             elif template.kind in NUMBER_KINDS:
                 results[index] = _number(template, _plain(leaf, array, name), array, name)
-            elif template.dtype is None:
+            elif template.dtype is None or template.shape is None:
                 results[index] = template.leaf if template.kind == STATIC else _plain(leaf, array, name)
             else:
                 part = parts[index] if index in parts else _part(template, leaf, array)
@@ -261,54 +235,29 @@ def materialize(
                 else:
                     fitted = [_fitted(template, leaf, piece, name) for piece in part[1]]
                     pieces = [_sized(*piece) for piece in zip(fitted, *part[0], strict=True)]
-                if template.cast:  # a copy was made: the next one can use the memory
-                    _forget(arrays, index)
-                    _forget(() if part is None else part[1], slice(None))
-                template = _on_devices(template, leaf)
-                if template.kind not in {"jax", "key"}:
-                    results[index] = _placed(template, pieces, leaf)
-                elif part is not None and jax_leaves.is_spread(template.sharding):
-                    results[index] = pieces
-                    spread.append((index, template))
+                    if template.cast:  # a copy was made: the next one can use the memory
+                        part[1].clear()
+                if template.cast:
+                    arrays[index] = None
+                if template.kind in _OF_JAX:
+                    facts = _on_devices(template, leaf), template.shape, template.dtype
+                    is_weak = template.weak and template.kind == "jax"
+                    implementation = template.variant if template.kind == "key" else None
+                    if implementation is not None and template.leaf is not None:
+                        implementation = jax_leaves.implementation_of(template.leaf)
+                    for_jax[index] = jax_leaves.NewArray(*facts, pieces, implementation, is_weak)
+                elif template.kind == "torch":
+                    results[index] = _torch(template, pieces, leaf.details.get(torch_leaves.STRIDES))
                 else:
-                    results[index] = pieces[0]
-                    for_jax.append((index, template))
+                    results[index] = pieces[0][()] if template.kind == "numpy_scalar" else pieces[0]
         except _Inexact as error:
             differences.append(str(error))
     if differences:
         raise TreeMismatchError("these leaves cannot be loaded exactly as asked:", differences)
     if for_jax:
-        values = [results[index] for index, _ in for_jax]
-        implementations = [_implementation(template) for _, template in for_jax]
-        made = jax_leaves.put(values, [template.sharding for _, template in for_jax], implementations)
-        for (index, _), value in zip(for_jax, made, strict=True):
+        for index, value in zip(for_jax, jax_leaves.put(list(for_jax.values())), strict=True):
             results[index] = value
-    if spread:
-        made = jax_leaves.put_spread([_spread_array(template, results[index]) for index, template in spread])
-        for (index, _), value in zip(spread, made, strict=True):
-            results[index] = value
-    for index in rest:
-        template = templates[index]
-        if template is not None and template.weak and template.kind == "jax":
-            results[index] = jax_leaves.weakened(results[index])
     return results
-
-
-def _forget(arrays: Sequence[Any], which: Any) -> None:
-    if isinstance(arrays, list):
-        arrays[which] = [] if isinstance(which, slice) else None
-
-
-def _spread_array(template: LeafTemplate, arrays: Sequence[NDArray[Any]]) -> jax_leaves.SpreadArray:
-    assert template.shape is not None
-    assert template.dtype is not None
-    return jax_leaves.SpreadArray(template.sharding, template.shape, template.dtype, arrays, _implementation(template))
-
-
-def _implementation(template: LeafTemplate) -> Any:
-    if template.kind != "key":
-        return None
-    return template.variant if template.leaf is None else jax_leaves.implementation_of(template.leaf)
 
 
 def _is_as_read(leaf: Saved) -> bool:
@@ -372,7 +321,7 @@ def _same(one: NDArray[Any], other: NDArray[Any]) -> bool:
 
 def _part(
     template: LeafTemplate, leaf: Saved, array: NDArray[Any] | None
-) -> tuple[Partition, Sequence[NDArray[Any]]] | None:
+) -> tuple[Partition, list[NDArray[Any]]] | None:
     """Return the partition of a leaf, where it has one, and its parts of a whole array."""
     try:
         cut = partition(template, leaf)
@@ -419,12 +368,6 @@ def _sized(array: NDArray[Any], box: Box, stored: Box) -> NDArray[Any]:
     return sized
 
 
-def _placed(template: LeafTemplate, pieces: Sequence[NDArray[Any]], leaf: Saved) -> Any:
-    if template.kind == "torch":
-        return _torch(template, pieces, leaf.details.get(torch_leaves.STRIDES))
-    return pieces[0][()] if template.kind == "numpy_scalar" else pieces[0]
-
-
 def _torch(template: LeafTemplate, pieces: Sequence[NDArray[Any]], strides: Any) -> Any:
     assert template.dtype is not None
     assert template.shape is not None
@@ -433,6 +376,4 @@ def _torch(template: LeafTemplate, pieces: Sequence[NDArray[Any]], strides: Any)
         name = template.variant or torch_leaves.torch_name(template.dtype)
     elif template.cast:
         name = torch_leaves.torch_name(template.dtype)
-    if template.leaf is not None and torch_leaves.is_dtensor(template.leaf):
-        return torch_leaves.put_distributed(pieces, template.shape, template.leaf, name)
-    return torch_leaves.put(pieces[0], template.leaf, name, strides)
+    return torch_leaves.put(pieces, template.shape, template.leaf, name, strides)

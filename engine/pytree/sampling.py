@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .jax_leaves import is_key
-from .leaves import is_jax_array, is_torch_tensor, loaded
+from .leaves import is_jax_array, is_torch_tensor, jax, torch
 from .torch_leaves import is_dense
 
 _ELEMENTS = 64  # of a leaf that are read
@@ -84,7 +84,6 @@ class Sampler:
 
     def __init__(self) -> None:
         self._views: dict[int, _View] = {}  # by place
-        self._gathers: dict[Any, Any] = {}  # compiled functions of jax, by strides
 
     def take(self, leaves: Sequence[Any]) -> Samples:
         """Begin to take samples of leaves: arrays of numpy, torch or jax, or numbers; others have none."""
@@ -92,7 +91,6 @@ class Sampler:
         on_host: dict[Any, list[tuple[int, Any]]] = {}
         of_torch: dict[Any, list[tuple[int, Any]]] = {}
         of_jax: dict[Any, list[tuple[int, Any]]] = {}
-        devices: _Devices = {}
         for place, leaf in enumerate(leaves):
             kind = _KINDS.get(type(leaf)) or _kind_of(leaf)
             if kind == "torch":
@@ -103,7 +101,7 @@ class Sampler:
                 elif part is not None:
                     of_torch.setdefault(group, []).append((place, part))
             elif kind == "jax" and not leaf.is_deleted():
-                part, device, name = _first_part(leaf, devices)
+                part, device, name = _first_part(leaf)
                 samples._devices.setdefault(name, place)
                 if name.startswith("cpu"):
                     _add_array(on_host, place, np.asarray(part))
@@ -120,15 +118,13 @@ class Sampler:
             samples._devices.setdefault(entries[0][1].device.type, entries[0][0])
             samples._groups.append(_gathered_by_torch(entries))
         for entries in of_jax.values():
-            samples._groups += self._gathered_by_jax(entries[:_ON_DEVICES])
+            samples._groups += gathered_by_jax(entries[:_ON_DEVICES])
         return samples
 
     def _part_of(self, place: int, tensor: Any) -> tuple[Any, Any]:
-        """Return some elements of a tensor or of its part in this process, and a key of what is read with it.
-
-        A view keeps the memory of its tensor, so it is kept only of one that was there at the sample before. There is
-        no weak reference to a tensor: torch refuses to swap a parameter that has one.
-        """
+        """Return a key of what is read with a tensor, or with its part in this process, and some of its elements."""
+        # A view keeps the memory of its tensor, so it is kept only of one that was there at the sample before. There is
+        # no weak reference to a tensor: torch refuses to swap a parameter that has one.
         address, size, known = _address(tensor), tensor.numel(), self._views.get(place)
         is_known = known is not None and known[:3] == (id(tensor), address, size) and address != 0
         if known is not None and is_known and known.view is not None and _address(known.view) == address:
@@ -145,32 +141,20 @@ class Sampler:
         self._views[place] = _View(id(tensor), address, size, group, *((view, part) if is_known else (None, None)))
         return group, part
 
-    def _gathered_by_jax(self, entries: list[tuple[int, Any]]) -> list[_Group]:
-        """Gather elements on the device: one compiled function for all arrays, and one copy for each dtype."""
-        import jax
 
-        groups: dict[Any, list[tuple[int, Any]]] = {}
-        for place, array in entries:
-            groups.setdefault(array.dtype, []).append((place, array))
-        strides = [[_stride(array.size) for _, array in group] for group in groups.values()]
-        gather = self._gathers.get(key := repr(strides))
-        if gather is None:
-
-            def run(arrays: list[list[Any]]) -> Any:
-                parts = [
-                    [array.reshape(-1)[::stride] for array, stride in zip(*of_dtype, strict=True)]
-                    for of_dtype in zip(arrays, strides, strict=True)
-                ]
-                return [jax.numpy.concatenate(part) for part in parts]
-
-            gather = self._gathers[key] = jax.jit(run)
-        found = gather([[array for _, array in group] for group in groups.values()])
-        gathered = []
-        for one, group, steps in zip(found, groups.values(), strides, strict=True):
-            one.copy_to_host_async()
-            counts = tuple(-(-array.size // stride) for (_, array), stride in zip(group, steps, strict=True))
-            gathered.append(_Group([place for place, _ in group], counts, partial(np.asarray, one), one.is_ready))
-        return gathered
+def gathered_by_jax(entries: list[tuple[int, Any]]) -> list[_Group]:
+    """Gather elements on the device: one compiled function for all arrays, and one copy for each dtype."""
+    groups: dict[Any, list[tuple[int, Any]]] = {}
+    for place, array in entries:
+        groups.setdefault(array.dtype, []).append((place, array))
+    strides = tuple(tuple(_stride(array.size) for _, array in group) for group in groups.values())
+    found = _compiled_gather()([[array for _, array in group] for group in groups.values()], strides)
+    gathered = []
+    for one, group, steps in zip(found, groups.values(), strides, strict=True):
+        one.copy_to_host_async()
+        counts = tuple(-(-array.size // stride) for (_, array), stride in zip(group, steps, strict=True))
+        gathered.append(_Group([place for place, _ in group], counts, partial(np.asarray, one), one.is_ready))
+    return gathered
 
 
 _KINDS: dict[type, str] = {bool: "number", int: "number", float: "number"}  # of classes of leaves
@@ -182,7 +166,7 @@ def _kind_of(leaf: Any) -> str:
         kind = "array" if isinstance(leaf, np.ndarray) else "number"
     elif is_torch_tensor(leaf):
         kind = "torch"
-    elif is_jax_array(leaf) and not isinstance(leaf, loaded("jax").core.Tracer):  # type: ignore[union-attr]
+    elif is_jax_array(leaf) and not isinstance(leaf, jax.core.Tracer):
         kind = "jax"
     return _KINDS.setdefault(type(leaf), kind)
 
@@ -198,24 +182,16 @@ def _view_of(tensor: Any) -> Any:
     return flat.as_strided((-(-flat.numel() // stride),), (stride,))
 
 
-_Devices = dict[int, tuple[Any, Any, str]]  # shardings, with a device of each and the kind of all, by identity
-
-
-def _first_part(array: Any, devices: _Devices) -> tuple[Any, Any, str]:
+def _first_part(array: Any) -> tuple[Any, Any, str]:
     """Return the first part of an array of jax on a device of this process, that device, and the kind of all."""
     if not isinstance(array.dtype, np.dtype) and is_key(array):
-        array = loaded("jax").random.key_data(array)  # type: ignore[union-attr]
-    sharding = array.sharding
-    if id(sharding) not in devices:  # Most arrays of a state have one sharding.
-        count = len(sharding.device_set)
-        device = next(iter(sharding.addressable_devices))
-        devices[id(sharding)] = sharding, device, f"{device.platform} x {count}" if count > 1 else device.platform
-    _, device, name = devices[id(sharding)]
-    if len(name) == len(device.platform):
-        return array, device, name
+        array = jax.random.key_data(array)
+    device, *others = array.sharding.device_set
+    if not others:
+        return array, device, device.platform
     part = array.addressable_data(0)
     (device,) = part.devices()
-    return part, device, name
+    return part, device, f"{device.platform} x {1 + len(others)}"
 
 
 def _stride(size: int) -> int:
@@ -225,12 +201,11 @@ def _stride(size: int) -> int:
 def _add_array(on_host: dict[Any, list[tuple[int, Any]]], place: int, array: NDArray[Any]) -> None:
     dtype = array.dtype
     if array.size and not dtype.hasobject and (dtype.itemsize in _WIDTHS or dtype.kind in "fc"):
-        flat = array.reshape(-1) if array.flags.c_contiguous else array.ravel(order="K")
+        flat = array.ravel(order="K")
         on_host.setdefault(dtype, []).append((place, flat[:: _stride(flat.size)]))
 
 
 def _gathered_by_torch(entries: list[tuple[int, Any]]) -> _Group:
-    torch: Any = loaded("torch")
     with torch.no_grad():
         flat = torch.cat([view for _, view in entries])
         if flat.dtype.is_floating_point and flat.dtype not in (torch.float16, torch.float32, torch.float64):
@@ -328,14 +303,13 @@ def size_of(leaf: Any) -> int:
 def full_sum(leaf: Any) -> Any:
     """Return the sum of the bits of all elements, perhaps on their device, or None for other leaves than arrays."""
     if is_torch_tensor(leaf):
-        torch: Any = loaded("torch")
         local = leaf.to_local() if hasattr(leaf, "to_local") else leaf
         widths = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         if not is_dense(local) or not _address(local) or local.element_size() not in widths or local.is_conj():
             return None
         return local.detach().contiguous().view(widths[local.element_size()]).sum(dtype=torch.int64)
     if is_jax_array(leaf) and not leaf.is_deleted():
-        leaf, device, _ = _first_part(leaf, {})
+        leaf, device, _ = _first_part(leaf)
         leaf = np.asarray(leaf) if device.platform == "cpu" else _compiled_sum()(leaf)
     if isinstance(leaf, np.ndarray) and leaf.dtype.itemsize in _WIDTHS and not leaf.dtype.hasobject:
         width = _WIDTHS[leaf.dtype.itemsize]
@@ -344,8 +318,17 @@ def full_sum(leaf: Any) -> Any:
 
 
 @functools.cache
+def _compiled_gather() -> Any:
+
+    def gather(arrays: list[list[Any]], strides: tuple[tuple[int, ...], ...]) -> list[Any]:
+        pairs = (zip(*of_dtype, strict=True) for of_dtype in zip(arrays, strides, strict=True))
+        return [jax.numpy.concatenate([array.reshape(-1)[::stride] for array, stride in pair]) for pair in pairs]
+
+    return jax.jit(gather, static_argnums=1)
+
+
+@functools.cache
 def _compiled_sum() -> Any:
     """Return the function of jax, one for all sums: each new function would be compiled again."""
-    import jax
 
     return jax.jit(lambda one: jax.lax.bitcast_convert_type(one, _WIDTHS[one.dtype.itemsize]).sum())

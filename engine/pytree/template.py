@@ -13,7 +13,7 @@ import numpy as np
 from ..errors import DamagedCheckpointError, OptionError, difference
 from . import jax_leaves, torch_leaves
 from .containers import class_name
-from .flattening import TreeDef, key_segments
+from .flattening import Flattened, TreeDef
 from .host_leaves import check_storable, is_python_value, number_kind
 from .leaves import (
     ARRAY_KINDS,
@@ -37,8 +37,10 @@ from .leaves import (
 )
 from .names import escape_key, format_path
 
+TemplateFacts = tuple[Any, ...]  # kind, shape, dtype, and what follows the leaf in `LeafTemplate`
 _VALUES = NUMBER_KINDS | {"str"}
 _ARRAYS = frozenset({"jax", "numpy", "torch"})
+_SAVED_ARRAYS = _ARRAYS | {"numpy_scalar"}
 
 
 @dataclass(slots=True)
@@ -68,63 +70,44 @@ def describe_template(names: Sequence[str], values: Sequence[Any]) -> list[LeafT
     """Describe the leaves of a template, or raise one error for all leaves that cannot be loaded."""
     templates: list[LeafTemplate] = []
     problems: list[tuple[str, str]] = []
-    describers: dict[type, Callable[[str, Any], LeafTemplate]] = {}  # a tree has few types
+    known: dict[type, Callable[[Any], TemplateFacts]] = {}  # a tree has few types
     for name, value in zip(names, values, strict=True):
-        describer = describers.get(type(value))
-        if describer is None:
-            describer = describers[type(value)] = _describer(value)
+        facts_of = known.get(type(value)) or known.setdefault(type(value), _facts_of(value))
         try:
-            templates.append(describer(name, value))
+            kind, shape, dtype, *more = facts_of(value)
+            templates.append(LeafTemplate(name, kind, shape, dtype, value, *more))
         except LeafProblem as problem:
             problems.append((name, str(problem)))
     report_problems(problems, "these leaves of the template cannot be loaded")
     return templates
 
 
-def _describer(value: Any) -> Callable[[str, Any], LeafTemplate]:
+def _facts_of(value: Any) -> Callable[[Any], TemplateFacts]:
     if isinstance(value, np.ndarray | np.generic):
-        return _describe_numpy
+        return _numpy_facts
     if is_jax_array(value) or is_jax_abstract(value):
-        return _describe_jax
-    if is_torch_tensor(value):
-        return _describe_torch
-    if isinstance(value, StaticLeaf):
-        return _describe_static
-    return _describe_python
+        return jax_leaves.template_facts
+    return torch_leaves.template_facts if is_torch_tensor(value) else _python_facts
 
 
-def _describe_numpy(name: str, value: Any) -> LeafTemplate:
+def _numpy_facts(value: Any) -> TemplateFacts:
     check_storable(value.dtype)
-    kind = "numpy" if isinstance(value, np.ndarray) else "numpy_scalar"
-    return LeafTemplate(name, kind, value.shape, value.dtype, value)
+    return "numpy" if isinstance(value, np.ndarray) else "numpy_scalar", value.shape, value.dtype
 
 
-def _describe_jax(name: str, value: Any) -> LeafTemplate:
-    kind, dtype, shape, variant = jax_leaves.template_facts(value)
-    sharding = jax_leaves.template_sharding(value)
-    return LeafTemplate(name, kind, shape, dtype, value, variant, jax_leaves.is_weak(value), sharding)
-
-
-def _describe_torch(name: str, value: Any) -> LeafTemplate:
-    kind, dtype, shape, variant = torch_leaves.template_facts(value)
-    return LeafTemplate(name, kind, shape, dtype, value, variant)
-
-
-def _describe_static(name: str, value: StaticLeaf) -> LeafTemplate:
-    return LeafTemplate(name, STATIC, None, None, value, value.name)
-
-
-def _describe_python(name: str, value: Any) -> LeafTemplate:
+def _python_facts(value: Any) -> TemplateFacts:
+    if isinstance(value, StaticLeaf):
+        return STATIC, None, None, value.name
     if value is ... or isinstance(value, LeafMetadata):
-        return LeafTemplate(name, "any", None, None, value)
+        return "any", None, None
     if value is None:
-        return LeafTemplate(name, "none", None, None, value)
+        return "none", None, None
     if not is_python_value(value):
         raise LeafProblem(
             f"is of type {class_name(value)}; templates are arrays, jax.ShapeDtypeStruct and Python values"
         )
     kinds = (bool, int, float, complex, str, bytes, set, frozenset)
-    return LeafTemplate(name, next(kind.__name__ for kind in kinds if isinstance(value, kind)), None, None, value)
+    return next(kind.__name__ for kind in kinds if isinstance(value, kind)), None, None
 
 
 def compare(template: LeafTemplate, saved: Saved, path: str | None = None) -> str | None:
@@ -165,20 +148,16 @@ def compare_metadata(name: str, wanted: LeafMetadata, saved: Saved) -> str | Non
 
 def _fits(template: LeafTemplate, saved: Saved) -> bool:
     wanted, kind = template.kind, saved.kind
-    if wanted in NUMBER_KINDS:
-        number = _saved_number(saved)
-        return number == wanted or (template.cast and _castable(number, wanted))
+    if wanted in NUMBER_KINDS or kind in NUMBER_KINDS:
+        asked, number = _number_of(template), _number_of(saved)
+        return asked is not None and (number == asked or (template.cast and _castable(number, asked)))
     if template.dtype is None:
         return wanted == kind and (wanted != STATIC or template.variant == saved.variant)
-    if kind in NUMBER_KINDS:
-        number = number_kind(template.dtype)
-        same = number == kind or (template.cast and _castable(kind, number))
-        return template.variant is None and template.shape == () and same
     if kind not in ARRAY_KINDS and kind != "numpy_scalar" and not saved.is_number_array:
         return False
     if saved.dtype is None or template.variant != saved.variant or (wanted == "key") != (kind == "key"):
         return False
-    if template.shape != saved.shape and not (template.resize and _same_axes(template.shape, saved.shape)):
+    if template.shape != saved.shape and not (template.resize and len(template.shape or ()) == len(saved.shape or ())):
         return False
     cast = template.cast and _castable(number_kind(saved.dtype), number_kind(template.dtype))
     return cast or _same_dtype(template.dtype, saved.dtype)
@@ -199,23 +178,17 @@ def _castable(one: str | None, other: str | None) -> bool:
     return one is not None and other is not None and (one != "complex" or other == "complex")
 
 
-def _same_axes(one: tuple[int, ...] | None, other: tuple[int, ...] | None) -> bool:
-    return one is not None and other is not None and len(one) == len(other)
-
-
 def _same_dtype(one: np.dtype[Any], other: np.dtype[Any]) -> bool:
     """Whether two dtypes have the same values, in any byte order."""
     return one == other or one.newbyteorder("=") == other.newbyteorder("=")
 
 
-def _saved_number(saved: Saved) -> str | None:
-    """Return the kind of Python number that a saved leaf can be read as, or None."""
-    if saved.kind in NUMBER_KINDS:
-        return saved.kind
-    is_array = saved.kind in ARRAY_KINDS or saved.kind == "numpy_scalar"
-    if is_array and saved.kind != "key" and saved.shape == () and saved.dtype is not None and saved.variant is None:
-        return number_kind(saved.dtype)
-    return None
+def _number_of(leaf: LeafTemplate | Saved) -> str | None:
+    """Return the kind of Python number that a leaf is or can be read as, or None."""
+    if leaf.kind in NUMBER_KINDS:
+        return leaf.kind
+    is_plain = leaf.kind in _SAVED_ARRAYS and leaf.shape == () and leaf.variant is None
+    return number_kind(leaf.dtype) if is_plain and leaf.dtype is not None else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,7 +295,6 @@ def _changed(template: LeafTemplate, kind: str, request: LeafRequest) -> LeafTem
 # new fresh state has the same types, the program is unchanged, and the leaf is restored as it was saved: array or
 # number, weak or strong, with its dtype and shape. Where they differ, the program has changed.
 
-_SAVED_ARRAYS = frozenset({"numpy", "numpy_scalar", "jax", "torch"})
 _KNOWN = NUMBER_KINDS | _SAVED_ARRAYS | {"key"}  # kinds whose dtype and shape count; of the others, the kind alone
 _PLAIN = frozenset({"dict", "list", "tuple"})  # containers that can be made without their class
 _PLAIN_WITH_LABEL = frozenset({"deque", "default_dict", "ordered_dict", "counter"})
@@ -378,7 +350,13 @@ class LeafType(NamedTuple):
 class FreshTypes:
     """The types of the leaves of a fresh state, by name; ``roots`` are its keys, if the tree has others, too."""
 
-    def __init__(self, templates: Sequence[LeafTemplate], roots: Collection[str] | None = None) -> None:
+    def __init__(
+        self,
+        templates: Sequence[LeafTemplate],
+        roots: Collection[str] | None = None,
+        structure: TreeDef | None = None,
+    ) -> None:
+        self._structure = structure
         self._types = {template.name: LeafType.of(template) for template in templates if template.kind != "any"}
         self._others = frozenset(template.name for template in templates if template.kind == "any")
         self._roots = None if roots is None else sorted(map(escape_key, roots))
@@ -406,6 +384,19 @@ class FreshTypes:
         if new:
             document["new"] = new
         return document if self._roots is None else {**document, "roots": self._roots}
+
+    def covers(self, name: str) -> bool:
+        """Whether a leaf of a later state was a leaf of the fresh one, or is below one."""
+        return not {name, name.rpartition(".")[0]}.isdisjoint(self._types.keys() | self._others)
+
+    def refused(self, tree: Flattened) -> list[str]:
+        """Return what a resume could not make again of a tree that the fresh state has become."""
+        try:
+            if {*tree.names} != self._types.keys() | self._others:
+                regrown(self._structure, tree.structure)
+        except GrowthProblem as problem:
+            return [str(problem)]
+        return []
 
 
 def _is_within(name: str, roots: Collection[str] | None) -> bool:
@@ -474,10 +465,10 @@ def regrown(wanted: TreeDef | None, saved: TreeDef | None, name: str = "") -> Tr
     """Return the containers of a saved tree, with the classes of a template where it has the same containers."""
     if saved is None:
         return None
-    segments = key_segments(saved.keys, len(saved.children))
+    segments = saved.segments
     known: dict[str, TreeDef | None] = {}
     if wanted is not None:
-        known = dict(zip(key_segments(wanted.keys, len(wanted.children)), wanted.children, strict=True))
+        known = dict(zip(wanted.segments, wanted.children, strict=True))
     prefix = f"{name}." if name else ""
     if wanted is not None and wanted.kind == saved.kind and known.keys() == set(segments):
         found = dict(zip(segments, saved.children, strict=True))
@@ -489,10 +480,8 @@ def regrown(wanted: TreeDef | None, saved: TreeDef | None, name: str = "") -> Tr
             f"{format_path(name)}: {saved.label or saved.kind} with the keys {', '.join(segments)[:80]} (checkpoint), "
             "which the fresh state lacks, and which cannot be made without its class: make it in the fresh state"
         )
-    children = [
-        regrown(known.get(segment), child, prefix + segment)
-        for segment, child in zip(segments, saved.children, strict=True)
-    ]
+    pairs = zip(segments, saved.children, strict=True)
+    children = [regrown(known.get(segment), child, prefix + segment) for segment, child in pairs]
     return TreeDef(saved.kind, saved.keys, children, build or saved.build, saved.label)
 
 
@@ -518,10 +507,4 @@ def leaf_names(structure: TreeDef | None, name: str = "") -> list[str]:
     """Return the names of the leaves below a container, in their order."""
     if structure is None:
         return [name]
-    prefix = f"{name}." if name else ""
-    segments = key_segments(structure.keys, len(structure.children))
-    return [
-        found
-        for segment, child in zip(segments, structure.children, strict=True)
-        for found in leaf_names(child, prefix + segment)
-    ]
+    return [found for below, child in structure.named_children(name) for found in leaf_names(child, below)]

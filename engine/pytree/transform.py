@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import OptionError, TreeMismatchError, shortened
 from .containers import class_name, expand
-from .flattening import MAX_DEPTH, Flattened, TreeDef, flatten, key_segments, unflatten
+from .flattening import MAX_DEPTH, Flattened, TreeDef, flatten, unflatten
 from .leaves import is_jax_abstract, is_jax_array, is_torch_tensor
 from .names import format_path
 
@@ -28,7 +28,7 @@ class Transform:
     ``Transform()`` without arguments takes the value from the same key of the original tree.
 
     Attributes:
-        original_key: The key in the original tree, levels separated by ``/``. Where the transformation's own key is a
+        original_key: The key in the original tree, levels separated by ``/``. If the transformation's own key is a
             regular expression, ``\1`` and ``\g<name>`` stand for its groups. None is the same key.
         use_fallback: Take the value from the tree that `apply_transformations` does not prefer: the new tree if
             ``default_to_original`` is True, the original tree otherwise.
@@ -79,7 +79,7 @@ def apply_transformations(
       the paths of the new tree, as errors and ``holdfast show`` print them. One that matches a container applies to all
       leaves below it: ``original_key`` is the corresponding container then, and ``multi_value_fn`` returns a tree that
       has these leaves. If several match a leaf, a key that is written out goes before a pattern, a longer path before
-      that of a container above, and the first before those after it.
+      the path of a container above, and the first before those after it.
     - A key that no transformation names, and that is in both trees, comes from the original tree, or from the new one
       if ``default_to_original`` is False.
     - A key that only the new tree has keeps its value there; one that only the original tree has is dropped.
@@ -90,10 +90,10 @@ def apply_transformations(
     Values are handed on as they are, neither cast, compared nor copied; a value that two keys take is shared by both.
 
     Args:
-        original_tree: Any tree. Its containers need not be of the same types as those of the new one: dictionaries that
+        original_tree: Any tree. Its containers need not have the types of the new one: dictionaries that
             were loaded without a template are fine.
         transformations: `Transform` objects by their keys.
-        new_tree: The structure of the result; its values matter only where they are kept.
+        new_tree: The structure of the result; its values matter only if they are kept.
         default_to_original: Which tree is preferred, as above. Transformations with ``use_fallback`` take from the
             other.
 
@@ -112,19 +112,14 @@ def apply_transformations(
     new = flatten(new_tree)
     known = OriginalTree(original.names, original.structure, [value is None for value in original.values])
     origins = plan_transformations(known, transformations, new, default_to_original)
-    results: dict[Call, dict[str, Any]] = {}
-    values: list[Any] = []
-    for name, old, origin in zip(new.names, new.values, origins, strict=True):
-        value = old
-        if isinstance(origin, Taken):
-            part = original.values[origin.start : origin.stop]
-            value = origin.apply(unflatten(origin.container, part), name, old)
-        elif isinstance(origin, Computed):
-            if origin.call not in results:
-                results[origin.call] = origin.call.leaves(origin.call.run(original_tree), old is ...)
-            value = results[origin.call][origin.name]
-        values.append(value)
-    return unflatten(new.structure, values)
+    found = evaluate(
+        new,
+        dict(enumerate(origins)),
+        run=lambda call: call.run(original_tree),
+        take=lambda taken: unflatten(taken.container, original.values[taken.start : taken.stop]),
+    )
+    values = dict(enumerate(new.values)) | dict(found)
+    return unflatten(new.structure, list(values.values()))
 
 
 @dataclass(slots=True)
@@ -138,11 +133,6 @@ class OriginalTree:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """The leaf of the new tree stays."""
-
-
-@dataclass(frozen=True, slots=True)
 class Taken:
     """A leaf of the new tree that is a leaf or container of the original tree."""
 
@@ -151,6 +141,11 @@ class Taken:
     stop: int  # the number after its last leaf
     container: TreeDef | None  # None for a leaf
     function: Callable[[Any], Any] | None  # makes the new value of it; None for the value itself
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether it is a leaf that is taken as it is."""
+        return self.container is None and self.function is None
 
     def apply(self, value: Any, name: str, old: Any) -> Any:
         """Return the value of a leaf of the new tree, made of the value in the original tree."""
@@ -200,7 +195,22 @@ class Computed:
     name: str
 
 
-Origin = Kept | Taken | Computed  # the source of a leaf of the new tree
+Origin = Taken | Computed | None  # the source of a leaf of the new tree, or None where that stays
+
+
+def evaluate(
+    new: Flattened, origins: Mapping[int, Origin], *, run: Callable[[Call], Any], take: Callable[[Taken], Any]
+) -> Iterator[tuple[int, Any]]:
+    """Generate the values of leaves that do not stay, by number; ``run`` and ``take`` give what the original has."""
+    returned: dict[Call, dict[str, Any]] = {}
+    for number, origin in origins.items():
+        old = new.values[number]
+        if isinstance(origin, Taken):
+            yield number, origin.apply(take(origin), new.names[number], old)
+        elif isinstance(origin, Computed):
+            if origin.call not in returned:
+                returned[origin.call] = origin.call.leaves(run(origin.call), old is ...)
+            yield number, returned[origin.call][origin.name]
 
 
 def plan_transformations(
@@ -238,7 +248,7 @@ class _Planner:
         if value is None:
             if match is not None and match.rule.key == path and not match.rule.transform.use_fallback:
                 self._problem(path, "expected a place for a value, found None, which stays; write ... instead", match)
-            return Kept()
+            return None
         if match is None:
             if self._default_to_original and self._is_there(path, value):
                 return self._taken(path, path, value, None)
@@ -271,7 +281,7 @@ class _Planner:
     def _kept(self, path: str, value: Any, why: str, match: _Match | None = None) -> Origin:
         if value is ...:
             self._problem(path, f"expected a value, found only a placeholder in the new tree, and {why}", match)
-        return Kept()
+        return None
 
     def _taken(self, path: str, source: str, value: Any, match: _Match | None) -> Origin:
         function = None if match is None else match.rule.transform.value_fn
@@ -281,7 +291,7 @@ class _Planner:
             if function is not None and source == path:
                 why += "; value_fn is given the value at this key: add original_key=, or use multi_value_fn"
             self._problem(path, f"expected a value, {why}", match)
-            return Kept()
+            return None
         start, stop, container = found
         if value is not ... and container is not None and function is None:
             self._problem(
@@ -313,12 +323,11 @@ def _containers(node: TreeDef | None, name: str, counter: list[int]) -> Iterator
     if node is None:
         return
     start = counter[0]
-    prefix = f"{name}." if name else ""
-    for segment, child in zip(key_segments(node.keys, len(node.children)), node.children, strict=True):
+    for below, child in node.named_children(name):
         if child is None:
             counter[0] += 1
         else:
-            yield from _containers(child, prefix + segment, counter)
+            yield from _containers(child, below, counter)
     yield _path_of(name), start, counter[0], node
 
 
@@ -370,11 +379,7 @@ class _Match:
 
 
 class _Rules:
-    """Finds the transformation for a path.
-
-    A key that is written out goes before a pattern, a longer path before those of the containers above it, and the
-    first transformation before later ones.
-    """
+    """Finds the transformation for a path, in the order that `apply_transformations` documents."""
 
     def __init__(self, transformations: Any) -> None:
         self.rules = [_rule(key, transform) for key, transform in _transforms(transformations, "", 0)]

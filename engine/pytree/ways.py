@@ -16,6 +16,7 @@ import zlib
 from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ import numpy as np
 
 from .containers import expand, is_nnx
 from .jax_leaves import is_key
-from .leaves import PLAIN, is_jax_array, is_torch_tensor, loaded
+from .leaves import PLAIN, is_jax_array, is_torch_tensor, loaded, nnx, torch
 
 MISSING: Any = object()
 """What a way leads to that has ended, as an entry or an attribute is gone."""
@@ -48,10 +49,41 @@ class _Child(NamedTuple):
     value: Any
 
 
-class _Node(NamedTuple):
-    parent: int
+@dataclass(eq=False, slots=True)
+class _Way:
+    """A way that goes on where another one leads to, or from the root."""
+
+    parent: _Way | None
     get: _Get
     key: Any
+
+    @property
+    def is_open(self) -> bool:
+        """Whether only containers are on the way."""
+        return self.get is operator.getitem and (self.parent is None or self.parent.is_open)
+
+    def is_lost(self, value_at: Callable[[_Way | None], Any]) -> bool:
+        """Whether an entry of a container is gone that does not come and go, as those of lists do."""
+        if self.parent is not None and self.parent.is_lost(value_at):
+            return True
+        owner = value_at(self.parent)
+        may_go = self.get is _moment or owner is MISSING or isinstance(owner, list | deque)
+        return value_at(self) is MISSING and not may_go and (self.parent is None or self.parent.is_open)
+
+
+def _values_from(root: Any) -> Callable[[_Way | None], Any]:
+    """Return a function that gives what ways lead to from a root."""
+    found: dict[_Way | None, Any] = {None: root}
+
+    def value_at(way: _Way | None) -> Any:
+        if way is not None and way not in found:
+            try:
+                found[way] = way.get(value_at(way.parent), way.key)
+            except Exception:  # An entry or an attribute is gone, or MISSING has none.
+                found[way] = MISSING
+        return found[way]
+
+    return value_at
 
 
 class Ways:
@@ -69,94 +101,64 @@ class Ways:
     """
 
     def __init__(self, root: Any, most: int, names: Collection[str] | None = None) -> None:
-        nodes: list[_Node] = []
-        leaves: list[tuple[str, int, int]] = []  # name, place among the nodes, rank
-        attributes: list[tuple[str, int, str]] = []
-        queue: deque[tuple[str, int, Any, tuple[int, ...]]] = deque([("", -1, root, ())])
-        while queue and len(nodes) < _MOST_NODES:
-            path, place, value, above = queue.popleft()
+        count = 0
+        leaves: list[tuple[str, _Way, int]] = []  # name, way, rank
+        self._attributes: list[tuple[str, _Way | None, str]] = []  # name, way to the owner, name there
+        queue: deque[tuple[str, _Way | None, Any, tuple[int, ...]]] = deque([("", None, root, ())])
+        while queue and count < _MOST_NODES:
+            path, way, value, above = queue.popleft()
             if id(value) in above or len(above) > 64:
                 continue
             children = _children(value)
+            count += len(children)
             prefix = f"{path}." if path else ""
-            if len(attributes) < _MOST_ATTRIBUTES:
+            if len(self._attributes) < _MOST_ATTRIBUTES:
                 # Without leaves, arrays are texts as well.
                 opened = [one for one in children if _is_open("", one.value) and (most or not _is_array(one.value))]
                 taken = {child.key for child in opened if child.get is getattr}
-                attributes += [(f"{prefix}{name}", place, name) for name in _attributes(value) if name not in taken]
+                self._attributes += [(f"{prefix}{name}", way, name) for name in _attributes(value) if name not in taken]
             for child in children:
-                nodes.append(_Node(place, child.get, child.key))
-                name = f"{prefix}{child.name}"
+                name, below = f"{prefix}{child.name}", _Way(way, child.get, child.key)
                 if _is_array(child.value) or type(child.value) in (bool, int, float):
-                    leaves.append((name, len(nodes) - 1, _rank(child)))
+                    leaves.append((name, below, _rank(child)))
                 elif not isinstance(child.value, _CLOSED) and child.value is not None:
-                    queue.append((name, len(nodes) - 1, child.value, (*above, id(value))))
+                    queue.append((name, below, child.value, (*above, id(value))))
         self.total = len(leaves)
         if names is None:
-            ordered = sorted(leaves, key=lambda leaf: (leaf[2], zlib.crc32(leaf[0].encode())))
-            chosen = {name: place for name, place, _ in ordered[:most]}
+            leaves.sort(key=lambda leaf: (leaf[2], zlib.crc32(leaf[0].encode())))
+            self._leaves: dict[str, _Way | None] = {name: way for name, way, _ in leaves[:most]}
         else:
-            places = {name: place for name, place, _ in leaves}
-            chosen = {name: places.get(name, -2) for name in names}
-        self.names = tuple(chosen)
-        self._attributes = [(name, place, key) for name, place, key in attributes]
-        self._nodes: list[_Node] = []
-        self._moved: dict[int, int] = {-1: -1}
-        self._leaves = [self._keep(place, nodes) if place >= 0 else -2 for place in chosen.values()]
-        self._owners = {place: self._keep(place, nodes) for _, place, _ in attributes}
-
-    def _keep(self, place: int, nodes: list[_Node]) -> int:
-        """Keep a node and those on the way to it; return its new place."""
-        if place not in self._moved:
-            parent, get, key = nodes[place]
-            above = self._keep(parent, nodes)
-            self._nodes.append(_Node(above, get, key))
-            self._moved[place] = len(self._nodes) - 1
-        return self._moved[place]
+            known = {name: way for name, way, _ in leaves}
+            self._leaves = {name: known.get(name) for name in names}
+        self.names = tuple(self._leaves)
 
     def follow(self, root: Any) -> list[Any]:
         """Return the chosen leaves of another root, in the order of :attr:`names`; MISSING for those that are gone."""
-        found = self._follow(root)
-        return [MISSING if place == -2 else found[place] for place in self._leaves]
+        value_at = _values_from(root)
+        return [MISSING if way is None else value_at(way) for way in self._leaves.values()]
 
     def ended(self, root: Any) -> list[str]:
         """Return the names of the chosen leaves that another root lacks, as far as containers lead to them.
 
         What is in a list, what an optimizer keeps, and what objects hold further below may come and go.
         """
-        found, lost, is_open = self._follow(root), [False], [True]  # of the nodes and, as the last one, of the root
-        for (parent, get, _), value in zip(self._nodes, found, strict=True):
-            owner = root if parent < 0 else found[parent]
-            is_here = value is MISSING and owner is not MISSING and is_open[parent] and get is not _moment
-            lost.insert(-1, lost[parent] or (is_here and not isinstance(owner, list | deque)))
-            is_open.insert(-1, is_open[parent] and get is operator.getitem)
-        return [name for name, place in zip(self.names, self._leaves, strict=True) if place >= 0 and lost[place]]
+        value_at = _values_from(root)
+        return [name for name, way in self._leaves.items() if way is not None and way.is_lost(value_at)]
 
     def attributes(self, root: Any) -> dict[str, str]:
         """Return the attributes that are plain values, functions, generators or containers of them, as texts."""
-        found = self._follow(root)
+        value_at = _values_from(root)
         texts: dict[str, str] = {}
-        for name, place, key in self._attributes:
-            owner = found[self._owners[place]] if place >= 0 else root
+        for name, way, key in self._attributes:
+            owner = value_at(way)
             value = vars(owner).get(key, MISSING) if hasattr(owner, "__dict__") else MISSING
             if value is not MISSING and (text := text_of(value)) is not None:
                 texts[name] = text
         return texts
 
-    def _follow(self, root: Any) -> list[Any]:
-        found: list[Any] = []
-        for parent, get, key in self._nodes:
-            owner = root if parent < 0 else found[parent]
-            try:
-                found.append(get(owner, key))
-            except Exception:  # An entry or an attribute is gone, or MISSING has none.
-                found.append(MISSING)
-        return found
-
 
 def _children(value: Any) -> list[_Child]:
     """Return what a way leads on to from an object: nothing from an array."""
-    torch: Any = loaded("torch")
     if type(value) is dict or isinstance(value, Mapping):
         return [_Child(str(key), operator.getitem, key, one) for key, one in [*value.items()]]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -166,9 +168,9 @@ def _children(value: Any) -> list[_Child]:
         return [_Child(str(index), operator.getitem, index, one) for index, one in enumerate([*value])]
     if _is_array(value) or isinstance(value, _CLOSED):
         return []
-    if torch is not None and isinstance(value, torch.nn.Module):
+    if loaded("torch") is not None and isinstance(value, torch.nn.Module):
         return list(_of_module(value))
-    if torch is not None and isinstance(value, torch.optim.Optimizer):
+    if loaded("torch") is not None and isinstance(value, torch.optim.Optimizer):
         return list(_of_optimizer(value))
     if is_nnx(value):
         return [_Child(name, getattr, name, one) for name, one in [*vars(value).items()] if _is_open(name, one)]
@@ -186,10 +188,10 @@ def _children(value: Any) -> list[_Child]:
 
 
 def _of_module(module: Any) -> Iterator[_Child]:
-    for getter, entries in ((_parameter, module._parameters), (_buffer, module._buffers), (_module, module._modules)):
-        for name, one in [*entries.items()]:
+    for attribute in ("_parameters", "_buffers", "_modules"):
+        for name, one in [*getattr(module, attribute).items()]:
             if one is not None:
-                yield _Child(name, getter, name, one)
+                yield _Child(name, _held, (attribute, name), one)
 
 
 def _of_optimizer(optimizer: Any) -> Iterator[_Child]:
@@ -204,16 +206,9 @@ def _of_optimizer(optimizer: Any) -> Iterator[_Child]:
                 yield _Child(f"param_groups.{index}.{key}", _option, (index, key), one)
 
 
-def _parameter(module: Any, name: str) -> Any:
-    return module._parameters[name]
-
-
-def _buffer(module: Any, name: str) -> Any:
-    return module._buffers[name]
-
-
-def _module(module: Any, name: str) -> Any:
-    return module._modules[name]
+def _held(module: Any, place: tuple[str, str]) -> Any:
+    attribute, name = place
+    return getattr(module, attribute)[name]
 
 
 def _moment(optimizer: Any, place: tuple[int, int, Any]) -> Any:
@@ -232,8 +227,7 @@ def _value_of(variable: Any, _: object) -> Any:
 
 def _is_variable(value: Any) -> bool:
     """Return whether an object is a variable of nnx or of Keras, which holds one array."""
-    nnx: Any = loaded("flax.nnx")
-    if nnx is not None and isinstance(value, nnx.Variable):
+    if loaded("flax.nnx") is not None and isinstance(value, nnx.Variable):
         return True
     return type(value).__module__.startswith("keras.") and hasattr(value, "value") and hasattr(value, "assign")
 
@@ -267,26 +261,21 @@ def _rank(child: _Child) -> int:
 
 def _attributes(value: Any) -> list[str]:
     """Return the names of attributes that may be plain values, of objects that are not those of a library."""
-    torch: Any = loaded("torch")
-    is_schedule = torch is not None and isinstance(value, torch.optim.lr_scheduler.LRScheduler)
+    is_schedule = loaded("torch") is not None and isinstance(value, torch.optim.lr_scheduler.LRScheduler)
     is_closed = type(value).__module__.partition(".")[0] in (*_LIBRARIES, *_LOADERS)
     if (is_closed and not is_schedule) or _is_variable(value):
         return []
     own = getattr(value, "__dict__", None)
     if not isinstance(own, dict):
         return []
-    known = _attributes_of_modules(sys.modules.get("lightning.pytorch")) if _is_module(torch, value) else ()
+    is_module = loaded("torch") is not None and isinstance(value, torch.nn.Module)
+    known = _attributes_of_modules(sys.modules.get("lightning.pytorch")) if is_module else ()
     return [name for name in [*own] if isinstance(name, str) and name not in known and not name.startswith(_INTERNAL)]
-
-
-def _is_module(torch: Any, value: Any) -> bool:
-    return torch is not None and isinstance(value, torch.nn.Module)
 
 
 @functools.cache
 def _attributes_of_modules(lightning: Any) -> frozenset[str]:
     """Return the attributes that every module has: those of torch, and of Lightning where that is imported."""
-    torch: Any = loaded("torch")
     kinds = [torch.nn.Module, *([lightning.LightningModule] if hasattr(lightning, "LightningModule") else [])]
     return frozenset(name for kind in kinds for name in vars(kind()))
 
@@ -344,14 +333,13 @@ def _text_of(value: Any, depth: int) -> str | None:
 
 
 def _state_of_generator(value: Any) -> Any:
-    torch: Any = loaded("torch")
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         return value.getstate()
     if isinstance(value, np.random.Generator):
         return value.bit_generator.state
     if isinstance(value, np.random.RandomState):
         return value.get_state(legacy=False)
-    return value.get_state().tolist() if torch is not None and isinstance(value, torch.Generator) else None
+    return value.get_state().tolist() if loaded("torch") is not None and isinstance(value, torch.Generator) else None
 
 
 def leaves_of(value: Any, most: int = 1000) -> tuple[list[Any], str]:

@@ -48,7 +48,7 @@ class OpenCheckpoint:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes read of its trees so far, those of the index and of gaps between chunks included.
+        """Bytes read of its trees so far, including the index and gaps between chunks.
 
         0 for a format whose own library reads it, such as HDF5.
         """
@@ -194,10 +194,10 @@ def _reopened(address: _Address) -> _OpenTree:
 class ArrayHandle:
     """An array of an open checkpoint. An index reads the elements that it selects, into an array of numpy.
 
-    Only the chunks that a selection needs are read, and each of them is compared with its checksum where the format has
+    Only the chunks that a selection needs are read, and each of them is compared with its checksum if the format has
     one. Any number of threads may read at the same time. A handle can be pickled while its checkpoint is open: another
     process opens the checkpoint again when it reads, and refuses one that has replaced it. Of a checkpoint of another
-    library, the sizes and times of its files tell that; in an object store, nothing does, and its arrays only have to
+    library, the sizes and times of its files show that; in an object store, nothing does, and its arrays only have to
     have the same shapes and types.
 
     Attributes:
@@ -267,7 +267,7 @@ class ArrayHandle:
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """The shape of the parts in which it is read; all of the array where the format has no chunks."""
+        """The shape of the parts in which it is read; all of the array if the format has no chunks."""
         if self._chunks is None:
             with self._open().reading(self._leaf) as tree:
                 self._chunks = tree.chunks(self._leaf)

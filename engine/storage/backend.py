@@ -1,8 +1,7 @@
-"""The interface between a location and the system that stores its bytes."""
+"""What a location and the systems that store bytes hand to each other."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
@@ -89,61 +88,3 @@ class DataReader(Protocol):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class Backend(Protocol):
-    """A storage system. Every key is the full path inside it, and empty only for the root.
-
-    A method does what the method of ``Location`` with the same name documents. All methods raise only errors of
-    ``holdfast.engine.errors``, with the path in the message. Durable bytes survive a power cut.
-    """
-
-    is_local: bool
-    """Whether keys are paths of the operating system."""
-
-    is_remote: bool
-    """Whether requests cross a network, so that one may arrive after its sender has given up."""
-
-    def url(self, key: str) -> str:
-        """Return the text that ``as_location`` turns back into this key."""
-
-    def is_there(self, key: str) -> bool:
-        """Return whether a file, a directory or an object has exactly this key, in at most one request."""
-
-    def is_directory(self, key: str) -> bool: ...
-
-    def entries(self, key: str) -> list[Entry]: ...
-
-    def read_bytes(self, key: str, limit: int | None, size: int | None) -> bytes: ...
-
-    def has_size(self, key: str, size: int) -> bool: ...
-
-    def write_bytes(self, key: str, data: bytes, *, atomic: bool) -> None: ...
-
-    def make_directory(self, key: str, *, sync: bool) -> bool: ...
-
-    def sync_directory(self, key: str) -> None: ...
-
-    def rename(self, key: str, target: str) -> None: ...
-
-    def remove(self, key: str) -> None: ...
-
-    def remove_tree(self, key: str, first: str | None, last: str | None) -> None: ...
-
-    def write_data(self, key: str, size: int, segments: Sequence[Segment], awaited: threading.Event | None) -> None:
-        """Write one bulk data file with durable content; its segments fit into ``size`` bytes and do not overlap.
-
-        ``awaited`` is set once a training loop waits for the file; None if no loop runs beside.
-
-        Raises:
-            StorageError: The system refused; no file is left behind.
-            ValueError: The parts of a segment are shorter or longer than its size; no file is left behind.
-        """
-
-    def open_data(self, key: str, size: int | None, *, cached: bool | None) -> DataReader: ...
-
-    def can_share(self) -> bool: ...
-
-    def identity(self, key: str) -> FileIdentity: ...
-
-    def share(self, key: str, target: str, known: FileIdentity) -> FileIdentity: ...

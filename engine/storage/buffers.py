@@ -65,11 +65,7 @@ class Buffer:
 
 
 class BlockPool:
-    """Blocks of aligned memory that are kept for the next transfer instead of being returned to the system.
-
-    Where a hypervisor reclaims free memory after a few seconds, fresh memory is expensive even with huge pages: a
-    hundredth of a second for a few MiB, on every save.
-    """
+    """Blocks of aligned memory for transfers, kept because fresh memory is expensive where a hypervisor reclaims it."""
 
     def __init__(self, nbytes: int, spare: int) -> None:
         self._nbytes = nbytes

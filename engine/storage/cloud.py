@@ -11,15 +11,16 @@ import contextlib
 import datetime
 import errno
 import functools
+import importlib.util
 import logging
 import os
 import queue
 import re
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,18 +29,21 @@ from ..errors import (
     DamagedCheckpointError,
     HoldfastError,
     ObjectNotFoundError,
+    OptionError,
     StorageConflictError,
     StorageError,
     StoragePermissionError,
     StorageUnavailableError,
 )
 from ..forks import Lock
+from ..installed import install_command
 from . import object_store
 from .backend import FileIdentity, Segment
 from .buffers import aligned_empty
 from .object_store import BY_NAME, GARBLED, UNKNOWN_SIZE, ObjectStoreBackend, failing_parts, file_parts, time_limit
-from .services import Service, check_installed
-from .status import map_obstore_error
+from .status import check_header, map_obstore_error
+
+T = TypeVar("T")
 
 _logger = logging.getLogger("holdfast")
 
@@ -65,11 +69,7 @@ _loops: list[tuple[int, asyncio.AbstractEventLoop]] = []  # one at most, with th
 _conditional: dict[str, bool] = {}  # whether each service honours conditions
 
 
-class _ForeignAnswerError(ValueError):
-    """An answer lacks what every answer of the service has: a proxy may have answered in its place."""
-
-
-def open_cloud(service: type[Service], root: str) -> CloudBackend:
+def open_cloud(service: type[CloudBackend], root: str) -> CloudBackend:
     """Return the backend of a bucket or container: the same object for the same settings."""
     for package in service.packages:
         check_installed(package, root, service.extra)
@@ -78,37 +78,55 @@ def open_cloud(service: type[Service], root: str) -> CloudBackend:
 
 @functools.lru_cache(maxsize=64)
 def _open_cloud(service: Any, root: str, settings: object) -> CloudBackend:  # noqa: ARG001 - in the key
-    return CloudBackend(service(root))
+    found: CloudBackend = service(root)
+    return found
+
+
+def check_installed(package: str, root: str, extra: str) -> None:
+    """Raise OptionError unless a package is installed."""
+    with contextlib.suppress(ModuleNotFoundError):  # the parent of a package may be missing
+        if importlib.util.find_spec(package) is not None:
+            return
+    raise OptionError(f"{root} needs {package.partition('.')[0]}: {install_command(extra)}")
 
 
 class CloudBackend(ObjectStoreBackend):
-    """A bucket or container of a service that obstore reaches."""
+    """A bucket or container of a service that obstore reaches; each service is a subclass."""
 
-    def __init__(self, service: Service) -> None:
-        super().__init__(service.root, is_remote=True)
-        self._service = service
+    extra: ClassVar[str]  # of the package, which it needs
+    packages: ClassVar[tuple[str, ...]] = ("obstore",)  # those of the extra without which nothing works
+    variables: ClassVar[tuple[str, ...]]  # how the names of environment variables that it reads begin, in capitals
+    secrets: ClassVar[re.Pattern[str]]  # the variables whose values go into headers, in capitals
+    is_conditional: ClassVar[bool] = True  # whether the service is known to refuse to create an object that exists
+    lacks: ClassVar[frozenset[str]] = frozenset()  # what it is known not to do: "copy", "remove" several, "range"
+
+    def __init__(self, root: str, address: str = "") -> None:
+        super().__init__(root, is_remote=True)
+        self._address = address  # of the service, which other buckets may share; "" for the usual one of a URL
+        self._place: tuple[object, ...] = (root, address)  # equal for all URLs of one bucket
+        self._bucket = root.partition("://")[2]
         # These are shared with the snapshots of this backend.
         self._stores: dict[bool, tuple[float, Any]] = {}  # by ``once``, with the end of their use
         self._opening = Lock()
-        self._lacks: set[str] = set()  # what the service was found not to do: "copy", "remove", "range"
+        self._lacks = set(self.lacks)
 
     def __eq__(self, other: object) -> bool:
-        """Whether both reach the same container, by URLs that may differ."""
-        if not isinstance(other, CloudBackend) or self._listing is not other._listing:
-            return False
-        return self._service.place == other._service.place
+        return isinstance(other, CloudBackend) and self._listing is other._listing and self._place == other._place
 
     def __hash__(self) -> int:
-        return hash(self._service.place)
+        return hash(self._place)
+
+    @classmethod
+    def settings(cls) -> tuple[tuple[str, str], ...]:
+        """Return the environment variables that the service reads, in a fixed order."""
+        found = {name: value for name, value in os.environ.items() if name.upper().startswith(cls.variables)}
+        return tuple(sorted(found.items()))
+
+    def connect(self, options: Mapping[str, Any], client: Any, *, once: bool) -> Any:
+        """Return a store of obstore with ``client``, the options of its HTTP client; ``once``: for single attempts."""
+        raise NotImplementedError
 
     # ---- reads
-
-    def has_object(self, key: str) -> bool:
-        try:
-            self.object_size(key)
-        except ObjectNotFoundError:
-            return False
-        return True
 
     def object_size(self, key: str) -> int:
         async def ask(store: Any, obstore: Any) -> int:
@@ -120,29 +138,17 @@ class CloudBackend(ObjectStoreBackend):
     def read_range(self, key: str, byte_range: slice | None) -> bytes:
         if byte_range is None:
             return self._read(key)[0]
-        if byte_range.start == byte_range.stop:
+        start, stop = byte_range.start, byte_range.stop
+        if start == stop:
             self.object_size(key)
             return b""
-        memory = np.empty(0, np.uint8)
 
-        def allocate(size: int) -> list[NDArray[np.uint8]]:
-            nonlocal memory
-            memory = np.empty(size, np.uint8)
-            return [memory]
+        async def read(store: Any, obstore: Any) -> bytes:
+            answer = await obstore.get_async(store, key, options={"range": (start, stop)})
+            _checked(answer.meta)
+            return bytes(await answer.bytes_async())
 
-        self._read_part(key, byte_range.start, byte_range.stop, allocate)
-        return memory.tobytes()
-
-    def read_small(self, key: str, limit: int) -> bytes | None:
-        async def ask(store: Any, obstore: Any) -> bytes | None:
-            answer = await obstore.get_async(store, key, options={"range": (0, limit)})
-            return bytes(await answer.bytes_async()) if _checked(answer.meta)["size"] <= limit else None
-
-        try:
-            found: bytes | None = self._ask(key, "read", ask, limit) if limit and "range" not in self._lacks else None
-        except DamagedCheckpointError:  # it is empty, or the service serves no ranges
-            return None
-        return found
+        return self._ask_range(key, start, stop, read)
 
     def read_into(
         self, key: str, offset: int, memory: Sequence[NDArray[np.uint8]], answered: Callable[[], None]
@@ -151,46 +157,37 @@ class CloudBackend(ObjectStoreBackend):
         if not size:
             return False
 
-        def given(found: int) -> Sequence[NDArray[np.uint8]]:
-            answered()
-            return memory if found == size else []
-
-        try:
-            return self._read_part(key, offset, offset + size, given)
-        except DamagedCheckpointError:
-            return False
-
-    def _read_part(
-        self, key: str, start: int, stop: int, allocate: Callable[[int], Sequence[NDArray[np.uint8]]]
-    ) -> bool:
-        """Receive a range, as far as the object reaches, into memory that ``allocate`` returns for its length.
-
-        Returns:
-            Whether the memory is full.
-        """
-
         async def receive(store: Any, obstore: Any) -> bool:
-            answer = await obstore.get_async(store, key, options={"range": (start, stop)})
+            answer = await obstore.get_async(store, key, options={"range": (offset, offset + size)})
             _checked(answer.meta)
+            answered()
             first, last = answer.range
-            memory = [part for part in allocate(last - first) if part.size]
-            filled = 0  # of the first part of memory
+            if last - first != size:
+                return False
+            left, filled = [part for part in memory if part.size], 0  # bytes of the first of them
             async for piece in answer.stream(min_chunk_size=_PIECE):
                 received = np.frombuffer(piece, np.uint8)
                 while received.size:
-                    if not memory:
+                    if not left:
                         return False
-                    count = min(received.size, memory[0].size - filled)
-                    memory[0][filled : filled + count] = received[:count]
+                    count = min(received.size, left[0].size - filled)
+                    left[0][filled : filled + count] = received[:count]
                     received, filled = received[count:], filled + count
-                    if filled == memory[0].size:
-                        memory, filled = memory[1:], 0
-            return not memory
+                    if filled == left[0].size:
+                        left, filled = left[1:], 0
+            return not left
 
+        try:
+            return self._ask_range(key, offset, offset + size, receive)
+        except DamagedCheckpointError:
+            return False
+
+    def _ask_range(self, key: str, start: int, stop: int, read: Callable[[Any, Any], Awaitable[T]]) -> T:
+        """Ask for a range of an object, unless the service was found to serve none."""
         if "range" in self._lacks:
             raise DamagedCheckpointError(f"cannot read {self.url(key)} from byte {start}: no ranges are served")
         try:
-            found: bool = self._ask(key, "read", receive, stop - start)
+            found: T = self._ask(key, "read", read, stop - start)
         except DamagedCheckpointError as error:
             if "non-partial" in str(error):
                 self._lacks.add("range")
@@ -226,8 +223,7 @@ class CloudBackend(ObjectStoreBackend):
 
     # ---- writes
 
-    def write_object(self, key: str, content: list[bytes]) -> None:
-        data = content.pop()
+    def write_bytes(self, key: str, data: bytes, *, atomic: bool) -> None:
         self._put(key, data, len(data))
 
     def _put(self, key: str, body: Any, size: int, **options: Any) -> None:
@@ -239,7 +235,7 @@ class CloudBackend(ObjectStoreBackend):
             attempts=1 if options else GARBLED,  # a condition is met once
         )
 
-    def write_data(self, key: str, size: int, segments: Sequence[Segment], awaited: threading.Event | None) -> None:
+    def write_data(self, key: str, size: int, segments: Sequence[Segment]) -> None:
         parts = file_parts(size, segments)
         if size > SINGLE_REQUEST_BYTES:
             with failing_parts(parts) as watched:
@@ -292,7 +288,7 @@ class CloudBackend(ObjectStoreBackend):
                 raise
 
     def remove_together(self, names: Sequence[str]) -> bool:
-        if not self._service.deletes_together or "remove" in self._lacks:
+        if "remove" in self._lacks:
             return False
         try:
             self._try(names[0], "remove", lambda store, obstore: obstore.delete_async(store, list(names)))
@@ -305,7 +301,7 @@ class CloudBackend(ObjectStoreBackend):
     # ---- copies
 
     def can_share(self) -> bool:
-        return self._service.copies and "copy" not in self._lacks
+        return "copy" not in self._lacks
 
     def share(self, key: str, target: str, known: FileIdentity) -> FileIdentity:
         if self.can_share() and self._is_copied(key, target):
@@ -331,12 +327,9 @@ class CloudBackend(ObjectStoreBackend):
 
     def honours_conditions(self, key: str, data: bytes | None) -> bool:
         # Each service is asked once; one that ignores conditions writes the data again.
-        address = self._service.address
-        if self._service.is_conditional:
+        if self.is_conditional:
             return True
-        if address not in _conditional:
-            if data is None:
-                return False
+        if self._address not in _conditional and data is not None:
             try:
                 # If the first one succeeds, the object may have been missing.
                 found = not all(self.write_where(key, data, None) for _ in range(2))
@@ -346,8 +339,8 @@ class CloudBackend(ObjectStoreBackend):
                 found = False
             if not found:
                 _logger.info("%s: no conditional writes here; two saves to one path are not kept apart", self._root)
-            _conditional[address] = found
-        return _conditional[address]
+            _conditional[self._address] = found
+        return _conditional.get(self._address, False)
 
     def read_generation(self, key: str) -> tuple[bytes | None, dict[str, Any] | None]:
         try:
@@ -416,18 +409,19 @@ class CloudBackend(ObjectStoreBackend):
         with self._opening:
             end, store = self._stores.get(once, (0.0, None))
             if time.monotonic() >= end:
-                client: Any = {"timeout": _NEVER, "read_timeout": datetime.timedelta(seconds=_stalled())}
+                # Seconds without a byte after which an attempt has failed.
+                stalled = float(os.environ.get("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS") or 120)
+                client: Any = {"timeout": _NEVER, "read_timeout": datetime.timedelta(seconds=stalled)}
                 certificates = os.environ.get("TENSORSTORE_CA_BUNDLE")
                 if certificates:
                     with open(certificates, "rb") as file:
                         client["root_certificate"] = file.read()
-                retries = {
-                    "max_retries": 0 if once else object_store.RETRIES,
-                    "retry_timeout": _NEVER,
-                    "backoff": BACKOFF,
-                }
-                self._service.check()
-                store = self._service.connect({"retry_config": retries}, client, once=once)
+                most = 0 if once else object_store.RETRIES
+                retries = {"max_retries": most, "retry_timeout": _NEVER, "backoff": BACKOFF}
+                for name, value in self.settings():
+                    if self.secrets.fullmatch(name.upper()):
+                        check_header(self._root, name, value)
+                store = self.connect({"retry_config": retries}, client, once=once)
                 lasting = _ANONYMOUS if store.config.get("skip_signature") else float("inf")
                 self._stores[once] = time.monotonic() + lasting, store
             return store
@@ -440,27 +434,17 @@ class CloudBackend(ObjectStoreBackend):
 
         return (BaseError, ValueError, OSError)
 
-    def _advice(self, kind: type[HoldfastError]) -> str:
-        with contextlib.suppress(Exception):  # what cannot be read is told by the error itself
-            return self._service.advice(kind)
-        return ""
-
 
 def _checked(meta: Any) -> Any:
-    """Return what an answer says of its object; raise an error unless it is an answer of the service."""
+    """Return what an answer says of its object; raise ValueError if a proxy may have answered for the service."""
     if not meta["e_tag"]:
-        raise _ForeignAnswerError("the answer has no ETag")
+        raise ValueError("the answer has no ETag")
     return meta
 
 
 def _answer(future: asyncio.Future[Any], value: Any) -> None:
     if not future.done():  # it may have been cancelled
         future.set_result(value)
-
-
-def _stalled() -> float:
-    """Return the seconds without a byte after which an attempt has failed."""
-    return float(os.environ.get("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS") or 120)
 
 
 def _running_loop(url: str) -> asyncio.AbstractEventLoop:

@@ -40,17 +40,13 @@ _logger = logging.getLogger("holdfast")
 
 _UNCACHED = {"skip_instance_cache": True}  # each backend has connections of its own
 
+# Schemes that stand for what lies at another address, and those that cannot be written.
 _WRAPPERS = re.compile(r"https?|file|local|data|dir|zip|tar|libarchive|generic|async_wrapper|reference|\w*cache\w*")
-"""Schemes that stand for what lies at another address, and those that cannot be written."""
-
+# Object stores, which replace an object as a whole.
 _WHOLE = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "r2", "memory"})
-"""Object stores, which replace an object as a whole."""
-
-_REPLACING = frozenset({"sftp", "ssh"})
-"""Systems whose rename replaces a file in one step."""
-
+_REPLACING = frozenset({"sftp", "ssh"})  # systems whose rename replaces a file in one step
+# Systems that rename in one step, but onto no file that is there.
 _RENAMING = frozenset({"hdfs", "arrow_hdfs", "webhdfs", "viewfs", "smb"})
-"""Systems that rename in one step, but onto no file that is there."""
 
 _NOT_ALONE = "two saves to one path at the same time are not kept apart"
 _NOT_DURABLE = "what was written may be lost if the machines that keep it lose power"
@@ -63,12 +59,11 @@ _SECRET = re.compile(r"pass|pwd|secret|key|token|cred|^auth$|authorization|sas|c
 _ADDRESS = re.compile(r"\\x00address \d+")  # of a class, in the text that describes a file system
 
 _MISSING = re.compile("NotFound|NoSuch")
-_CLASSES: tuple[tuple[re.Pattern[str], type[HoldfastError]], ...] = (
+_CLASSES: tuple[tuple[re.Pattern[str], type[HoldfastError]], ...] = (  # by the names of the classes of errors
     (_MISSING, ObjectNotFoundError),
     (re.compile("Auth|Permission|Credential|Forbidden|BadHostKey"), StoragePermissionError),
     (re.compile("Time|Connect|SSHException|EOFError|Unavailable|gaierror"), StorageUnavailableError),
 )
-"""Errors of the libraries below, by the names of their classes."""
 
 
 class _TimedOutError(Exception):
@@ -174,11 +169,9 @@ def open_filesystem(filesystem: Any, path: str) -> tuple[FsspecBackend, str] | s
 
 
 def _names_of(filesystem: Any, prefix: str) -> tuple[str, str]:
-    """Return a name of a file system, and a text that only equal ones share.
-
-    The name is the same in all processes, unless the file system cannot be pickled, or has secrets: a name without them
-    would mean other files in a process with other ones, and a name made of them would tell of them.
-    """
+    """Return a name of a file system, and a text that only equal ones share."""
+    # A name is the same in all processes unless there are secrets: a name without them would mean other files in a
+    # process with other ones, and a name made of them would tell of them.
     secrets: list[str] = []
     try:
         whole = repr((_described(filesystem, secrets), prefix))
@@ -190,10 +183,7 @@ def _names_of(filesystem: Any, prefix: str) -> tuple[str, str]:
 
 
 def _described(value: Any, secrets: list[str]) -> Any:
-    """Return what pickle would write of a value, as plain data with the addresses of classes, if it can be pickled.
-
-    The names of options with secrets are added to ``secrets``.
-    """
+    """Return as plain data what pickle would write of a value; add the names of options with secrets to ``secrets``."""
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return value
     if isinstance(value, Mapping):
@@ -227,10 +217,7 @@ def _of_this_process(filesystem: Any) -> Any:
 
 
 class FsspecBackend(ObjectStoreBackend):
-    """A file system of fsspec; ``connect`` returns it, and what its paths begin with before the key.
-
-    For an object that was ``given``, its paths begin with ``prefix``, and equal ones share the text ``described``.
-    """
+    """A file system of fsspec; ``connect`` returns it, and what its paths begin with before the key."""
 
     def __init__(
         self,
@@ -245,7 +232,7 @@ class FsspecBackend(ObjectStoreBackend):
         super().__init__(root, is_remote=True)
         self.given = given
         self.prefix = prefix
-        self.described = described
+        self.described = described  # a text that equal file systems share
         self._connect = connect
         self._whole = protocol in _WHOLE
         self._replaces = protocol in _REPLACING
@@ -261,47 +248,30 @@ class FsspecBackend(ObjectStoreBackend):
                 missing.append(_NOT_REPLACED)
         _logger.warning("%s is reached through fsspec (%s). Not promised there: %s", root, protocol, "; ".join(missing))
 
-    def has_object(self, key: str) -> bool:
-        try:
-            return bool(self._info(key)["type"] == "file")
-        except ObjectNotFoundError:
-            return False
-
-    def object_size(self, key: str) -> int | None:
-        found = self._info(key)
+    def object_size(self, key: str) -> int:
+        found = self._do(key, "access", lambda fs, path: fs.info(path))
         if found["type"] != "file":
             raise ObjectNotFoundError(f"cannot access {self.url(key)}: there is no such file")
         size = found.get("size")
-        return None if size is None else int(size)
-
-    def _info(self, key: str) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = self._do(key, "access", lambda fs, path: fs.info(path))
-        return found
+        return len(self.read_range(key, None)) if size is None else int(size)
 
     def read_range(self, key: str, byte_range: slice | None) -> bytes:
         if byte_range is None:
             return bytes(self._do(key, "read", lambda fs, path: fs.cat_file(path), UNKNOWN_SIZE))
         start, stop = byte_range.start, byte_range.stop
         size = self.object_size(key)  # systems differ in what they say of a range that the file does not have
-        if size is not None and start >= size and stop > start:
+        if start >= size and stop > start:
             raise truncated(self.url(key), size, start, stop - start)
         if start == stop:
             return b""
-        stop = stop if size is None else min(stop, size)
 
         def read(fs: Any, path: str) -> Any:
             options = {"seekable": True} if _is_arrow(fs) else {}
-            return fs.cat_file(path, start=start, end=stop, **options)
+            return fs.cat_file(path, start=start, end=min(stop, size), **options)
 
         return bytes(self._do(key, "read", read, stop - start))
 
     def write_bytes(self, key: str, data: bytes, *, atomic: bool) -> None:
-        self._write(key, bytes(data), atomic=atomic)
-
-    def write_object(self, key: str, content: list[bytes]) -> None:
-        self._write(key, content.pop(), atomic=True)
-
-    def _write(self, key: str, data: bytes, *, atomic: bool) -> None:
         def write(fs: Any, path: str) -> None:
             if self._whole:
                 fs.pipe_file(path, data)
@@ -324,7 +294,7 @@ class FsspecBackend(ObjectStoreBackend):
 
         self._do(key, "write", write, len(data))
 
-    def write_data(self, key: str, size: int, segments: Sequence[Segment], awaited: threading.Event | None) -> None:
+    def write_data(self, key: str, size: int, segments: Sequence[Segment]) -> None:
         def write(fs: Any, path: str) -> None:
             if not self._whole:
                 fs.makedirs(path.rpartition("/")[0] or "/", exist_ok=True)
@@ -340,7 +310,7 @@ class FsspecBackend(ObjectStoreBackend):
         with failing_parts(file_parts(size, segments)) as parts:
             self._do(key, "write", write, size)
         found = self.object_size(key)
-        if found is not None and found != size:
+        if found != size:
             self.remove(key)
             raise StorageError(
                 f"cannot write {self.url(key)}: {size} bytes were sent, and {found} are there; try again"
@@ -478,13 +448,10 @@ class FsspecBackend(ObjectStoreBackend):
 
 @contextlib.contextmanager
 def _unless_gone(fs: Any, folder: str, *, or_filled: bool = False) -> Iterator[None]:
-    """Suppress the error of a deletion if another process has deleted the folder, or written into it.
-
-    Each library has errors of its own for that.
-    """
+    """Suppress the error of a deletion if another process has deleted the folder, or written into it."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # each library has its own
         fs.invalidate_cache()
         try:
             if not _is_folder(fs, folder) or (or_filled and fs.ls(folder, detail=False)):

@@ -56,6 +56,8 @@ _FEW = 32  # so many for each thread
 _AWAY = "move it away"  # advice where something else lies in the place of one of our files
 _FICLONE = 0x40049409  # the request of ioctl_ficlone(2)
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
+_AHEAD: int = getattr(os, "POSIX_FADV_SEQUENTIAL", 0)  # large reads are then about as fast as direct ones
+_WRITE_BACK: int = getattr(os, "POSIX_FADV_DONTNEED", 0)  # begins to write; the sync at the end finds it written
 _FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # macOS, whose fsync(2) leaves data in the drive's cache
 _blocks = BlockPool(BLOCK, THREADS)
 
@@ -87,21 +89,17 @@ class LocalBackend:
                 for item in scan:
                     if item.name.endswith(HIDDEN_SUFFIX):
                         continue
+                    is_directory, status = True, None
                     try:
                         is_directory = item.is_dir()
-                    except OSError:  # a loop of links, or a broken disk: opening it reports that
-                        is_directory = True
-                    size, links = None, 1
-                    try:
-                        if not is_directory:
-                            status = item.stat()
-                            size, links = status.st_size, status.st_nlink
+                        status = None if is_directory else item.stat()
                     except FileNotFoundError:  # a broken link, or deleted meanwhile
                         if not os.path.lexists(item.path):
                             continue
-                    except OSError:
+                    except OSError:  # a loop of links, or a broken disk: opening it reports that
                         pass
-                    found.append(Entry(item.name, is_directory, size, links))
+                    facts = (status.st_size, status.st_nlink) if status else ()
+                    found.append(Entry(item.name, is_directory, *facts))
         return sorted(found, key=attrgetter("name"))
 
     def read_bytes(self, key: str, limit: int | None, size: int | None) -> bytes:
@@ -129,7 +127,7 @@ class LocalBackend:
                     while rest:
                         rest = rest[file.write(rest) :]
                     if before or not sync:
-                        _begin_writeback(descriptor)
+                        _advise(descriptor, _WRITE_BACK)
                     if before:
                         sync_all([*before, target])
                     if sync and (not before or _FULL_SYNC is not None):
@@ -218,7 +216,7 @@ class LocalBackend:
             if sync:
                 os.fsync(descriptor)
             else:
-                _begin_writeback(descriptor)
+                _advise(descriptor, _WRITE_BACK)
 
     def open_data(self, key: str, size: int | None, *, cached: bool | None) -> DataReader:
         return LocalDataReader(key, cached=cached)
@@ -280,16 +278,9 @@ class LocalBackend:
 
 
 class LocalDataReader(DataReader):
-    """One data file on a local file system.
+    """One data file on a local file system; ``cached`` is as for ``Location.open_data``."""
 
-    Direct I/O moves whole pages between the disk and page-aligned memory, so a read covers the pages around the
-    requested bytes and returns a view of the middle. An offset that is a multiple of 64 stays one in memory.
-
-    Where ``cached`` is None, it holds a read lock, by which readers of the same file see each other: as soon as there
-    is another one, both go through the page cache, and the disk reads for all of them once.
-    """
-
-    def __init__(self, path: str, *, cached: bool | None = False) -> None:
+    def __init__(self, path: str, *, cached: bool | None) -> None:
         self._path = path
         self._is_cached = bool(cached)
         self._looks_out = False  # whether to look for other readers of this file
@@ -299,9 +290,10 @@ class LocalDataReader(DataReader):
             descriptor, self._size = _open_regular(path, _open if cached else _open_direct)
         self._descriptor = descriptor
         if cached:
-            _read_ahead(descriptor)
+            _advise(descriptor, _AHEAD)
         if cached is None and is_direct(descriptor):
             with contextlib.suppress(OSError):  # a file system without locks
+                # Readers of one file see each other by a read lock: then the page cache reads for all of them once.
                 _lock_request(descriptor, _SET_LOCK, fcntl.F_RDLCK)
                 self._looks_out = True
 
@@ -311,27 +303,20 @@ class LocalDataReader(DataReader):
 
     def read(self, offset: int, length: int, buffer: Buffer | None = None) -> NDArray[np.uint8]:
         check_extent(self._path, self._size, offset, length)
+        # Direct I/O moves whole pages. An offset that is a multiple of 64 stays one in memory.
         first = offset - offset % PAGE
         lead = offset - first
         needed = lead + length
         span = round_up(needed)
         memory = aligned_empty(span) if buffer is None else buffer.view(span)
         found, end = (lead, needed) if self._is_cached else (0, span)
-        refused = False
         with os_errors(self._path, "read"):
             if self._looks_out and _lock_request(self._descriptor, _GET_LOCK, fcntl.F_WRLCK) != fcntl.F_UNLCK:
                 self._looks_out = False
                 _make_buffered(self._descriptor)
-                _read_ahead(self._descriptor)
+                _advise(self._descriptor, _AHEAD)
             while found < needed:
-                try:
-                    count = _read_into(self._descriptor, memory[found:end].data, first + found)
-                except OSError as error:
-                    if error.errno != errno.EINVAL or refused:
-                        raise
-                    _make_buffered(self._descriptor)
-                    refused = True
-                    continue
+                count = _transfer(_read_into, self._descriptor, memory[found:end].data, first + found)
                 if not count:
                     raise truncated(self._path, first + found, offset, length)
                 found += count
@@ -347,17 +332,21 @@ class LocalDataReader(DataReader):
         self.close()
 
 
-def _read_ahead(descriptor: int) -> None:
-    """Have the system read far ahead into the page cache: large reads are then about as fast as direct ones."""
-    if hasattr(os, "posix_fadvise"):
-        with contextlib.suppress(OSError):
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-
-
 def _lock_request(descriptor: int, request: int, kind: int) -> int:
     """Ask for a lock of this kind on a file, for one open description of it; return the kind that is in its way."""
     lock = struct.pack(_LOCK, kind, os.SEEK_SET, 0, 0, 0)
     return int(struct.unpack(_LOCK, fcntl.fcntl(descriptor, request, lock))[0])
+
+
+def _transfer(work: Callable[[int, memoryview, int], int], descriptor: int, memory: memoryview, offset: int) -> int:
+    """Read or write, by ordinary I/O if the file system takes no direct I/O after all."""
+    try:
+        return work(descriptor, memory, offset)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        _make_buffered(descriptor)
+        return work(descriptor, memory, offset)
 
 
 def _read_into(descriptor: int, memory: memoryview, offset: int) -> int:
@@ -369,10 +358,7 @@ def _read_into(descriptor: int, memory: memoryview, offset: int) -> int:
 
 
 def _sync(descriptor: int, *, drive: bool = False) -> None:
-    """Make a file durable; with ``drive``, also all that the drive received before, where fsync(2) does not do that.
-
-    Commit records and their names are synced this way, so that earlier files are on the disk before the record.
-    """
+    """Make a file durable; with ``drive``, as for commit records, also all that the drive received before."""
     if drive and _FULL_SYNC is not None:
         with contextlib.suppress(OSError):  # some file systems, such as those of a network, have no drive
             fcntl.fcntl(descriptor, _FULL_SYNC)
@@ -401,11 +387,10 @@ def _sync_path(path: str, *, drive: bool = False) -> None:
             os.close(descriptor)
 
 
-def _begin_writeback(descriptor: int) -> None:
-    """Have the system begin to write a file to the disk, where it can: the sync at the end finds it written."""
+def _advise(descriptor: int, advice: int) -> None:
     if hasattr(os, "posix_fadvise"):
         with contextlib.suppress(OSError):
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(descriptor, 0, 0, advice)
 
 
 def append_line(path: str | os.PathLike[str], text: str, *, create: bool = True) -> None:
@@ -462,16 +447,9 @@ def _write_segment(descriptor: int, stop: threading.Event, cached: bool, segment
     size, page = (_CACHED_BLOCK, 1) if cached else (BLOCK, PAGE)
     with _blocks.block() as block:
         for data in _filled_blocks(segment, block.data[:size], stop, page):
-            written, refused = 0, False
+            written = 0
             while written < len(data):
-                try:
-                    count = os.pwrite(descriptor, data[written:], position + written)
-                except OSError as error:
-                    if error.errno != errno.EINVAL or refused:
-                        raise
-                    _make_buffered(descriptor)  # This file system takes no direct I/O after all.
-                    refused = True
-                    continue
+                count = _transfer(os.pwrite, descriptor, data[written:], position + written)
                 if count <= 0:
                     raise OSError(errno.EIO, f"the system wrote {count} of {len(data) - written} bytes")
                 written += count  # A write that stops between two pages continues by ordinary I/O, through EINVAL.

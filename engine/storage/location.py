@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any
 from ..errors import DamagedCheckpointError, InvalidLocationError, OptionError
 from ..observer import Observer, check_write, process_observer
 from . import local
-from .backend import Backend, DataFile, DataReader, Entry, FileIdentity, Segment
+from .backend import DataFile, DataReader, Entry, FileIdentity, Segment
 from .buffers import PAGE
 from .local import LocalBackend
 from .object_store import ObjectStoreBackend, open_object
@@ -34,6 +34,8 @@ _WINDOWS = re.compile(r"[A-Za-z]:")
 _NO_MARK = re.compile(rf"(?:{_CLOUDS})/", re.IGNORECASE)
 _SYNONYMS = {"gcs": "gs", "s3a": "s3"}
 _KNOWN = "a path, file:///path, memory://name, s3://bucket/name, gs://bucket/name or az://container/name"
+
+Backend = LocalBackend | ObjectStoreBackend
 
 _local = LocalBackend()
 
@@ -53,7 +55,7 @@ def as_location(
             stands for it in processes that have passed an equal one, and is the same in each of them, unless the
             file system has secrets among its options or cannot be pickled: then it is valid in this process only.
         writes: Whether the caller is about to write there.
-        observer: Is notified, and may replace this place by another one. None is the observer of the process.
+        observer: Is notified, and may replace this place with another. None is the observer of the process.
 
     Raises:
         InvalidLocationError: It is neither, or the URL's scheme is not one of these.
@@ -255,7 +257,7 @@ class Location:
         return pathlib.Path(self.__fspath__())
 
     def without_links(self) -> Location:
-        """Return where the links on the way to a local place lead; a file keeps its name, which may tell its format."""
+        """Return where the links on the way to a local place lead; a file keeps its name, which may show its format."""
         if not self.is_local:
             return self
         if os.path.isdir(self._key):
@@ -353,8 +355,7 @@ class Location:
         """
         text = {"encoding": encoding, "errors": errors, "newline": newline}
         if not self.is_local:
-            send, url = self.write_bytes, self.url
-            return open_object(mode, read=self.read_bytes, exists=self.is_there, send=send, url=url, **text)
+            return open_object(self, mode, **text)
         if not set(mode) <= set("rbt"):
             self._writing()
         if "b" not in mode:
@@ -388,7 +389,7 @@ class Location:
         return self._backend.is_there(self._key) or self._backend.is_directory(self._key)
 
     def is_there(self) -> bool:
-        """Return whether a file or an object is here; in an object store, one request where ``exists`` takes two."""
+        """Return whether a file or an object is here; in an object store, one request instead of two for ``exists``."""
         return self._backend.is_there(self._key)
 
     def is_directory(self) -> bool:
@@ -436,7 +437,7 @@ class Location:
             )
 
     def has_size(self, size: int) -> bool:
-        """Return whether this has exactly so many bytes, without reading them where the store can tell.
+        """Return whether this has exactly this many bytes, without reading them if the store knows.
 
         Raises:
             ObjectNotFoundError: There is no such file or object.
@@ -462,14 +463,14 @@ class Location:
             places = [place._key for place in before]
             backend.write_bytes(self._key, data, atomic=atomic, sync=sync, before=places)
         else:
-            backend.write_bytes(self._key, data, atomic=atomic)
+            backend.write_bytes(self._key, bytes(data), atomic=atomic)
 
     def honours_conditions(self, data: bytes | None) -> bool:
         """Return whether ``write_bytes_if`` is atomic here: never on a disk; in a store, if the service supports it.
 
         Args:
             data: The content of this object, which may be written again to find out. With None, nothing is written, and
-                the answer is False where it is not known yet.
+                the answer is False if it is not known yet.
         """
         return isinstance(self._backend, ObjectStoreBackend) and self._object_store().honours_conditions(
             self._key, data
@@ -544,8 +545,8 @@ class Location:
         Args:
             size: Length of the file in bytes.
             segments: Its content, in ascending order; gaps are zero. Several threads may produce the segments.
-            awaited: Is set when a training loop that runs beside this call begins to wait for it; until then, a disk
-                is written by fewer threads. None: no loop runs beside it.
+            awaited: Is set when a training loop that runs during this call begins to wait for it; until then, a disk
+                is written by fewer threads. None: no loop runs meanwhile.
             sync: False leaves it to :func:`sync_all` to make the content durable on a disk.
 
         Raises:
@@ -557,7 +558,7 @@ class Location:
         if isinstance(backend, LocalBackend):
             backend.write_data(self._key, size, segments, awaited, sync=sync)
         else:
-            backend.write_data(self._key, size, segments, awaited)
+            backend.write_data(self._key, size, segments)
 
     def write_data_files(
         self, files: Sequence[DataFile], awaited: threading.Event | None = None, *, sync: bool = True
@@ -571,19 +572,11 @@ class Location:
             awaited: As for :meth:`write_data`.
             sync: As for :meth:`write_data`.
         """
-        backend = self._backend
-        if not isinstance(backend, LocalBackend):
-            parallel_map(
-                lambda file: (self / file.name).write_data(file.size, file.segments),
-                files,
-                UPLOADS,
-                name="holdfast-upload",
-            )
-            return
-        check_write(self.url)
-        for file in files:
-            _check_segments(file.size, file.segments)
-            backend.write_data((self / file.name)._key, file.size, file.segments, awaited, sync=sync)
+
+        def write(file: DataFile) -> None:
+            (self / file.name).write_data(file.size, file.segments, awaited, sync=sync)
+
+        parallel_map(write, files, 1 if self.is_local else UPLOADS, name="holdfast-upload")
 
     def open_data(self, *, size: int | None = None, cached: bool | None = False) -> DataReader:
         """Open a bulk data file for reading; use it as a context manager, or close it.

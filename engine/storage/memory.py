@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import io
-import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -58,15 +57,18 @@ class MemoryBackend(ObjectStoreBackend):
         value: bytes = answer.value
         return value
 
-    def write_object(self, key: str, content: list[bytes]) -> None:
-        self.request(key, "write", lambda: self._store.write(key, content.pop()))
+    def object_size(self, key: str) -> int:
+        return len(self.read_range(key, None))
 
-    def write_data(self, key: str, size: int, segments: Sequence[Segment], awaited: threading.Event | None) -> None:
+    def write_bytes(self, key: str, data: bytes, *, atomic: bool) -> None:
+        self.request(key, "write", lambda: self._store.write(key, data))
+
+    def write_data(self, key: str, size: int, segments: Sequence[Segment]) -> None:
         # The stream returns its bytes without a copy, because they have their final length from the start.
         stream = io.BytesIO(bytes(size))
         for part in file_parts(size, segments):
             stream.write(part.data)
-        self.write_object(key, [stream.getvalue()])
+        self.write_bytes(key, stream.getvalue(), atomic=True)
 
     def remove(self, key: str) -> None:
         self.request(key, "remove", lambda: self._store.write(key, None))

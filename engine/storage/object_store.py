@@ -21,16 +21,20 @@ from ..errors import (
     HoldfastError,
     ObjectNotFoundError,
     OptionError,
+    StorageError,
     StorageUnavailableError,
 )
 from .backend import DataReader, Entry, FileIdentity, Segment
 from .buffers import Buffer, aligned_empty
+from .local import HIDDEN_SUFFIX
 from .parallel import REQUESTS, parallel_map
 from .status import GarbledAnswerError, check_extent, map_status, without_secrets
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+    from .location import Location
 
 _logger = logging.getLogger("holdfast")
 
@@ -76,11 +80,7 @@ class _Pending(Protocol):
 
 
 class ObjectStoreBackend:
-    """Objects with names; directories are prefixes, which exist while an object lies below them.
-
-    Keys are names of objects without a leading slash. Subclasses speak to a system, in the methods that end with
-    ``_object`` or ``_objects`` and those for conditions.
-    """
+    """Objects with names, which are the keys; directories are prefixes, which exist while an object lies below them."""
 
     is_local = False
     given: Any = None  # the file system object that was passed for it, if one was
@@ -92,60 +92,54 @@ class ObjectStoreBackend:
         self._separator = "" if root.endswith("/") else "/"
         self._listing: _Listing | None = None
 
-    # ---- the system
+    # ---- the system, which subclasses speak to; most of them write
 
     def has_object(self, key: str) -> bool:
-        raise NotImplementedError
+        try:
+            self.object_size(key)
+        except ObjectNotFoundError:
+            return False
+        return True
 
-    def object_size(self, key: str) -> int | None:
-        """Return the length of an object in bytes; None where the system does not report it."""
-        return None
+    def object_size(self, key: str) -> int:
+        """Return the length of an object in bytes."""
+        raise NotImplementedError
 
     def read_range(self, key: str, byte_range: slice | None) -> bytes:
-        """Return the bytes of a range of an object, fewer if the object ends within it, or of all of it.
-
-        Raises:
-            DamagedCheckpointError: The object ends before the range begins.
-        """
+        """Return an object or a range of it; DamagedCheckpointError if it ends before the range begins."""
         raise NotImplementedError
 
-    def read_small(self, key: str, limit: int) -> bytes | None:
-        """Return an object in one request if it has at most so many bytes; None where others have to tell."""
-        return None
-
-    def write_object(self, key: str, content: list[bytes]) -> None:
-        """Write an object; ``content`` is a list of one, from which the bytes are taken."""
+    def list_objects(self, key: str, *, itself: bool) -> list[str]:
+        """Return the names below a key, sorted, and the key if ``itself`` and it is an object; perhaps similar ones."""
         raise NotImplementedError
+
+    def write_bytes(self, key: str, data: bytes, *, atomic: bool) -> None:
+        """Write an object, which replaces an older one in one step and is durable then, where the system does that."""
+        raise StorageError(f"{self.url(key)} is only read")
+
+    def write_data(self, key: str, size: int, segments: Sequence[Segment]) -> None:
+        raise StorageError(f"{self.url(key)} is only read")
 
     def remove(self, key: str) -> None:
-        raise NotImplementedError
-
-    def remove_objects(self, names: Sequence[str]) -> None:
-        """Delete several objects; missing ones are fine."""
-        parallel_map(self.remove, names, REQUESTS)
+        raise StorageError(f"{self.url(key)} is only read")
 
     def remove_together(self, names: Sequence[str]) -> bool:
         """Delete up to 1,000 objects with one request; return False if each of them must be deleted by its own."""
         return False
 
-    def list_objects(self, key: str, *, itself: bool) -> list[str]:
-        """Return the names of all objects below a key, sorted, and the key if ``itself`` and there is such an object.
-
-        Other names that begin with the key may be among them.
-        """
-        raise NotImplementedError
-
-    def write_data(self, key: str, size: int, segments: Sequence[Segment], awaited: threading.Event | None) -> None:
-        raise NotImplementedError
-
     def read_into(
         self, key: str, offset: int, memory: Sequence[NDArray[np.uint8]], answered: Callable[[], None]
     ) -> bool:
-        """Fill memory with a range of an object; return False where only :meth:`read_range` can tell what is there.
-
-        ``answered`` is called when the service begins to answer, if it does.
-        """
-        return False
+        """Fill memory with a range, and call ``answered`` once the service answers; False if that is not possible."""
+        try:
+            found = memoryview(self.read_range(key, slice(offset, offset + sum(part.size for part in memory))))
+        except DamagedCheckpointError:  # the object ends before the range does, or the server does not serve ranges
+            return False
+        for part in memory:
+            if len(found) < part.size:
+                return False
+            part.data[:], found = found[: part.size], found[part.size :]
+        return True
 
     def can_share(self) -> bool:
         return False
@@ -154,10 +148,7 @@ class ObjectStoreBackend:
         raise NotImplementedError
 
     def honours_conditions(self, key: str, data: bytes | None) -> bool:
-        """Return whether the service refuses to create an object that exists; ``key`` holds ``data``.
-
-        With None, no request is sent, and the answer is False where one would be needed.
-        """
+        """Return whether the service refuses to create an object that exists, as is tried with ``data`` at ``key``."""
         return False
 
     def read_generation(self, key: str) -> tuple[bytes | None, Any]:
@@ -181,8 +172,13 @@ class ObjectStoreBackend:
         text = str(error)
         return error if without_secrets(text) == text else None
 
-    def _advice(self, kind: type[HoldfastError]) -> str:
+    def advice(self, kind: type[HoldfastError]) -> str:
         """Return what may help against an error, in brackets, or ""."""
+        return ""
+
+    def _advice(self, kind: type[HoldfastError]) -> str:
+        with contextlib.suppress(Exception):  # what cannot be read is told by the error itself
+            return self.advice(kind)
         return ""
 
     # ---- the methods of a backend
@@ -213,45 +209,25 @@ class ObjectStoreBackend:
         kinds: dict[str, bool] = {}
         for name in self.names(key):
             head, slash, _ = name.partition("/")
-            if head and not head.endswith(".__lock"):
+            if head and not head.endswith(HIDDEN_SUFFIX):
                 kinds[head] = kinds.get(head, False) or bool(slash)
         return sorted(Entry(name, is_directory) for name, is_directory in kinds.items())
 
     def read_bytes(self, key: str, limit: int | None, size: int | None) -> bytes:
-        # One request suffices for an object that has the expected size, or is small. Otherwise the first request is for
-        # the byte at ``limit``, which should not exist.
-        if size is not None and (limit is None or size <= limit):
-            try:
-                return self.read_range(key, slice(0, size))
-            except DamagedCheckpointError:
-                pass  # the object is shorter, or the server does not serve ranges
-        elif limit is not None:
-            found = self.read_small(key, min(limit, _SMALL))
-            if found is not None:
-                return found
-        data = None
-        if limit is None or not self._has_byte(key, limit):
-            data = self.read_range(key, None)
-        if limit is not None and (data is None or len(data) > limit):
+        # One request suffices for an object that has the expected size, or is small.
+        is_known = size is not None and (limit is None or size <= limit)
+        part = size if is_known else None if limit is None else min(limit, _SMALL)
+        if part is not None:
+            with contextlib.suppress(DamagedCheckpointError):  # it is shorter, or the server does not serve ranges
+                found = self.read_range(key, slice(0, part if is_known else part + 1))
+                if is_known or len(found) <= part:
+                    return found
+        if limit is not None and self.object_size(key) > limit:
             raise DamagedCheckpointError(f"{self.url(key)} is longer than the {limit} bytes it may have")
-        return data or b""
+        return self.read_range(key, None)
 
     def has_size(self, key: str, size: int) -> bool:
-        known = self.object_size(key)
-        if known is not None:
-            return known == size
-        # The last byte must exist, and the one after it must not.
-        if self._has_byte(key, size):
-            return False
-        if size == 0:
-            return self.read_range(key, None) == b""
-        if self._has_byte(key, size - 1):
-            return True
-        return len(self.read_range(key, None)) == size  # this server does not serve ranges
-
-    def write_bytes(self, key: str, data: bytes, *, atomic: bool) -> None:
-        # Stores replace objects in one step, and answer when they are durable.
-        self.write_object(key, [bytes(data)])
+        return self.object_size(key) == size
 
     def write_bytes_if(self, key: str, data: bytes, expected: bytes | None) -> bool:
         generation = None
@@ -277,8 +253,8 @@ class ObjectStoreBackend:
         if not names:
             raise ObjectNotFoundError(f"cannot rename {self.url(key)}: there is no such object or directory")
         for name in names:
-            self.write_object(target + name.removeprefix(key), [self.read_range(name, None)])
-        self.remove_objects(names)
+            self.write_bytes(target + name.removeprefix(key), self.read_range(name, None), atomic=True)
+        parallel_map(self.remove, names, REQUESTS)
 
     def remove_tree(self, key: str, first: str | None, last: str | None) -> None:
         below = f"{key}/" if key else ""
@@ -289,7 +265,7 @@ class ObjectStoreBackend:
         others = [name for name in names if name not in (beginning, end)]
         while len(others) > 1 and self.remove_together(others[:_TOGETHER]):
             others = others[_TOGETHER:]
-        self.remove_objects(others)
+        parallel_map(self.remove, others, REQUESTS)
         if end in names:
             self.remove(end)
 
@@ -304,10 +280,7 @@ class ObjectStoreBackend:
     def request(
         self, key: str, action: str, start: Callable[[], _Pending], nbytes: int = 0, *, attempts: int = 1
     ) -> Any:
-        """Start a request and wait for its answer, for as long as ``nbytes`` may take.
-
-        It has failed after ``attempts`` answers that cannot be parsed, such as pages of a proxy.
-        """
+        """Start a request and wait for its answer, for as long as ``nbytes`` may take; repeat it if that is garbled."""
         for _ in range(attempts - 1):
             with contextlib.suppress(GarbledAnswerError):
                 return self._request_once(key, action, start, nbytes)
@@ -324,7 +297,8 @@ class ObjectStoreBackend:
             except TimeoutError:
                 if timeout <= WARN_AFTER:
                     raise
-                self.warn(key, action)
+                advice = self._advice(StorageUnavailableError)
+                _logger.warning("%s: still waiting to %s it after %.0f s%s", self.url(key), action, WARN_AFTER, advice)
                 return future.result(timeout=timeout - WARN_AFTER)
         except TimeoutError as error:
             assert future is not None
@@ -346,10 +320,6 @@ class ObjectStoreBackend:
     def _advised(self, error: HoldfastError) -> HoldfastError:
         advice = self._advice(type(error))
         return type(error)(f"{error}{advice}") if advice else error
-
-    def warn(self, key: str, action: str) -> None:
-        advice = self._advice(StorageUnavailableError)
-        _logger.warning("%s: still waiting to %s it after %.0f s%s", self.url(key), action, WARN_AFTER, advice)
 
     def snapshot(self, key: str, known: Collection[str] = ()) -> Self:
         """Return this store with the names below a key listed once, now, and those ``known``; reads see the present."""
@@ -377,12 +347,6 @@ class ObjectStoreBackend:
             found = listing.names[bisect_left(listing.names, first) : end]
         return [name for name in found if name.startswith(below) or (itself and name == key)]
 
-    def _has_byte(self, key: str, position: int) -> bool:
-        try:
-            return bool(self.read_range(key, slice(position, position + 1)))
-        except DamagedCheckpointError:  # out of range
-            return False
-
 
 class ObjectReader(DataReader):
     """One object, read by ranges, or once as a whole where the store does not serve ranges."""
@@ -399,22 +363,27 @@ class ObjectReader(DataReader):
 
     @property
     def size(self) -> int:
-        known = self._backend.object_size(self._key)
-        return len(self._read_whole()) if known is None else known
+        return self._backend.object_size(self._key)
 
     def read(self, offset: int, length: int, buffer: Buffer | None = None) -> NDArray[np.uint8]:
         if self._missing is not None:  # one request suffices
             raise self._missing
-        if self._known is not None:
-            check_extent(self._backend.url(self._key), self._known, offset, length)
-        trusted = UNKNOWN_SIZE if self._known is None else _TRUSTED
-        if self._whole is None and offset >= 0 and 0 < length <= trusted:
+        url, size = self._backend.url(self._key), self._known
+        try:
+            # A length may be wrong: much memory is allocated only for what the store has.
+            trusted = UNKNOWN_SIZE if size is None else _TRUSTED
+            if not (0 <= offset <= _LONGEST_RANGE and 0 <= length <= trusted):
+                size = self.size
+            if size is not None:
+                check_extent(url, size, offset, length)
             memory = aligned_empty(length) if buffer is None else buffer.view(length)
-            if self.read_into(offset, [memory]):
-                return memory
-        value = self._fetch(offset, length)
-        memory = aligned_empty(length) if buffer is None else buffer.view(length)
-        memory.data[:] = value
+            if not self.read_into(offset, [memory]):
+                whole = self._read_whole()
+                check_extent(url, len(whole), offset, length)
+                memory.data[:] = memoryview(whole)[offset : offset + length]
+        except ObjectNotFoundError as error:
+            self._missing = error
+            raise
         return memory
 
     def read_into(self, offset: int, memory: Sequence[NDArray[np.uint8]]) -> bool:
@@ -431,22 +400,6 @@ class ObjectReader(DataReader):
 
     def close(self) -> None:
         self._whole = None
-
-    def _fetch(self, offset: int, length: int) -> bytes | memoryview:
-        end = offset + length
-        try:
-            if self._whole is None and 0 <= offset < end <= _LONGEST_RANGE:
-                with contextlib.suppress(DamagedCheckpointError):
-                    value = self._backend.read_range(self._key, slice(offset, end))
-                    if len(value) == length:
-                        return value
-                # The object ends before the range does, or the server does not serve ranges.
-            whole = self._read_whole()
-        except ObjectNotFoundError as error:
-            self._missing = error
-            raise
-        check_extent(self._backend.url(self._key), len(whole), offset, length)
-        return memoryview(whole)[offset:end]
 
     def _read_whole(self) -> bytes:
         with self._lock:
@@ -498,8 +451,6 @@ def failing_parts(parts: Iterator[T]) -> Iterator[Iterator[T]]:
 
 # ---- files that programs open: read whole when they are opened, sent whole when they are closed
 
-_MODES = frozenset({"r", "w", "x", "a"})
-
 
 class _Upload(io.BytesIO):
     """A file in memory, which is sent when it is closed."""
@@ -517,26 +468,15 @@ class _Upload(io.BytesIO):
         self._send(content)
 
 
-def open_object(
-    mode: str,
-    *,
-    read: Callable[[], bytes],
-    exists: Callable[[], bool],
-    send: Callable[[bytes], None],
-    url: str,
-    **text: Any,
-) -> IO[Any]:
+def open_object(place: Location, mode: str, **text: Any) -> IO[Any]:
     """Open an object as the builtin ``open`` opens a file; ``text`` has its arguments for text."""
-    letters = sorted(mode.replace("t", "", 1))
-    binary = "b" in letters
-    kind = "".join(letters).replace("b", "", 1)
-    if kind not in _MODES:
-        raise OptionError(f"{url}: mode={mode!r} opens no object of a store: read it (r), or write it (w, x, a)")
-    if kind == "x" and exists():
-        raise FileExistsError(f"{url} exists")
-    raw: io.BytesIO
-    if kind == "r":
-        raw = io.BytesIO(read())
-    else:
-        raw = _Upload(send, read() if kind == "a" and exists() else b"")
-    return raw if binary else io.TextIOWrapper(raw, **{**text, "encoding": text.get("encoding") or "utf-8"})
+    letters = "".join(sorted(mode.replace("t", "", 1)))
+    kind = letters.replace("b", "", 1)
+    if kind not in ("r", "w", "x", "a"):
+        raise OptionError(f"{place}: mode={mode!r} opens no object of a store: read it (r), or write it (w, x, a)")
+    exists = kind in "xa" and place.is_there()
+    if kind == "x" and exists:
+        raise FileExistsError(f"{place} exists")
+    content = place.read_bytes() if kind == "r" or (kind == "a" and exists) else b""
+    raw = io.BytesIO(content) if kind == "r" else _Upload(place.write_bytes, content)
+    return raw if "b" in letters else io.TextIOWrapper(raw, **{**text, "encoding": text.get("encoding") or "utf-8"})

@@ -6,24 +6,21 @@ service's own tools, which boto3, google-auth and azure-identity read where obst
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import importlib.util
 import os
 import re
 import shlex
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from ..errors import (
     HoldfastError,
     InvalidLocationError,
     ObjectNotFoundError,
-    OptionError,
     StoragePermissionError,
     StorageUnavailableError,
 )
-from ..installed import install_command
+from .cloud import CloudBackend, check_installed
 from .status import check_header, hidden_address
 
 if TYPE_CHECKING:
@@ -48,82 +45,10 @@ class CredentialsError(ValueError):
     """Credentials cannot be used, or were not found where the settings say that they are."""
 
 
-class Service:
-    """A bucket or container, and how its store is made.
-
-    Attributes:
-        root: Its URL.
-        place: Equal for all URLs of one bucket.
-        address: The service, which other buckets may share; "" for the usual one of a URL.
-    """
-
-    extra: ClassVar[str]
-    """The extra of the package that it needs."""
-
-    packages: ClassVar[tuple[str, ...]] = ("obstore",)
-    """The packages of that extra without which nothing works."""
-
-    variables: ClassVar[tuple[str, ...]]
-    """The beginnings of the names of environment variables that it reads, in capitals."""
-
-    secrets: ClassVar[re.Pattern[str]]
-    """The variables whose values go into headers, in capitals."""
-
-    is_conditional = True
-    """Whether the service is known to refuse to create an object that exists."""
-
-    copies = True
-    """Whether it copies objects itself."""
-
-    deletes_together = False
-    """Whether one request may delete several objects."""
-
-    root: str
-    place: tuple[object, ...]
-    address: str = ""
-
-    def __init__(self, root: str) -> None:
-        raise NotImplementedError
-
-    @classmethod
-    def settings(cls) -> tuple[tuple[str, str], ...]:
-        """Return the environment variables that it reads, in a fixed order."""
-        found = {name: value for name, value in os.environ.items() if name.upper().startswith(cls.variables)}
-        return tuple(sorted(found.items()))
-
-    def check(self) -> None:
-        """Raise StoragePermissionError if a variable cannot be used."""
-        for name, value in self.settings():
-            if self.secrets.fullmatch(name.upper()):
-                check_header(self.root, name, value)
-
-    def connect(self, options: Mapping[str, Any], client: Any, *, once: bool) -> Any:
-        """Return a store of obstore, which keeps ``client``, the options of its HTTP client.
-
-        ``once``: it is for requests that are tried once, since what they do can be done in another way.
-
-        Raises:
-            CredentialsError: There are credentials, but none that can be used.
-        """
-        raise NotImplementedError
-
-    def advice(self, kind: type[HoldfastError]) -> str:
-        """Return what may help against an error, in brackets, or ""."""
-        raise NotImplementedError
-
-
-def check_installed(package: str, root: str, extra: str) -> None:
-    """Raise OptionError unless a package is installed."""
-    with contextlib.suppress(ModuleNotFoundError):  # the parent of a package may be missing
-        if importlib.util.find_spec(package) is not None:
-            return
-    raise OptionError(f"{root} needs {package.partition('.')[0]}: {install_command(extra)}")
-
-
 # ---- S3
 
 
-class S3(Service):
+class S3(CloudBackend):
     """A bucket of S3, or of a service with its protocol."""
 
     extra = "s3"
@@ -131,12 +56,9 @@ class S3(Service):
     variables = ("AWS_", "TENSORSTORE_C", "HOME")
     secrets = re.compile("AWS_ACCESS_KEY_ID|AWS_SECRET_ACCESS_KEY|AWS_SESSION_TOKEN")
     is_conditional = False
-    deletes_together = True
 
     def __init__(self, root: str) -> None:
-        self.root, self._bucket = root, root.removeprefix("s3://")
-        self.address = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
-        self.place = (root, self.address)
+        super().__init__(root, _named_endpoint()[1])
 
     def connect(self, options: Mapping[str, Any], client: Any, *, once: bool) -> S3Store:
         from obstore.store import S3Store
@@ -160,11 +82,30 @@ class S3(Service):
         return S3Store(self._bucket, client_options=client, **config, **options)
 
     def advice(self, kind: type[HoldfastError]) -> str:
-        endpoint, region = aws_endpoint(), aws_region()
-        asked = f"asked {hidden_address(endpoint)}, {_described_endpoint()}" if endpoint else "asked Amazon"
-        region = region or ("us-east-1" if endpoint else None)
+        endpoint, asked = aws_endpoint(), "asked Amazon"
+        if endpoint:
+            name = _named_endpoint()[0]
+            source = f"the value of {name}" if name else "the endpoint_url of ~/.aws/config"
+            asked = f"asked {hidden_address(endpoint)}, {source}"
+        region = aws_region() or ("us-east-1" if endpoint else None)
         asked += f", region {region}" if region else ", no AWS_REGION set"
-        return _advice(kind, asked, _described_credentials(), self._bucket)
+        profile = chosen_profile()
+        if "AWS_ACCESS_KEY_ID" in os.environ:
+            source = "the credentials of AWS_ACCESS_KEY_ID"
+        elif _aws_profile():
+            source = f"the credentials of the profile {profile!r} of ~/.aws"
+        else:
+            source = (
+                "the credentials of this machine, if any (AWS_ACCESS_KEY_ID is not set, and ~/.aws has no profile "
+                f"{profile!r})"
+            )
+        return _advice(kind, asked, source, self._bucket)
+
+
+def _named_endpoint() -> tuple[str, str]:
+    """Return the environment variable that names the address of S3, and that address; two empty texts without one."""
+    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+    return next(((name, os.environ[name]) for name in names if os.environ.get(name)), ("", ""))
 
 
 def aws_region() -> str | None:
@@ -182,9 +123,9 @@ def aws_endpoint() -> str | None:
     ignored = os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS") or profile.get("ignore_configured_endpoint_urls")
     if str(ignored).lower() == "true":
         return None
-    found = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    found = _named_endpoint()[1]
     if found or not profile:
-        return found
+        return found or None
     from botocore.configprovider import ConfiguredEndpointProvider
 
     session = _aws_session()
@@ -216,27 +157,19 @@ def _aws_profile() -> Mapping[str, Any]:
     return found
 
 
-def _described_endpoint() -> str:
-    name = next((name for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL") if os.environ.get(name)), None)
-    return f"the value of {name}" if name else "the endpoint_url of ~/.aws/config"
-
-
-def _described_credentials() -> str:
-    if "AWS_ACCESS_KEY_ID" in os.environ:
-        return "the credentials of AWS_ACCESS_KEY_ID"
-    name = chosen_profile()
-    if _aws_profile():
-        return f"the credentials of the profile {name!r} of ~/.aws"
-    return f"the credentials of this machine, if any (AWS_ACCESS_KEY_ID is not set, and ~/.aws has no profile {name!r})"
-
-
 def _aws_credentials() -> Callable[[], S3Credential] | None:
     """Return the function that obstore asks for credentials; None where there are none."""
     from botocore.credentials import RefreshableCredentials
     from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
     from obstore.auth.boto3 import Boto3CredentialProvider
 
-    _check_unattended()
+    profile = chosen_profile()
+    if "mfa_serial" in _aws_profile():
+        raise StoragePermissionError(
+            f"the profile {profile!r} of ~/.aws logs in by a code of a device (mfa_serial), for which holdfast does "
+            'not wait: put temporary credentials into the environment, as `eval "$(aws configure export-credentials '
+            f'--profile {shlex.quote(profile)} --format env)"` does, or choose another profile with AWS_PROFILE'
+        )
     provider: Boto3CredentialProvider | None = None
 
     def current() -> S3Credential:
@@ -250,7 +183,7 @@ def _aws_credentials() -> Callable[[], S3Credential] | None:
         except (BotoCoreError, ClientError) as error:
             raise CredentialsError(f"no credentials: {error}") from None
         for value in (found["access_key_id"], found["secret_access_key"], found["token"]):
-            check_header("S3", f"a key or a token of the profile {chosen_profile()!r}", value or "")
+            check_header("S3", f"a key or a token of the profile {profile!r}", value or "")
         return found
 
     try:
@@ -260,17 +193,6 @@ def _aws_credentials() -> Callable[[], S3Credential] | None:
     except ValueError:  # that of the provider, where botocore has found none
         return None
     return current
-
-
-def _check_unattended() -> None:
-    """Raise StoragePermissionError if the chosen profile waits for the code of a device, which botocore asks for."""
-    if "mfa_serial" in _aws_profile():
-        raise StoragePermissionError(
-            f"the profile {chosen_profile()!r} of ~/.aws logs in by a code of a device (mfa_serial), for which "
-            'holdfast does not wait: put temporary credentials into the environment, as `eval "$(aws configure '
-            f'export-credentials --profile {shlex.quote(chosen_profile())} --format env)"` does, or choose another '
-            "profile with AWS_PROFILE"
-        )
 
 
 def _bucket_region(bucket: str) -> str:
@@ -292,34 +214,33 @@ def _bucket_region(bucket: str) -> str:
 # ---- Google
 
 
-class Google(Service):
+class Google(CloudBackend):
     """A bucket of Google Cloud Storage."""
 
     extra = "gcs"
     variables = ("GOOGLE_", "CLOUDSDK_", "GCE_", "TENSORSTORE_", "HOME")
     secrets = re.compile("GOOGLE_AUTH_TOKEN_FOR_TESTING")
+    lacks = frozenset({"remove"})
 
     def __init__(self, root: str) -> None:
-        self.root, self._bucket = root, root.removeprefix("gs://")
-        self.address = os.environ.get("TENSORSTORE_GCS_HTTP_URL", "")
-        self.place = (root, self.address)
+        super().__init__(root, os.environ.get("TENSORSTORE_GCS_HTTP_URL", ""))
 
     def connect(self, options: Mapping[str, Any], client: Any, *, once: bool) -> GCSStore:
         from obstore.store import GCSStore
 
-        config: dict[str, Any] = {"base_url": self.address} if self.address else {}
+        config: dict[str, Any] = {"base_url": self._address} if self._address else {}
         token = os.environ.get("GOOGLE_AUTH_TOKEN_FOR_TESTING")
         if token is not None:
             config["bearer_token"] = token
         else:
             provider = self._credentials()
             config |= {"skip_signature": True} if provider is None else {"credential_provider": provider}
-        client["allow_http"] = self.address.startswith("http:")
+        client["allow_http"] = self._address.startswith("http:")
         return GCSStore(self._bucket, client_options=client, **config, **options)
 
     def _credentials(self) -> Any:
         """Return the function that obstore asks for tokens; None where there is no account."""
-        check_installed("google.auth", self.root, self.extra)
+        check_installed("google.auth", self._root, self.extra)
         import google.auth
         from google.auth.exceptions import DefaultCredentialsError, GoogleAuthError, TransportError
         from obstore.auth.google import GoogleCredentialProvider
@@ -337,12 +258,12 @@ class Google(Service):
         return GoogleCredentialProvider(account)
 
     def advice(self, kind: type[HoldfastError]) -> str:
-        shown = f"{hidden_address(self.address)}, the value of TENSORSTORE_GCS_HTTP_URL"
+        shown = f"{hidden_address(self._address)}, the value of TENSORSTORE_GCS_HTTP_URL"
         source = (
             "the credentials in the file that GOOGLE_APPLICATION_CREDENTIALS names, or those that "
             "`gcloud auth application-default login` makes"
         )
-        return _advice(kind, f"asked {shown if self.address else 'storage.googleapis.com'}", source, self._bucket)
+        return _advice(kind, f"asked {shown if self._address else 'storage.googleapis.com'}", source, self._bucket)
 
 
 def _advice(kind: type[HoldfastError], asked: str, source: str, bucket: str) -> str:
@@ -356,21 +277,21 @@ def _advice(kind: type[HoldfastError], asked: str, source: str, bucket: str) -> 
 # ---- Azure
 
 
-class Azure(Service):
+class Azure(CloudBackend):
     """A container of Azure Blob Storage: its name in the account of the environment, or the URL of one in another."""
 
     extra = "azure"
     variables = ("AZURE", "AZURITE", "TENSORSTORE_C", "MSI_", "IDENTITY_", "HOME")
     secrets = re.compile("AZUR.*")
-    copies = False
-    deletes_together = True
+    lacks = frozenset({"copy"})
 
     def __init__(self, root: str) -> None:
+        super().__init__(root)
         settings = {name.upper(): value for name, value in self.settings()}
         account = settings.get("AZURE_STORAGE_ACCOUNT_NAME", "") + _AZURE_SUFFIX
         container, _, named = root.partition("://")[2].partition("@")
         services = ((name, value) for name, value in settings.items() if _AZURE_PLACES.fullmatch(name))
-        self.root, self.place = root, (container, named or account, *services)
+        self._place = (container, named or account, *services)
         # The URL keeps the account that it names: the environment of another process may name another one.
         self._container = container if (named or account) == account else root
 
@@ -380,7 +301,7 @@ class Azure(Service):
         settings = {name.upper(): value for name, value in self.settings()}
         config: dict[str, Any] = {}
         if not any(map(_AZURE_LOGINS.fullmatch, settings)):
-            check_installed("azure.identity", self.root, self.extra)
+            check_installed("azure.identity", self._root, self.extra)
             from obstore.auth.azure import AzureCredentialProvider
 
             config["credential_provider"] = AzureCredentialProvider()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import TypeVar
 
@@ -105,34 +105,26 @@ _SERVICE_CODES: tuple[tuple[str, type[HoldfastError]], ...] = (
 )
 """Messages of object stores, as regular expressions, that mean something else than the status of TensorStore says."""
 
-_OBSTORE_FAILURES: tuple[tuple[re.Pattern[str], type[HoldfastError]], ...] = (
-    (re.compile(r"credential provider: \w*(Transport|Connect)\w*Error|login service"), StorageUnavailableError),
+_OBSTORE_FAILURES: tuple[tuple[str, type[HoldfastError]], ...] = (
+    (r"credential provider: \w*(Transport|Connect)\w*Error|login service", StorageUnavailableError),
+    (r"Header missing|invalid [\w ]+response|response body error|no ETag|header not present", GarbledAnswerError),
+    (r"status code: 416|InvalidRange|Wanted range starting|bytes 0--1/0|non-partial", DamagedCheckpointError),
     (
-        re.compile(r"Header missing|invalid [\w ]+response|response body error|no ETag|header not present"),
-        GarbledAnswerError,
-    ),
-    (
-        re.compile(r"status code: 416|InvalidRange|Wanted range starting|bytes 0--1/0|non-partial"),
-        DamagedCheckpointError,
-    ),
-    (
-        re.compile(r"status code: (413|507)|StorageFull|InsufficientStorage|QuotaExceeded|AccountLimitExceeded"),
+        r"status code: (413|507)|StorageFull|InsufficientStorage|QuotaExceeded|AccountLimitExceeded",
         StorageFullError,
     ),
     (
-        re.compile(
-            r"code: 40[13]\b|400 Bad Request:\s*$|Expired(Authentication)?Token|InvalidToken|TokenRefreshRequired"
-            r"|AuthorizationHeaderMalformed|Authenticat(ion|e)|IllegalLocationConstraint|token request|[Cc]redential"
-            r"|Invalid Access Key|SAS query|Account must be specified|service account"
-        ),
+        r"code: 40[13]\b|400 Bad Request:\s*$|Expired(Authentication)?Token|InvalidToken|TokenRefreshRequired"
+        r"|AuthorizationHeaderMalformed|Authenticat(ion|e)|IllegalLocationConstraint|token request|[Cc]redential"
+        r"|Invalid Access Key|SAS query|Account must be specified|service account",
         StoragePermissionError,
     ),
-    (re.compile(r"status code: 404"), ObjectNotFoundError),
-    (re.compile(r"status code: 409"), StorageConflictError),
-    (re.compile(r"status code: 30\d"), InvalidLocationError),
-    (re.compile(r"status code: (408|429|5\d\d)|HTTP error|timed? ?out|invalid \w+ "), StorageUnavailableError),
+    (r"status code: 404", ObjectNotFoundError),
+    (r"status code: 409", StorageConflictError),
+    (r"status code: 30\d", InvalidLocationError),
+    (r"status code: (408|429|5\d\d)|HTTP error|timed? ?out|invalid \w+ ", StorageUnavailableError),
 )
-"""What obstore reports without a class of its own."""
+"""What obstore reports without a class of its own; the first four also mean something else than its class says."""
 
 _OBSTORE_CLASSES: dict[str, type[HoldfastError]] = {
     "FileNotFoundError": ObjectNotFoundError,
@@ -215,26 +207,22 @@ def map_status(error: Exception, path: str, action: str) -> HoldfastError:
         return map_os_error(error, path, action)
     text = str(error)
     status = re.match(r"[A-Z_]+(?=:)", text)
-    found = next((kind for pattern, kind in _SERVICE_CODES if re.search(pattern, text)), None)
-    kind: type[HoldfastError]
-    if found is not None:
-        kind = found
-    elif status is not None:
-        kind = STATUSES.get(status.group(), StorageError)
-    elif isinstance(error, ValueError):
-        kind = InvalidLocationError  # TensorStore omits the status name for arguments it cannot use.
-    else:
-        kind = StorageError
+    # TensorStore omits the status name for arguments it cannot use.
+    other = InvalidLocationError if status is None and isinstance(error, ValueError) else StorageError
+    kind = _first_match(_SERVICE_CODES, text) or STATUSES.get(status[0] if status else "", other)
     return explain_failure(kind, action, path, re.sub(_BODY, "", text))
+
+
+def _first_match(failures: Sequence[tuple[str, type[HoldfastError]]], text: str) -> type[HoldfastError] | None:
+    return next((kind for pattern, kind in failures if re.search(pattern, text)), None)
 
 
 def map_obstore_error(error: Exception, path: str, action: str) -> HoldfastError:
     # obstore appends a dump of its own structures, which repeats everything.
     text = re.sub(r"\s+", " ", str(error).partition("\n\nDebug source:")[0]).strip()
     text = re.sub(r"<\?xml.*?<Code>(.*?)</Code>.*?<Message>(.*?)</Message>.*", r"\1, \2", text)
-    kind = next((kind for pattern, kind in _OBSTORE_FAILURES[:4] if pattern.search(text)), None)
-    kind = kind or _OBSTORE_CLASSES.get(type(error).__name__)
-    kind = kind or next((kind for pattern, kind in _OBSTORE_FAILURES if pattern.search(text)), StorageError)
+    kind = _first_match(_OBSTORE_FAILURES[:4], text) or _OBSTORE_CLASSES.get(type(error).__name__)
+    kind = kind or _first_match(_OBSTORE_FAILURES, text) or StorageError
     if kind is StorageUnavailableError and not re.search(r"after \d+ retries|status code", text):
         kind = GarbledAnswerError  # obstore does not repeat a deletion whose connection has ended
     text = re.sub(r"^The operation lacked.*? for path .*?: (?=Error performing)", "", text)

@@ -8,4 +8,4 @@ from .handler import ComponentCheckpointHandler
 from .live import modules_of
 from .permissions import allow, rename
 from .reading import read_state
-from .states import check_saveable
+from .states import fresh_components

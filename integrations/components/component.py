@@ -16,19 +16,18 @@ from ...engine.peer_names import refuse_unknown
 from ...engine.pytree import Patterns
 from ...engine.storage import Place, as_location
 from ..graph import RestoreReport
-from .constructing import build
 from .constructor_spec import CtorArguments
-from .live import ARGUMENTS, LiveComponent, discovered, kept_arguments, live_tree, paths_of
+from .live import ARGUMENTS, LiveComponent, discovered, live_tree, paths_of
 from .names import Names, Selection, format_component_path
 from .permissions import Permissions
-from .reading import SavedComponent, open_component
-from .restoring import descend, kept_values, locate, restore_saved
+from .reading import SavedComponent, descend, open_component
+from .restoring import TreeConstruction, TreeRestore, kept_values, locate
 from .saving import prepare
 from .states import (
-    Fetched,
     call_get_state,
     default_state,
     divided,
+    fetched,
     inherited,
     overrides,
     prepare_state,
@@ -44,16 +43,13 @@ class Component(Protocol):
     """An object with a state and components below it, which can be a component of a tree."""
 
     def get_state(self) -> Any:
-        """Return the state, with or without those of the components below, which are saved separately."""
-        ...
+        """Return the state, with or without the states of the components below, which are saved separately."""
 
     def set_state(self, state: Any) -> None:
         """Take a state, or a part of it: values that are not in it stay as they are."""
-        ...
 
     def get_checkpointable_components(self) -> Iterable[tuple[str, Any]]:
         """Return the components below by name: objects like this one, modules, optimizers, or any other objects."""
-        ...
 
 
 class Checkpointable:
@@ -101,7 +97,7 @@ class Checkpointable:
         filesystem: Any = None,
         **unknown: Never,
     ) -> str:
-        """Save this component and all below it, each into a directory of its own; one atomic checkpoint.
+        """Save this component and all below it, each into its own directory; one atomic checkpoint.
 
         In a program of several processes, process 0 saves. The others may call this, too, with the same path: they wait
         until process 0 is done.
@@ -115,7 +111,7 @@ class Checkpointable:
             use_msgpack: Keep a component's arrays in one msgpack file, rather than in a database.
             step: The number of the step, for ``holdfast ls`` on a directory of steps: ``runs/x/1200`` for step 1200.
             metrics: Metrics to keep with it: numbers by name.
-            coordinator: How processes find each other. None takes jax.distributed or torch.distributed where one of
+            coordinator: How processes find each other. None takes jax.distributed or torch.distributed if one of
                 them is initialized; ``hf.processes.Alone()`` saves the components of this process.
             filesystem: The file system of fsspec or pyarrow in which ``path`` is; the URL that is returned then stands
                 for it in processes that have passed an equal one.
@@ -168,10 +164,10 @@ class Checkpointable:
         Args:
             path: The directory of a tree of components, or of one of its parts.
             component: Restores only this component, such as ``"learner/p1"``, from the component at ``path``, which may
-                have another name there: ``path`` is its own directory, ``<tree>/learner/p1``, not that of the tree.
-            keep: Patterns of paths such as ``"**/lr"``: values that match stay as they are. A path is that of the
-                component and that of the value within it: ``learner/optimizer/groups/0/lr``. A pattern that matches
-                nothing is an error.
+                have another name there: ``path`` is its own directory, ``<tree>/learner/p1``, not the tree's.
+            keep: Patterns of paths such as ``"**/lr"``: values that match stay as they are. A path is the component's
+                path and the value's path within it: ``learner/optimizer/groups/0/lr``. A pattern that matches nothing
+                is an error.
             strict: Whether components and values that only the program or only the checkpoint has are errors.
             filesystem: The file system of fsspec or pyarrow in which ``path`` is.
 
@@ -191,7 +187,7 @@ class Checkpointable:
         saved = open_component(as_location(path, filesystem=filesystem))
         if component is not None:
             _refuse_tree_above(target, saved)
-        return restore_saved(target, saved, strict=strict, keep=kept)
+        return TreeRestore(target, saved, strict=strict, keep=kept).run()
 
     @classmethod
     def from_checkpoint(
@@ -216,10 +212,10 @@ class Checkpointable:
             path: The directory of a tree of components, or of one of its parts.
             trust: Import everything the checkpoint names. Only for checkpoints that you trust as much as your code.
             allowed: Classes and functions that the checkpoint may name, or patterns of import paths such as
-                ``"mygame.*"``; besides those of :func:`~holdfast.components.allow`. A pattern allows objects that are
+                ``"mygame.*"``; added to those of :func:`~holdfast.components.allow`. A pattern allows objects that are
                 defined in such modules, and none that these import from others.
             renamed: For import paths in the checkpoint the classes, or their import paths, that they stand for now.
-            fallback: Make one of this class, with the overrides alone, where the saved class no longer exists.
+            fallback: Make one of this class, with the overrides alone, if the saved class no longer exists.
             strict: Whether components and values that only one side has are errors.
             filesystem: The file system of fsspec or pyarrow in which ``path`` is.
             **overrides: Constructor arguments by name, in the place of the saved ones. They also win over plain values
@@ -236,7 +232,7 @@ class Checkpointable:
         """
         permissions = Permissions(trust=trust, allowed=allowed, renamed=renamed, base=Checkpointable)
         saved = open_component(as_location(path, filesystem=filesystem))
-        found = build(cls, saved, permissions=permissions, fallback=fallback, strict=strict, overrides=overrides)
+        found = TreeConstruction(saved, cls, permissions, fallback).run(overrides, strict=strict)
         assert isinstance(found, cls)
         return found
 
@@ -262,11 +258,16 @@ class Checkpointable:
             TreeMismatchError: There is no such component; names those that exist.
             OptionError: No component takes an option.
         """
-        live = live_tree(self)
+        live, own_name = live_tree(self), type(self).__qualname__
         known = {path: one.path for path, one in paths_of(live).items()}
-        selection = Selection(components, not_components, known, type(self).__qualname__)
-        if not overrides(self, "get_state"):
-            _refuse_untaken(live, options)
+        selection = Selection(components, not_components, known, own_name)
+        own = [one.value for one in live.walk() if overrides(one.value, "get_state")]
+        for name in options if not overrides(self, "get_state") else ():
+            if not any(takes(one, name) for one in own):
+                raise OptionError(
+                    f"get_state() got an unexpected keyword argument {name!r}: no component of {own_name} has a "
+                    "get_state() of its own that takes it"
+                )
         return _take(live, selection, options)
 
     @inherited
@@ -286,9 +287,9 @@ class Checkpointable:
         return discovered(self)
 
     def get_ctor_args_and_kwargs(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Return the constructor arguments for such an object, or None where they are not known."""
-        kept = kept_arguments(self)
-        return None if kept is None else (kept.args, dict(kept.kwargs))
+        """Return the constructor arguments for such an object, or None if they are not known."""
+        kept = getattr(self, "__dict__", {}).get(ARGUMENTS)
+        return (kept.args, dict(kept.kwargs)) if isinstance(kept, CtorArguments) else None
 
     def get_metadata(self) -> dict[str, Any]:
         """Return facts for human readers, as JSON, for ``metadata.json``, which also has versions, commit and time."""
@@ -310,19 +311,10 @@ def _refuse_tree_above(target: LiveComponent, saved: SavedComponent) -> None:
         )
 
 
-def _refuse_untaken(live: LiveComponent, options: Mapping[str, Any]) -> None:
-    own = [one for one in live.walk() if overrides(one.value, "get_state")]
-    for name in options:
-        if not any(takes(one.value, name) for one in own):
-            raise OptionError(
-                f"get_state() got an unexpected keyword argument {name!r}: no component of "
-                f"{type(live.value).__qualname__} has a get_state() of its own that takes it"
-            )
-
-
 def _take(live: LiveComponent, selection: Selection, options: Mapping[str, Any]) -> dict[str, Any]:
     def ask(one: LiveComponent) -> Any:
-        return call_get_state(one.value, *selection.below(one.path), options)
+        chosen, excluded = selection.below(one.path)
+        return call_get_state(one.value, components=chosen, not_components=excluded, **options)
 
     def selected(one: LiveComponent) -> list[LiveComponent]:
         return [child for child in one.children if selection.leads_to(child.path)]
@@ -335,10 +327,10 @@ def _take(live: LiveComponent, selection: Selection, options: Mapping[str, Any])
         state = default_state(one, snapshot=True)
         for child in selected(one):
             own = overrides(child.value, "get_state")
-            state[child.name] = fetched.get(child) if own else take(child)
+            state[child.name] = of_own(child) if own else take(child)
         return state
 
-    with Fetched(owned(live), ask) as fetched:
+    with fetched(owned(live), ask) as of_own:
         return take(live)
 
 

@@ -7,7 +7,6 @@ JSON's own values stand for themselves; every object of JSON has one key, which 
 from __future__ import annotations
 
 import base64
-import binascii
 import dataclasses
 import enum
 import functools
@@ -35,7 +34,7 @@ from ...engine.pytree import (
     pack_numbers,
     unpack_numbers,
 )
-from ..graph import Untracked
+from ..graph import Untracked, as_list
 from .permissions import Permissions
 
 _logger = logging.getLogger("holdfast")
@@ -43,6 +42,8 @@ _logger = logging.getLogger("holdfast")
 _ARRAY_LIMIT = 1 << 20  # bytes of the largest array that is kept as an argument
 _WRITTEN_DEPTH = 50
 _READ_DEPTH = 200
+# Elements of tensors that numpy has, too.
+_TORCH_DTYPES = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool")
 _MISSING = "missing"  # the kind of an argument that could not be kept
 _NUMBERS = "numbers"  # the kind of a long sequence of numbers
 _NESTED = "recipe"  # the kind of an object that is made by a spec of its own
@@ -110,8 +111,12 @@ def _encode(value: Any, reference: Reference, nested: Nested, depth: int) -> Any
     def pairs(entries: Mapping[str, Any]) -> list[Any]:
         return [[name, within(item)] for name, item in entries.items()]
 
+    if kind is str and any("\ud800" <= character <= "\udfff" for character in value):
+        raise NotData("is text with lone surrogates")
+    if kind is int and value.bit_length() > 10_000:
+        raise NotData("is an integer of more than 10000 bits")
     if value is None or kind in (bool, int, str):
-        return _plain(value)
+        return value
     if kind is float:
         return value if math.isfinite(value) else {"float": repr(value)}
     if kind is complex:
@@ -121,7 +126,8 @@ def _encode(value: Any, reference: Reference, nested: Nested, depth: int) -> Any
     if kind in (list, tuple) and (packed := pack_numbers(value)) is not None:
         leaf = packed.describe()
         (piece,) = leaf.pieces
-        return {_NUMBERS: [leaf.details["sequence"], leaf.details["elements"], *_array_data(np.asarray(piece.array))]}
+        elements = _array(np.asarray(piece.array), limit=None)
+        return {_NUMBERS: [leaf.details["sequence"], leaf.details["elements"], *elements]}
     if kind is list:
         return list(map(within, value))
     if kind in (tuple, set, frozenset):
@@ -155,14 +161,6 @@ def _encode(value: Any, reference: Reference, nested: Nested, depth: int) -> Any
     raise NotData(f"is a {kind.__module__}.{kind.__qualname__}, which a constructor spec cannot hold")
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
-        raise NotData("is text with lone surrogates")
-    if isinstance(value, int) and value.bit_length() > 10_000:
-        raise NotData("is an integer of more than 10000 bits")
-    return value
-
-
 def _named(thing: Any) -> str:
     module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(name, str):
@@ -180,13 +178,15 @@ def _encode_of_framework(value: Any) -> dict[str, Any] | None:
         return {"dtype": dtype_name(value)}
     if isinstance(value, np.ndarray | np.generic):
         return {"array": ["scalar" if isinstance(value, np.generic) else "numpy", *_array(np.asarray(value))]}
-    torch = loaded("torch")
+    torch: Any = loaded("torch")
     if torch is not None and isinstance(value, torch.dtype):
         return {"torch.dtype": str(value).removeprefix("torch.")}
     if torch is not None and isinstance(value, torch.device):
         return {"device": str(value)}
     if is_torch_tensor(value):
-        if value.numel() * value.element_size() > _ARRAY_LIMIT or not _is_plain_tensor(value):
+        plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
+        known = str(value.dtype).removeprefix("torch.") in _TORCH_DTYPES
+        if not (plain and known) or value.numel() * value.element_size() > _ARRAY_LIMIT:
             raise NotData(f"is a {type(value).__name__} of {value.dtype}{list(value.shape)}; those belong to the state")
         return {"array": ["torch", *_array(value.detach().cpu().numpy())]}
     if is_jax_array(value):
@@ -204,25 +204,11 @@ def _encode_of_framework(value: Any) -> dict[str, Any] | None:
     return None
 
 
-_PLAIN_TENSORS = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool")
-
-
-def _is_plain_tensor(value: Any) -> bool:
-    """Whether a tensor has one place in memory, and elements that numpy has."""
-    torch: Any = loaded("torch")
-    plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
-    return plain and str(value.dtype).removeprefix("torch.") in _PLAIN_TENSORS
-
-
-def _array(array: Any) -> list[Any]:
-    if array.nbytes > _ARRAY_LIMIT:
+def _array(array: Any, limit: int | None = _ARRAY_LIMIT) -> list[Any]:
+    if limit is not None and array.nbytes > limit:
         raise NotData(f"is an array of {array.nbytes} bytes; those belong to the state")
     if array.dtype.hasobject or array.dtype.names is not None:
         raise NotData(f"is an array of {array.dtype}")
-    return _array_data(array)
-
-
-def _array_data(array: Any) -> list[Any]:
     little = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("<"), copy=False))
     return [dtype_name(array.dtype), list(array.shape), base64.b64encode(little.tobytes()).decode("ascii")]
 
@@ -271,7 +257,7 @@ class SpecDecoder:
             "float": lambda value, _: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[value],
             "complex": lambda value, _: complex(*(float.fromhex(part) for part in as_list(value, 2))),
             "bytes": lambda value, _: base64.b64decode(value, validate=True),
-            _NUMBERS: lambda value, _: _sequence(value),
+            _NUMBERS: lambda value, _: _sequence(*as_list(value, 5)),
             "tuple": lambda value, depth: tuple(self._all(value, depth)),
             "set": lambda value, depth: set(self._all(value, depth)),
             "frozenset": lambda value, depth: frozenset(self._all(value, depth)),
@@ -287,11 +273,11 @@ class SpecDecoder:
             "name": lambda value, _: self.permissions.resolve(value, self.where),
             "object": self._object,
             "dtype": lambda value, _: dtype_from_name(as_text(value)),
-            "array": lambda value, _: _decoded_array(value),
-            "key": lambda value, _: _key(value),
-            "torch.dtype": lambda value, _: _torch_dtype(value),
+            "array": lambda value, _: _array_of(*as_list(value, 4)),
+            "key": lambda value, _: _key(*as_list(value, 4)),
+            "torch.dtype": lambda value, _: _dtype("torch", _identifier(value)),
             "device": lambda value, _: _device(value),
-            "jax.dtype": lambda value, _: _jax_dtype(value),
+            "jax.dtype": lambda value, _: _dtype("jax.numpy", dtype_from_name(as_text(value)).name),
             # Any seed works: the state has the streams.
             "nnx.Rngs": lambda value, _: _framework("flax.nnx").Rngs(**{_identifier(one): 0 for one in as_list(value)}),
             _MISSING: lambda value, _: self._noted(Missing(as_text(value))),
@@ -303,7 +289,7 @@ class SpecDecoder:
         try:
             found = self._decode(value, 0)
             return Missing(", ".join(self._missing)) if self._missing else found
-        except (ValueError, TypeError, KeyError, OverflowError, binascii.Error, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             if isinstance(error, DamagedCheckpointError | FormatVersionError | OptionError):
                 raise
             raise DamagedCheckpointError(
@@ -361,14 +347,8 @@ class SpecDecoder:
         return construct(kind, (), self._keywords(fields, depth), self.where)
 
 
-def on_this_machine(name: str, value: Any) -> Any:
-    """Return an argument; one called ``device`` names a device that exists."""
-    if name.endswith("device") and isinstance(value, str) and loaded("torch") is not None:
-        return _available(value)
-    return value
-
-
-def _available(text: str) -> str:
+def available(text: str) -> str:
+    """Return the name of a device of torch, or of one that exists on this machine in its place."""
     kind = text.partition(":")[0]
     if kind not in _DEVICES:
         return text
@@ -384,30 +364,20 @@ def _available(text: str) -> str:
 
 def _device(value: Any) -> Any:
     try:
-        return _framework("torch").device(_available(as_text(value)))
+        return _framework("torch").device(available(as_text(value)))
     except RuntimeError as error:  # torch's error for an unknown name
         raise ValueError(str(error)) from error
 
 
-def _torch_dtype(value: Any) -> Any:
-    torch: Any = _framework("torch")
-    found = getattr(torch, _identifier(value), None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"{value!r:.80} is not a dtype of torch")
+def _dtype(library: str, name: str) -> Any:
+    found = getattr(_framework(library), name, None)
+    if found is None or (library == "torch" and not isinstance(found, _framework("torch").dtype)):
+        raise ValueError(f"{name!r:.80} is not a dtype of {library}")
     return found
 
 
-def _jax_dtype(value: Any) -> Any:
-    name = dtype_from_name(as_text(value)).name
-    found = getattr(_framework("jax.numpy"), name, None)
-    if found is None:
-        raise ValueError(f"{name} is not a dtype of jax")
-    return found
-
-
-def _decoded_array(value: Any) -> Any:
-    library, *rest = as_list(value, 4)
-    array = _numpy(rest)
+def _array_of(library: Any, *parts: Any) -> Any:
+    array = _numpy(*parts)
     if library == "torch":
         return _framework("torch").from_numpy(array)
     if library == "jax":
@@ -415,19 +385,16 @@ def _decoded_array(value: Any) -> Any:
     return array[()] if library == "scalar" else array
 
 
-def _sequence(value: Any) -> Any:
-    sequence, elements, *rest = as_list(value, 5)
+def _sequence(sequence: Any, elements: Any, *parts: Any) -> Any:
     details = {"kind": NUMBERS, "sequence": as_text(sequence), "elements": as_text(elements)}
-    return unpack_numbers(details, _numpy(rest, limit=None), "of the constructor spec")
+    return unpack_numbers(details, _numpy(*parts, limit=None), "of the constructor spec")
 
 
-def _key(value: Any) -> Any:
-    impl, *rest = as_list(value, 4)
-    return _framework("jax.random").wrap_key_data(_framework("jax.numpy").asarray(_numpy(rest)), impl=as_text(impl))
+def _key(impl: Any, *parts: Any) -> Any:
+    return _framework("jax.random").wrap_key_data(_framework("jax.numpy").asarray(_numpy(*parts)), impl=as_text(impl))
 
 
-def _numpy(parts: list[Any], limit: int | None = _ARRAY_LIMIT) -> Any:
-    name, shape, data = parts
+def _numpy(name: Any, shape: Any, data: Any, *, limit: int | None = _ARRAY_LIMIT) -> Any:
     dtype = dtype_from_name(as_text(name))
     sizes = tuple(as_list(shape))
     if not all(type(size) is int and size >= 0 for size in sizes) or len(sizes) > 32:
@@ -444,12 +411,6 @@ def _framework(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise OptionError(f"a constructor argument needs {name}, which cannot be imported: {error}") from error
-
-
-def as_list(value: Any, count: int | None = None) -> list[Any]:
-    if not isinstance(value, list) or (count is not None and len(value) != count):
-        raise TypeError(f"expected a list{'' if count is None else f' of {count}'}, found {value!r:.80}")
-    return value
 
 
 def as_text(value: Any) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -36,8 +37,8 @@ from ...engine.format import (
 from ...engine.pytree import unescape_key
 from ...engine.steps import read_record
 from ...engine.storage import Location
-from ..graph import Path
-from .constructor_spec import as_list, as_text, check_spec
+from ..graph import Path, as_list
+from .constructor_spec import as_text, check_spec
 from .names import STATE
 
 # Major and minor version of the layout that is written: a reader of the same major version understands it.
@@ -85,7 +86,15 @@ class Description:
     def decode(cls, content: bytes, *, source: str) -> Description:
         """Read the content of a file, which is not trusted; ``source`` is its path, for messages."""
         body = decode_document(content, _DOCUMENT, source=source)
-        _check_version(body.get("layout"), source)
+        version = body.get("layout")
+        found = re.fullmatch(r"([0-9]{1,9})\.[0-9]{1,9}", version) if isinstance(version, str) else None
+        if found is None:
+            raise DamagedCheckpointError(f"{source}: {version!r:.80} is not a version of the layout")
+        if int(found[1]) > VERSION[0]:
+            raise FormatVersionError(
+                f"{source}: the component has version {version} of the layout, and this holdfast reads up to version "
+                f"{VERSION[0]}.x; upgrade holdfast to read it"
+            )
         try:
             metadata = body["metadata"]
             if not isinstance(metadata, dict):
@@ -101,17 +110,6 @@ class Description:
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DamagedCheckpointError(f"{source} does not describe a component: {error!r:.200}") from error
-
-
-def _check_version(version: Any, source: str) -> None:
-    parts = version.split(".") if isinstance(version, str) and len(version) < 20 else []
-    if len(parts) != 2 or not all(part.isascii() and part.isdigit() for part in parts):
-        raise DamagedCheckpointError(f"{source}: {version!r:.80} is not a version of the layout")
-    if int(parts[0]) > VERSION[0]:
-        raise FormatVersionError(
-            f"{source}: the component has version {version} of the layout, and this holdfast reads up to version "
-            f"{VERSION[0]}.x; upgrade holdfast to read it"
-        )
 
 
 def _below(name: Any) -> Path:
@@ -166,14 +164,16 @@ def whole_around(location: Location) -> tuple[Location, CheckpointRecord, Path] 
     place = location
     for _ in range(_LEVELS):
         if place.parent == place or not place.name:
-            return None
-        names = (place.name, *names)
-        place = place.parent
-        try:
-            record = read_record(place)
-        except (CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, StorageError):
-            continue
-        return (place, record, names) if () in parts_of(record) else None
+            break
+        place, names = place.parent, (place.name, *names)
+        if (record := record_at(place)) is not None:
+            return (place, record, names) if () in parts_of(record) else None
+    return None
+
+
+def record_at(place: Location) -> CheckpointRecord | None:
+    with contextlib.suppress(CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, StorageError):
+        return read_record(place)
     return None
 
 
@@ -189,7 +189,8 @@ class ComponentParts(CommitParts):
                 f"{location} is a part of the tree at {whole[0]}, which would not be whole any more; save to another "
                 "path, or save the whole tree again"
             )
-        if _is_item(location):
+        around = record_at(location.parent)
+        if around is not None and location.name in {item.folder for item in around.items.values()}:
             raise CheckpointExistsError(
                 f"{location} is an item of the checkpoint at {location.parent}, which would not be whole any more; "
                 "save to another path"
@@ -213,9 +214,8 @@ class ComponentParts(CommitParts):
             )
 
     def withdraw(self, record: CheckpointRecord) -> None:
-        for path in parts_of(record):
-            if path:
-                (below(self.location, path) / RECORD).remove()
+        for path in filter(None, parts_of(record)):
+            (below(self.location, path) / RECORD).remove()
 
     def publish(self, record: CheckpointRecord, *, replaces: bool) -> None:
         for path, part in part_records(record).items():
@@ -258,10 +258,3 @@ def _path_of(item: str) -> Path:
 
 def _is_own(name: str) -> bool:
     return name == STATE or name.startswith(f"{STATE}.")
-
-
-def _is_item(place: Location) -> bool:
-    """Whether a directory is that of an item of a checkpoint, such as a step of a manager."""
-    with contextlib.suppress(CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, StorageError):
-        return place.name in {item.folder for item in read_record(place.parent).items.values()}
-    return False

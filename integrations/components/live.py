@@ -13,7 +13,6 @@ from ...engine.errors import OptionError, UnsupportedLeafError
 from ...engine.pytree import PLAIN, is_jax_array, is_nnx, is_torch_tensor
 from ...engine.stateful import ActorState, adapted, is_stateful
 from ..graph import Part, Path, is_actor_class, is_module, is_optimizer, nnx_children, tracked_attributes, unwrapped
-from .constructor_spec import CtorArguments
 from .names import STATE, format_component_path, named_path
 
 ARGUMENTS = "_holdfast_recipe"  # name of the attribute that keeps the arguments of the constructor
@@ -56,7 +55,7 @@ class LiveComponent(Part):
             return {}
         if is_optimizer(value) or isinstance(value, np.ndarray) or is_torch_tensor(value):
             return {STATE: value}  # an object without a name of its own
-        attributes = attributes_of(value)
+        attributes = dict(tracked_attributes(value))
         if not attributes and not hasattr(value, "__dict__"):
             which = f"component {format_component_path(self.path)}" if self.path else "the component"
             raise UnsupportedLeafError(
@@ -181,18 +180,14 @@ def method_of(value: Any, name: str) -> Callable[..., Any] | None:
     return found if callable(found) else None
 
 
-def attributes_of(value: Any) -> dict[str, Any]:
-    return {name: child for name, child in tracked_attributes(value) if not isinstance(child, CtorArguments)}
-
-
 def attributes_with_state(component: LiveComponent) -> dict[str, Any]:
     """Return the attributes of a torch module that hold a state and that torch does not know of."""
     below = {id(child.value) for child in component.children}
-    attributes = {name: value for name, value in attributes_of(component.value).items() if not name.startswith("_")}
     return {
         name: value
-        for name, value in attributes.items()
-        if id(value) not in below and not is_component(value) and any(_search(value, _has_state, objects=False))
+        for name, value in tracked_attributes(component.value)
+        if not (name.startswith("_") or id(value) in below or is_component(value))
+        and any(_search(value, _has_state, objects=False))
     }
 
 
@@ -204,9 +199,7 @@ def _has_state(value: Any) -> bool:
 
 def discovered(value: Any) -> list[tuple[str, Any]]:
     """Return components among an object's attributes, also in lists, tuples, deques, dictionaries and modules."""
-    attributes = attributes_of(value)
-    if is_module(value):
-        attributes |= value._modules
+    attributes = dict(tracked_attributes(value)) | (value._modules if is_module(value) else {})
     return [pair for name, child in attributes.items() for pair in _search(child, is_component, str(name))]
 
 
@@ -231,8 +224,3 @@ def _elements(value: Any) -> Sequence[tuple[Any, Any]]:
     if is_module(value):  # A ModuleDict, a ModuleList, or a module that is not a component.
         return [(key, child) for key, child in value._modules.items() if child is not None]
     return nnx_children(value) if is_nnx(value) else []
-
-
-def kept_arguments(value: Any) -> CtorArguments | None:
-    found = getattr(value, "__dict__", {}).get(ARGUMENTS)
-    return found if isinstance(found, CtorArguments) else None

@@ -6,10 +6,10 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 from ...engine.arrays import PartialTree, TreeReader, leaf_values, load_tree, read_checked, tree_metadata
-from ...engine.errors import CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, StorageError
+from ...engine.errors import CheckpointNotFoundError, DamagedCheckpointError
 from ...engine.forks import cached_property
 from ...engine.format import COMPONENT, COMPONENTS, DOCUMENT_LIMIT, CheckpointRecord, ItemRecord
 from ...engine.pytree import (
@@ -21,6 +21,7 @@ from ...engine.pytree import (
     is_leaf,
     loaded_object,
     name_of_class,
+    unescape_key,
 )
 from ...engine.steps import has_record, read_record, read_steadily
 from ...engine.storage import Location, Place, as_location
@@ -29,8 +30,8 @@ from ..formats.torch.files import without_objects
 from ..formats.torch.pickles import Name, unpickle
 from ..graph import Path, StoredGraph
 from .constructor_spec import encode_spec
-from .layout import Description, below, part_records, parts_of, whole_around
-from .names import STATE, format_component_path, name_of
+from .layout import Description, below, part_records, parts_of, record_at, whole_around
+from .names import STATE, format_component_path
 from .permissions import allowed_objects
 from .states import GRAPH, read_document, stored_state
 
@@ -41,35 +42,10 @@ _SMALL = 16 << 20  # the most bytes of a pickled class with its arguments
 _FRAMEWORKS = {"jax": "jax", "torch": "torch", "key": "jax"}
 
 
-class SavedComponent(Protocol):
-    """A component in a checkpoint of holdfast or of RLlib."""
-
-    location: Location
-    path: Path  # from the component that was opened
-    left_out: Sequence[str]  # what the file has and its state, once read, lacks: one line each, with the reason
-
-    @property
-    def description(self) -> Description: ...
-
-    @property
-    def children(self) -> Mapping[Path, SavedComponent]:
-        """The components below it by their paths from it."""
-        ...
-
-    def state(self, component: Any = None) -> Any:
-        """Read its own state, without those of the components below; raise DamagedCheckpointError.
-
-        Named tuples and dataclasses in it are dictionaries, unless a component of the program shows their classes.
-        """
-        ...
-
-    def graph(self) -> StoredGraph:
-        """Open its own state as a graph."""
-        ...
-
-
 class NativeComponent:
-    left_out: Sequence[str] = ()
+    """A component in a checkpoint of holdfast; its ``path`` is the one from the component that was opened."""
+
+    left_out: Sequence[str] = ()  # what the file has and its state, once read, lacks: one line each, with the reason
 
     def __init__(self, root: Location, items: Mapping[Path, ItemRecord], path: Path = ()) -> None:
         self._root = root
@@ -84,6 +60,7 @@ class NativeComponent:
 
     @cached_property
     def children(self) -> Mapping[Path, NativeComponent]:
+        """The components below it by their paths from it."""
         found: dict[Path, NativeComponent] = {}
         for path in self.description.components:
             if (*self.path, *path) not in self._items:
@@ -93,8 +70,17 @@ class NativeComponent:
             found[path] = NativeComponent(self._root, self._items, (*self.path, *path))
         return found
 
+    def elsewhere(self, goal: Path) -> NativeComponent | None:
+        """Return the component with a path from the root of the tree that was saved, if it is in what was opened."""
+        start = self.description.path[: len(self.description.path) - len(self.path)]
+        path = goal[len(start) :]
+        inside = (*start, *path) == goal and path in self._items
+        return NativeComponent(self._root, self._items, path) if inside else None
+
     def state(self, component: Any = None) -> Any:
-        # Arrays are of the libraries that they were saved from.
+        """Read its own state, without those of the components below; raise DamagedCheckpointError."""
+        # Arrays are of the libraries that they were saved from. Named tuples and dataclasses are dictionaries, unless
+        # a component of the program shows their classes.
         with collection_paused():
             reader = self._reader()
             kinds = [(leaf.name, _FRAMEWORKS.get(leaf.saved.kind)) for leaf in reader.leaves]
@@ -103,7 +89,12 @@ class NativeComponent:
             return tree if component is None else with_records(tree, reader.tree.structure, component, self.location)
 
     def graph(self) -> StoredGraph:
-        return StoredGraph(_OwnTree(self._reader()), self.location)
+        """Open its own state as a graph, which a text among its values describes."""
+        reader = self._reader()
+        values = {leaf.name: leaf for leaf in reader.leaves if leaf.name != GRAPH}
+        texts = leaf_values(reader, [leaf for leaf in reader.leaves if leaf.name == GRAPH])
+        document = read_document(texts[0], reader.location) if texts else None
+        return StoredGraph(PartialTree(reader, values, reader.tree), self.location, document=document)
 
     def _reader(self) -> TreeReader:
         return TreeReader(self._folder, self._item.files)
@@ -113,23 +104,12 @@ class NativeComponent:
         return tree_metadata(self._reader())
 
 
-class _OwnTree(PartialTree):
-    """The values of a component, whose graph is described by a text among them."""
-
-    def __init__(self, reader: TreeReader) -> None:
-        super().__init__(reader, {leaf.name: leaf for leaf in reader.leaves if leaf.name != GRAPH}, reader.tree)
-        self._texts = leaf_values(reader, [leaf for leaf in reader.leaves if leaf.name == GRAPH])
-
-    def graph_document(self) -> Any:
-        return read_document(self._texts[0], self.location) if self._texts else None
-
-
 class RLlibComponent(RLlibDirectory):
+    """The same for a component in a checkpoint of RLlib."""
+
     @cached_property
     def description(self) -> Description:
-        name, spec, obstacle = "", None, f"{self.location} has no {CONSTRUCTOR}"
-        if CONSTRUCTOR in self.names:
-            name, spec, obstacle = self._constructor()
+        name, spec, obstacle = self._constructor()
         return Description(
             type=name or "unknown:unknown",
             constructor=spec,
@@ -147,6 +127,8 @@ class RLlibComponent(RLlibDirectory):
 
     def _constructor(self) -> tuple[str, dict[str, Any] | None, str]:
         """Return the name of the class, the constructor spec, and why there is none."""
+        if CONSTRUCTOR not in self.names:
+            return "", None, f"{self.location} has no {CONSTRUCTOR}"
         place, name = self.location / CONSTRUCTOR, ""
         try:
             content = read_checked(place, None, limit=_SMALL)
@@ -166,8 +148,10 @@ class RLlibComponent(RLlibDirectory):
         return name, spec, ""
 
 
-def open_component(path: Place) -> SavedComponent:
-    location = as_location(path)
+SavedComponent = NativeComponent | RLlibComponent
+
+
+def open_component(location: Location) -> SavedComponent:
     if has_record(location):
         return of_record(location, read_record(location))
     if location.is_local and location.exists() and not location.is_directory():
@@ -193,7 +177,7 @@ def of_record(location: Location, record: CheckpointRecord) -> NativeComponent:
 
 
 def read_state(path: Place) -> Any:
-    """Read the state of a saved component with those of all below it, as ``get_state`` returns it; run nothing.
+    """Read the state of a saved component and of all below it, as ``get_state`` returns it; run nothing.
 
     Args:
         path: The directory of a tree of components, or of one of its parts; also one that RLlib wrote.
@@ -220,8 +204,14 @@ def _part_of_a_whole(location: Location) -> SavedComponent:
     known = parts_of(record)
     if path in known:
         return NativeComponent(location, parts_of(part_records(record)[path]))
-    if (other := _under_another_name(root, record, path)) is not None:
-        return other
+    around: tuple[Location, CheckpointRecord, Path] | None = found
+    while around is not None:  # a shared component by a path that it is not saved under
+        top, whole, rest = around
+        other = descend(NativeComponent(top, parts_of(whole)), rest)
+        if other is not None:
+            return NativeComponent(other.location, parts_of(part_records(whole)[other.path]))
+        outer = whole_around(top)
+        around = None if outer is None else (outer[0], outer[1], (*outer[2], *rest))
     if path[-1] == STATE and path[:-1] in known:
         raise CheckpointNotFoundError(
             f"{location}: this is the folder of a component's state; give the component's directory, the one above"
@@ -232,35 +222,14 @@ def _part_of_a_whole(location: Location) -> SavedComponent:
     raise CheckpointNotFoundError(f"{location}: {root} has no such component{more}; it has {names}")
 
 
-def _under_another_name(root: Location, record: CheckpointRecord, names: Path) -> SavedComponent | None:
-    """Open a component that is shared by the path that it is not saved under, from the trees around that path."""
-    above: tuple[Location, CheckpointRecord, Path] | None = (root, record, names)
-    while above is not None:
-        root, record, names = above
-        whole = NativeComponent(root, parts_of(record))
-        start = whole.description.path
-        for one in all_components(whole):
-            for relative, goal in one.description.same.items():
-                alias = (*one.path, *relative)
-                path = (*goal[len(start) :], *names[len(alias) :])
-                if names[: len(alias)] == alias and goal[: len(start)] == start and path in parts_of(record):
-                    return NativeComponent(below(root, path), parts_of(part_records(record)[path]))
-        found = whole_around(root)
-        above = None if found is None else (found[0], found[1], (*found[2], *names))
-    return None
-
-
 def _what_is_at(location: Location) -> str:
     if not location.exists():
         return "; there is nothing at this path"
     for place in [location / entry.name for entry in location.entries() if entry.is_directory][:_SEARCHED]:
-        with contextlib.suppress(CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, StorageError):
-            record = read_record(place)
-            if () in parts_of(record):
-                return f"; there is one at {place}"
-            for item in record.items.values():
-                if item.kind == COMPONENTS:
-                    return f"; there is one at {place / item.folder}"
+        if (record := record_at(place)) is not None:
+            items = [place / item.folder for item in record.items.values() if item.kind == COMPONENTS]
+            if trees := [place] if () in parts_of(record) else items:
+                return f"; there is one at {trees[0]}"
     return ", nor in the directories right below"
 
 
@@ -271,13 +240,27 @@ def all_components(component: SavedComponent) -> Iterator[SavedComponent]:
         yield from all_components(child)
 
 
+def descend(saved: SavedComponent, path: Path) -> SavedComponent | None:
+    """Return the component at a path from another, also one that was saved under another path; or None."""
+    if not path:
+        return saved
+    for name, child in saved.children.items():
+        if path[: len(name)] == name:
+            return descend(child, path[len(name) :])
+    for alias, goal in saved.description.same.items():
+        if path[: len(alias)] == alias and isinstance(saved, NativeComponent):
+            other = saved.elsewhere(goal)
+            return None if other is None else descend(other, path[len(alias) :])
+    return None
+
+
 def full_state(component: SavedComponent, own: Callable[[Any], Any] = lambda one: one.state()) -> Any:
     """Return the state of a component with those of all below it; ``own`` reads that of one."""
     found = own(component)
     for path, child in component.children.items():
         if not isinstance(found, dict):
             raise DamagedCheckpointError(f"{component.location}: its state is not a dictionary, but it has components")
-        found[name_of(path)] = full_state(child, own)
+        found["/".join(str(unescape_key(segment)) for segment in path)] = full_state(child, own)
     return found
 
 

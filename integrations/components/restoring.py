@@ -1,84 +1,52 @@
-"""Restores of saved trees of components into running ones, or into parts of them."""
+"""Restores of saved trees of components: into running ones, or into new ones that are made of constructor specs."""
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
+import inspect
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from ...engine.arrays import SavedLeaf
-from ...engine.errors import OptionError, TreeMismatchError, shortened
-from ...engine.pytree import PathFilter, Patterns
+from ...engine.errors import DamagedCheckpointError, NotAllowedError, OptionError, TreeMismatchError, shortened
+from ...engine.pytree import ARRAY_KINDS, PathFilter, Patterns, escape_key, import_path, loaded
 from ...engine.sources import Misfits
-from ..graph import Path, RestoreReport, StoredGraph
-from .live import LiveComponent, paths_of, refreshed
+from ..graph import Path, RestoreReport, StoredGraph, current_name
+from .constructor_spec import ConstructorFailed, Missing, SpecDecoder, available, check_spec, construct
+from .live import LiveComponent, live_tree, paths_of, refreshed
 from .names import find, format_component_path
-from .reading import SavedComponent, all_components
-from .states import (
-    OwnReport,
-    forget_moments,
-    has_own,
-    is_remote,
-    own_states,
-    prepare_state,
-    stored_state,
-)
+from .permissions import Permissions, was_main
+from .reading import SavedComponent, all_components, descend
+from .states import OwnReport, forget_moments, is_remote, overrides, own_states, prepare_state, stored_state
 
 _logger = logging.getLogger("holdfast")
 # Returns whether the value at a path of a component stays as it is in the program.
 Keep = Callable[[Path, SavedLeaf | None], bool]
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _KEPT = (
     "; nothing was changed. A path is that of the component and that of the value in it, such as "
     "'learner/optimizer/**'; a component that has a set_state of its own takes all of its state"
 )
 
 
-def restore_saved(
-    target: LiveComponent,
-    saved: SavedComponent,
-    *,
-    strict: bool,
-    keep: Keep | PathFilter | None = None,
-    fresh: bool = False,
-    misfits: Misfits | None = None,
-    modes: bool = False,
-) -> RestoreReport:
-    """Restore a live component, just made if it is ``fresh``, from one that has been opened.
-
-    With ``misfits``, values that do not fit stay as they are, and it gets a line for each of them. With ``modes``,
-    modules and parameters are trained or not as they were.
-    """
-    restore = _Restore(target, saved, keep, strict=strict, fresh=fresh, fitting=misfits is not None, modes=modes)
-    report = restore.run()
-    if changed := restore.changed_modes():
-        _logger.info("as at the save, where the program began otherwise: %s", shortened(changed))
-    if misfits is not None:
-        misfits.kept |= restore.different()
-        report._note(misfits)
-        report = RestoreReport(checkpoint=report.checkpoint, restored=report.restored, separate=report.separate)
-    for line in report.problems():
-        _logger.warning("%s: %s", saved.location, line.strip())
-    return report
-
-
 def kept_values(patterns: Patterns | None) -> PathFilter | None:
-    """Return the filter of the values that a restore changes."""
     return None if patterns in (None, [], ()) else PathFilter(exclude=patterns, option="keep")
 
 
 @dataclass(eq=False)
-class _Restore:
-    """One restore: every state is read, and so verified, before anything changes."""
+class TreeRestore:
+    """One restore into a live component: every state is read, and so verified, before anything changes."""
 
     target: LiveComponent
     saved: SavedComponent
-    keep: Keep | PathFilter | None
+    _: KW_ONLY
     strict: bool
-    fresh: bool
-    fitting: bool
-    modes: bool
+    keep: Keep | PathFilter | None = None
+    fresh: bool = False  # whether the component was just made
+    misfits: Misfits | None = None  # values that do not fit stay as they are, and are noted here
+    modes: bool = False  # whether modules and parameters are trained or not as they were
 
     def __post_init__(self) -> None:
         self._origins = self._match(self.target)
@@ -99,7 +67,11 @@ class _Restore:
         self._asked: dict[Path, Any] = {}  # states of remote components before the restore, requested at once
 
     def _left_out(self) -> tuple[str, ...]:
-        return _values({path: tuple(origin.left_out) for path, origin in self._origins.items()})
+        return _lines((path, origin.left_out) for path, origin in self._origins.items())
+
+    def _lines(self, of: Callable[[OwnReport], Iterable[str]]) -> tuple[str, ...]:
+        """Return what the reports of restored components list, each with the path of the component."""
+        return _lines((path, of(one)) for path, one in self._done.items())
 
     def _match(self, target: LiveComponent) -> dict[Path, SavedComponent]:
         """Return the saved component for each live one, by its path, components below others first."""
@@ -108,8 +80,7 @@ class _Restore:
 
         def visit(one: LiveComponent, saved: SavedComponent) -> None:
             for child in one.children:
-                origin = descend(saved, one.relative(child)) or self._same(saved, one.relative(child))
-                if origin is not None:
+                if (origin := descend(saved, one.relative(child))) is not None:
                     visit(child, origin)
             for path, goal in one.same.items():
                 if (origin := descend(saved, path[len(one.path) :])) is not None:
@@ -131,14 +102,6 @@ class _Restore:
         every += [(path, goal) for one in here for path, goal in one.same.items() if goal not in within]
         return [format_component_path(path) for path, goal in every if goal not in self._origins]
 
-    def _same(self, saved: SavedComponent, path: Path) -> SavedComponent | None:
-        """Return a component that was saved under another path of the tree, as it was the same object."""
-        goal = saved.description.same.get(path)
-        start = self.saved.description.path
-        if goal is None or goal[: len(start)] != start:
-            return None
-        return descend(self.saved, goal[len(start) :])
-
     def _saved_paths(self, opened: Mapping[Path, Any]) -> Iterator[Path]:
         """Generate the paths of the saved values that patterns choose, also of components that are yet to be made."""
         matched = {origin.path for origin in self._origins.values()}
@@ -152,7 +115,7 @@ class _Restore:
         """Return a function that sets a state that was opened for a component."""
         if isinstance(state, StoredGraph):
             kept = self._kept(one.path, state)
-            return prepare_state(one, state, ignore=kept, fitting=self.fitting, modes=self.modes)
+            return prepare_state(one, state, ignore=kept, fitting=self.misfits is not None, modes=self.modes)
 
         def apply() -> OwnReport:
             one.value.set_state(state)
@@ -183,6 +146,16 @@ class _Restore:
                 f"{self.saved.location} and the program do not match (strict=True); what both have was restored:",
                 report.problems(),
             )
+        if changed := self._lines(lambda one: one.modes):
+            _logger.info("as at the save, where the program began otherwise: %s", shortened(changed))
+        if self.misfits is not None:
+            for path, one in self._done.items():
+                where = format_component_path(path)
+                self.misfits.kept |= {f"{where}: {name}": f"{where}: {line}" for name, line in one.different.items()}
+            report._note(self.misfits)
+            report = RestoreReport(checkpoint=report.checkpoint, restored=report.restored, separate=report.separate)
+        for line in report.problems():
+            _logger.warning("%s: %s", self.saved.location, line.strip())
         return report
 
     def _new_origins(self) -> dict[Path, SavedComponent]:
@@ -210,31 +183,20 @@ class _Restore:
             if isinstance(state, dict) and not state:
                 continue
             try:
-                if has_own(one.value, "set_state"):
+                if overrides(one.value, "set_state"):
                     one.value.set_state(state)
                 else:
                     prepare_state(one, stored_state(state))()
             except Exception:  # The caller sees the error that led here.
                 _logger.warning("%s: its state could not be undone", format_component_path(one.path), exc_info=True)
 
-    def changed_modes(self) -> tuple[str, ...]:
-        """Return the modes of modules and the ``requires_grad`` flags that the restore has changed."""
-        return _values({path: one.modes for path, one in self._done.items()})
-
-    def different(self) -> dict[str, str]:
-        """Return the values that did not fit and stay as they are, each with the reason."""
-        pairs = [(format_component_path(path), one.different) for path, one in self._done.items()]
-        return {f"{path}: {name}": f"{path}: {line}" for path, lines in pairs for name, line in lines.items()}
-
     def _forget_moments(self) -> None:
         """Remove the restored optimizer states of parameters that did not fit, wherever in the tree these are."""
         fresh = [tensor for one in self._done.values() for tensor in one.fresh]
-        if not fresh:
-            return
-        live = paths_of(self.target.root)
-        for path, one in self._done.items():
-            different = {**one.different, **{line: line for line in forget_moments(live[path], fresh)}}
-            self._done[path] = dataclasses.replace(one, different=different)
+        if fresh:
+            live = paths_of(self.target.root)
+            for path, one in self._done.items():
+                one.different.update((line, line) for line in forget_moments(live[path], fresh))
 
     def _report(self) -> RestoreReport:
         used = {origin.path for origin in self._origins.values()}
@@ -244,8 +206,8 @@ class _Restore:
             restored=tuple(map(format_component_path, self._done)),
             missing=tuple(self._missing()),
             unused=tuple(format_component_path(one.path) for one in below if not _is_used(one, used)),
-            missing_values=_values({path: one.missing for path, one in self._done.items()}),
-            unused_values=(*_values({path: one.unused for path, one in self._done.items()}), *self._left_out()),
+            missing_values=self._lines(lambda one: one.missing),
+            unused_values=(*self._lines(lambda one: one.unused), *self._left_out()),
             separate=tuple(self._separate()),
         )
 
@@ -266,7 +228,7 @@ def _is_used(one: SavedComponent, used: Collection[Path]) -> bool:
 
 def _opened(origin: SavedComponent, one: LiveComponent) -> Any:
     """Return the state for the component's own ``set_state``, or open it to be read."""
-    return origin.state(one.value) if has_own(one.value, "set_state") else origin.graph()
+    return origin.state(one.value) if overrides(one.value, "set_state") else origin.graph()
 
 
 def locate(live: LiveComponent, component: str) -> LiveComponent:
@@ -276,15 +238,136 @@ def locate(live: LiveComponent, component: str) -> LiveComponent:
     return by_path[find(component, by_path, type(live.value).__qualname__)]
 
 
-def descend(saved: SavedComponent, path: Path) -> SavedComponent | None:
-    """Return a saved component below another, or None."""
-    if not path:
-        return saved
-    for below, child in saved.children.items():
-        if path[: len(below)] == below:
-            return descend(child, path[len(below) :])
-    return None
+def _lines(by_component: Iterable[tuple[Path, Iterable[str]]]) -> tuple[str, ...]:
+    return tuple(f"{format_component_path(path)}: {line}" for path, lines in by_component for line in lines)
 
 
-def _values(by_component: dict[Path, tuple[str, ...]]) -> tuple[str, ...]:
-    return tuple(f"{format_component_path(path)}: {value}" for path, values in by_component.items() for value in values)
+# ---- new components
+
+
+@dataclass(eq=False)
+class TreeConstruction:
+    """Constructs the components of one call, with their states; one that several specs refer to is constructed once."""
+
+    saved: SavedComponent
+    base: type
+    permissions: Permissions
+    fallback: bool = False
+    made: dict[Path, Any] = field(default_factory=dict)
+    under_way: set[Path] = field(default_factory=set)
+
+    def run(self, overrides: Mapping[str, Any], *, strict: bool) -> Any:
+        if was_main(self.saved.description.type, self.base):
+            self.permissions.main = self.base.__module__
+        try:
+            value = self.make(self.saved, self.base, overrides)
+        except ConstructorFailed as failed:
+            raise failed.error from failed.error.__cause__
+        # The overrides win over plain values of the same name in the state: attributes, options of optimizers.
+        names = {escape_key(name) for name in overrides}
+
+        def keep(path: Path, leaf: SavedLeaf | None) -> bool:
+            return path[-1] in names and leaf is not None and leaf.saved.kind not in ARRAY_KINDS
+
+        TreeRestore(live_tree(value), self.saved, strict=strict, keep=keep, fresh=True).run()
+        return value
+
+    def make(self, saved: SavedComponent, base: type, overrides: Mapping[str, Any]) -> Any:
+        if saved.path in self.under_way:
+            raise DamagedCheckpointError(
+                f"{saved.location}: its constructor spec needs the component itself, or one that does"
+            )
+        self.under_way.add(saved.path)
+        description, where = saved.description, str(saved.location)
+        kind = self._class(description.type, base, where)
+        if kind is not None and description.constructor is not None:
+            value = self._construct(kind, description.constructor, overrides, where)
+            self.under_way.discard(saved.path)
+            return value
+        if kind is not None and not overrides and not self.fallback:
+            raise OptionError(
+                f"{where}: the constructor arguments of {description.type} were not saved: {description.obstacle}. "
+                "Make it yourself and call restore_from_path, or pass them by name"
+            )
+        return construct(kind or base, (), overrides, where)
+
+    def _class(self, path: str, base: type, where: str) -> Any | None:
+        if current_name(path) == import_path(base) or was_main(path, base):
+            return base
+        try:
+            kind = self.permissions.resolve(path, where, made=True)
+        except (NotAllowedError, OptionError):
+            if self.fallback and base is self.base:
+                _logger.warning("%s: %s is unknown; fallback=True makes a %s", where, path, base.__qualname__)
+                return None
+            raise
+        if not isinstance(kind, type) or not issubclass(kind, base):
+            raise OptionError(
+                f"{where} holds a {path}, which is no {import_path(base)}: call from_checkpoint on a class that it "
+                "derives from, or point it at another component"
+            )
+        return kind
+
+    def _construct(self, kind: Any, spec: Mapping[str, Any], overrides: Mapping[str, Any], where: str) -> Any:
+        decoder = SpecDecoder(self.permissions, self._component, self._nested, where)
+        signature = inspect.Signature([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)])
+        with contextlib.suppress(TypeError, ValueError):
+            own = inspect.signature(kind.__init__)
+            signature = own.replace(parameters=list(own.parameters.values())[1:])
+        try:
+            bound = signature.bind_partial(*spec["args"], **spec["kwargs"])
+        except TypeError as error:
+            raise OptionError(
+                f"{where}: the constructor of {kind.__qualname__} does not take the saved arguments any more: {error}. "
+                "Make the object yourself and call restore_from_path"
+            ) from error
+        variable = {one.kind: name for name, one in signature.parameters.items() if one.kind in _VARIABLE}
+        unnamed, others = (variable.get(kind, "") for kind in _VARIABLE)  # the names of *args and **kwargs
+        names = [name for name in signature.parameters if name not in (unnamed, others)]
+        unknown = [name for name in overrides if name not in names]
+        if unknown and not others:
+            raise OptionError(
+                f"{kind.__qualname__} takes no argument {', '.join(map(repr, unknown))}; it takes "
+                f"{', '.join(signature.parameters) or 'none'}"
+            )
+        saved = bound.arguments
+        rest = tuple(decoder.decode(value) for value in saved.pop(unnamed, ()))
+        saved |= saved.pop(others, {})
+        decoded = {name: decoder.decode(value) for name, value in saved.items() if name not in overrides}
+        for name, value in decoded.items():
+            if name.endswith("device") and isinstance(value, str) and loaded("torch") is not None:
+                decoded[name] = available(value)
+        given = {**decoded, **overrides}
+        every = given | {f"*{place}": value for place, value in enumerate(rest)}
+        if missing := [f"{name} ({one.reason})" for name, one in every.items() if isinstance(one, Missing)]:
+            what = f"these arguments of {kind.__qualname__} were not kept; pass them by name"
+            raise OptionError(f"{where}: {what}: {', '.join(missing)}")
+        bound.arguments = {name: given.pop(name) for name in names if name in given}
+        bound.arguments |= {name: value for name, value in ((unnamed, rest), (others, given)) if value}
+        try:
+            signature.bind(*bound.args, **bound.kwargs)
+        except TypeError as error:
+            raise OptionError(
+                f"{where}: {kind.__qualname__} cannot be made of the saved arguments: {error}; pass it by name"
+            ) from error
+        return construct(kind, bound.args, bound.kwargs, where)
+
+    def _component(self, reference: str) -> Any:
+        """Return the component that a spec refers to by its path in the tree that was saved."""
+        goal = tuple(segment for segment in reference.split("/") if segment)
+        start = self.saved.description.path
+        saved = descend(self.saved, goal[len(start) :]) if goal[: len(start)] == start else None
+        if saved is None:
+            return Missing(f"it is the component {format_component_path(goal)}, which is not part of what is loaded")
+        if saved.path not in self.made:
+            self.made[saved.path] = self.make(saved, object, {})
+        return self.made[saved.path]
+
+    def _nested(self, content: Any) -> Any:
+        """Make an object from a spec that is part of another one."""
+        spec = check_spec(content.get("constructor") if isinstance(content, dict) else content)
+        where = str(self.saved.location)
+        kind = self.permissions.resolve(content.get("class"), where, made=True)
+        if not isinstance(kind, type):
+            raise TypeError(f"{content.get('class')!r:.80} is not a class")
+        return self._construct(kind, spec, {}, where)

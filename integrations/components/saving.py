@@ -70,9 +70,8 @@ class PreparedComponents:
         # Only process 0 calls this.
         items = self._write_states({path: below(folder, path) / STATE for path in self.states}, member.awaited)
         self.files.clear()
-        self.files.update(
-            (f"{item.folder}/{name}", file) for item in items.values() for name, file in item.files.items()
-        )
+        for item in items.values():
+            self.files.update((f"{item.folder}/{name}", file) for name, file in item.files.items())
         for path, record in part_records(CheckpointRecord(items=items, time=SystemClock().now())).items():
             for name, content in {RECORD: record.encode(), METADATA: self.descriptions[path]}.items():
                 self.files["/".join((*path, name))] = write_file(below(folder, path) / name, content)
@@ -136,13 +135,13 @@ def prepare(
 
 def _refuse_divided(states: Mapping[Path, Any]) -> None:
     """Raise UnsupportedLeafError for arrays of which this process has only a part."""
-    if current_coordinator().process_count == 1:
-        return
-    divided = []
-    for path, tree in states.items():
-        flat = flatten(tree)
-        names = [format_path(name) for name, value in zip(flat.names, flat.values, strict=True) if _is_divided(value)]
-        divided += [f"{format_component_path(path)}: {name}" for name in names]
+    flat = {path: flatten(tree) for path, tree in states.items() if current_coordinator().process_count > 1}
+    divided = [
+        f"{format_component_path(path)}: {format_path(name)}"
+        for path, tree in flat.items()
+        for name, value in zip(tree.names, tree.values, strict=True)
+        if _is_divided(value)
+    ]
     if divided:
         raise UnsupportedLeafError(
             "these arrays are divided among processes, and components are saved by one process; nothing was written. "
@@ -182,14 +181,8 @@ def _given(live: LiveComponent, state: Mapping[str, Any]) -> dict[Path, Any]:
 def _described(one: LiveComponent, known: Mapping[int, Path], saved: Mapping[Path, Any]) -> Description:
     value = one.value
     spec, obstacle = _spec_of(value, known)
-    metadata: dict[str, Any] = {
-        "time": datetime.datetime.fromtimestamp(SystemClock().now(), datetime.UTC).isoformat(timespec="seconds"),
-        "versions": versions(),
-        "commit": commit_of(type(value).__module__),
-    }
+    now = datetime.datetime.fromtimestamp(SystemClock().now(), datetime.UTC)
     method = method_of(value, "get_metadata")
-    if method is not None:
-        metadata.update(method())
     return Description(
         type=_REMOTE if isinstance(value, ActorState) else import_path(type(value)),
         constructor=spec,
@@ -197,7 +190,12 @@ def _described(one: LiveComponent, known: Mapping[int, Path], saved: Mapping[Pat
         path=one.path,
         components=tuple(one.relative(child) for child in one.children if child.path in saved),
         same={path[len(one.path) :]: target for path, target in one.same.items()},
-        metadata=metadata,
+        metadata={
+            "time": now.isoformat(timespec="seconds"),
+            "versions": versions(),
+            "commit": commit_of(type(value).__module__),
+            **({} if method is None else method()),
+        },
     )
 
 
@@ -259,10 +257,8 @@ _version = functools.cache(metadata.version)
 
 @functools.cache
 def commit_of(module: str) -> str | None:
-    """Return the commit of the git repository that a module lies in, or None; run nothing.
-
-    Cached, as a later commit is not the one that this process has loaded.
-    """
+    """Return the commit of the git repository that a module lies in, or None; run nothing."""
+    # Cached, as a later commit is not the one that this process has loaded.
     file = getattr(sys.modules.get(module), "__file__", None)
     return commit_in(FilePath(file).resolve().parent if isinstance(file, str) else FilePath.cwd())
 

@@ -13,10 +13,10 @@ import copy
 import inspect
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -40,6 +40,7 @@ from ...engine.stateful import adapted
 from ...engine.storage import LocalBackend, Location
 from ..graph import (
     OPTIMIZER_SLOTS,
+    FreshObjects,
     LiveGraph,
     LiveNode,
     Path,
@@ -51,7 +52,7 @@ from ..graph import (
     walk,
 )
 from .live import LiveComponent, discovered, is_component, live_tree
-from .names import Names, format_component_path
+from .names import format_component_path
 
 _logger = logging.getLogger("holdfast")
 
@@ -74,11 +75,11 @@ class _GivenState(Location):
 _GIVEN = _GivenState(LocalBackend(), "/")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class OwnReport:
     missing: tuple[str, ...] = ()  # values of the component that the state does not have
     unused: tuple[str, ...] = ()  # values of the state that the component has no place for
-    different: Mapping[str, str] = field(default_factory=dict)  # values that do not fit, each with the reason
+    different: dict[str, str] = field(default_factory=dict)  # values that do not fit, each with the reason
     fresh: tuple[Any, ...] = ()  # the tensors among them
     modes: tuple[str, ...] = ()  # modes of modules and ``requires_grad`` flags that have changed, as text for users
 
@@ -95,21 +96,13 @@ def inherited(method: F) -> F:
 def overrides(value: Any, method: str) -> bool:
     """Whether an object has a ``get_state`` or ``set_state`` other than the one that components inherit."""
     found = getattr(type(value), method, None)
-    return found is not None and not hasattr(found, "inherited")
+    # The walk names the values of optimizers better.
+    return found is not None and not hasattr(found, "inherited") and not is_optimizer(value)
 
 
-def has_own(value: Any, method: str) -> bool:
-    # Modules and optimizers have a state_dict, but the walk names their values better.
-    return overrides(value, method) and not is_optimizer(value)
-
-
-def call_get_state(
-    value: Any, components: Names | None, not_components: Names | None, options: Mapping[str, Any] | None = None
-) -> Any:
-    """Call an object's own ``get_state`` with as many of the arguments as it takes."""
-    given = {"components": components, "not_components": not_components, **(options or {})}
-    arguments = {name: names for name, names in given.items() if names is not None}
-    return value.get_state(**{name: one for name, one in arguments.items() if takes(value, name)})
+def call_get_state(value: Any, /, **given: Any) -> Any:
+    """Call an object's own ``get_state`` with those of the arguments that it takes, and that are not None."""
+    return value.get_state(**{name: one for name, one in given.items() if one is not None and takes(value, name)})
 
 
 def takes(value: Any, name: str) -> bool:
@@ -123,28 +116,21 @@ def takes(value: Any, name: str) -> bool:
 
 def is_remote(value: Any) -> bool:
     """Whether ``get_state`` may run in a thread beside others, as the class declares."""
-    return getattr(type(value), "__remote__", False) is True and has_own(value, "get_state")
+    return getattr(type(value), "__remote__", False) is True and overrides(value, "get_state")
 
 
-class Fetched:
-    """States of components: remote ones are requested at once; the calling thread takes the others meanwhile."""
-
-    def __init__(self, components: Iterable[LiveComponent], ask: Callable[[LiveComponent], Any]) -> None:
-        self._ask = ask
-        remote = [one for one in components if is_remote(one.value)]
-        self._pool = ThreadPoolExecutor(min(len(remote), _AT_ONCE) or 1, "holdfast-states")
-        self._states = {id(one.value): self._pool.submit(contextvars.copy_context().run, ask, one) for one in remote}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
-
-    def get(self, component: LiveComponent) -> Any:
-        """Return a requested state, or take it now; raise what the component raised."""
-        found = self._states.get(id(component.value))
-        return self._ask(component) if found is None else found.result()
+@contextlib.contextmanager
+def fetched(
+    components: Iterable[LiveComponent], ask: Callable[[LiveComponent], Any]
+) -> Iterator[Callable[[LiveComponent], Any]]:
+    """Request the states of remote components at once; yield a function that returns one, or asks a component now."""
+    remote = [one for one in components if is_remote(one.value)]
+    pool = ThreadPoolExecutor(min(len(remote), _AT_ONCE) or 1, "holdfast-states")
+    states = {id(one.value): pool.submit(contextvars.copy_context().run, ask, one) for one in remote}
+    try:
+        yield lambda one: states[id(one.value)].result() if id(one.value) in states else ask(one)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 # ---- taking
@@ -153,34 +139,31 @@ class Fetched:
 def own_states(
     components: Iterable[LiveComponent], *, snapshot: bool = False, partial: bool = False
 ) -> dict[Path, Any]:
-    """Take the states of components, those of remote ones all at once.
+    """Take the states of components; ``partial`` leaves out values for parameters outside of the tree."""
 
-    ``partial`` allows that values for parameters outside of the tree are left out.
+    def ask(one: LiveComponent) -> Any:
+        return call_get_state(one.value, not_components=sorted(child.name for child in one.children) or None)
+
+    known, states = list(components), dict[Path, Any]()
+    with fetched(known, ask) as take:
+        for one in known:
+            if not overrides(one.value, "get_state"):
+                states[one.path] = default_state(one, snapshot=snapshot, partial=partial)
+                continue
+            state, names = take(one), {child.name for child in one.children}
+            if isinstance(state, Mapping) and names & state.keys():
+                state = {key: value for key, value in state.items() if key not in names}
+            states[one.path] = copied(state) if snapshot else pack_tree(state)
+    return states
+
+
+def fresh_components(root: Any) -> dict[str, FreshObjects]:
+    """Return what the components of a tree are that have no ``get_state`` of their own; calls nothing of theirs.
+
+    Raise UnsupportedLeafError if one of them holds what no save can take.
     """
-    known = list(components)
-    with Fetched(known, _asked) as fetched:
-        return {one.path: _own_state(one, fetched, snapshot=snapshot, partial=partial) for one in known}
-
-
-def _asked(component: LiveComponent) -> Any:
-    return call_get_state(component.value, None, sorted(child.name for child in component.children) or None)
-
-
-def _own_state(component: LiveComponent, fetched: Fetched, *, snapshot: bool, partial: bool) -> Any:
-    if not has_own(component.value, "get_state"):
-        return default_state(component, snapshot=snapshot, partial=partial)
-    names = {child.name for child in component.children}
-    state = fetched.get(component)
-    if isinstance(state, Mapping) and names & state.keys():
-        state = {key: value for key, value in state.items() if key not in names}
-    return copied(state) if snapshot else pack_tree(state)
-
-
-def check_saveable(root: Any) -> None:
-    """Raise UnsupportedLeafError if a component of a tree holds what no save can take; calls nothing of theirs."""
-    for one in live_tree(root).walk():
-        if not has_own(one.value, "get_state"):
-            own_graph(one)
+    own = [one for one in live_tree(root).walk() if not overrides(one.value, "get_state")]
+    return {format_component_path(one.path): FreshObjects(own_graph(one)) for one in own}
 
 
 def default_state(component: LiveComponent, *, snapshot: bool, partial: bool = False) -> dict[str, Any]:
@@ -205,17 +188,18 @@ def _refuse_unnamed(component: LiveComponent, graph: LiveGraph) -> None:
     """Raise UnsupportedLeafError for components inside objects in which no component looks for them."""
     known = {id(one.value) for one in component.root.walk()}
     # Components among the attributes are named on purpose, or left out with a warning.
-    named = [adapted(child) for _, child in discovered(component.value)]
-    known |= set(map(id, named))
-    edges = [((*node.path, segment), child) for node in graph.own for segment, child in node.edges.items()]
-    others = [(path, child.value) for path, child in edges if child.outside and is_component(child.value)]
-    lost = [path for path, value in others if id(adapted(value)) not in known]
+    known |= {id(adapted(child)) for _, child in discovered(component.value)}
+    lost = [
+        format_node_path((*node.path, segment))
+        for node in graph.own
+        for segment, child in node.edges.items()
+        if child.outside and is_component(child.value) and id(adapted(child.value)) not in known
+    ]
     if lost:
-        paths = shortened([format_node_path(path) for path in lost])
         raise UnsupportedLeafError(
-            f"{_called(component)}: {paths}: a component inside of an object that is none would not be saved, and "
-            "nothing was written. Make it an attribute of a component, or part of a list, dictionary, deque or module "
-            "that is one; or return it from get_checkpointable_components(); or name it in __untracked__"
+            f"{_called(component)}: {shortened(lost)}: a component inside of an object that is none would not be "
+            "saved, and nothing was written. Make it an attribute of a component, or part of a list, dictionary, deque "
+            "or module that is one; or return it from get_checkpointable_components(); or name it in __untracked__"
         )
 
 
@@ -291,15 +275,11 @@ def prepare_state(
     component: LiveComponent,
     stored: StoredGraph,
     *,
-    ignore: Iterable[Path] = (),
-    fitting: bool = False,
-    modes: bool = False,
+    ignore: Iterable[Path] = (),  # paths of values that stay as they are
+    fitting: bool = False,  # whether only values that fit are read
+    modes: bool = False,  # whether modules get the modes that they had, too
 ) -> Callable[[], OwnReport]:
-    """Read the state of a component that has no ``set_state``; return a function that changes the component.
-
-    Values at the paths of ``ignore`` stay as they are. With ``fitting``, only values that fit are read. With ``modes``,
-    modules get the modes that they had, too.
-    """
+    """Read the state of a component that has no ``set_state``; return a function that changes the component."""
     source = stored.checkpoint
     graph = own_graph(component)
     restoration = Restoration(stored, component, ignore=ignore, final=True, ends=component.ends)
@@ -340,11 +320,9 @@ def prepare_state(
 
 
 def forget_moments(component: LiveComponent, tensors: Sequence[Any]) -> list[str]:
-    """Remove what a component's torch optimizers keep for tensors that have another shape now; return a line for each.
-
-    A component that restores an optimizer does not see the values of another component's parameters.
-    """
-    if has_own(component.value, "set_state"):
+    """Remove what a component's torch optimizers keep for tensors that have another shape; return a line for each."""
+    # A component that restores an optimizer does not see the values of another component's parameters.
+    if overrides(component.value, "set_state"):
         return []
     graph = own_graph(component)
     known, lines = _parameters(component.root), []
@@ -377,7 +355,7 @@ def stored_state(state: Any, source: Location = _GIVEN) -> StoredGraph:
     found = dict(zip(flat.names, describe(flat.names, flat.values), strict=True))
     leaves = [SavedLeaf(name, Saved.of(leaf)) for name, leaf in found.items()]
     arrays = {name: leaf for name, leaf in found.items() if isinstance(leaf, ArrayLeaf)}
-    return StoredGraph(MemoryTree(source, TreeDocument(flat.structure), leaves, arrays, document), source)
+    return StoredGraph(MemoryTree(source, TreeDocument(flat.structure), leaves, arrays), source, document=document)
 
 
 def read_document(text: Any, source: Location) -> Any:
@@ -405,20 +383,14 @@ def _parameters(top: LiveComponent) -> dict[int, Path]:
 
 
 def own_graph(component: LiveComponent) -> LiveGraph:
-    """Return the graph of a component's own values, which ends at other components.
-
-    Parameters of its optimizers that it has no name for are in it by their paths from the root of the tree.
-    """
+    """Return the graph of a component's own values, which ends at other components."""
     component.added.clear()
     graph = walk(component, ends=component.ends)
-    if outside := [one for node in graph.nodes for one in outside_parameters(node)]:
-        known = _parameters(component.root)
-        for parameter in outside:
-            if id(parameter) in known:
-                component.add((_TREE, *map(unescape_key, known[id(parameter)])), parameter)
-        if component.added:
-            graph = walk(component, ends=component.ends)
-    return graph
+    # Parameters of its optimizers that it has no name for are in it by their paths from the root of the tree.
+    for parameter in [one for node in graph.nodes for one in outside_parameters(node)]:
+        if (path := _parameters(component.root).get(id(parameter))) is not None:
+            component.add((_TREE, *map(unescape_key, path)), parameter)
+    return walk(component, ends=component.ends) if component.added else graph
 
 
 def outside_parameters(node: LiveNode) -> list[Any]:

@@ -98,8 +98,8 @@ def import_checkpoint(
             Keras, numpy or RLlib, or a directory of steps.
         destination: A path or a URL; nothing may be there yet.
         overwrite: Replace a checkpoint that is there, or steps of the same numbers.
-        progress: Is told how many bytes the sources have, and as they are done.
-        coordinator: How processes find each other. None takes jax.distributed or torch.distributed where one of them is
+        progress: Receives the number of bytes of the sources, and how far the call is.
+        coordinator: How processes find each other. None takes jax.distributed or torch.distributed if one of them is
             initialized; ``hf.processes.Alone()`` does it in this process alone.
 
     Returns:
@@ -185,10 +185,10 @@ def export_checkpoint(
             is the newest, and for Orbax all of them.
         item: Which item, if the checkpoint has several trees; None is ``"state"`` if there is one, and all for Orbax.
         select: Patterns of leaf paths, as for :func:`~holdfast.load`; only leaves that match are written.
-        root: Write only the contents of this container, such as ``"model"``, with names that begin there: those of the
-            module, which ``from_pretrained`` of other libraries expects. Patterns are paths in it. Not for Orbax.
+        root: Write only the contents of this container, such as ``"model"``, with names that begin there: the module's
+            names, which ``from_pretrained`` of other libraries expects. Patterns are paths in it. Not for Orbax.
         overwrite: Replace a file that is there; not for directories.
-        progress: Is told how many bytes the sources have, and as they are done.
+        progress: Receives the number of bytes of the sources, and how far the call is.
         coordinator: How processes find each other, as for :func:`import_checkpoint`.
 
     Returns:

@@ -8,7 +8,8 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 from ...engine.arrays import Layout
 from ...engine.checkpoint import AsyncCheckpointer, Checkpointer
@@ -34,21 +35,14 @@ from .views import COUNTER, root_view
 from .walk import check, walk
 
 _logger = logging.getLogger("holdfast")
-_TIMEOUT = 600.0  # seconds that a process waits for the others
-
-
-class RestoreListener(Protocol):
-    """An object that needs to know what was restored, such as a manager that counts steps from there."""
-
-    def _note_restore(self, stored: StoredGraph) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
 class _CheckpointState(NodeState):
-    listeners: weakref.WeakSet[RestoreListener] = field(default_factory=weakref.WeakSet)
+    managers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # count steps from the last restore
     reported: Mapping[Path, str] = field(default_factory=dict)  # skipped objects that the last save has logged
     restorations: list[Restoration] = field(default_factory=list)  # restores with values for later objects
-    saver: _GraphSaver | None = None
+    saver: _GraphSaver = field(default_factory=lambda: _GraphSaver())
 
 
 class Checkpoint(Node):
@@ -76,6 +70,7 @@ class Checkpoint(Node):
     (array([0., 1., 2.]), 7)
     """
 
+    _holdfast_state = _CheckpointState
     _holdfast: _CheckpointState
 
     def __init__(self, /, root: Any = None, **objects: Any) -> None:
@@ -86,10 +81,6 @@ class Checkpoint(Node):
                 if known.get(name, value) is not value:
                     raise OptionError(f"{name}= is another object than the root's own {name!r}; choose another name")
         super().__init__(**objects)
-
-    @staticmethod
-    def _holdfast_state() -> _CheckpointState:
-        return _CheckpointState()
 
     # ---- saving
 
@@ -114,11 +105,11 @@ class Checkpoint(Node):
             StateError: Values of an earlier restore still wait for their objects, or objects for their values.
             SaveFailedError: The background save before this one failed; this one is done nevertheless.
         """
-        place = as_location(prefix, writes=True)
-        number = self._saving().next_number(place, self.save_counter)
+        place, saver = as_location(prefix, writes=True), self._holdfast.saver
+        number = saver.next_number(place, self.save_counter)
         location = place.parent / f"{place.name}-{number}"
         with numbered(self, number) as item:
-            return self._saving().put(location, item, number, background=background, layout=layout)
+            return saver.put(location, item, number, background=background, layout=layout)
 
     def write(
         self, path: Place, *, overwrite: bool = False, background: bool = False, layout: Layout | None = None
@@ -141,8 +132,8 @@ class Checkpoint(Node):
             SaveFailedError: The background save before this one failed; this one is done nevertheless.
         """
         location = as_location(path, writes=True)
-        saving = self._saving()
-        return saving.put(location, snapshot(self), overwrite=overwrite, background=background, layout=layout)
+        saver = self._holdfast.saver
+        return saver.put(location, snapshot(self), overwrite=overwrite, background=background, layout=layout)
 
     def unsaved(self) -> Mapping[str, str]:
         """Return the objects that can be reached from here and are not saved, each with the reason."""
@@ -150,11 +141,11 @@ class Checkpoint(Node):
 
     def wait_until_finished(self) -> None:
         """Wait for the save that is under way; raise SaveFailedError if it failed."""
-        self._saving().wait_until_finished()
+        self._holdfast.saver.wait_until_finished()
 
     def close(self) -> None:
         """Wait for the save that is under way; raise SaveFailedError if it failed."""
-        self._saving().wait_until_finished()
+        self._holdfast.saver.wait_until_finished()
 
     # ---- restoring
 
@@ -207,9 +198,11 @@ class Checkpoint(Node):
     ) -> RestoreStatus:
         """Restore without touching the number of the next save: the counterpart of :meth:`write`.
 
-        Args, result and errors are those of :meth:`restore`.
+        Args, result and errors are as for :meth:`restore`.
         """
-        template = CheckpointTemplate(self, False, partial=partial, rename=rename, select=select, exclude=exclude)
+        template = CheckpointTemplate(
+            self, counts=False, partial=partial, rename=rename, select=select, exclude=exclude
+        )
         return template.prepare(self._open(path))()
 
     def peek(self, path: Place) -> Peek:
@@ -221,8 +214,8 @@ class Checkpoint(Node):
             path: A checkpoint, or a directory of numbered ones, whose newest is taken.
 
         Returns:
-            The step, metrics, and numbers and texts by their paths, such as ``{"epoch": 3}``; not those of optimizers,
-            modules and objects with a state of their own.
+            The step, metrics, and numbers and texts by their paths, such as ``{"epoch": 3}``; not the numbers and
+            texts of optimizers, modules and objects with their own state.
 
         Raises:
             CheckpointNotFoundError: There is none.
@@ -233,7 +226,7 @@ class Checkpoint(Node):
     # ---- internal
 
     def _open(self, path: Place) -> StoredGraph:
-        self._saving().join()
+        self._holdfast.saver.join()
         try:
             with collection_paused():
                 return open_graph(locate(path))
@@ -242,10 +235,6 @@ class Checkpoint(Node):
             if not numbers_of(location.parent, location.name):
                 raise
             raise CheckpointNotFoundError(f"{error}; do you mean {location.name}-1 or the like?") from error
-
-    def _saving(self) -> _GraphSaver:
-        self._holdfast.saver = self._holdfast.saver or _GraphSaver()
-        return self._holdfast.saver
 
 
 def snapshot(checkpoint: Checkpoint) -> CapturedGraph:
@@ -280,18 +269,13 @@ def numbered(checkpoint: Checkpoint, number: int) -> Iterator[CapturedGraph]:
         raise
 
 
-def listen(checkpoint: Checkpoint, listener: RestoreListener) -> None:
-    """Tell a listener of each restore that counts, as long as it exists."""
-    checkpoint._holdfast.listeners.add(listener)
-
-
 @dataclass(frozen=True)
 class CheckpointTemplate:
     """The values of a graph that a checkpoint object takes; the arguments are those of `Checkpoint.restore`."""
 
     checkpoint: Checkpoint
-    counts: bool = True  # whether the number of the next save is restored
     _: KW_ONLY
+    counts: bool = True  # whether the number of the next save is restored
     partial: bool = False
     rename: Rename | None = None
     select: Patterns | None = None
@@ -322,25 +306,22 @@ class CheckpointTemplate:
             restoration.progress.partial = self.partial
             wanted = set(restoration.progress.wanted.values())
             for other in state.restorations:
-                if set(other.progress.unrestored()) <= wanted:
+                if wanted.issuperset(other.progress.left().values()):
                     other.retire()  # this restore has all values that the other one waits for
-            state.restorations = [*(other for other in state.restorations if not other.done), restoration]
-            for listener in state.listeners if self.counts else ():
-                listener._note_restore(stored)
+            state.restorations = [other for other in state.restorations if not other.retired and other.progress.left()]
+            state.restorations.append(restoration)
+            for manager in state.managers if self.counts else ():
+                manager._note_restore(stored)
             return RestoreStatus(restoration, checkpoint)
 
         return apply
-
-
-def _following(prefix: Location, counter: int) -> int:
-    return max([counter, *numbers_of(prefix.parent, prefix.name)]) + 1
 
 
 class _GraphSaver(AsyncCheckpointer):
     """Saves graphs, numbered or not, at once or in the background."""
 
     def __init__(self) -> None:
-        super().__init__(GraphCheckpointHandler(), barrier_timeout_secs=_TIMEOUT)
+        super().__init__(GraphCheckpointHandler())
         self._number: int | None = None
 
     def put(
@@ -353,15 +334,12 @@ class _GraphSaver(AsyncCheckpointer):
         background: bool,
         layout: Layout | None,
     ) -> str:
-        kwargs = {} if layout is None else {"layout": layout}
         self.join()
         one = copy.copy(self)  # Another thread, or the handler of a signal, may save meanwhile.
         one._number, one.background = number, background
+        save = one.save if background else partial(Checkpointer.save, one)
         try:
-            if background:
-                one.save(location, item, force=overwrite, **kwargs)
-            else:
-                Checkpointer.save(one, location, item, force=overwrite, **kwargs)
+            save(location, item, force=overwrite, layout=layout)
         except CheckpointExistsError as error:
             if overwrite or not (location / RECORD).exists():
                 raise
@@ -379,8 +357,11 @@ class _GraphSaver(AsyncCheckpointer):
 
     def next_number(self, prefix: Location, counter: int) -> int:
         """Return the next free number, the same on all processes."""
-        number: int = self._processes.decide(f"number {prefix.url}", _following, prefix, counter)
-        return number
+
+        def following() -> int:
+            return max([counter, *numbers_of(prefix.parent, prefix.name)]) + 1
+
+        return int(self._processes.decide(f"number {prefix.url}", following))
 
     def _record(self, items: Mapping[str, ItemRecord]) -> CheckpointRecord:
         record = super()._record(items)

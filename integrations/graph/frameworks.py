@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -28,7 +29,7 @@ from ...engine.pytree import (
     unwrapped_name,
 )
 from .outside import is_actor_class
-from .slots import BoxSlot, PartState, Path
+from .slots import PartState, Path
 from .tracked import Node, Value
 
 # ---- torch modules and tensors
@@ -61,9 +62,9 @@ def module_children(module: Any) -> list[tuple[str, Any]]:
     tables = (module._parameters, buffers, module._modules)
     children = [(name, child) for table in tables for name, child in table.items() if child is not None]
     if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
-        children.append(("_extra_state", _ExtraState(module, "_extra_state")))
+        children.append(("_extra_state", _ExtraState(module, module, ("_extra_state",))))
     if has_own_protocol(module):
-        children.append((OWN_STATE, ModuleState(module, OWN_STATE)))
+        children.append((OWN_STATE, ModuleState(module, module, (OWN_STATE,))))
     for name, value in vars(module).items():
         if isinstance(value, Node | Value) or (name not in _MODULE_TABLES and _holds_modules(value, torch)):
             children.append((name, value))
@@ -71,10 +72,8 @@ def module_children(module: Any) -> list[tuple[str, Any]]:
 
 
 def _holds_modules(value: Any, torch: Any) -> bool:
-    if not isinstance(value, (dict, list, tuple)) or not value:
-        return False
-    kinds = (torch.nn.Module, torch.nn.Parameter, Node, Value)
-    return any(isinstance(child, kinds) for child in (value.values() if isinstance(value, dict) else value))
+    children = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return any(isinstance(child, (torch.nn.Module, torch.nn.Parameter, Node, Value)) for child in children)
 
 
 class TensorSlot:
@@ -173,10 +172,9 @@ def _function(hook: Any) -> Any:
 
 
 class ModuleState(PartState):
-    """The part of a module's own ``state_dict()`` that is not parameters of the graph, including that of its children.
+    """The part of a module's own ``state_dict()`` that is not parameters of the graph, with that of its children."""
 
-    Buffers belong to it, because a module may accept them in another shape, or compute them again.
-    """
+    # Buffers belong to it, because a module may accept them in another shape, or compute them again.
 
     def get(self) -> Any:
         state = self.thing.state_dict()
@@ -415,10 +413,6 @@ def keras_kind(value: object) -> str | None:
     return kind
 
 
-def variable_slot(variable: Any) -> BoxSlot:
-    return BoxSlot(variable, (), lambda: variable.value, variable.assign)
-
-
 def bare_variable(value: Any) -> Any:
     """Return the parameter of torch that a variable of Keras stands for; any other object as it is."""
     if _kind(value) == VARIABLE and is_torch_tensor(found := _value(value)):
@@ -427,10 +421,8 @@ def bare_variable(value: Any) -> Any:
 
 
 def keras_children(value: Any, order: list[int] | None = None, saved: Iterable[str] = ()) -> list[tuple[str, Any]]:
-    """Return the variables and the parts of an object of Keras by name, with the lists that TensorFlow has ``saved``.
-
-    ``order`` has a place for each parameter of an optimizer, in which what it keeps for the parameter is listed.
-    """
+    """Return the variables and parts of an object of Keras by name, with the lists that TensorFlow has ``saved``."""
+    # `order` has a place for each parameter of an optimizer, in which what it keeps for the parameter is listed.
     pairs = _parts(value)
     wanted, named, found = {id(one) for _, one in pairs}, list[tuple[str, Any]](), set[int]()
     for name, child in {**vars(value), **vars(value).get("_modules", {})}.items():
@@ -450,11 +442,6 @@ def keras_children(value: Any, order: list[int] | None = None, saved: Iterable[s
     return _numbered([*named, *(pair for pair in pairs if id(pair[1]) not in found)])
 
 
-def numbered_children(value: Any) -> list[tuple[str, Any]]:
-    """Return the same by the names of variables and numbered names of classes, as earlier versions saved them."""
-    return _numbered(_parts(value))
-
-
 def _parts(value: Any) -> list[tuple[str, Any]]:
     """Return the variables and the parts of an object of Keras, with the optimizer of a model, by their own names."""
     if _kind(value) == OPTIMIZER:  # the names of its variables contain those of layers, which Keras numbers
@@ -467,7 +454,7 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
     below = {id(one) for layer in layers for one in layer.variables}
     pairs = [(_name(one), one) for one in value.variables if id(one) not in below]
     if _overridden(type(value), _OWN_METHODS):
-        pairs.append((OWN_STATE, _OwnVariables(value, OWN_STATE)))
+        pairs.append((OWN_STATE, _OwnVariables(value, value, (OWN_STATE,))))
     pairs += [(_layer_name(layer), layer) for layer in layers if layer.variables]
     optimizer = getattr(value, "optimizer", None)
     if optimizer is not None:
@@ -475,11 +462,6 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
             optimizer.build(value.trainable_variables)  # as fit() does before its first step
         pairs.append(("optimizer", optimizer))
     return pairs
-
-
-def keras_parameters(value: Any) -> list[Any]:
-    """Return the parameters that an optimizer of Keras keeps variables for, in its order."""
-    return list(map(bare_variable, getattr(value, "_trainable_variables", ()))) if _kind(value) == OPTIMIZER else []
 
 
 def _held(child: Any, wanted: set[int]) -> tuple[Any, set[int]]:
@@ -545,11 +527,8 @@ def _numbered(pairs: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
     """Make names unique: the first keeps its own, later ones get numbers."""
     found: dict[str, Any] = {}
     for name, value in pairs:
-        unique, number = name, 0
-        while unique in found:
-            number += 1
-            unique = f"{name}_{number}"
-        found[unique] = value
+        numbered = (f"{name}_{number}" for number in itertools.count(1))
+        found[next(one for one in itertools.chain([name], numbered) if one not in found)] = value
     return list(found.items())
 
 

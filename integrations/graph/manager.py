@@ -8,20 +8,17 @@ from typing import Any, Never, Self
 from ...engine.arrays import Layout
 from ...engine.checkpoint import AsyncCheckpointer, Checkpointer
 from ...engine.clock import Clock
-from ...engine.distributed import ProcessGroup
 from ...engine.errors import CheckpointExistsError, OptionError, SaveFailedError
 from ...engine.manager import CheckpointManager as StepManager
 from ...engine.manager import CheckpointManagerOptions, Mirror, Peek, infos_of
 from ...engine.peer_names import refuse_unknown
 from ...engine.steps import LEFT_BEHIND, list_steps, series_and_step
 from ...engine.storage import Place, as_location
-from .checkpoint import Checkpoint, CheckpointTemplate, listen, numbered
+from .checkpoint import Checkpoint, CheckpointTemplate, numbered
 from .reader import numbers_of
 from .restoration import RestoreStatus
 from .stored import GraphCheckpointHandler, StoredGraph
 from .walk import check
-
-_TIMEOUT = 600.0  # seconds that a process waits for the others to agree on a number
 
 
 class CheckpointManager:
@@ -33,12 +30,12 @@ class CheckpointManager:
         checkpoint: The checkpoint object to save.
         directory: A path or URL.
         max_to_keep: How many of the newest checkpoints to keep; None keeps all.
-        keep_checkpoint_every_n_hours: Keep the first checkpoint, and then one in every so many hours, for good.
+        keep_checkpoint_every_n_hours: Keep the first checkpoint, and then one every this many hours, for good.
         checkpoint_name: The name before the number.
         step_counter: The step of the program: a number that changes in place, such as a `Value` or a tensor, or a
             function that returns it.
-        checkpoint_interval: Save only where the step counter has advanced by this much since the last save.
-        init_fn: Called by `restore_or_initialize` where there is no checkpoint.
+        checkpoint_interval: Save only if the step counter has advanced by this much since the last save.
+        init_fn: Called by `restore_or_initialize` if there is no checkpoint.
         last_checkpoint_step: The step of a checkpoint that was saved before, to count the interval from.
         background: Return from `save` as soon as the objects may change again, and write then.
         layout: Sizes of chunks, segments and data files.
@@ -46,8 +43,8 @@ class CheckpointManager:
         mirror: A second place, such as ``s3://bucket/run``, or a `holdfast.Mirror`: checkpoints are copied there in the
             background, and `restore_or_initialize` takes the newest of both places.
 
-    Local steps (``local=`` of other managers) count the updates of a loop, and these checkpoints have numbers of their
-    own: `holdfast.CheckpointCallback` saves the same objects, and takes ``local=``.
+    Local steps (``local=`` of other managers) count the updates of a loop, and these checkpoints have their own
+    numbers: `holdfast.CheckpointCallback` saves the same objects, and takes ``local=``.
 
     Raises:
         OptionError: An option is not valid.
@@ -113,9 +110,8 @@ class CheckpointManager:
             ),
             clock=clock,
         )
-        self._processes = ProcessGroup(f"numbers of {self._directory.url}", None, _TIMEOUT)
         self._later: set[int] = set()  # steps after the one that was restored last, which are saved again
-        listen(checkpoint, self)
+        checkpoint._holdfast.managers.add(self)
 
     @property
     def directory(self) -> str:
@@ -152,7 +148,7 @@ class CheckpointManager:
             check_interval: Whether to wait for `checkpoint_interval`. A step that was just saved is never saved again.
 
         Returns:
-            The path of the checkpoint, or None where it is too early. A background save is not committed yet.
+            The path of the checkpoint, or None if it is too early. A background save is not committed yet.
 
         Raises:
             CheckpointExistsError: The number is taken, by no checkpoint after the one that was restored last.
@@ -166,7 +162,7 @@ class CheckpointManager:
             return None
         wanted = None if checkpoint_number is None else _number(checkpoint_number)
         # Process 0 decides for all: another process may see an older listing of the directory.
-        counter, number, left = self._processes.decide("number", self._next, wanted)
+        counter, number, left = self._steps.processes.decide("number", self._next, wanted)
         reason = f"number {number}" if step is None else f"step {step}"
         failed = None
         with numbered(self._checkpoint, counter) as item:

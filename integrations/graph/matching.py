@@ -5,23 +5,26 @@ Values and options of torch optimizers follow their parameters, if the program a
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-from ...engine.pytree import is_python_value, is_torch_tensor, unescape_key
+from ...engine.pytree import NUMBERS, is_python_value, is_torch_tensor, unescape_key
 from .frameworks import GROUPS, OPTIMIZER_SLOTS, OptimizerSlot, OptionSlot, group_options, is_optimizer
 from .outside import is_kin
 from .saved import SavedGraph
 from .slots import Assignment, PartSlot, Path, Place, Slot, format_node_path
 from .tracked import Node, Part
-from .values import PlainValues, is_plain
+from .values import SEQUENCES, PlainValues, is_plain
 from .views import Branch, Edge, Leaf, View, classify, edge_at, root_view, sequence_slot
 
 _logger = logging.getLogger("holdfast")
+_TORCH = "torch.optim."
+_SCHEDULED = "initial_lr"  # schedulers add this option to groups of any optimizer
 
 
 class _Visit(NamedTuple):
@@ -36,10 +39,7 @@ class _Visit(NamedTuple):
 
 
 class Matching:
-    """The objects found for the nodes of a checkpoint.
-
-    With ``final``, the program builds no objects later, so that arrays in containers are made where it has none.
-    """
+    """The objects found for the nodes of a checkpoint; ``final`` if the program builds none later."""
 
     def __init__(self, graph: SavedGraph, plain: PlainValues, *, final: bool = False) -> None:
         self.graph = graph
@@ -48,15 +48,16 @@ class Matching:
         self.unused: dict[int, Path] = {}  # values in whose place there is an object that cannot take them
         self.waiting: list[Any] = []  # holders below which values are missing an object
         self.has_unmatched = False  # whether the program has an object that the checkpoint does not have
-        self._final = final
+        self._final = final  # arrays in containers are made where the program has none
+        self._optimizers: dict[int, _LiveOptimizer] = {}
         self._places: dict[int, Slot] = {}  # by the ids of mutable containers: the first place of each in a pass
-        self._optimizers = OptimizerMatching(graph, self.bindings, self.unused)
 
     def from_root(self, root: Node | Part) -> Iterator[Assignment]:
         """Generate the values for everything that can be reached from the root."""
         self.bindings.begin()
         yield from self._match([_Visit(0, root, root_view(root), ())], anew=True)
-        yield from self._optimizers.everything()
+        self._optimizers.clear()
+        yield from self._optimizer_values(range(len(self.graph.nodes)))
 
     def from_holder(self, holder: Any, key: object = None) -> Iterator[Assignment]:
         """Generate the values for new objects below a holder that is known already: under one key, or anywhere."""
@@ -71,17 +72,17 @@ class Matching:
             elif edge.segment in self.graph.nodes[number].edges:
                 child, path = self.graph.nodes[number].edges[edge.segment], (*binding.path, edge.segment)
                 yield from self._match([_Visit(child, edge.value, edge.view(), path, edge.place)])
-        yield from self._optimizers.of(self.bindings.fresh)
+        yield from self._optimizer_values(self.bindings.fresh)
 
-    def undo(self) -> None:
-        """Take back all bindings since the last call of `from_root` or `from_holder`."""
-        self.bindings.undo()
-        self.waiting.clear()
-
-    def expects_below(self, holder: Any, segment: str) -> bool:
-        """Whether the checkpoint has objects below an edge of a holder."""
-        children = (self.graph.nodes[number].edges.get(segment) for number, _ in self.bindings.of(holder))
-        return any(child is not None and self.graph.nodes[child].edges for child in children)
+    @contextlib.contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Take back all bindings since the last call of `from_root` or `from_holder` if the block fails."""
+        try:
+            yield
+        except BaseException:
+            self.bindings.undo()
+            self.waiting.clear()
+            raise
 
     def _match(
         self, queue: list[_Visit], *, anew: bool = False, known: _Visit | None = None, last: bool = False
@@ -102,7 +103,7 @@ class Matching:
             # Parts of an immutable container are visited in each place, because each place is rebuilt.
             if not isinstance(view, Branch) or id(value) in visit.within:
                 continue
-            if not anew and visit is not known and self.bindings.binds(number, value):
+            if not anew and visit is not known and any(known == number for known, _ in self.bindings.of(value)):
                 continue
             if not view.functional and (number, id(value)) in seen:
                 continue
@@ -111,7 +112,7 @@ class Matching:
             seen.add((number, id(value)))
             if self.graph.nodes[number].value is None:
                 yield from self._branch(visit, view, queue)
-            elif self.plain.is_packed(number) and (slot := _slot_of_elements(visit)) is not None:
+            elif self.plain.kinds.get(number) == NUMBERS and (slot := _slot_of_elements(visit)) is not None:
                 yield Assignment(number, slot, visit.path)
             else:
                 self.unused[number] = visit.path
@@ -122,20 +123,27 @@ class Matching:
         """Whether the checkpoint has an object in parts that is one value in the program."""
         if leaf.packed is None:
             return self.graph.nodes[number].value is None
-        is_plain = self.plain.is_sequence(number) and self.plain.below(number) is not None
-        return not (is_plain or self.plain.is_packed(number))
+        is_plain = self.graph.nodes[number].type in SEQUENCES and self.plain.below(number) is not None
+        return not is_plain and self.plain.kinds.get(number) != NUMBERS
 
     def _leaf(self, visit: _Visit, leaf: Leaf) -> Iterator[Assignment]:
         if not self.bindings.bind(visit.number, visit.value, visit.path, fixed=leaf.in_place):
             return
         if self.graph.nodes[visit.number].value is not None:
             slot: Slot = leaf.slot
-            if self._final and leaf.in_place and visit.place is not None and self.plain.is_none(visit.number):
+            if (
+                self._final
+                and leaf.in_place
+                and visit.place is not None
+                and self.plain.kinds.get(visit.number) == "none"
+            ):
                 slot = visit.place  # what changes in place cannot become None
                 _logger.warning("%s is None in the checkpoint, and becomes None", format_node_path(visit.path))
             yield Assignment(visit.number, slot, visit.path)
-        elif (visit.value is None or leaf.opened) and (covers := self._made(visit.number)) is not None:
-            yield Assignment(visit.number, leaf.slot, visit.path, covers=covers)
+        elif visit.value is None or leaf.opened:
+            covers = self.plain.below(visit.number, arrays=self._final)
+            if covers is not None:
+                yield Assignment(visit.number, leaf.slot, visit.path, covers=covers)
 
     def _branch(self, visit: _Visit, view: Branch, queue: list[_Visit]) -> Iterator[Assignment]:
         """Follow the edges that both graphs have; plain values need none in the program."""
@@ -143,13 +151,13 @@ class Matching:
         saved = self.graph.nodes[number].edges
         changes = view.sequence and len(view.edges) != len(saved)
         takes_arrays = self._final and changes
-        slot = _slot_of_elements(visit, arrays=takes_arrays) if self.plain.is_sequence(number) else None
+        slot = _slot_of_elements(visit, arrays=takes_arrays) if self.graph.nodes[number].type in SEQUENCES else None
         if slot is not None:
             # The program may append objects to a list later; nothing would notice objects that it appends to a deque.
             takes_arrays = takes_arrays or (isinstance(value, deque) and not value)
             covers = self.plain.below(number, arrays=takes_arrays)
             # Existing elements stay the same objects if other objects hold them, too, or if a tuple holds them.
-            if covers is not None and (changes or not (self.plain.shares(number) or isinstance(value, tuple))):
+            if covers is not None and (changes or not (number in self.plain.sharing or isinstance(value, tuple))):
                 yield Assignment(number, slot, path, covers)
                 return
         edges = {edge.segment: edge for edge in self._edges(number, view)}
@@ -165,18 +173,16 @@ class Matching:
                 if isinstance(found, list | dict | deque) and not isinstance(at, PartSlot):
                     at = self._places.setdefault(id(found), at)  # One object has one place, the first that leads to it.
                 queue.append(_Visit(child, found, classify(found, at), below, at, within))
-            elif place is not None and (covers := self._made(child)) is not None:
-                add = partial(dict.__setitem__, value, self.plain.key(number, segment))
+            elif place is not None and (covers := self.plain.below(child, arrays=self._final)) is not None:
+                add = partial(dict.__setitem__, value, self.plain.keys(number).get(segment, unescape_key(segment)))
                 yield Assignment(child, Place(place.anchor, (*place.trail, segment), ..., add), below, covers)
             elif child in self.graph.with_values and (view.optimizer is None or segment != GROUPS):
                 self.waiting.append(value)
 
     def _edges(self, number: int, view: Branch) -> list[Edge]:
         """Return the edges of an object as the checkpoint names and orders them."""
-        if view.numbered is None or view.listed is None:
+        if view.listed is None:
             return view.edges
-        if self.graph.numbers_keras:
-            return view.numbered()
         node = self.graph.nodes[number]
         listed = node.edges.get("_trainable_variables")  # as TensorFlow saves them
         in_lists = [] if listed is None else list(self.graph.nodes[listed].edges.values())
@@ -189,9 +195,47 @@ class Matching:
             return view.listed(order, ())
         return [edge for edge in view.edges if not isinstance(edge.value, list)]  # other parameters than those saved
 
-    def _made(self, number: int) -> list[tuple[int, Path]] | None:
-        """Return the values of a container that needs no object of the program; None if it needs one."""
-        return self.plain.below(number, arrays=self._final)
+    # ---- torch optimizers
+
+    def _optimizer_values(self, new: Collection[int]) -> Iterator[Assignment]:
+        """Generate the values and options of those optimizers and parameters that are new."""
+        for number, kept in self.graph.optimizers.items():
+            due = list(kept) if number in new else [parameter for parameter in new if parameter in kept]
+            for optimizer, path in self.bindings.objects(number) if due else ():
+                if is_optimizer(optimizer):
+                    known = self._optimizers.get(id(optimizer))
+                    if known is None or known.outdated(optimizer):
+                        known = self._optimizers[id(optimizer)] = _LiveOptimizer(optimizer, self.graph, number)
+                    yield from self._of_optimizer(optimizer, known, path, due)
+
+    def _of_optimizer(self, optimizer: Any, known: _LiveOptimizer, path: Path, due: list[int]) -> Iterator[Assignment]:
+        """Generate the values of an optimizer for parameters, and the options of the groups of these."""
+        groups = optimizer.param_groups
+        touched: set[int] = set()
+        for saved in due:
+            tensors = ((one, below) for one, below in self.bindings.objects(saved) if is_torch_tensor(one))
+            parameter, below = next(tensors, (None, ()))
+            if parameter is None:
+                continue
+            index = known.group_of.get(id(parameter))
+            for segment, value in known.kept[saved]:
+                where, name = (*path, OPTIMIZER_SLOTS, *below, segment), unescape_key(segment)
+                if index is None or not (known.related or name in optimizer.state.get(parameter, {})):
+                    self.unused[value] = where
+                else:
+                    yield Assignment(value, OptimizerSlot(optimizer, groups[index], parameter, name), where)
+            if index is not None and saved in known.saved_group:
+                known.origins.setdefault(index, set()).add(known.saved_group[saved])
+                touched.add(index)
+        for index in sorted(touched):
+            # If the parameters were in several groups, the options stay as they are.
+            origin = min(known.origins[index]) if len(known.origins[index]) == 1 else -1
+            for segment, value in known.saved_options.get(origin, {}).items():
+                where, name = (*path, GROUPS, str(index), segment), unescape_key(segment)
+                if known.related or name in groups[index] or name == _SCHEDULED:
+                    yield Assignment(value, OptionSlot(optimizer, index, name), where)
+                else:
+                    self.unused[value] = where
 
 
 def _slot_of_elements(visit: _Visit, *, arrays: bool = False) -> Slot | None:
@@ -225,46 +269,39 @@ class Bindings:
         # The paths of two different objects that stand for one node.
         self.conflicts: dict[int, tuple[Path, Path]] = {}
         self._graph = graph
-        self._by_number: dict[int, list[Binding]] = {}
+        self.by_number: dict[int, list[Binding]] = {}
         self._numbers: dict[int, dict[int, None]] = {}  # candidate nodes of an object, by its identity
         self._before: list[tuple[int, list[Binding]]] = []  # the bindings before the pass, by node
 
     @property
-    def fresh(self) -> list[int]:
+    def fresh(self) -> dict[int, None]:
         """The nodes that objects have been bound to since the pass began."""
-        return [number for number, _ in self._before]
+        return dict.fromkeys(number for number, _ in self._before)
 
     def begin(self) -> None:
         self._before.clear()
 
     def undo(self) -> None:
         for number, bindings in reversed(self._before):
-            self._by_number[number] = bindings
+            self.by_number[number] = bindings
         self.begin()
-
-    def numbers(self) -> list[int]:
-        return list(self._by_number)
 
     def objects(self, number: int) -> list[tuple[Any, Path]]:
         """Return the live objects that stand for a node, with their paths."""
-        known = self._by_number.get(number, [])
+        known = self.by_number.get(number, [])
         found = [(binding.reference(), binding.path) for binding in known if binding.reference is not None]
         return [(thing, path) for thing, path in found if thing is not None]
 
     def of(self, holder: Any) -> list[tuple[int, Binding]]:
         """Return the nodes that an object stands for."""
         identity = id(_rooted(holder))
-        known = [(number, one) for number in self._numbers.get(identity, ()) for one in self._by_number[number]]
+        known = [(number, one) for number in self._numbers.get(identity, ()) for one in self.by_number[number]]
         # A new object may have the id of one that is gone.
         return [(number, one) for number, one in known if one.identity == identity and one.lives]
 
-    def binds(self, number: int, value: Any) -> bool:
-        identity = id(_rooted(value))
-        return any(one.identity == identity and one.lives for one in self._by_number.get(number, []))
-
     def bind(self, number: int, value: Any, path: Path, *, fixed: bool) -> bool:
         """Note that an object stands for a node; return whether no other object does."""
-        bindings, value = self._by_number.get(number, []), _rooted(value)
+        bindings, value = self.by_number.get(number, []), _rooted(value)
         identity = id(value) if fixed else None
         if any(one.identity == identity and one.path == path and one.lives for one in bindings):
             return True
@@ -284,7 +321,7 @@ class Bindings:
             self._numbers.setdefault(identity, {})[number] = None
         can_be_watched = fixed and type(value).__weakrefoffset__ != 0
         self._before.append((number, bindings))
-        self._by_number[number] = [*kept, Binding(identity, path, weakref.ref(value) if can_be_watched else None)]
+        self.by_number[number] = [*kept, Binding(identity, path, weakref.ref(value) if can_be_watched else None)]
         return True
 
 
@@ -294,122 +331,27 @@ def _rooted(value: Any) -> Any:
     return value if root is None else root
 
 
-# ---- torch optimizers
-
-_TORCH = "torch.optim."
-_SCHEDULED = "initial_lr"  # schedulers add this option to groups of any optimizer
-
-
-class OptimizerMatching:
-    """Assigns the values and options of a checkpoint's optimizers to slots."""
-
-    def __init__(self, graph: SavedGraph, bindings: Bindings, unused: dict[int, Path]) -> None:
-        self._graph = graph
-        self._bindings = bindings
-        self._unused = unused
-        # By optimizer and parameter: the values that the optimizer keeps, and the parameter's group.
-        self._values: dict[int, dict[int, list[tuple[str, int]]]] = {}
-        self._group_of: dict[int, dict[int, int]] = {}
-        self._optimizers_of: dict[int, list[int]] = {}
-        for number, node in enumerate(graph.nodes):
-            groups = {parameter: index for index, group in enumerate(node.groups) for parameter in group}
-            values: dict[int, list[tuple[str, int]]] = {parameter: [] for parameter in groups}
-            for parameter, segment, value in node.optimizer_slots:
-                values.setdefault(parameter, []).append((segment, value))
-            if values:
-                self._values[number], self._group_of[number] = values, groups
-            for parameter in values:
-                self._optimizers_of.setdefault(parameter, []).append(number)
-        self._live: dict[int, _LiveOptimizer] = {}
-
-    def everything(self) -> Iterator[Assignment]:
-        """Generate all values and options whose slots are known."""
-        self._live.clear()
-        return self.of(self._values)
-
-    def of(self, fresh: Iterable[int]) -> Iterator[Assignment]:
-        """Generate the values and options for optimizers and parameters that are new."""
-        new = dict.fromkeys(fresh)
-        for number in new:
-            if number in self._values:
-                yield from self._assignments(number, self._values[number])
-        for parameter in new:
-            for number in self._optimizers_of.get(parameter, ()):
-                if number not in new:
-                    yield from self._assignments(number, [parameter])
-
-    def _assignments(self, number: int, parameters: Iterable[int]) -> Iterator[Assignment]:
-        """Generate an optimizer's values for parameters, and the options of their groups."""
-        for optimizer, path in self._bindings.objects(number):
-            if not is_optimizer(optimizer):
-                continue
-            known = self._live.get(id(optimizer))
-            if known is None or known.outdated(optimizer):
-                known = self._live[id(optimizer)] = _LiveOptimizer(optimizer, self._graph, number)
-            touched: set[int] = set()
-            for saved_parameter in parameters:
-                parameter, parameter_path = self._tensor(saved_parameter)
-                if parameter is None:
-                    continue
-                group = known.group_of.get(id(parameter))
-                for segment, value in self._values[number][saved_parameter]:
-                    where = (*path, OPTIMIZER_SLOTS, *parameter_path, segment)
-                    name = unescape_key(segment)
-                    if group is None or not (known.related or name in optimizer.state.get(parameter, {})):
-                        self._unused[value] = where
-                        continue
-                    slot = OptimizerSlot(optimizer, optimizer.param_groups[group], parameter, name)
-                    yield Assignment(value, slot, where)
-                if group is not None and saved_parameter in self._group_of[number]:
-                    known.origins.setdefault(group, set()).add(self._group_of[number][saved_parameter])
-                    touched.add(group)
-            for group in sorted(touched):
-                yield from self._options(known, optimizer, group, (*path, GROUPS, str(group)))
-
-    def _options(self, known: _LiveOptimizer, optimizer: Any, group: int, path: Path) -> Iterator[Assignment]:
-        """Generate the options of a group, which is known by its parameters, not by its number."""
-        if len(known.origins[group]) != 1:
-            return  # the parameters were in several groups, so that the options stay as they are
-        (origin,) = known.origins[group]
-        for segment, value in known.saved_options.get(origin, {}).items():
-            name = unescape_key(segment)
-            if known.related or name in optimizer.param_groups[group] or name == _SCHEDULED:
-                yield Assignment(value, OptionSlot(optimizer, group, name), (*path, segment))
-            else:
-                self._unused[value] = (*path, segment)
-
-    def _tensor(self, number: int) -> tuple[Any, Path]:
-        return next(((one, path) for one, path in self._bindings.objects(number) if is_torch_tensor(one)), (None, ()))
-
-
 class _LiveOptimizer:
-    """An optimizer of the program that stands for one of the checkpoint."""
+    """An optimizer of the program that stands for one of the checkpoint; groups are known by their parameters."""
 
     def __init__(self, optimizer: Any, graph: SavedGraph, number: int) -> None:
-        groups = [group["params"] for group in optimizer.param_groups]
-        self.group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group}
-        # By group: the groups of the checkpoint that its parameters were in.
-        self.origins: dict[int, set[int]] = {}
-        self._reference = weakref.ref(optimizer)
-        self._sizes = [len(group) for group in groups]
-        holder = graph.nodes[number].edges.get(GROUPS)
+        node, groups = graph.nodes[number], optimizer.param_groups
+        self.kept = graph.optimizers[number]
+        self.saved_group = {parameter: index for index, group in enumerate(node.groups) for parameter in group}
+        self.group_of = {id(one): index for index, group in enumerate(groups) for one in group["params"]}
+        self.origins: dict[int, set[int]] = {}  # by group: the groups of the checkpoint that its parameters were in
+        self._reference, self._sizes = weakref.ref(optimizer), [len(group["params"]) for group in groups]
+        holder = node.edges.get(GROUPS)
         options = {} if holder is None else graph.nodes[holder].edges
-        self.saved_options = {
-            int(group): graph.nodes[node].edges for group, node in options.items() if group.isdecimal()
-        }
-        # Whether the saved one is of the same kind.
-        self.related = self._is_related(optimizer, graph.nodes[number].type)
+        self.saved_options = {int(key): graph.nodes[one].edges for key, one in options.items() if key.isdecimal()}
+        # Related are the same class, a base or derived one, and classes of torch with the same options: before torch
+        # 2.7, AdamW was no Adam.
+        kind = type(getattr(optimizer, "optimizer", optimizer))
+        of_torch = node.type.startswith(_TORCH) and kind.__module__.startswith(_TORCH)
+        alike = of_torch and self.saved_options.get(0, {}).keys() == group_options(groups[0]).keys()
+        self.related = alike or is_kin(kind, node.type)
 
     def outdated(self, optimizer: Any) -> bool:
         """Whether this describes another optimizer, or parameters have been added since."""
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         return self._reference() is not optimizer or self._sizes != sizes
-
-    def _is_related(self, optimizer: Any, saved: str) -> bool:
-        """Whether the saved optimizer is of the same class, a base or derived one, or has the same options at least."""
-        kind = type(getattr(optimizer, "optimizer", optimizer))
-        if is_kin(kind, saved):
-            return True
-        of_torch = saved.startswith(_TORCH) and kind.__module__.startswith(_TORCH)
-        options = self.saved_options.get(0, {})  # Before torch 2.7, AdamW was no Adam.
-        return of_torch and options.keys() == group_options(optimizer.param_groups[0]).keys()

@@ -59,19 +59,19 @@ _CODE = (
 # Tools of a process, and settings that its program makes at every start, hold no state of training.
 _TOOLS = (re.Pattern, PurePath, np.dtype, types.EllipsisType, types.NotImplementedType)
 _TOOL_MODULES = (
-    "threading",
-    "logging",
-    "weakref",
-    "argparse",
-    "typing",
-    "inspect",
-    "concurrent.futures",
-    "ray.remote_function",
-    "torch.utils.tensorboard",
-    "torch.profiler",
-    "torch.distributed.device_mesh",
-    "torch.distributed.distributed_c10d",
-    "torch._C._distributed_c10d",
+    "threading.",
+    "logging.",
+    "weakref.",
+    "argparse.",
+    "typing.",
+    "inspect.",
+    "concurrent.futures.",
+    "ray.remote_function.",
+    "torch.utils.tensorboard.",
+    "torch.profiler.",
+    "torch.distributed.device_mesh.",
+    "torch.distributed.distributed_c10d.",
+    "torch._C._distributed_c10d.",
 )
 _TOOL_NAMES = {
     "_thread.lock",
@@ -88,14 +88,11 @@ _TOOL_NAMES = {
 
 
 def is_code_or_tool(value: Any) -> bool:
-    """Whether an object is left out without a warning: code, locks, loggers, paths, devices, files that are written.
-
-    Instances of classes of the program that derive from these may hold state, and do not count.
-    """
+    """Whether an object is left out without a warning: code, locks, loggers, paths, devices, files that are written."""
     if isinstance(value, (*_CODE, *_TOOLS)) or (callable(value) and hasattr(value, "__wrapped__")):
         return True
-    name = class_name(value)
-    if name in _TOOL_NAMES or any(name.startswith(f"{module}.") for module in _TOOL_MODULES):
+    name = class_name(value)  # instances of classes of the program that derive from these may hold state
+    if name in _TOOL_NAMES or name.startswith(_TOOL_MODULES):
         return True
     if isinstance(value, io.IOBase):
         return value.closed or not value.readable() or any(value is one for one in (sys.stdout, sys.stderr))
@@ -106,10 +103,8 @@ def is_code_or_tool(value: Any) -> bool:
 
 
 def is_actor_class(kind: Any) -> bool:
-    """Whether ``ray.remote`` has made a class, whose object is code and holds no state.
-
-    It derives from the class of the program, but the object was never initialized as one.
-    """
+    """Whether ``ray.remote`` has made a class, whose object is code and holds no state."""
+    # It derives from the class of the program, but the object was never initialized as one.
     return any(name_of_class(base) == "ray.actor.ActorClass" for base in kind.__mro__)
 
 

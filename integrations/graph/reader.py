@@ -209,8 +209,8 @@ def latest_checkpoint(directory: Place) -> str | None:
     checkpoint was committed last. Damaged checkpoints are passed over, with a warning.
 
     Args:
-        directory: Where numbered checkpoints are: those of ``Checkpoint.save`` or of a `CheckpointManager`, or those of
-            another library.
+        directory: Where numbered checkpoints are, of ``Checkpoint.save``, a `CheckpointManager` or another
+            library.
     """
     location = as_location(directory)
     if not location.is_directory():

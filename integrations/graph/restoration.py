@@ -52,7 +52,7 @@ class RestoreReport:
     components by theirs, the root as ``(root)``, and values of restored components as ``learner/p0: net/bias``.
 
     Attributes:
-        checkpoint: Where the values come from; ``""`` where no checkpoint was given.
+        checkpoint: Where the values come from; ``""`` if no checkpoint was given.
         restored: Values or components in the program that were restored.
         missing: Values or components in the program for which the checkpoint has none; they stay as they are.
         missing_values: Values of restored components that the checkpoint does not have.
@@ -116,7 +116,7 @@ class RestoreStatus:
     save.
 
     Args:
-        restoration: The restore, or None where no checkpoint was given.
+        restoration: The restore, or None if no checkpoint was given.
         root: The object that was restored into; it is kept alive.
     """
 
@@ -189,22 +189,21 @@ class RestoreStatus:
     def _checked(self) -> RestoreReport:
         if self._restoration is None:
             raise UnmatchedObjectsError("no checkpoint was given: restore(None) restores nothing", self.report)
-        if self._restoration.progress.unrestored():
+        if self._restoration.progress.left():
             self.try_complete()
         return self.report
 
 
 def describe_no_match(report: RestoreReport) -> str:
     """Describe a restore that matched nothing, and the values of the checkpoint."""
-    if not report.missing and not report.restored:
-        what = f"{report.checkpoint}: nothing was restored, as nothing has been attached yet"
-    else:
-        what = (
-            f"{report.checkpoint}: nothing was restored. Names in the program and in the checkpoint differ from the "
-            "first key on: Checkpoint(model) and Checkpoint(model=model) are two different things, for example"
+    why = ", as nothing has been attached yet"
+    if report.missing or report.restored:
+        why = (
+            ". Names in the program and in the checkpoint differ from the first key on: Checkpoint(model) and "
+            "Checkpoint(model=model) are two different things, for example"
         )
     sections = format_section("in the program", report.missing) + format_section("in the checkpoint", report.pending)
-    return "\n".join([what, *sections])
+    return "\n".join([f"{report.checkpoint}: nothing was restored{why}", *sections])
 
 
 @dataclass(slots=True)
@@ -219,18 +218,12 @@ class RestoreProgress:
     def left(self) -> dict[int, Path]:
         return {number: path for number, path in self.wanted.items() if number not in self.restored}
 
-    def unrestored(self) -> list[Path]:
-        return list(self.left().values())
-
     def end(self) -> None:
         """Log the values that were never restored, once the checkpoint object is gone."""
-        left = [] if self.partial else self.unrestored()
-        if left:
-            what = (
-                "a checkpoint object is gone, and values of %s were never restored; call expect_partial() if that is "
-            )
-            lines = format_section("not restored", _formatted(left))
-            _logger.warning(f"{what}intended:\n%s", self.where, "\n".join(lines))
+        if not self.partial and (left := self.left()):
+            what = "a checkpoint object is gone, and values of %s were never restored; call expect_partial() if that "
+            lines = format_section("not restored", _formatted(left.values()))
+            _logger.warning(f"{what}is intended:\n%s", self.where, "\n".join(lines))
 
 
 class Restoration:
@@ -256,8 +249,7 @@ class Restoration:
         plain = PlainValues(stored, graph)
         self._matching = Matching(graph, plain, final=final)
         self._reader = ValueReader(stored, graph, plain)
-        self._has_own = stored.has_own
-        self._leaves = stored.leaves
+        self._stored = stored
         self._ignored = frozenset(ignore)
         self._filter = PathFilter(select, exclude)
         paths = {number: graph.path(number) for number, _ in graph.values()}
@@ -266,6 +258,7 @@ class Restoration:
         self.progress = RestoreProgress(wanted, str(stored.checkpoint))
         weakref.finalize(self, self.progress.end).atexit = False
         self._settled: set[Path] = set()
+        self._replaced: set[Path] = set()  # containers of plain values, which lose elements that the checkpoint lacks
         self._fresh: set[Path] = set()  # streams that the checkpoint lacks for this process
         self.retired = False  # whether a later restore has taken over all that it waits for
         self.reported: set[Path] = set()  # values whose objects a save has found
@@ -279,11 +272,6 @@ class Restoration:
         assert root is not None
         return root
 
-    @property
-    def done(self) -> bool:
-        """Whether nothing is left to restore."""
-        return self.retired or not self.progress.left()
-
     def retire(self) -> None:
         """End the restore, because a later one takes over what it waits for."""
         self.retired = True
@@ -296,14 +284,10 @@ class Restoration:
             self._write(*self._prepared(self._matching.from_root(self.root)))
 
     def prepare(self, misfits: Misfits | None = None) -> Callable[[], None]:
-        """Read everything that `advance` would restore; return a function that changes the objects.
-
-        The report counts the values as restored.
-        With ``misfits``, only values that fit are restored, and the others are noted there.
-        """
+        """Read all that `advance` would restore, or all of it that fits; return a function that changes the objects."""
         with collection_paused():
             values, known = self._prepared(self._matching.from_root(self.root), misfits)
-        self._note(*(one for one, _ in values), *known)
+        self._note(*(one for one, _ in values), *known)  # the report counts them as restored
         return partial(self._write, values, known)
 
     def restore_modes(self) -> list[str]:
@@ -311,7 +295,7 @@ class Restoration:
         changed = []
         graph = self._matching.graph
         for number, node in enumerate(graph.nodes):
-            saved = self._leaves.get(str(node.value))
+            saved = self._stored.leaves.get(str(node.value))
             for thing, path in self._matching.bindings.objects(number):
                 if is_module(thing) and graph.has_own_states and thing.training is not node.training:
                     thing.training = node.training
@@ -338,7 +322,9 @@ class Restoration:
             (segment,) = [str(key)] if isinstance(key, int) else key_segments([key])
         except KeyProblem:
             return False
-        return self._matching.expects_below(holder, segment)
+        graph = self._matching.graph
+        children = (graph.nodes[number].edges.get(segment) for number, _ in self._matching.bindings.of(holder))
+        return any(child is not None and graph.nodes[child].edges for child in children)
 
     @property
     def found_anything(self) -> bool:
@@ -346,7 +332,7 @@ class Restoration:
         graph = self._matching.graph
         return any(
             number in self.progress.wanted or graph.nodes[number].value is None
-            for number in self._matching.bindings.numbers()
+            for number in self._matching.bindings.by_number
             if number != 0
         )
 
@@ -381,6 +367,8 @@ class Restoration:
                 live.skipped[node.path] = _NO_STREAM
             elif node.path in self._settled or last_writer(node.slot) >= self._number:
                 restored.append(node)
+            elif any(node.path[:depth] in self._replaced for depth in range(1, len(node.path))):
+                restored.append(node)
             elif isinstance(node.view, Leaf) and node.view.opened is not None and node.path in parts:
                 restored.append(node)  # a sequence by its elements, or an optimizer by its groups and parameters
             elif any(node.path[: len(path)] == path for path in too_new):
@@ -397,7 +385,7 @@ class Restoration:
         missing = _formatted(node.path for node in nodes if isinstance(node.view, Leaf) and node.view.shared)
         if missing:
             lines = format_section("in the program, not in the checkpoint", missing)
-            lines += format_section("in the checkpoint, not in the program", _formatted(self.progress.unrestored()))
+            lines += format_section("in the checkpoint, not in the program", _formatted(self.progress.left().values()))
             what = "%s has no values for objects of the program, which keep those they have; pass partial=True if that "
             _logger.warning(f"{what}is intended:\n%s", self.progress.where, "\n".join(lines))
 
@@ -410,25 +398,18 @@ class Restoration:
         self, found: Iterable[Assignment], misfits: Misfits | None = None
     ) -> tuple[list[tuple[Assignment, Any]], list[Assignment]]:
         """Return all values, read and compared with the program, and the assignments that are done already."""
-        try:
+        with self._matching.undone_on_error():
             due, known = self._sorted(found)
             values = self._reader.read_values(due, misfits)
             for one, value in values:
                 if isinstance(one.slot, MemberSlot):
                     one.slot.member(value)
-        except BaseException:
-            self._matching.undo()
-            raise
         return values, known
 
     @collection_paused()
     def _write(self, values: list[tuple[Assignment, Any]], known: list[Assignment]) -> None:
-        """Change the objects."""
-        try:
+        with self._matching.undone_on_error():
             write_slots([(one.slot, value) for one, value in values])
-        except BaseException:
-            self._matching.undo()
-            raise
         done = [one for one, _ in values]
         for one in done:
             note_writer(one.slot, self._number, self._keepers)
@@ -436,10 +417,7 @@ class Restoration:
         self._wait()
 
     def _sorted(self, found: Iterable[Assignment]) -> tuple[list[Assignment], list[Assignment]]:
-        """Return the assignments to do, and those that a later restore or another path has done.
-
-        Streams that the checkpoint lacks for this process stay as they are, and count as done.
-        """
+        """Return the assignments to do, and those that a later restore or another path has done."""
         due: list[Assignment] = []
         known: list[Assignment] = []
         fresh: list[Path] = []
@@ -449,8 +427,8 @@ class Restoration:
                 number in self.progress.wanted and self._chooses(path) for number, path in one.values()
             ):
                 continue
-            if not self._has_own and isinstance(one.slot, StateSlot) and one.slot.is_stream:
-                known.append(one)
+            if not self._stored.has_own and isinstance(one.slot, StateSlot) and one.slot.is_stream:
+                known.append(one)  # the checkpoint lacks it for this process, which keeps its own
                 fresh.append(one.path)
                 continue
             place = id(one.slot.anchor), one.slot.trail
@@ -472,6 +450,8 @@ class Restoration:
     def _note(self, *done: Assignment) -> None:
         for one in done:
             self._settled.add(one.path)
+            if one.covers is not None:
+                self._replaced.add(one.path)
             for number, path in one.values():
                 self.progress.restored.add(number)
                 self._settled.add(path)
@@ -479,13 +459,13 @@ class Restoration:
 
     def _wait(self) -> None:
         """Make holders report new objects while values wait for objects."""
-        left = len(self.progress.restored) < len(self.progress.wanted)
-        for holder in self._matching.waiting:
+        waits = not self.retired and len(self.progress.restored) < len(self.progress.wanted)
+        for holder in self._matching.waiting if waits else ():
             for target in (holder, holder.__holdfast_root__() if isinstance(holder, Node) else None):
-                if left and not self.retired and expect(target, self):
+                if expect(target, self):
                     self._holders.append(weakref.ref(target))
         self._matching.waiting.clear()
-        if not left or self.retired:
+        if not waits:
             self._stop_waiting()
 
     def _stop_waiting(self) -> None:
@@ -505,7 +485,7 @@ def check_restored(restorations: Sequence[Restoration]) -> None:
     superseded: set[Path] = set()  # the values of later restores
     for restoration in reversed(restorations):
         progress = restoration.progress
-        if waiting := progress.unrestored():
+        if waiting := list(progress.left().values()):
             late = [path for path in restoration.awaited() if path not in superseded]
             if not progress.partial:
                 unrestored += [f"{format_node_path(path)} ({progress.where})" for path in late]

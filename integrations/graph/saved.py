@@ -16,7 +16,6 @@ from .outside import wrapped_nodes
 from .slots import Path, format_node_path, parse_path, storage_name
 
 OWN_STATES = "own_states"  # key of a document that includes the states that modules and optimizers give by methods
-ATTRIBUTES = "attributes"  # key of a document in which the parts of objects of Keras have the names of attributes
 
 Transform = Callable[[Any], Any]  # takes the saved array, and returns the array to restore
 
@@ -48,30 +47,25 @@ class SavedGraph:
     """The graph of a checkpoint; its root is node 0."""
 
     def __init__(
-        self,
-        nodes: Sequence[SavedNode],
-        before: SavedGraph | None = None,
-        *,
-        has_own_states: bool = False,
-        numbers_keras: bool = False,
+        self, nodes: Sequence[SavedNode], before: SavedGraph | None = None, *, has_own_states: bool = False
     ) -> None:
         self.nodes = list(nodes)
         # Whether modules and optimizers gave their states by methods of their own; in holdfast 0.1.0 they did not.
         self.has_own_states: bool = has_own_states if before is None else before.has_own_states
-        self.numbers_keras: bool = numbers_keras if before is None else before.numbers_keras
         self._before = before
-        # Paths are made on demand: in a forged graph, each may be as long as there are nodes.
-        self._above: dict[int, tuple[int, str]] = {0: (0, "")}
+        # The last edge of the shortest path to each node: where it begins, and its name. Paths are made on demand: in a
+        # forged graph, each may be as long as there are nodes.
+        self.above: dict[int, tuple[int, str]] = {0: (0, "")}
         self._slots: dict[int, tuple[int, int, str]] = {}
         queue = [0]
         for number in queue:
             for segment, child in self.nodes[number].edges.items():
-                if child not in self._above:
-                    self._above[child] = number, segment
+                if child not in self.above:
+                    self.above[child] = number, segment
                     queue.append(child)
         for number in queue:
             for parameter, name, value in self.nodes[number].optimizer_slots:
-                if parameter in self._above and value not in self._above:
+                if parameter in self.above and value not in self.above:
                     self._slots.setdefault(value, (number, parameter, name))
 
     def path(self, number: int) -> Path:
@@ -81,16 +75,12 @@ class SavedGraph:
             return (*self.path(optimizer), OPTIMIZER_SLOTS, *self.path(parameter), name)
         keys: list[str] = []
         while number:
-            number, segment = self._above[number]
+            number, segment = self.above[number]
             keys.append(segment)
         return tuple(reversed(keys))
 
-    def above(self, number: int) -> tuple[int, str] | None:
-        """Return the last edge of the shortest path to a node: the node it begins at, and its name."""
-        return self._above.get(number)
-
     def values(self) -> Iterator[tuple[int, SavedNode]]:
-        for number in [*self._above, *self._slots]:
+        for number in [*self.above, *self._slots]:
             if self.nodes[number].value is not None:
                 yield number, self.nodes[number]
 
@@ -110,7 +100,7 @@ class SavedGraph:
     def unwrapped(self) -> SavedGraph:
         """Return the graph with the paths that wrapped modules have without their wrappers, besides their own."""
         nodes, found = list(self.nodes), False
-        for number in reversed(self._above):  # inner wrappers first
+        for number in reversed(self.above):  # inner wrappers first
             for child in wrapped_nodes(nodes[number].type, nodes[number].edges):
                 nodes[number] = replace(nodes[number], edges={**nodes[child].edges, **nodes[number].edges})
                 found = True
@@ -155,6 +145,18 @@ class SavedGraph:
         return found
 
     @cached_property
+    def optimizers(self) -> dict[int, dict[int, list[tuple[str, int]]]]:
+        """The values that each optimizer keeps: by its node and the parameter's, their names and nodes."""
+        found: dict[int, dict[int, list[tuple[str, int]]]] = {}
+        for number, node in enumerate(self.nodes):
+            kept: dict[int, list[tuple[str, int]]] = {parameter: [] for group in node.groups for parameter in group}
+            for parameter, name, value in node.optimizer_slots:
+                kept.setdefault(parameter, []).append((name, value))
+            if kept:
+                found[number] = kept
+        return found
+
+    @cached_property
     def with_values(self) -> set[int]:
         """The nodes that have a value, or nodes with values below them."""
         above: dict[int, list[int]] = {}
@@ -172,11 +174,7 @@ class SavedGraph:
 
     @classmethod
     def of_names(cls, names: Iterable[str], kinds: Mapping[str, str]) -> SavedGraph:
-        """Return the graph of a plain tree, whose containers are the nodes.
-
-        Where the keys of a container are paths themselves, as in a flat ``state_dict``, these paths lead to the same
-        values.
-        """
+        """Return the graph of a plain tree, whose containers are the nodes."""
         nodes = [SavedNode(type=kinds.get("", ""))]
         leaves = dict.fromkeys(names)
         for name in (*leaves, *kinds):
@@ -189,7 +187,14 @@ class SavedGraph:
                     nodes.append(SavedNode(type=kinds.get(".".join(segments[:depth]), "")))
                 number = edges[segment]
             nodes[number].value = name if name in leaves else None
-        _split_keys(nodes)
+        # Where the keys of a container are paths themselves, as in a flat state_dict, these lead to the same values.
+        for number in range(len(nodes)):
+            for segment, child in list(nodes[number].edges.items()):
+                *keys, last = segment.split("%2E")
+                if keys and last and all(keys) and nodes[child].value is not None:
+                    holder = _walk_down(nodes, number, keys)
+                    if holder is not None:
+                        nodes[holder].edges.setdefault(last, child)
         return cls(nodes)
 
     @classmethod
@@ -215,20 +220,7 @@ class SavedGraph:
             used.add(value)
         if read[0].value is not None:
             raise DamagedCheckpointError(f"{source}: its root has a value")
-        has_own_states = document.get(OWN_STATES) is True
-        numbers_keras = has_own_states and document.get(ATTRIBUTES) is not True
-        return cls(read, has_own_states=has_own_states, numbers_keras=numbers_keras)
-
-
-def _split_keys(nodes: list[SavedNode]) -> None:
-    """Add the edges of paths that are written as keys with dots, if no other edges have these names."""
-    for number in range(len(nodes)):
-        for segment, child in list(nodes[number].edges.items()):
-            *keys, last = segment.split("%2E")
-            if keys and last and all(keys) and nodes[child].value is not None:
-                holder = _walk_down(nodes, number, keys)
-                if holder is not None:
-                    nodes[holder].edges.setdefault(last, child)
+        return cls(read, has_own_states=document.get(OWN_STATES) is True)
 
 
 def _walk_down(nodes: list[SavedNode], start: int, path: Sequence[str]) -> int | None:
@@ -261,10 +253,10 @@ def _read_node(document: Any, count: int) -> SavedNode:
         node.edges = {_segment(name): _number(child, count) for name, child in document["edges"].items()}
     if node.edges and value is not None:
         raise ValueError("it has both a value and edges")
-    for entry in _list(document.get(OPTIMIZER_SLOTS, [])):
-        parameter, name, child = _list(entry)
+    for entry in as_list(document.get(OPTIMIZER_SLOTS, [])):
+        parameter, name, child = as_list(entry, 3)
         node.optimizer_slots.append((_number(parameter, count), _segment(name), _number(child, count)))
-    groups = map(_list, _list(document.get("groups", [])))
+    groups = map(as_list, as_list(document.get("groups", [])))
     node.groups = [[_number(parameter, count) for parameter in group] for group in groups]
     return node
 
@@ -282,7 +274,8 @@ def _segment(value: Any) -> str:
     return value
 
 
-def _list(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise TypeError(f"expected a list, found {value!r:.80}")
+def as_list(value: Any, count: int | None = None) -> list[Any]:
+    """Return a value that is not trusted if it is a list, of ``count`` elements."""
+    if not isinstance(value, list) or (count is not None and len(value) != count):
+        raise TypeError(f"expected a list{'' if count is None else f' of {count}'}, found {value!r:.80}")
     return value

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from numpy.typing import NDArray
 
@@ -25,7 +25,6 @@ from ...engine.pytree import (
     flatten,
     is_python_value,
     is_torch_tensor,
-    key_segments,
     materialize,
     unescape_key,
     unflatten,
@@ -34,7 +33,7 @@ from ...engine.pytree import (
 from ...engine.sources import CheckpointSource, read_checkpoint
 from ...engine.storage import Location
 from .frameworks import OPTIMIZER_SLOTS, is_module, is_uninitialized
-from .saved import ATTRIBUTES, OWN_STATES, SavedGraph
+from .saved import OWN_STATES, SavedGraph
 from .slots import BoxSlot, MemberSlot, StateSlot, format_node_path, storage_name
 from .views import Branch, Leaf
 from .walk import LiveGraph, LiveNode
@@ -73,17 +72,18 @@ def capture(graph: LiveGraph, *, apart: bool = False) -> CapturedGraph:
             "run, and nothing was written; run the module once before the first save"
         )
     elsewhere = {node.number: PER_PROCESS + escape_key(storage_name(node.path)) for node in states}
-    flat = flatten(_nested(graph.root, elsewhere) or {})
+    flat = flatten(_nested(graph.nodes[0], elsewhere) or {})
     names = elsewhere | dict(zip(flat.values, flat.names, strict=True))
     tree = unflatten(flat.structure, [_stored(graph.nodes[number]) for number in flat.values])
     nodes = [_node_document(node, names) for node in graph.nodes]
     per_process = {storage_name(node.path): _stored(node) for node in states} if apart else None
-    return CapturedGraph(tree, {"nodes": nodes, OWN_STATES: True, ATTRIBUTES: True}, per_process)
+    return CapturedGraph(tree, {"nodes": nodes, OWN_STATES: True}, per_process)
 
 
 def _stored(node: LiveNode) -> Any:
+    assert isinstance(node.view, Leaf)
     try:
-        return node.stored_value()
+        return node.slot.get() if node.view.packed is None else node.view.packed
     except Exception as error:
         error.add_note(f"raised by {format_node_path(node.path)}, which was asked for its state; nothing was written")
         raise
@@ -122,12 +122,6 @@ def _nested(node: LiveNode, elsewhere: Collection[int]) -> Any:
     return {} if isinstance(node.value, dict) else None
 
 
-def _is_box(node: LiveNode) -> bool:
-    """Whether a node is an object that holds one number, such as a `Value`."""
-    assert isinstance(node.view, Leaf)
-    return node.view.in_place and isinstance(node.slot, BoxSlot) and is_python_value(node.slot.get())
-
-
 def _node_document(node: LiveNode, names: Mapping[int, str]) -> dict[str, Any]:
     document: dict[str, Any] = {}
     if isinstance(node.view, Branch):
@@ -135,8 +129,10 @@ def _node_document(node: LiveNode, names: Mapping[int, str]) -> dict[str, Any]:
         if is_module(node.value) and not node.value.training:
             document["training"] = False
         document["edges"] = {segment: child.number for segment, child in node.edges.items()}
-    elif _is_box(node) or isinstance(node.slot, MemberSlot):
-        document["type"] = class_name(node.value)
+    elif isinstance(node.slot, MemberSlot) or (
+        node.view.in_place and isinstance(node.slot, BoxSlot) and is_python_value(node.slot.get())
+    ):
+        document["type"] = class_name(node.value)  # of an enumeration, or of a box for one number, such as a `Value`
     if node.number in names:
         document["value"] = names[node.number]
     if node.optimizer_slots:
@@ -149,19 +145,8 @@ def _node_document(node: LiveNode, names: Mapping[int, str]) -> dict[str, Any]:
 # ---- an item of a checkpoint
 
 
-class GraphTemplate(Protocol):
-    """Objects that take the values of a graph."""
-
-    def prepare(self, stored: StoredGraph) -> Callable[[], Any]:
-        """Read and compare the values; return a function that changes the objects."""
-        ...
-
-
 class GraphCheckpointHandler(PyTreeCheckpointHandler):
-    """Saves graphs of objects as a tree of their values and a document of nodes and edges.
-
-    The tree can be loaded, shown and verified as any other.
-    """
+    """Saves graphs of objects as a tree of their values, like any other, and a document of nodes and edges."""
 
     shares_reads = True
 
@@ -187,11 +172,10 @@ class GraphCheckpointHandler(PyTreeCheckpointHandler):
         shared: SharedReads | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Open a graph; with a template, read the values that the template takes, and change nothing."""
+        """Open a graph; with a template, let its ``prepare(stored)`` read the values that it takes."""
         tree = TreeReader(directory, files)
         stored = StoredGraph(tree, directory.parent, tree.files, shared)
-        template: GraphTemplate | None = item
-        return stored if template is None else template.prepare(stored)
+        return stored if item is None else item.prepare(stored)
 
 
 class StoredGraph:
@@ -203,6 +187,7 @@ class StoredGraph:
         checkpoint: Location,
         files: Mapping[str, FileRecord] | None = None,
         shared: SharedReads | None = None,
+        document: Any = None,  # of nodes and edges, if the source has none
     ) -> None:
         self.checkpoint = checkpoint
         self._source = source
@@ -215,17 +200,17 @@ class StoredGraph:
         self._share = None if share is None else TreeReader(share.folder, share.files)
         # Whether the states of objects are those of this process; one process saves those of process 0.
         self.has_own = current_coordinator().process_index == 0 if share is None else share.is_own
-        self._containers = _containers(source.tree.structure, "")
-        kinds = {name: _TYPES.get(container.kind, container.kind) for name, container in self._containers.items()}
+        self.containers = _containers(source.tree.structure, "")  # by storage name
+        kinds = {name: _TYPES.get(container.kind, container.kind) for name, container in self.containers.items()}
         if self._share is not None:
             containers = _containers(self._share.tree.structure, "")
-            self._containers.update({PER_PROCESS + name: container for name, container in containers.items() if name})
+            self.containers.update({PER_PROCESS + name: container for name, container in containers.items() if name})
             self.leaves.update({PER_PROCESS + leaf.name: leaf for leaf in self._share.leaves})
-        document = source.graph_document()
+        document = source.graph_document() if document is None else document
         if document is None:
             self.graph = SavedGraph.of_names(self.leaves, kinds)
         else:
-            names = [*self.leaves, *self._containers]
+            names = [*self.leaves, *self.containers]
             self.graph = SavedGraph.of_document(document, names, str(self.location / GRAPH))
 
     def read_arrays(self, names: Sequence[str]) -> list[NDArray[Any] | None]:
@@ -235,13 +220,9 @@ class StoredGraph:
             wanted = list(dict.fromkeys(name for name in names if name.startswith(PER_PROCESS) is per_process))
             if source is not None and wanted:
                 arrays.update(zip(wanted, source.read_leaves([self.leaves[name] for name in wanted]), strict=True))
-        given: set[str] = set()
-        found = []
-        for name in names:
-            array = arrays[name]
-            found.append(array.copy() if array is not None and name in given else array)
-            given.add(name)
-        return found
+        first = {name: index for index, name in reversed([*enumerate(names)])}
+        found = [arrays[name] for name in names]
+        return [one if one is None or first[names[index]] == index else one.copy() for index, one in enumerate(found)]
 
     def read_parts(self, names: Sequence[str], targets: Sequence[LeafTemplate]) -> tuple[list[Any], dict[int, Any]]:
         """Read the arrays of leaves for their templates, as `materialize` takes them."""
@@ -255,10 +236,7 @@ class StoredGraph:
         return [arrays[index] for index in range(len(names))], {once[index]: part for index, part in parts.items()}
 
     def load(self, names: Sequence[str], *, as_tensors: Collection[str] = ()) -> list[Any]:
-        """Read values without a template: numpy arrays, Python values, or trees of these.
-
-        Arrays of ``as_tensors`` that were saved from torch become tensors.
-        """
+        """Read values without a template; arrays of ``as_tensors`` that were saved from torch become tensors."""
         leaves = [self.leaves_of(name) for name in names]
         every = [leaf for group in leaves for leaf in group]
         arrays = self.read_arrays(every)
@@ -272,7 +250,7 @@ class StoredGraph:
         with naming(self.location):
             values = iter(materialize(templates, saved, arrays, every))
         return [
-            next(values) if name in self.leaves else unflatten(self._containers[name], [next(values) for _ in group])
+            next(values) if name in self.leaves else unflatten(self.containers[name], [next(values) for _ in group])
             for name, group in zip(names, leaves, strict=True)
         ]
 
@@ -280,19 +258,7 @@ class StoredGraph:
         """Return the storage names of the leaves of a container in order, or that of a leaf."""
         if name in self.leaves:
             return [name]
-        return [leaf for child in _names(self._containers[name], name) for leaf in self.leaves_of(child)]
-
-    def container(self, name: str) -> TreeDef | None:
-        """Return the container with a storage name; None if there is none."""
-        return self._containers.get(name)
-
-
-def keys_by_segment(container: TreeDef | None) -> dict[str, Any]:
-    """Return the keys of a container by the names of its edges."""
-    if container is None:
-        return {}
-    keys = range(len(container.children)) if container.keys is None else container.keys
-    return dict(zip(key_segments(container.keys, len(container.children)), keys, strict=True))
+        return [leaf for child, _ in self.containers[name].named_children(name) for leaf in self.leaves_of(child)]
 
 
 def open_graph(location: Location) -> StoredGraph:
@@ -303,15 +269,10 @@ def open_graph(location: Location) -> StoredGraph:
     return read_checkpoint(location.without_links(), open_tree)
 
 
-def _names(structure: TreeDef, name: str) -> list[str]:
-    segments = key_segments(structure.keys, len(structure.children))
-    return [f"{name}.{segment}" if name else segment for segment in segments]
-
-
 def _containers(structure: TreeDef | None, name: str) -> dict[str, TreeDef]:
     if structure is None:
         return {}
     found = {name: structure}
-    for below, child in zip(_names(structure, name), structure.children, strict=True):
+    for below, child in structure.named_children(name):
         found.update(_containers(child, below))
     return found

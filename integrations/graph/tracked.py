@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Protocol, Self, SupportsIndex
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, SupportsIndex
 
 from ...engine.errors import OptionError, UnsupportedLeafError
 from ...engine.pytree import loaded, opens_as
@@ -21,11 +21,9 @@ class Resumable(Protocol):
 
     def resume(self, holder: object, key: object = None) -> None:
         """Restore new objects below a holder: under one key, or anywhere."""
-        ...
 
     def expects_below(self, holder: object, key: object) -> bool:
         """Whether there are values for objects below a key of a holder."""
-        ...
 
 
 class Untracked:
@@ -44,18 +42,18 @@ class Untracked:
 
 
 def _forward(operation: Callable[[Any, Any], Any]) -> tuple[Callable[[Value, Any], Any], Callable[[Value, Any], Any]]:
-    """Return an operator of two values that takes boxes, and the same for a box on the right."""
+    """Return an operator of a box and another value or box, and the same for a box on the right."""
 
-    def bare(one: Any) -> Any:
-        return one.value if isinstance(one, Value) else one
+    def forward(one: Value, other: Any) -> Any:
+        return operation(one.value, other.value if isinstance(other, Value) else other)
 
-    return lambda one, other: operation(one.value, bare(other)), lambda one, other: operation(bare(other), one.value)
+    return forward, lambda one, other: operation(other, one.value)
 
 
 class Value:
     """A box for a number or another plain value that changes, such as a counter of steps.
 
-    It compares and counts as its value does, and the results are plain values, as those of a ``tf.Variable``.
+    It compares and counts as its value does, and the results are plain values, as with a ``tf.Variable``.
 
     Args:
         value: A bool, int, float, complex, str, bytes or None.
@@ -144,6 +142,7 @@ class Node:
     """
 
     __slots__ = ("__dict__", "__weakref__", "_holdfast", "_holdfast_pending")
+    _holdfast_state: ClassVar[type[NodeState]] = NodeState
     _holdfast: NodeState
     _holdfast_pending: list[Resumable]
 
@@ -157,10 +156,6 @@ class Node:
         object.__setattr__(node, "_holdfast_pending", [])
         return node
 
-    @staticmethod
-    def _holdfast_state() -> NodeState:
-        return NodeState()
-
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _reserved(type(self)):  # type: ignore[arg-type]  # mypy takes the class for an instance
             raise OptionError(
@@ -170,16 +165,14 @@ class Node:
             self._holdfast.untracked.add(name)
             object.__setattr__(self, name, value.value)
             return
-        before, hidden = vars(self).get(name, _NOTHING), name in self._holdfast.untracked
+        before, untracked = dict(vars(self)), set(self._holdfast.untracked)
         self._holdfast.untracked.discard(name)
         object.__setattr__(self, name, _tracked(self, name, value))
 
         def undo() -> None:
-            if before is _NOTHING:
-                object.__delattr__(self, name)
-            else:
-                object.__setattr__(self, name, before)
-                self._holdfast.untracked.update([name] if hidden else [])
+            vars(self).clear()
+            vars(self).update(before)
+            self._holdfast.untracked = untracked
 
         _resume(self, name, undo)
 
@@ -318,6 +311,7 @@ class TrackedDict(dict[Any, Any]):
         return dict, (dict(self),)
 
 
+_registered: set[str] = set()  # frameworks whose pytrees tracked containers are
 opens_as(TrackedList, "list")
 opens_as(TrackedDict, "dict")
 
@@ -327,20 +321,19 @@ def _register_pytrees() -> None:
     if "jax" not in _registered and (jax := loaded("jax")) is not None:
         _registered.add("jax")
         util = jax.tree_util
-        util.register_pytree_with_keys(TrackedList, lambda one: _keyed(one, range(len(one)), util.SequenceKey), _list)
-        util.register_pytree_with_keys(TrackedDict, lambda one: _keyed(one, _sorted(one), util.DictKey), _dict)
+
+        def keyed(one: Any, keys: Iterable[Any], kind: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+            return [(kind(key), one[key]) for key in keys], tuple(keys)
+
+        util.register_pytree_with_keys(TrackedList, lambda one: keyed(one, range(len(one)), util.SequenceKey), _list)
+        util.register_pytree_with_keys(TrackedDict, lambda one: keyed(one, _sorted(one), util.DictKey), _dict)
     if "torch" not in _registered and (torch := loaded("torch")) is not None:
         _registered.add("torch")
         register = torch.utils._pytree.register_pytree_node
-        register(TrackedList, lambda one: (list(one), None), lambda children, _: TrackedList(iter(children)))
+        register(TrackedList, lambda one: (list(one), None), lambda children, _: _list(None, children))
         register(
             TrackedDict, lambda one: (list(one.values()), tuple(one)), lambda children, keys: _dict(keys, children)
         )
-
-
-def _keyed(one: Any, keys: Iterable[Any], kind: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
-    keys = tuple(keys)
-    return [(kind(key), one[key]) for key in keys], keys
 
 
 def _sorted(one: TrackedDict) -> list[Any]:
@@ -356,9 +349,6 @@ def _list(_: Any, children: Iterable[Any]) -> TrackedList:
 
 def _dict(keys: Iterable[Any], children: Iterable[Any]) -> TrackedDict:
     return TrackedDict(zip(keys, children, strict=True))
-
-
-_registered: set[str] = set()
 
 
 def tracked_attributes(value: object) -> list[tuple[str, Any]]:
@@ -422,9 +412,6 @@ def _tracked(holder: Node | TrackedList | TrackedDict, key: object, value: Any) 
     if type(value) in (list, dict) and any(restore.expects_below(holder, key) for restore in holder._holdfast_pending):
         return TrackedList(value) if type(value) is list else TrackedDict(value)
     return value
-
-
-_NOTHING = object()
 
 
 @cache

@@ -8,7 +8,7 @@ replay buffer, takes arrays, too.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -35,19 +35,19 @@ from ...engine.pytree import (
 from ...engine.sources import Misfits
 from .frameworks import OptimizerSlot, OptionSlot, TensorSlot, divided_like, is_single_leaf, new_optimizer_tensor
 from .saved import SavedGraph, Transform
-from .slots import Assignment, Path, Place, StateSlot, format_node_path, storage_name
-from .stored import PER_PROCESS, StoredGraph, keys_by_segment
+from .slots import Assignment, Path, Place, Slot, StateSlot, format_node_path, storage_name
+from .stored import PER_PROCESS, StoredGraph
 from .tracked import TrackedDict, TrackedList
 
 # Leaves of these kinds need no object of the program.
 PLAIN_KINDS = NUMBER_KINDS | {NUMBERS, "str", "bytes", "none", "set", "frozenset", "numpy_scalar"}
-# Arrays of these kinds can be made without an array of the program; those of jax are placed on devices.
-_NUMBER_KINDS = NUMBER_KINDS | {"numpy_scalar"}
+NUMBER_VALUES = NUMBER_KINDS | {"numpy_scalar"}
 _NUMBERS = (bool, int, float, complex, np.generic)
+# Arrays of these kinds can be made without an array of the program; those of jax are placed on devices.
 MADE_KINDS = frozenset({"numpy", "torch"})
 
 _CONTAINERS = (list, dict, OrderedDict, tuple, deque, TrackedList, TrackedDict)
-_SEQUENCES: dict[str, Any] = {
+SEQUENCES: dict[str, Any] = {
     "list": list,
     "tuple": tuple,
     "collections.deque": deque,
@@ -55,7 +55,7 @@ _SEQUENCES: dict[str, Any] = {
 }
 _KINDS = (list, tuple, deque)
 _ORDERED = "collections.OrderedDict"  # such as a state dict of torch
-_LABELS = frozenset({*_SEQUENCES, "dict", _ORDERED, f"{TrackedDict.__module__}.{TrackedDict.__name__}"})
+_LABELS = frozenset({*SEQUENCES, "dict", _ORDERED, f"{TrackedDict.__module__}.{TrackedDict.__name__}"})
 
 
 class PlainValues:
@@ -64,7 +64,7 @@ class PlainValues:
     def __init__(self, stored: StoredGraph, graph: SavedGraph) -> None:
         self._stored = stored
         self._graph = graph
-        self._values: dict[int, str] = {}  # the kinds of the values, by their nodes
+        self.kinds: dict[int, str] = {}  # the kinds of the values, by their nodes
         self._arrays: set[int] = set()  # nodes of arrays of `MADE_KINDS`
         for number, node in graph.values():
             name = str(node.value)
@@ -73,101 +73,82 @@ class PlainValues:
             if leaf is None or node.type or node.transform is not None or name.startswith(PER_PROCESS):
                 continue
             if leaf.saved.kind in PLAIN_KINDS:
-                self._values[number] = leaf.saved.kind
+                self.kinds[number] = leaf.saved.kind
             elif leaf.saved.kind in MADE_KINDS and "sharding" not in leaf.saved.details:
                 self._arrays.add(number)
         self._known: dict[tuple[int, bool], list[tuple[int, Path]] | None] = {}
-        self._sharing: set[int] = set()
+        self.sharing: set[int] = set()  # containers with containers that other edges lead to, too; known after `below`
         self._keys: dict[int, dict[str, Any]] = {}  # of dictionaries, by the names of their edges
 
     def below(self, number: int, *, arrays: bool = False) -> list[tuple[int, Path]] | None:
-        """Return the values in a container and their paths from it; None if it holds anything but plain values.
-
-        With ``arrays``, arrays count as plain values if nothing outside of the container holds them.
-        """
+        """Return the values in a container and their paths from it; None if it holds anything but plain values."""
+        # With `arrays`, arrays count as plain values if nothing outside of the container holds them.
         key = number, arrays
         if key not in self._known:
             self._known[key] = None  # the answer for a container that holds itself
             self._known[key] = self._search(number, self._arrays if arrays else set())
         return self._known[key]
 
-    def is_packed(self, number: int) -> bool:
-        """Whether a value is a sequence of numbers."""
-        return self._values.get(number) == NUMBERS
-
-    def is_none(self, number: int) -> bool:
-        return self._values.get(number) == "none"
-
-    def is_sequence(self, number: int) -> bool:
-        return self._graph.nodes[number].type in _SEQUENCES
-
-    def shares(self, number: int) -> bool:
-        """Whether other edges lead to containers in this one, too; `below` must be called first."""
-        return number in self._sharing
-
     def build(self, number: int, values: Mapping[int, Any]) -> Any:
         """Return a container with the values of its nodes, or the value of a node itself."""
         if number in values:
             return values[number]
         edges, kind = self._graph.nodes[number].edges, self._graph.nodes[number].type
-        if kind in _SEQUENCES:
+        if kind in SEQUENCES:
             elements = [self.build(edges[segment], values) for segment in sorted(edges, key=int)]
             stored = self._container(number)
             is_deque = stored is not None and stored.kind == "deque"  # a stored deque has its maxlen
-            return stored.build(elements) if stored is not None and is_deque else _SEQUENCES[kind](elements)
-        known = self._keys_of(number)
+            return stored.build(elements) if stored is not None and is_deque else SEQUENCES[kind](elements)
+        known = self.keys(number)
         order = [segment for segment in known if segment in edges]
         order += [segment for segment in edges if segment not in known]
         made = OrderedDict[Any, Any]() if kind == _ORDERED else {}
-        return made | {self.key(number, segment): self.build(edges[segment], values) for segment in order}
+        return made | {known.get(one, unescape_key(one)): self.build(edges[one], values) for one in order}
 
-    def key(self, number: int, segment: str) -> Any:
-        """Return the key of an entry of a dictionary."""
-        return self._keys_of(number).get(segment, unescape_key(segment))
-
-    def _keys_of(self, number: int) -> dict[str, Any]:
+    def keys(self, number: int) -> dict[str, Any]:
+        """Return the keys of a saved container by the names of its edges."""
         if number not in self._keys:
-            self._keys[number] = keys_by_segment(self._container(number))
+            container, self._keys[number] = self._container(number), {}
+            if container is not None:
+                keys = range(len(container.children)) if container.keys is None else container.keys
+                self._keys[number] = dict(zip(container.segments, keys, strict=True))
         return self._keys[number]
 
     def _container(self, number: int) -> TreeDef | None:
-        return self._stored.container(self._graph.container_name(number))
+        return self._stored.containers.get(self._graph.container_name(number))
 
     def _search(self, number: int, arrays: set[int]) -> list[tuple[int, Path]] | None:
         found: list[tuple[int, Path]] = []
         held: Counter[int] = Counter()  # how often the container holds each array
         queue: list[tuple[int, Path]] = [(number, ())]
         for node, path in queue:
-            if node in self._values or node in arrays:
+            if node in self.kinds or node in arrays:
                 found.append((node, path))
                 continue
             known = self._graph.nodes[node]
             if known.value is not None or known.type not in _LABELS or known.optimizer_slots or len(path) > MAX_DEPTH:
                 return None
-            if known.type in _SEQUENCES and not all(edge.isascii() and edge.isdigit() for edge in known.edges):
+            if known.type in SEQUENCES and not all(edge.isascii() and edge.isdigit() for edge in known.edges):
                 return None  # rename= has changed keys
             for segment, child in known.edges.items():
                 if child in arrays:
                     held[child] += 1
                     if held[child] > 1:
                         continue
-                elif self._graph.above(child) != (node, segment):
+                elif self._graph.above.get(child) != (node, segment):
                     return None  # it is stored under another path, or the container holds itself
-                elif self._graph.uses[child] > 1 and child not in self._values:
-                    self._sharing.add(number)
+                elif self._graph.uses[child] > 1 and child not in self.kinds:
+                    self.sharing.add(number)
                 queue.append((child, (*path, segment)))
         return found if all(self._graph.uses[child] == count for child, count in held.items()) else None
 
 
 def is_plain(value: Any, known: dict[int, bool], depth: int = 0, *, arrays: bool = False) -> bool:
-    """Whether a value is plain, or a container of plain values; ``known`` keeps the answers by the ids of containers.
-
-    With ``arrays``, arrays without gradients count as plain values.
-    """
+    """Whether a value is plain, or a container of plain values; ``known`` has the answers by the ids of containers."""
     if is_python_value(value):
         return True
     if arrays and (isinstance(value, np.ndarray) or (is_torch_tensor(value) and not value.requires_grad)):
-        return True
+        return True  # an array without gradients
     if type(value) not in _CONTAINERS or depth > MAX_DEPTH:
         return False
     if id(value) not in known:
@@ -187,10 +168,7 @@ class ValueReader:
         self._parameter_of = {value: parameter for node in graph.nodes for parameter, _, value in node.optimizer_slots}
 
     def read_values(self, due: list[Assignment], misfits: Misfits | None = None) -> list[tuple[Assignment, Any]]:
-        """Compare all values of assignments with the program; return the assignments with their values.
-
-        With ``misfits``, assignments whose values do not fit are left out, and are added to ``misfits``.
-        """
+        """Compare all values with the program, and return them; with ``misfits``, leave out those that do not fit."""
         trees: list[Assignment] = []
         leaves: list[Assignment] = []
         for one in due:
@@ -202,10 +180,11 @@ class ValueReader:
         targets = describe_template([storage_name(one.path) for one in leaves], templates)
         found = [self._problem(*each) for each in zip(leaves, targets, saved, strict=True)]
         problems = [(one, line) for one, line in zip(leaves, found, strict=True) if line is not None]
+        values_of_objects = [(one, _without_object(one.slot)) for one in trees if one.covers is None]
         problems += [
-            (one, difference(format_node_path(one.path), _described(one.slot.get()), "the state of an object"))
-            for one in trees
-            if one.covers is None and _holds_no_object(one.slot)
+            (one, difference(format_node_path(one.path), what, "the state of an object"))
+            for one, what in values_of_objects
+            if what is not None
         ]
         if problems and misfits is None:
             raise TreeMismatchError(
@@ -215,8 +194,12 @@ class ValueReader:
             )
         if problems and misfits is not None:
             misfits.kept |= {format_node_path(one.path): line for one, line in problems}
-            lost = {id(one): one for one, _ in problems}
-            return self.read_values([one for one in due if id(one) not in lost and not _depends(one, lost.values())])
+            lost = [one for one, _ in problems]
+            # What an optimizer keeps for a parameter is lost with the parameter, and with any of the other values.
+            kept_for = {id(one.slot.anchor) for one in lost if isinstance(one.slot, OptimizerSlot | TensorSlot)}
+            lost += [one for one in due if isinstance(one.slot, OptimizerSlot) and id(one.slot.anchor) in kept_for]
+            gone = set(map(id, lost))
+            return self.read_values([one for one in due if id(one) not in gone])
         values = self._read_leaves(leaves, targets, saved, arrays) + self._read_trees(trees)
         return list(zip(leaves + trees, values, strict=True))
 
@@ -283,16 +266,12 @@ class ValueReader:
         return difference(format_node_path(one.path), f"shape {list(shape)}", list(leaf.shape), "its parameter")
 
 
-def _holds_no_object(slot: Any) -> bool:
-    """Return whether the program has an array or a plain value where it must make the object of a saved state."""
-    if isinstance(slot, StateSlot):
-        return False
-    live = slot.get()
-    return is_torch_tensor(live) or (isinstance(slot, Place) and is_python_value(live))
-
-
-def _described(live: Any) -> str:
-    return "one array" if is_torch_tensor(live) else f"{live!r:.80}"
+def _without_object(slot: Slot) -> str | None:
+    """Describe an array or a plain value of the program where it must make the object of a saved state."""
+    live = None if isinstance(slot, StateSlot) else slot.get()
+    if is_torch_tensor(live):
+        return "one array"
+    return f"{live!r:.80}" if type(slot) is Place and is_python_value(live) else None
 
 
 def _is_empty(live: Any) -> bool:
@@ -311,13 +290,6 @@ def _like(one: Assignment, value: Any) -> Any:
             raise TreeMismatchError(f"{problem}; nothing was changed")
         return value
     return tuple(value) if isinstance(live, tuple) else list(value)
-
-
-def _depends(one: Assignment, lost: Iterable[Assignment]) -> bool:
-    """Whether an optimizer keeps the value for a parameter that is lost, or that has lost another value."""
-    return isinstance(one.slot, OptimizerSlot) and any(
-        other.slot.anchor is one.slot.anchor for other in lost if isinstance(other.slot, OptimizerSlot | TensorSlot)
-    )
 
 
 def _transformed(transform: Transform, array: Any, path: Path) -> NDArray[Any]:
@@ -343,9 +315,9 @@ def _template(one: Assignment, leaf: Saved) -> Any:
             return divided_like(slot.parameter, leaf.shape, leaf.dtype)  # the optimizer has yet to create it
         return ...
     # The saved type comes back where the slot is empty in the checkpoint, or where a float may have begun as the int 0.
-    if leaf.kind == "none" and (is_python_value(live) or isinstance(slot, Place)):
+    if leaf.kind == "none" and (is_python_value(live) or type(slot) is Place):
         return ...
-    if isinstance(live, _NUMBERS) and leaf.kind in _NUMBER_KINDS:
+    if isinstance(live, _NUMBERS) and leaf.kind in NUMBER_VALUES:
         return ...
     if isinstance(slot, OptionSlot) and is_python_value(live) and leaf.kind in PLAIN_KINDS:
         return ...

@@ -34,6 +34,7 @@ from ...engine.pytree import (
 from ...engine.stateful import is_stateful
 from .frameworks import (
     GROUPS,
+    OPTIMIZER,
     VARIABLE,
     OptionSlot,
     TensorSlot,
@@ -46,12 +47,9 @@ from .frameworks import (
     is_uninitialized,
     keras_children,
     keras_kind,
-    keras_parameters,
     module_children,
     nnx_children,
-    numbered_children,
     variable_accessors,
-    variable_slot,
     why_not_saved,
 )
 from .outside import is_actor_class, is_code_or_tool, unwrapped, why_more, why_refused
@@ -84,9 +82,8 @@ class Branch:
     functional: bool = False  # whether a restore rebuilds it, so that it is another object afterwards
     optimizer: Any = None  # the object itself, if it is a torch optimizer
     parameters: Sequence[Any] = ()  # those of an optimizer of Keras
-    # Edges of Keras in an order of the parameters, with lists of these names, or as earlier versions have named them.
+    # Returns the edges of an object of Keras in an order of the parameters, with lists of these names.
     listed: Callable[[list[int] | None, Iterable[str]], list[Edge]] | None = None
-    numbered: Callable[[], list[Edge]] | None = None
 
 
 @dataclass(slots=True)
@@ -122,7 +119,7 @@ def classify(value: Any, place: Slot) -> View:
     if is_jax_array(value) or is_jax_abstract(value):
         return Leaf(place, shared=True, in_place=False)
     if isinstance(value, enum.Enum) and not isinstance(place, PartSlot):
-        return Leaf(MemberSlot(value, place), shared=False, in_place=False)
+        return Leaf(MemberSlot(place.anchor, place.trail, value, place.set), shared=False, in_place=False)
     if is_python_value(value) or isinstance(value, np.generic):
         return Leaf(place, shared=False, in_place=False)
     if isinstance(value, Value):
@@ -161,7 +158,7 @@ def _classify_object(value: Any, place: Slot) -> View:
         return _node(value, place)
     if isinstance(value, Part):
         return _with_root(value, _attributes(value.value, value.__holdfast_children__().items(), place))
-    if (packed := _packed(value)) is not None:
+    if (packed := pack_numbers(list(value) if type(value) is TrackedList else value)) is not None:
         return _numbers(value, packed, place)
     if isinstance(value, dict | list) and expand(value) is not None and not isinstance(place, PartSlot):
         return _container(value, place)
@@ -172,7 +169,9 @@ def _classify_object(value: Any, place: Slot) -> View:
     if is_optimizer(value):
         return _optimizer(value, place)
     if is_nnx_variable(value):
-        return _variable(value)
+        slot = BoxSlot(value, (), *variable_accessors(value))
+        view = classify(slot.get(), slot)
+        return Leaf(slot, shared=True) if isinstance(view, Leaf) else view
     if is_nnx(value):
         return Branch(class_name(value), _attributes(value, nnx_children(value), place))
     if is_code_or_tool(value):
@@ -187,7 +186,11 @@ def _classify_object(value: Any, place: Slot) -> View:
         return Branch(class_name(value), _attributes(value, pairs, place))
     if expand(value) is not None:
         return _container(value, place)
-    return _plain_object(value, place)
+    if isinstance(value, enum.Enum):
+        return Unsaved("is a member of an enumeration in a container that cannot change; keep its value, or its name")
+    if not isinstance(value, types.SimpleNamespace) and (reason := why_refused(value)) is not None:
+        return Unsaved(reason)
+    return Branch(class_name(value), _attributes(value, tracked_attributes(value), place))  # of a class of the program
 
 
 def _node(node: Node, place: Slot) -> View:
@@ -224,7 +227,7 @@ def _container(value: Any, place: Slot) -> View:
     """Return the edges of a container, whose entries can be set, or which is rebuilt."""
     contents = expand(value)
     assert contents is not None
-    keys = contents.keys if contents.keys is not None else list(range(len(contents.values)))
+    keys = contents.keys if contents.keys is not None else range(len(contents.values))
     try:
         segments = key_segments(contents.keys, len(keys))
     except KeyProblem as problem:
@@ -232,24 +235,20 @@ def _container(value: Any, place: Slot) -> View:
     if isinstance(value, dict | list | deque) and (reason := why_more(value, keys)) is not None:
         return Unsaved(reason)
     mutable = not isinstance(place, PartSlot) and isinstance(value, dict | list | deque) and contents.kind != "node"
-    places: list[Slot] = []
+    entries = zip(segments, keys, contents.values, strict=True)
     if mutable:
         anchor, trail = _anchor(value, place)
-        for key, segment, child in zip(keys, segments, contents.values, strict=True):
-            places.append(Place(anchor, (*trail, segment), child, partial(_set_item, value, key)))
+        edges = [
+            Edge(segment, key, Place(anchor, (*trail, segment), child, partial(_set_item, value, key)))
+            for segment, key, child in entries
+        ]
     else:
         owner, below = (place.owner, place.below) if isinstance(place, PartSlot) else (place, ())
-        places += [PartSlot(owner, (*below, one), child) for one, child in zip(segments, contents.values, strict=True)]
-    edges = list(map(Edge, segments, keys, places))
+        edges = [Edge(segment, key, PartSlot(owner, (*below, segment), child)) for segment, key, child in entries]
     return Branch(class_name(value), edges, sequence=contents.keys is None, functional=not mutable)
 
 
-def _packed(value: Any) -> PackedNumbers | None:
-    return pack_numbers(list(value) if type(value) is TrackedList else value)
-
-
 def _numbers(value: Any, packed: PackedNumbers, place: Slot) -> Leaf:
-    """Return a long sequence of numbers as one value."""
     grows = _is_growing(value, place)
     return Leaf(
         sequence_slot(value, place),
@@ -305,42 +304,22 @@ def options_edge(optimizer: Any) -> Edge:
     return Edge(GROUPS, GROUPS, Place(optimizer, (GROUPS,), groups))
 
 
-def _variable(value: Any) -> View:
-    slot = BoxSlot(value, (), *variable_accessors(value))
-    view = classify(slot.get(), slot)
-    return Leaf(slot, shared=True) if isinstance(view, Leaf) else view
-
-
 def _keras(kind: str, value: Any, place: Slot) -> View:
     if kind == VARIABLE:
-        return Leaf(variable_slot(value), shared=True)
+        return Leaf(BoxSlot(value, (), lambda: value.value, value.assign), shared=True)
     if (reason := why_not_saved(value)) is not None:
         return Unsaved(reason)
     return Branch(
         class_name(value),
         _attributes(value, keras_children(value), place),
-        parameters=keras_parameters(value),
+        parameters=list(map(bare_variable, getattr(value, "_trainable_variables", ()))) if kind == OPTIMIZER else (),
         listed=lambda order, saved: _attributes(value, keras_children(value, order, saved), place),
-        numbered=lambda: _attributes(value, numbered_children(value), place),
     )
-
-
-def _plain_object(value: Any, place: Slot) -> View:
-    """Return the attributes of an instance of a class of the program."""
-    if isinstance(value, enum.Enum):
-        return Unsaved("is a member of an enumeration in a container that cannot change; keep its value, or its name")
-    if not isinstance(value, types.SimpleNamespace) and (reason := why_refused(value)) is not None:
-        return Unsaved(reason)
-    return Branch(class_name(value), _attributes(value, tracked_attributes(value), place))
 
 
 def _anchor(value: object, place: Slot) -> tuple[Any, Path]:
     """Return the anchor for what is below an object, and the path from there to the object."""
-    return (value, ()) if _can_be_anchor(value) else (place.anchor, place.trail)
-
-
-def _can_be_anchor(value: object) -> bool:
-    return type(value).__weakrefoffset__ != 0
+    return (value, ()) if type(value).__weakrefoffset__ else (place.anchor, place.trail)
 
 
 def _is_mutable_dataclass(value: Any) -> bool:

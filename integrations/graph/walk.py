@@ -40,11 +40,6 @@ class LiveNode:
         assert isinstance(self.view, Leaf)
         return self.view.slot
 
-    def stored_value(self) -> Any:
-        """Return the value as a checkpoint stores it."""
-        assert isinstance(self.view, Leaf)
-        return self.slot.get() if self.view.packed is None else self.view.packed
-
 
 @dataclass(slots=True)
 class LiveGraph:
@@ -67,10 +62,6 @@ class LiveGraph:
         return found + [one.path for node in optimizers for name, one in node.edges.items() if name != GROUPS]
 
     @property
-    def root(self) -> LiveNode:
-        return self.nodes[0]
-
-    @property
     def own(self) -> list[LiveNode]:
         """The nodes that are not names of objects outside of the graph."""
         return [node for node in self.nodes if not node.outside]
@@ -88,10 +79,8 @@ class LiveGraph:
 
 
 def walk(root: Node | Part, *, strict: bool = True, ends: Callable[[Any], bool] = lambda _: False) -> LiveGraph:
-    """Find all objects; with ``strict``, raise UnsupportedLeafError if one can be neither saved nor restored.
-
-    Objects that only paths through those at which the graph ``ends`` reach are names of parameters for its optimizers.
-    """
+    """Find all objects; with ``strict``, raise UnsupportedLeafError if one can be neither saved nor restored."""
+    # Objects behind those at which the graph ends are names of parameters for its optimizers.
     walker = _Walk(ends=ends)
     nodes = walker.discover(root)
     if strict:
@@ -180,24 +169,17 @@ class _Walk:
                 node.groups.append(within)
                 missing += sum(bool(state.get(one)) for one in group["params"] if id(one) not in by_object)
                 for parameter in within:
-                    nodes += _slots_of(node, group, parameter)
+                    values = state.get(parameter.value, {})
+                    names = list(map(slot_name, values))
+                    for segment, name, one in zip(key_segments(names), names, values.values(), strict=True):
+                        leaf = Leaf(OptimizerSlot(node.optimizer, group, parameter.value, name), shared=True)
+                        nodes.append(LiveNode(one, leaf, (*node.path, OPTIMIZER_SLOTS, *parameter.path, segment)))
+                        node.optimizer_slots.append((parameter, segment, nodes[-1]))
             if missing:
                 self.skipped[*node.path, OPTIMIZER_SLOTS] = (
                     f"{missing} of its parameters are not part of the checkpoint, and what it keeps for them is lost: "
                     "save the modules that have them, too"
                 )
-
-
-def _slots_of(node: LiveNode, group: dict[str, Any], parameter: LiveNode) -> list[LiveNode]:
-    values = node.optimizer.state.get(parameter.value, {})
-    added = []
-    names = list(map(slot_name, values))
-    for segment, name, one in zip(key_segments(names), names, values.values(), strict=True):
-        leaf = Leaf(OptimizerSlot(node.optimizer, group, parameter.value, name), shared=True)
-        value = LiveNode(one, leaf, (*node.path, OPTIMIZER_SLOTS, *parameter.path, segment))
-        node.optimizer_slots.append((parameter, segment, value))
-        added.append(value)
-    return added
 
 
 def _is_constant(value: Any, depth: int = 4) -> bool:

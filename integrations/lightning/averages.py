@@ -82,11 +82,10 @@ _Flags = dict[str, dict[str, bool]]
 
 
 class ModuleSwitches:
-    """Follows the switches of a module: ``requires_grad``, as finetuning callbacks set it, and the modes of its parts.
+    """Follows the switches of a module: ``requires_grad``, which finetuning sets, and the modes of its parts."""
 
-    A program sets some before it trains, and sets them again when it resumes, perhaps to other values. So only switches
-    that have changed since training began, in this process or in an earlier one, are saved.
-    """
+    # A program sets some before it trains, and sets them again when it resumes, perhaps to other values. So only those
+    # that have changed since training began, in this process or in an earlier one, are saved.
 
     def __init__(self, module: Any) -> None:
         self._module = module

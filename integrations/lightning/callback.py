@@ -41,19 +41,11 @@ from ..loop import (
 )
 from ..loop import CheckpointCallback as LoopCallback
 from ..options import OnInexact, Partial, Reshard, Resume
+from . import private_api
 from .io import ResumePath, ResumingCallback, install, redirect_resume
-from .private_api import (
-    check_version,
-    follow_choices,
-    forget_choice,
-    is_left_alone,
-    is_search_file,
-    only_searches,
-    was_given_no_path,
-)
 from .recorder import FitRecorder
 from .stopping import Preempted, Signals, leave
-from .store import CallbackArguments, Published, RunStore
+from .store import CallbackArguments, RunStore
 from .strategies import check_strategy, is_sharded
 
 if TYPE_CHECKING:
@@ -174,7 +166,6 @@ class CheckpointCallback(ResumingCallback):
         options = CallbackArguments(**given)
         self._options = options
         self._store = RunStore(options.dirpath, options)
-        self._published = Published(self._store.directory, options)
         self.dirpath = str(self._store.directory)
         self._preemption = PreemptionSignal(options.preemption_signals())
         self._signals: Signals | None = None
@@ -183,7 +174,7 @@ class CheckpointCallback(ResumingCallback):
         self._witness: Witness | None = None
         self._has_weights = False
         self._decides = False  # whether the trainer was given no path, so that the directory decides
-        follow_choices(CheckpointCallback)
+        private_api.follow_choices(CheckpointCallback)
 
     @property
     def state_key(self) -> str:
@@ -282,11 +273,11 @@ class CheckpointCallback(ResumingCallback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Connect the trainer with its checkpoints, before any is loaded."""
-        check_version(trainer)
-        self._decides = was_given_no_path(trainer)
+        private_api.check_version(trainer)
+        self._decides = private_api.was_given_no_path(trainer)
         install(trainer, self._store)
         if stage != "fit":
-            redirect_resume(trainer, lambda path: None if is_left_alone(trainer, path) else path)
+            redirect_resume(trainer, lambda path: None if private_api.is_left_alone(trainer, path) else path)
             self._signals = Signals(trainer, self._preemption, self._store.processes)
             self._evaluation = self._stop(getattr(trainer, f"{trainer.state.fn.value}_loop"))
             self._evaluation.begin()
@@ -322,30 +313,23 @@ class CheckpointCallback(ResumingCallback):
             check_resume("never", self._store.steps(), self._store.directory)
         self._store.open()
         if trainer.is_global_zero:
-            self._published.update(self._store.manager)  # a process that was killed may not have done it
+            self._store.publish(self._options)  # a process that was killed may not have done it
         self._signals = Signals(trainer, self._preemption, self._store.processes)
         stop = self._stop(trainer.fit_loop.epoch_loop.val_loop)
         if not isinstance(stop, AgreedStop):
             self._evaluation = stop  # Several processes agree as soon as training has begun, after the first batch.
-        self._recorder = FitRecorder(
-            trainer, self._store, self._options, self._preemption, stop, callback=self, published=self._published
-        )
+        self._recorder = FitRecorder(trainer, self._store, self._options, self._preemption, stop, callback=self)
         self._witness = self._recorder.witness
-
-    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Add the position in the data and the random generators to a checkpoint."""
-        if self._recorder is not None:
-            self._recorder.add_to(checkpoint)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Keep the position in the data and the random generators until the loops need them."""
-        if self._recorder is not None and not is_search_file(trainer.ckpt_path):
+        if self._recorder is not None and not private_api.is_search_file(trainer.ckpt_path):
             self._recorder.resume_from(checkpoint)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Note what the program has set in its optimizers, before the restore replaces it."""
         if self._recorder is not None:
-            self._recorder.begin_fit()
+            self._recorder.fitting.note_hyperparameters()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to save."""
@@ -368,12 +352,10 @@ class CheckpointCallback(ResumingCallback):
             self._recorder.during_validation()
 
     def on_test_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        """Leave a test in which the process was asked to end."""
+        """Leave a test, or predictions, in which the process was asked to end."""
         self._leave_evaluation(trainer)
 
-    def on_predict_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        """Leave predictions in which the process was asked to end."""
-        self._leave_evaluation(trainer)
+    on_predict_batch_end = on_test_batch_end
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Store the metrics of the validation."""
@@ -409,11 +391,11 @@ class CheckpointCallback(ResumingCallback):
     def _chosen(self, trainer: Any, path: Any) -> Any:
         """Return the path to resume from: the one that was given, or the one that process 0 has found for all."""
         decides, self._decides = self._decides, False
-        path = None if is_left_alone(trainer, path) else path
+        path = None if private_api.is_left_alone(trainer, path) else path
         named = path and not isinstance(path, ResumePath)
         if named and not decides:
             return path
-        if only_searches(trainer):
+        if private_api.only_searches(trainer):
             return None  # A Tuner finds the same at every start of the program, also if the fit after it resumes.
         if named:
             # The trainer was given no path, and found the newer file of a ModelCheckpoint.
@@ -422,8 +404,11 @@ class CheckpointCallback(ResumingCallback):
         found = path or self.ckpt_path
         if found and (decides or path is None) and self._options.resume == "auto":
             self._store.check_module(trainer.lightning_module)
-        agreed = self._store.agree(found is not None, self._options.resume)
-        return (found or ResumePath(self._store.directory)) if agreed else None
+        directory, processes = self._store.directory, self._store.processes
+        mine = {"directory": directory.url, "resume": self._options.resume}
+        processes.compare("the options of the callbacks", mine)
+        agreed = processes.decide("what to begin from", bool, found is not None)
+        return (found or ResumePath(directory)) if agreed else None
 
     def _stop(self, evaluation: Any) -> Stop:
         return stop_of(self._store.processes, self._preemption, lambda: sum(evaluation.max_batches))
@@ -450,7 +435,7 @@ class CheckpointCallback(ResumingCallback):
         return path
 
     def _end(self, trainer: Any, *, orderly: bool, error: BaseException | None = None) -> None:
-        forget_choice(trainer)
+        private_api.forget_choice(trainer)
         signals, self._signals = self._signals, None
         if signals is not None:
             signals.end(error)

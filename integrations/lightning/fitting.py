@@ -51,34 +51,12 @@ class _Optimizer(NamedTuple):
         return {name: index for index, name in flat if name is not None}
 
 
-class Description(NamedTuple):
-    """The optimizers of a checkpoint, and the classes of the schedulers that training began with."""
-
-    optimizers: list[_Optimizer]
-    schedulers: list[str]
-
-    @classmethod
-    def of(cls, trainer: Any, schedulers: Sequence[str] = ()) -> Description:
-        parameters = trainer.lightning_module.named_parameters()
-        names = {id(parameter): unwrapped_name(name) for name, parameter in parameters}
-        return cls(
-            [
-                _Optimizer(
-                    class_name(one), [[names.get(id(value)) for value in group["params"]] for group in one.param_groups]
-                )
-                for one in trainer.strategy.optimizers
-            ],
-            list(schedulers),
-        )
-
-    @classmethod
-    def read(cls, text: str) -> Description:
-        found = json.loads(text)
-        return cls([_Optimizer(*one) for one in found["optimizers"]], found["schedulers"])
-
-    def text(self) -> str:
-        """Return the description as one leaf of a checkpoint."""
-        return json.dumps(self._asdict())
+def _optimizers_of(trainer: Any) -> list[_Optimizer]:
+    names = {id(one): unwrapped_name(name) for name, one in trainer.lightning_module.named_parameters()}
+    return [
+        _Optimizer(class_name(one), [[names.get(id(value)) for value in group["params"]] for group in one.param_groups])
+        for one in trainer.strategy.optimizers
+    ]
 
 
 class Fitting:
@@ -87,9 +65,11 @@ class Fitting:
     def __init__(self, trainer: Any, misfits: Misfits | None, hooks: LoopHooks) -> None:
         self.misfits = misfits
         self._trainer = trainer
-        self._saved: Description | None = None
+        self._saved: list[_Optimizer] = []  # of the checkpoint; files of Lightning do not describe them
+        self._saved_schedulers: list[str] | None = None  # their classes when training began
         self._shapes: dict[str, torch.Size] = {}  # the shapes of the weights in the checkpoint
-        self._groups: list[tuple[int, list[int | None]]] = []  # by optimizer: saved groups, and the origins of its own
+        # By optimizer, of those that are restored in parts: how many groups were saved, and the origins of its own.
+        self._groups: dict[int, tuple[int, list[int | None]]] = {}
         self._described: tuple[list[Any], str] | None = None
         self._schedulers: list[str] = []
         self._hyperparameters: Hyperparameters | None = None
@@ -103,10 +83,7 @@ class Fitting:
         self._hyperparameters = Hyperparameters(StateAdapter(), (), self._optimizing())
 
     def begin(self, counting: str) -> None:
-        """Note the schedulers, which callbacks such as StochasticWeightAveraging change later.
-
-        In a resumed run, set the hyperparameters that count: those that were ``"saved"`` or those of the ``"program"``.
-        """
+        """Note the schedulers, which callbacks may change; in a resumed run, set the hyperparameters that count."""
         if self._hyperparameters is not None and self._is_resumed:
             shown = self._trainer.is_global_zero
             self._hyperparameters.settle((), self._optimizing(), counting, shown=shown)
@@ -117,13 +94,16 @@ class Fitting:
         optimizers = self._trainer.strategy.optimizers
         known = [(type(one), [[*map(id, group["params"])] for group in one.param_groups]) for one in optimizers]
         if self._described is None or self._described[0] != known:
-            self._described = known, Description.of(self._trainer, self._schedulers).text()
+            described = {"optimizers": _optimizers_of(self._trainer), "schedulers": self._schedulers}
+            self._described = known, json.dumps(described)
         return self._described[1]
 
     def take(self, description: str | None, callbacks: Mapping[str, Any]) -> None:
         """Note the description of the checkpoint that is loaded, None if it has none, and its states of callbacks."""
         self._is_resumed = True
-        self._saved = None if description is None else Description.read(description)
+        if description is not None:
+            found = json.loads(description)
+            self._saved, self._saved_schedulers = [_Optimizer(*one) for one in found["optimizers"]], found["schedulers"]
         if self.misfits is not None:
             states = {one.state_key: one.state_dict() for one in self._trainer.callbacks}
             new = [key for key, state in states.items() if state and key not in callbacks]
@@ -201,7 +181,8 @@ class Fitting:
 
     def _optimizer_states(self, states: Sequence[_State]) -> list[_State]:
         optimizers = self._trainer.strategy.optimizers
-        live, saved = Description.of(self._trainer).optimizers, self._saved_optimizers(states)
+        live, described = _optimizers_of(self._trainer), len(self._saved) == len(states)
+        saved = self._saved if described else [_Optimizer("", None) for _ in states]
         if self.misfits is None:
             pairs = zip(optimizers, states, strict=False)
             options = [_first_options(one.param_groups, state.get("param_groups", ())) for one, state in pairs]
@@ -213,27 +194,22 @@ class Fitting:
         for index, origin in enumerate(origins):
             if origin is not None and hasattr(optimizers[index], "consolidate_state_dict"):
                 taken.append(states[origin])  # This optimizer itself divides its state among processes.
-                self._groups.append((0, []))
-                continue
-            fresh = optimizers[index].state_dict()
-            if origin is None:
+            elif origin is None:
                 self.misfits.missing([f"optimizer_states/{index}"])
-                taken.append(fresh)
-                self._groups.append((0, [None] * len(fresh["param_groups"])))
+                taken.append(optimizers[index].state_dict())
             else:
-                taken.append(self._fitting(index, fresh, live[index], states[origin], saved[origin]))
+                taken.append(self._fitting(index, live[index], states[origin], saved[origin]))
         self.misfits.surplus(f"optimizer_states/{index}" for index in range(len(saved)) if index not in origins)
         return taken
 
-    def _fitting(self, index: int, fresh: _State, live: _Optimizer, state: _State, saved: _Optimizer) -> _State:
+    def _fitting(self, index: int, live: _Optimizer, state: _State, saved: _Optimizer) -> _State:
         """Return the state of one optimizer: the parts of the saved state that fit, otherwise the fresh state."""
         assert self.misfits is not None
-        place, groups = f"optimizer_states/{index}", fresh["param_groups"]
-        none: list[int | None] = [None] * len(groups)
         optimizer = self._trainer.strategy.optimizers[index]
+        fresh: _State = optimizer.state_dict()
+        place, groups = f"optimizer_states/{index}", fresh["param_groups"]
         if not _related(optimizer, saved.kind, _first_options(groups, state["param_groups"])):
             self.misfits.differs(place, live.kind, saved.kind)
-            self._groups.append((0, none))
             return fresh
         parameters = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
         flat = list(chain.from_iterable(live.names or ()))
@@ -241,7 +217,6 @@ class Fitting:
             if not _suit_by_order(groups, parameters, state):
                 why = "the checkpoint does not name the parameters, and they do not all fit"
                 self.misfits.kept[place] = f"{place}: {why}"
-                self._groups.append((0, none))
                 return fresh
             saved = live
         positions = saved.positions()
@@ -262,7 +237,7 @@ class Fitting:
                     self.misfits.differs(f"{place}/{name}", f"shape {_shape(value.shape)}", _shape(shape))
         self.misfits.surplus(f"{place}/{name}" for name in positions if name not in flat)
         origins = _origins_of_groups(live.names or [], saved.names or [])
-        self._groups.append((len(saved.names or ()), origins))
+        self._groups[index] = len(saved.names or ()), origins
         options = []
         for number, (group, source) in enumerate(zip(groups, origins, strict=True)):
             if source is None:
@@ -273,7 +248,7 @@ class Fitting:
 
     def _scheduler_states(self, states: Sequence[_State]) -> list[_State]:
         schedulers = [config.scheduler for config in self._trainer.strategy.lr_scheduler_configs]
-        saved = [""] * len(schedulers) if self._saved is None else self._saved.schedulers
+        saved = [""] * len(schedulers) if self._saved_schedulers is None else self._saved_schedulers
         if self.misfits is None:
             self._check("scheduler", schedulers, saved)
             return [*states]
@@ -290,9 +265,8 @@ class Fitting:
                 counted = {name: states[index][name] for name in _COUNTERS if name in states[index] and name in fresh}
                 taken.append({**fresh, **counted})
             else:
-                of = next((one for one, optimizer in enumerate(optimizers) if optimizer is scheduler.optimizer), None)
-                count, origins = (0, []) if of is None else self._groups[of]
-                taken.append(_by_group(states[index], fresh, count, origins))
+                of = next((one for one, optimizer in enumerate(optimizers) if optimizer is scheduler.optimizer), -1)
+                taken.append(_by_group(states[index], fresh, *self._groups.get(of, (0, []))))
         self.misfits.surplus(f"lr_schedulers/{index}" for index in range(len(schedulers), len(states)))
         return taken
 
@@ -304,11 +278,6 @@ class Fitting:
             **{f"optimizer_{index}": one for index, one in enumerate(strategy.optimizers)},
             **{f"scheduler_{index}": one for index, one in enumerate(schedulers)},
         }
-
-    def _saved_optimizers(self, states: Sequence[_State]) -> list[_Optimizer]:
-        if self._saved is not None and len(self._saved.optimizers) == len(states):
-            return self._saved.optimizers
-        return [_Optimizer("", None) for _ in states]  # Files of Lightning have no description.
 
     def _check(self, what: str, live: Sequence[Any], saved: Sequence[str], options: Sequence[_Options] = ()) -> None:
         """Raise TreeMismatchError unless each object of the program matches one of the checkpoint."""
@@ -412,11 +381,8 @@ def _differing(name: str, saved: Any, live: Any) -> str | None:
 
 
 def _related(live: Any, saved: str, options: _Options | None = None) -> bool:
-    """Return whether an object may have a state of the saved class.
-
-    Its class is the same, a base or a derived one, or its groups have the same ``options``. Classes of the
-    program may have been moved, and its schedules renamed.
-    """
+    """Return whether an object may have a state of the saved class: a related one, or with groups of equal options."""
+    # Classes of the program may have been moved, and its schedules renamed.
     of_torch = [name.startswith("torch.") for name in (class_name(live), saved)]
     if is_kin(type(live), saved) or (options is None and not any(of_torch)):
         return True

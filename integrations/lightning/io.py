@@ -59,23 +59,19 @@ class ResumingCallback(OnExceptionCheckpoint):
     """The only kind of callback that a trainer asks for a checkpoint if ``fit`` got none."""
 
     def __init__(self) -> None:
-        """Take no arguments: the base class only stores the file that it would save on an exception.
-
-        Parsers of arguments (LightningCLI) resolve ``**unknown`` of a derived class here.
-        """
+        # The base class only stores the file that it would save on an exception. Parsers of arguments (LightningCLI)
+        # resolve ``**unknown`` of a derived class here.
+        pass
 
 
 class ResumePath(str):
-    """The path that a trainer resumes from: the newest whole checkpoint of a directory, or one of its steps.
-
-    A trainer accepts only paths that its own file systems find. If the directory is not on this machine, the path is
-    that of an existing directory; messages show the real one.
-    """
+    """The path that a trainer resumes from: the newest whole checkpoint of a directory, or one of its steps."""
 
     directory: Location
     step: int | None
 
     def __new__(cls, directory: Location, step: int | None = None) -> Self:
+        # A trainer accepts only paths that its own file systems find; messages show the real one.
         path = super().__new__(cls, os.fspath(directory) if directory.is_local else os.path.dirname(__file__))
         path.directory = directory
         path.step = step
@@ -136,11 +132,7 @@ class HoldfastCheckpointIO(CheckpointIO):
 
 
 class EngineCheckpointIO(HoldfastCheckpointIO):
-    """Saves and loads the checkpoints of one run with the engine, and leaves every other path to the plugin before it.
-
-    Other paths are those of the tuner, of SLURM's requeueing, and files that the user names. Checkpoints of the engine
-    in other directories are read as well.
-    """
+    """Saves and loads the steps of a run, reads other checkpoints of the engine, and leaves all else to ``inner``."""
 
     def __init__(self, store: RunStore, strategy: Any) -> None:
         super().__init__(strategy.checkpoint_io)
@@ -160,29 +152,55 @@ class EngineCheckpointIO(HoldfastCheckpointIO):
         self, path: str | os.PathLike[str], template: Callable[[], Template] = lambda: None
     ) -> dict[str, Any] | None:
         """Load a checkpoint with the names that the module has now: a part of it may be compiled, or not any more."""
-        checkpoint = self._read(path, template)
-        return None if checkpoint is None else named_as(self._strategy.lightning_module, checkpoint)
-
-    def _read(self, path: str | os.PathLike[str], template: Callable[[], Template]) -> dict[str, Any] | None:
-        if isinstance(path, ResumePath):
-            if path.directory != self.store.directory:
-                return None
-            if path.step is not None:
-                return self.store.load(path.step, with_position=self.store.is_open, template=template())
-            checkpoint = self.store.load(None, with_position=True, template=template())
+        store = self.store
+        if isinstance(path, ResumePath) and path.directory != store.directory:
+            return None
+        step = path.step if isinstance(path, ResumePath) else store.step_of(path)
+        if isinstance(path, ResumePath) and step is None:
+            checkpoint = store.load(None, with_position=True, template=template())
             checkpoint.get(POSITION, {})["automatic"] = True
-            return checkpoint
-        if (step := self.store.step_of(path)) is not None:
-            return self.store.load(step, with_position=self.store.is_open, template=template())
-        if is_checkpoint(path):
-            return read_checkpoint(path, with_position=self.store.is_open, template=template())
-        return None
+        elif step is not None:
+            checkpoint = store.load(step, with_position=store.is_open, template=template())
+        elif is_checkpoint(path):
+            checkpoint = read_checkpoint(path, with_position=store.is_open, template=template())
+        else:
+            return None
+        return named_as(self._strategy.lightning_module, checkpoint)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         if (step := self.store.step_of(path)) is None:
             self.inner.remove_checkpoint(path)
         else:
             self.store.manager.delete(step)
+
+    # ---- wrappers of methods of a trainer and its strategy, so that all processes save, delete and load a step
+    # together: Lightning would ask the plugin on one of them, or on none
+
+    def save_together(
+        self, trainer: Any, original: Any, filepath: Any, weights_only: Any = None, storage_options: Any = None
+    ) -> None:
+        if (step := self.store.step_of(filepath)) is None:
+            original(filepath, weights_only, storage_options)
+            return
+        with trainer.profiler.profile("save_checkpoint"):
+            self.store.save(step, partial(dump_checkpoint, trainer, weights_only=bool(weights_only)), self._strategy)
+            self._strategy.barrier("CheckpointCallback")
+
+    def save_given(self, original: Any, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        save = original if self.store.step_of(filepath) is None else self.save_checkpoint
+        save(checkpoint, filepath, storage_options=storage_options)
+
+    def remove_together(self, original: Callable[..., None], filepath: Any) -> None:
+        remove = original if self.store.step_of(filepath) is None else self.remove_checkpoint
+        remove(filepath)
+
+    def load_in_place(self, original: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load into the module and the optimizers, where a strategy does that itself."""
+        state = ShardedState(self._strategy)
+        if (checkpoint := self.read(path, state.template)) is None:
+            return original(path, *args, **kwargs)
+        state.load(checkpoint, strict=self._strategy.lightning_module.strict_loading)
+        return checkpoint
 
 
 def _torch_io() -> Any:
@@ -203,62 +221,11 @@ def install(trainer: Any, store: RunStore) -> None:
     plugin = strategy.checkpoint_io = EngineCheckpointIO(store, strategy)
     hooks = LoopHooks()  # stay as long as the plugin
     if can_save(strategy) and (strategy.world_size > 1 or is_sharded(strategy)):
-        hooks.place(trainer, "save_checkpoint", partial(_save_together, store, trainer))
-        hooks.place(strategy, "save_checkpoint", partial(_save_given, plugin))
-        hooks.place(strategy, "remove_checkpoint", partial(_remove_together, plugin))
+        hooks.place(trainer, "save_checkpoint", partial(plugin.save_together, trainer))
+        hooks.place(strategy, "save_checkpoint", plugin.save_given)
+        hooks.place(strategy, "remove_checkpoint", plugin.remove_together)
         if is_sharded(strategy):
-            hooks.place(strategy, "load_checkpoint", partial(_load_in_place, plugin, strategy))
-
-
-def _save_together(
-    store: RunStore,
-    trainer: Any,
-    original: Callable[..., None],
-    filepath: Any,
-    weights_only: bool | None = None,
-    storage_options: Any = None,
-) -> None:
-    """Let all processes save what the engine saves: Lightning would ask the plugin on one of them, or on none."""
-    if (step := store.step_of(filepath)) is None:
-        original(filepath, weights_only, storage_options)
-        return
-    with trainer.profiler.profile("save_checkpoint"):
-        store.save(step, partial(dump_checkpoint, trainer, weights_only=bool(weights_only)), trainer.strategy)
-        trainer.strategy.barrier("CheckpointCallback")
-
-
-def _save_given(
-    plugin: EngineCheckpointIO,
-    original: Callable[..., None],
-    checkpoint: dict[str, Any],
-    filepath: Any,
-    storage_options: Any = None,
-) -> None:
-    """Let all processes save a dictionary for which a program calls the strategy itself."""
-    save = original if plugin.store.step_of(filepath) is None else plugin.save_checkpoint
-    save(checkpoint, filepath, storage_options=storage_options)
-
-
-def _remove_together(plugin: EngineCheckpointIO, original: Callable[..., None], filepath: Any) -> None:
-    """Let all processes delete a step: the engine does it on process 0, and tells the others."""
-    remove = original if plugin.store.step_of(filepath) is None else plugin.remove_checkpoint
-    remove(filepath)
-
-
-def _load_in_place(
-    plugin: EngineCheckpointIO,
-    strategy: Any,
-    original: Callable[..., dict[str, Any]],
-    path: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> dict[str, Any]:
-    """Make a strategy that itself loads into its module and optimizers use the engine."""
-    state = ShardedState(strategy)
-    if (checkpoint := plugin.read(path, state.template)) is None:
-        return original(path, *args, **kwargs)
-    state.load(checkpoint, strict=strategy.lightning_module.strict_loading)
-    return checkpoint
+            hooks.place(strategy, "load_checkpoint", plugin.load_in_place)
 
 
 def redirect_resume(trainer: Any, choose: Callable[[Any], Any]) -> None:

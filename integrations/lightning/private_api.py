@@ -130,10 +130,7 @@ def _package(trainer: Any) -> str:
 
 
 def follow_choices(callback: type) -> None:
-    """Note in every trainer which path ``fit`` was given, and keep it from files that Lightning has requeued with.
-
-    Both are known only in the arguments of one call, before any hook. ``callback`` is the class of our callbacks.
-    """
+    """Note in every trainer which path ``fit`` was given, and keep it from files that Lightning has requeued with."""
     for package in _PACKAGES:
         connector: Any = getattr(sys.modules.get(f"{package}.{_CONNECTOR}"), "_CheckpointConnector", None)
         choose = getattr(connector, "_parse_ckpt_path", None)  # `check_version` names what a trainer lacks
@@ -174,12 +171,9 @@ def forget_choice(trainer: Any) -> None:
 
 
 def is_left_alone(trainer: Any, path: Any) -> bool:
-    """Return whether Lightning itself chose a path, that of a file for requeueing, and log that it is left alone.
-
-    Where the module makes the first callback of the process (``configure_callbacks``), the trainer has chosen before
-    anything was noted: then the path counts as Lightning's own choice.
-    """
+    """Return whether Lightning itself chose a path, that of a file for requeueing, and log that it is left alone."""
     connector = trainer._checkpoint_connector
+    # If the module makes the first callback of the process, the trainer has chosen before anything was noted.
     was_chosen = path and _is_in_slurm() and vars(connector).get(_GIVEN) is None
     if not was_chosen or path != connector._hpc_resume_path:
         return False
@@ -226,11 +220,9 @@ class LoopHooks:
 
 
 def clear_restart(loop: Any) -> None:
-    """Make a loop, and the loops inside it, forget that their counters were restored.
-
-    A restored loop guesses from the counters at which hook it was saved, then counts steps, skips validations and
-    leaves schedulers out to make up for it. After a save between batches there is nothing to make up for.
-    """
+    """Make a loop, and the loops inside it, forget that their counters were restored."""
+    # A restored loop guesses from the counters at which hook it was saved, then counts steps, skips validations and
+    # leaves schedulers out to make up for it. After a save between batches there is nothing to make up for.
     loop.on_iteration_done()
     for child in vars(loop).values():
         if hasattr(child, "on_iteration_done"):
@@ -374,11 +366,7 @@ def broadcasts_buffers(strategy: Any) -> bool:
 
 
 def release_children(trainer: Any) -> None:
-    """Keep a trainer from killing the processes that it has started.
-
-    As soon as one has ended with a status other than 0, it would kill the others and itself, but after SIGTERM all end
-    with such a status.
-    """
+    """Keep a trainer from killing the processes that it has started, when one ends with another status than 0."""
     processes = getattr(trainer.strategy.launcher, "procs", None)
     if isinstance(processes, list):
         _released.extend(processes)

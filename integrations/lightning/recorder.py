@@ -17,39 +17,25 @@ from ...engine.manager import event_scalars, guarded, note_resume
 from ...engine.sources import Misfits
 from ...engine.witness import Seen
 from ..loop import (
-    AfterSignal,
-    Durations,
     PreemptionSignal,
+    StepsAfterSignal,
     Stop,
     Witness,
-    agreed_steps_after_signal,
     announce,
     barrier_exit,
     unfinished_neighbour,
     warn_of_misfits,
     why_not_comparable,
 )
+from . import private_api
 from .fitting import Fitting
 from .io import ResumePath
 from .loader_states import capture_generators
-from .private_api import (
-    LoopHooks,
-    callbacks_of,
-    can_stop_early,
-    checkpoint_connector,
-    dump_checkpoint,
-    finders_of,
-    has_done_all_batches,
-    is_accumulating,
-    is_search_file,
-    loaded_checkpoint,
-    loaders_of,
-    validates_next,
-)
+from .private_api import LoopHooks
 from .replay import EpochReplay, Point
 from .resharding import share_of
 from .stopping import Copies, leave
-from .store import CallbackArguments, Published, RunStore
+from .store import CallbackArguments, RunStore
 from .trees import POSITION
 
 logger = logging.getLogger("holdfast")
@@ -59,15 +45,11 @@ _PREEMPTED = "preempted"  # the reason of a save after a signal
 
 
 class FitRecorder:
-    """Watches one ``fit`` from ``setup`` to its end.
+    """Watches one ``fit`` from ``setup`` to its end, and considers saves after each batch and each epoch."""
 
-    It considers saves at two points only: after a training batch with everything that belongs to it (the module's own
-    hook, the validation, the schedulers), unless gradients are still being accumulated, and after an epoch with
-    everything that belongs to it. After the last batch of an epoch, it waits for the end of the epoch.
-
-    After a signal, it saves before a validation as well, which the resumed run begins with. A signal within a
-    validation ends the run at once: it resumes from the last step that was saved.
-    """
+    # A batch ends with everything that belongs to it (the module's own hook, the validation, the schedulers), unless
+    # gradients are still being accumulated; after the last batch of an epoch, the end of the epoch is the next point.
+    # After a signal, a step is saved before a validation as well, which the resumed run begins with.
 
     def __init__(
         self,
@@ -77,7 +59,6 @@ class FitRecorder:
         preemption: PreemptionSignal,
         stop: Stop,
         callback: Any,
-        published: Published,
     ) -> None:
         self._trainer = trainer
         self._fit = trainer.fit_loop
@@ -86,19 +67,17 @@ class FitRecorder:
         self._preemption = preemption
         self._stop = stop
         self._callback = weakref.proxy(callback)
-        self._published = published
         self._log = guarded(_log_event, "that passes events to the trainer's loggers")
         self._ledger = MetricsLedger()
         # The tuner takes all callbacks away for its trials in the same loops.
         self._hooks = LoopHooks(lambda: any(one is callback for one in trainer.callbacks))
         self._replay = EpochReplay(trainer, self._hooks, self._compare_restored, options.replicated)
-        self._fitting = Fitting(trainer, None if options.partial is None else Misfits(), self._hooks)
+        self.fitting = Fitting(trainer, None if options.partial is None else Misfits(), self._hooks)
         self._hooks.place(self._fit.epoch_loop, "on_advance_end", self._after_batch)
         self._hooks.place(self._fit, "on_advance_end", self._after_epoch)
-        self._hooks.place(checkpoint_connector(trainer), "restore_training_state", self._restore_state)
-        for finder in finders_of(trainer):
+        self._hooks.place(private_api.checkpoint_connector(trainer), "restore_training_state", self._restore_state)
+        for finder in private_api.finders_of(trainer):
             self._hooks.place(finder, "on_fit_start", self._search)
-        self._capture: Callable[[], dict[str, Any]] | None = None  # of the position, while this recorder saves
         self._copies = Copies() if options.save_on_exception else None
         self._held: tuple[int, dict[str, Any]] | None = None
         self._seen: int = self.step
@@ -112,8 +91,7 @@ class FitRecorder:
         self._is_pruned = False
         self.witness = Witness(store.manager, enabled=options.witness, on_inexact=options.on_inexact)
         self._batch: Any = _NOTHING  # the batch that is under way, for the witness
-        self._durations = Durations()
-        self._after_signal: AfterSignal | None = None  # the batches that follow the save of a preemption
+        self._after_signal = StepsAfterSignal(options, store.manager, preemption)
 
     @property
     def has_started(self) -> bool:
@@ -125,25 +103,21 @@ class FitRecorder:
         """The number of the step that the run has finished."""
         return self._replay.steps.step
 
-    def begin_fit(self) -> None:
-        """Note what the program has set, before the restore replaces it."""
-        self._fitting.note_hyperparameters()
-
     def begin(self) -> None:
         """Begin to watch; refuse a directory with checkpoints if the trainer has loaded none."""
         self._stop.begin()
         self._begun = True
         self._replay.begin()
-        self._fitting.begin(self._options.hyperparameters)
+        self.fitting.begin(self._options.hyperparameters)
         if self._resumed:
             self._warn_of_misfits()
             return
+        directory = self._store.directory
         if steps := self._store.manager.all_steps():
             raise StateError(
-                f"{self._store.directory} holds checkpoints up to step {steps[-1]}, but the trainer does not begin "
-                "with one. Name one with fit(ckpt_path=...), or choose another directory"
+                f"{directory} holds checkpoints up to step {steps[-1]}, but the trainer does not begin with one. Name "
+                "one with fit(ckpt_path=...), or choose another directory"
             )
-        directory = self._store.directory
         self._say("started fresh: no checkpoint in %s%s", directory, unfinished_neighbour(directory))
         self.witness.begin(self._shown())
 
@@ -180,18 +154,12 @@ class FitRecorder:
                 self._log((listener, event))
         names = {event["event"] for event in events}
         if names & {"saved", "metrics"}:
-            self._published.update(self._store.manager)
+            self._store.publish(self._options)
         if "saved" in names:
             for listener in self._trainer.loggers:
                 listener.after_save_checkpoint(self._callback)
 
     # ---- resuming from a checkpoint
-
-    def add_to(self, checkpoint: dict[str, Any]) -> None:
-        """Add the position to Lightning's dictionary, if this recorder is saving it."""
-        if self._capture is not None:
-            checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)  # the position holds it
-            checkpoint[POSITION] = {**self._capture(), "optimizers": self._fitting.description()}
 
     def resume_from(self, checkpoint: dict[str, Any]) -> None:
         """Take the position out of Lightning's dictionary after it was loaded."""
@@ -203,7 +171,7 @@ class FitRecorder:
         if step in self._store.manager.all_steps():
             self._recorded = {step: self._stored_metrics(step)}
         self._outdated = set(note_resume(self._store.manager, step))
-        self._fitting.take((saved or {}).get("optimizers"), checkpoint.get("callbacks", {}))
+        self.fitting.take((saved or {}).get("optimizers"), checkpoint.get("callbacks", {}))
         if saved is not None:
             self._metrics = saved["callback_metrics"]
             self._ledger.observe(-1, self._metrics)  # They belong to an earlier step.
@@ -215,19 +183,16 @@ class FitRecorder:
         self._say("resumed from step %d in %s", step, format(path))
 
     def _restore_state(self, original: Callable[[], None]) -> None:
-        """Restore loops, optimizers and schedulers.
-
-        A ``fit`` with fewer epochs than the run has done finds nothing left to do; Lightning raises an error. The first
-        of two calls in one program is such a ``fit``, when the program is started again during the second.
-        """
-        checkpoint, limit = loaded_checkpoint(self._trainer), self._fit.max_epochs
-        if is_search_file(self._trainer.ckpt_path):
+        """Restore loops, optimizers and schedulers, also for a ``fit`` with fewer epochs than the run has done."""
+        # The first of two calls in one program is such a fit, when the program is started again during the second.
+        checkpoint, limit = private_api.loaded_checkpoint(self._trainer), self._fit.max_epochs
+        if private_api.is_search_file(self._trainer.ckpt_path):
             original()
             return
         if isinstance(self._trainer.ckpt_path, ResumePath):
             self._fit.max_epochs = -1
         try:
-            with self._fitting.loading(checkpoint):
+            with self.fitting.loading(checkpoint):
                 original()
         finally:
             self._fit.max_epochs = limit
@@ -248,11 +213,11 @@ class FitRecorder:
 
     def begin_batch(self, batch: Any) -> None:
         """Note the batch of a step that begins, if the witness compares it."""
-        self._durations.note()
+        self._after_signal.note_step()
         self._batch = batch if self.witness.watches else _NOTHING
 
     def _shown(self, batch: Any = None) -> Seen:
-        trainer, loaders = self._trainer, loaders_of(self._fit)
+        trainer, loaders = self._trainer, private_api.loaders_of(self._fit)
         generators = capture_generators(loaders)
         own = {f"loader {name}": state for name, state in generators.pop("loaders").items()}
         counters = {"batch": self._fit.epoch_loop.batch_idx, "epoch": trainer.current_epoch}
@@ -267,7 +232,7 @@ class FitRecorder:
         )
 
     def _compare_restored(self) -> None:
-        path, why = self._trainer.ckpt_path, why_not_comparable(self._options, self._fitting.misfits)
+        path, why = self._trainer.ckpt_path, why_not_comparable(self._options, self.fitting.misfits)
         if not isinstance(path, ResumePath) and not os.path.abspath(path).startswith(str(self._store.directory)):
             why = f"the run resumed from {path}"
         self.witness.resume(self.step, self._shown(), why)
@@ -275,7 +240,7 @@ class FitRecorder:
     # ---- the points at which the state is consistent
 
     def _after_batch(self, original: Callable[[Any], None], fetcher: Any) -> None:
-        if validates_next(self._fit, fetcher):
+        if private_api.validates_next(self._fit, fetcher):
             self._before_validation()
         original(fetcher)
         self._store.observer.reached("batch", self.step)
@@ -283,10 +248,8 @@ class FitRecorder:
         if batch is not _NOTHING:
             self.witness.note(lambda: self._shown(batch), self._trainer.current_epoch)
         loop = self._fit.epoch_loop
-        if self._after_signal is not None:
-            after = self._after_signal.after(self._durations.longest, again=self._preemption.again)
-            self._after_signal = after
-            if after.left == 0 or loop.done or has_done_all_batches(self._fit):
+        if self._after_signal.left is not None:
+            if self._after_signal.count() == 0 or loop.done or private_api.has_done_all_batches(self._fit):
                 self._leave()
             return
         step, stop = self.step, self._stop.after_batch()
@@ -294,15 +257,16 @@ class FitRecorder:
             return
         if stop and step == self._saved:
             self._leave()
-        if is_accumulating(self._fit) or self._replay.steps.holds_gradients or has_done_all_batches(self._fit):
+        holds_gradients = private_api.is_accumulating(self._fit) or self._replay.steps.holds_gradients
+        if holds_gradients or private_api.has_done_all_batches(self._fit):
             return
         self._seen = step
         self._consider(step, "batch", stop=stop, ended=loop.done)
 
     def _after_epoch(self, original: Callable[[], None]) -> None:
-        if self._after_signal is not None:  # The trainer was asked to stop.
+        if self._after_signal.left is not None:  # The trainer was asked to stop.
             self._leave()
-        complete = has_done_all_batches(self._fit) or self._replay.fetcher.done
+        complete = private_api.has_done_all_batches(self._fit) or self._replay.fetcher.done
         if self._saved is None and not complete:  # Only the ends were left to do: the next start leaves them out.
             self._save(self.step, "batch", "at the end")
         original()
@@ -316,10 +280,10 @@ class FitRecorder:
         self._consider(step, "epoch", stop=stop, ended=self._is_over())
 
     def _before_validation(self) -> None:
-        if self._after_signal is not None:
+        if self._after_signal.left is not None:
             self._leave()
         step = self.step
-        if self._is_unsaved(step) and not is_accumulating(self._fit):
+        if self._is_unsaved(step) and not private_api.is_accumulating(self._fit):
             # Lightning sets the counters to 0 a moment later.
             self._fit.epoch_loop.val_loop.batch_progress.reset_on_run()
             self._hold(step, "validation")
@@ -327,16 +291,14 @@ class FitRecorder:
                 self._save_at_signal(step, "validation")
 
     def during_validation(self) -> None:
-        """Leave a validation if the process is to end; nothing can be saved within it.
-
-        Callbacks may have put an average in the place of the weights, and modules count, cache and switch their modes.
-        While gradients are being accumulated, the validation runs to its end, and the next update is saved.
-        """
+        """Leave a validation if the process is to end; nothing can be saved within it."""
+        # Callbacks may have put an average in the place of the weights, and modules count, cache and switch modes.
+        # While gradients are being accumulated, the validation runs to its end, and the next update is saved.
         if not self._stop.in_validation():
             return
         step = self.step
         if self._is_unsaved(step):
-            if is_accumulating(self._fit):
+            if private_api.is_accumulating(self._fit):
                 return
             if self._held is None:  # Else it is saved as after an exception.
                 logger.warning(
@@ -358,7 +320,9 @@ class FitRecorder:
         if known is None:
             return
         late = {name: value for name, value in self._ledger.of(step).items() if not _same(known, name, value)}
-        known.update(self._store.record_metrics(step, late))
+        if late := self._store.processes.decide("late metrics", dict, late):  # those of process 0
+            self._store.manager.record_metrics(step, late)
+        known.update(late)
 
     # ---- saving
 
@@ -421,19 +385,17 @@ class FitRecorder:
         self._outdated.discard(step)
 
     def _dump(self, point: Point, *, is_cut_off: bool = False) -> dict[str, Any]:
-        """Return Lightning's dictionary with the position, which :meth:`add_to` adds."""
+        """Return Lightning's dictionary with the position in the data and the random generators."""
+        checkpoint = private_api.dump_checkpoint(self._trainer)
+        self._warn_of_pruning(checkpoint)
         cut_off = is_cut_off and point == "batch" and self._fit.epoch_loop.done
-        self._capture = partial(self._replay.capture, point, is_cut_off=cut_off)
-        try:
-            checkpoint = dump_checkpoint(self._trainer)
-            self._warn_of_pruning(checkpoint)
-            return checkpoint
-        finally:
-            self._capture = None
+        position = self._replay.capture(point, is_cut_off=cut_off)
+        checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)  # the position holds it
+        return {**checkpoint, POSITION: {**position, "optimizers": self.fitting.description()}}
 
     def _warn_of_pruning(self, checkpoint: dict[str, Any]) -> None:
         """Warn once that ModelPruning has replaced the weights that training continues with."""
-        if self._is_pruned or not callbacks_of(self._trainer, "ModelPruning"):
+        if self._is_pruned or not private_api.callbacks_of(self._trainer, "ModelPruning"):
             return
         names = self._trainer.lightning_module.state_dict().keys() - checkpoint["state_dict"].keys()
         if pruned := sorted(name.removesuffix("_orig") for name in names if name.endswith("_orig")):
@@ -454,30 +416,18 @@ class FitRecorder:
         loop = self._fit.epoch_loop
         if point != "batch" or loop.done:
             self._leave()
-        self._finish_saves()
         left = self._fit.max_batches - loop.batch_idx - 2  # A validation may follow the last batch.
-        after = self._after_signal = agreed_steps_after_signal(
-            self._options,
-            self._store.manager,
-            self._durations,
-            self._preemption,
-            None if math.isinf(left) else int(left),
-        )
-        if after is None:
+        if not self._after_signal.begin(None if math.isinf(left) else int(left)):
             self._leave()
         text = "preempted: step %d is saved in %s; stopping after %d more batches, which the resume is compared with"
-        self._say(text, step, self._store.directory, after.left)
-
-    def _finish_saves(self) -> None:
-        self._store.manager.wait_until_finished()
-        self._store.manager.finish_mirror(self._preemption.seconds_left(self._options.grace_secs))
+        self._say(text, step, self._store.directory, self._after_signal.left)
 
     def _leave(self) -> NoReturn:
         try:
-            self._finish_saves()
+            self._after_signal.finish_saves()
         finally:
             barrier_exit(self._store.processes)
-        step = self.step if self._after_signal is None else self._saved
+        step = self.step if self._after_signal.left is None else self._saved
         self._say("preempted: stopping after step %d in %s", step, self._store.directory)
         leave(self._trainer, self._preemption)
 
@@ -486,14 +436,14 @@ class FitRecorder:
 
     def _warn_of_misfits(self) -> None:
         if self._trainer.is_global_zero:
-            warn_of_misfits(self._fitting.misfits, f"step {self.step}", "state")
+            warn_of_misfits(self.fitting.misfits, f"step {self.step}", "state")
 
     def _is_over(self) -> bool:
         fit = self._fit
         return (  # the same as fit.done, which logs a message
             _reached(fit.epoch_loop.global_step, fit.max_steps)
             or _reached(fit.epoch_progress.current.processed, fit.max_epochs)
-            or (self._trainer.should_stop and can_stop_early(fit))
+            or (self._trainer.should_stop and private_api.can_stop_early(fit))
         )
 
 
@@ -512,13 +462,10 @@ def _same(known: dict[str, float], name: str, value: float) -> bool:
 
 
 class MetricsLedger:
-    """Separates fresh metrics from stale ones.
+    """Notes the step at which each value of a metric appeared in ``trainer.callback_metrics``."""
 
-    ``trainer.callback_metrics`` holds the last value of every metric that was ever logged: 50 steps after a validation
-    its ``val_loss`` is still there, although it was measured on other parameters. Ranked by it, the later checkpoint
-    would look as good as the one that was validated. The ledger observes the metrics whenever some may be new, and
-    notes the step at which each value appeared.
-    """
+    # These hold the last value of every metric that was ever logged: 50 steps after a validation its ``val_loss`` is
+    # still there. Ranked by it, the later checkpoint would look as good as the one that was validated.
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[Any, int]] = {}

@@ -6,24 +6,24 @@ workers are seeded), and at each batch after that, as the model draws from the s
 without a state, a resume repeats the first three with the saved states of the generators, and draws the earlier batches
 again. A loader with a state restores itself.
 
-:class:`EpochReplay` is a state machine. It starts in ``FOLLOWING``; a checkpoint takes it to ``AFTER_EPOCH`` or
-``WITHIN_EPOCH``, by the point at which it was saved. The loops of Lightning cause the events, in this order:
+:class:`EpochReplay` is a state machine. It follows the run, or has a saved position, at the end of an epoch or within
+one, to which it returns. The loops of Lightning cause the events, in this order:
 
 ==============  ======================  ================================  ====================================
-event           FOLLOWING               AFTER_EPOCH                       WITHIN_EPOCH
+event           no position             a position after an epoch         a position within an epoch
 ==============  ======================  ================================  ====================================
 state restored  notes the generators    sets those that made the loaders  the same; lifts limits of a run that
                                                                           was not at its end yet
 loaders made    notes their generators  the same                          begins the epoch again
-epoch begins    notes the generators    restores all; to ``FOLLOWING``    silences a warning
-batches begin   notes the generators                                      restores all; to ``FOLLOWING``, or
-                                                                          ``VALIDATION_DUE``
-batch           counts it
+epoch begins    notes the generators    restores all, and follows         silences a warning
+batches begin   notes the generators                                      restores all, and follows if no
+                                                                          validation is due
+batch           counts it                                                 leaves it out, and follows
 fit ends                                restores the end                  restores the end
 ==============  ======================  ================================  ====================================
 
-In ``VALIDATION_DUE``, the batch that was done before the save is left out, and the state is ``FOLLOWING`` again: the
-validation follows. Where nothing was left to do, no epoch begins, and the end of the ``fit`` is the next event.
+The batch that is left out was done before the save: its validation follows. Where nothing was left to do, no epoch
+begins, and the end of the ``fit`` is the next event.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Collection
-from enum import Enum, auto
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -40,24 +39,9 @@ from ...engine.generators import as_tree, capture, restore
 from ..hugging_face import check_stream
 from ..loop import announce
 from . import loader_states as loaders
+from . import private_api
 from .averages import ModuleSwitches, capture_averages, restore_averages
-from .private_api import (
-    LOADERS_MADE,
-    LoopHooks,
-    callbacks_of,
-    clear_restart,
-    end_epoch,
-    finish_epoch,
-    has_done_all_batches,
-    has_loaders,
-    have_ended,
-    iterator_of,
-    loaders_of,
-    reloaded_at_epoch,
-    restart_in_validation,
-    set_reloaded_at_epoch,
-    skip_sanity_check,
-)
+from .private_api import LoopHooks
 from .resharding import SavedPosition, check_same_place
 from .step_count import StepCount
 from .strategies import keeps_own_buffers, live_names, own_buffers, replicas
@@ -75,13 +59,6 @@ _SET_UP_EPOCHS = ("GradientAccumulationScheduler", "StochasticWeightAveraging")
 _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
 
 
-class _State(Enum):
-    FOLLOWING = auto()
-    AFTER_EPOCH = auto()
-    WITHIN_EPOCH = auto()
-    VALIDATION_DUE = auto()
-
-
 class EpochReplay:
     """Follows one ``fit`` through its epochs, and takes it to where a checkpoint was saved; see the table above."""
 
@@ -92,8 +69,7 @@ class EpochReplay:
         self._fit = trainer.fit_loop
         self._restored = restored  # called when everything is as it was at the save
         self._replicated = replicated  # the names of state that is the same in all processes
-        self._state = _State.FOLLOWING
-        self._saved: SavedPosition | None = None
+        self._saved: SavedPosition | None = None  # None while this follows the run
         self._switches = ModuleSwitches(trainer.lightning_module)
         self._made: dict[str, Any] = {}  # the generators when the program made the loaders, if it makes them again
         self._start: dict[str, Any] = {}  # the generators and loaders when the epoch began
@@ -101,7 +77,7 @@ class EpochReplay:
         self._ahead = loaders.DrawnAhead()
         self.fetcher: Any = None  # the data fetcher of the present epoch
         self.steps = StepCount(trainer)
-        hooks.place(self._fit, LOADERS_MADE, self._loaders_made)
+        hooks.place(self._fit, private_api.LOADERS_MADE, self._loaders_made)
         hooks.place(self._fit, "on_advance_start", self._epoch_begins)
         hooks.place(self._fit.epoch_loop, "on_run_start", self._batches_begin)
         hooks.place(self._fit.epoch_loop, "advance", self._batch)
@@ -119,10 +95,7 @@ class EpochReplay:
             )
 
     def capture(self, point: Point, *, is_cut_off: bool = False) -> dict[str, Any]:
-        """Return the position as a tree that a checkpoint can hold; the run has just finished ``point``.
-
-        ``is_cut_off`` tells that the process ends here, although something follows this batch, if only the end.
-        """
+        """Return the position as a tree; ``is_cut_off`` if the process ends here although something follows."""
         parts, averages = self._loaders(), capture_averages(self._trainer)
         position: dict[str, Any] = {
             "point": point,
@@ -132,20 +105,18 @@ class EpochReplay:
             "loaders": loaders.loader_states(parts),
             "callback_metrics": dict(self._trainer.callback_metrics),
             "should_stop": bool(self._trainer.should_stop),
-            "reloaded_at_epoch": reloaded_at_epoch(self._fit),
+            "reloaded_at_epoch": private_api.reloaded_at_epoch(self._fit),
         }
-        if self._made:
-            position["loaders_made"] = self._made
-        if is_cut_off:
-            position["is_cut_off"] = True
-        if self.steps.batches:
-            position["batches_as_steps"] = self.steps.batches
-        if (count := replicas(self._trainer.strategy)) > 1:
-            position["replicas"] = count
-        if keeps_own_buffers(self._trainer.strategy):
-            position["buffers"] = own_buffers(self._trainer.lightning_module)
-        if replicated := loaders.replicated_states(parts, self._replicated):
-            position["replicated"] = replicated
+        count, keeps_buffers = replicas(self._trainer.strategy), keeps_own_buffers(self._trainer.strategy)
+        others = {
+            "loaders_made": self._made,
+            "is_cut_off": is_cut_off,
+            "batches_as_steps": self.steps.batches,
+            "replicas": count if count > 1 else 0,
+            "buffers": own_buffers(self._trainer.lightning_module) if keeps_buffers else {},
+            "replicated": loaders.replicated_states(parts, self._replicated),
+        }
+        position |= {name: value for name, value in others.items() if value}
         if point != "epoch" or averages["metrics"]:
             position["averages"] = averages
         if point != "epoch":
@@ -162,18 +133,17 @@ class EpochReplay:
     def resume(self, saved: SavedPosition) -> None:
         """Resume from what :meth:`capture` returned; called before the loops of the trainer run."""
         self._saved = saved
-        self._state = _State.AFTER_EPOCH if saved.tree["point"] == "epoch" else _State.WITHIN_EPOCH
         self.steps.batches = saved.tree.get("batches_as_steps", 0)
 
     # ---- the events
 
     def state_restored(self) -> None:
         """Prepare the loops, whose counters are restored; the program makes its data loaders next."""
-        saved, makes = self._saved, not has_loaders(self._fit)
+        saved, makes = self._saved, not private_api.has_loaders(self._fit)
         if saved is None:
             self._made = self._before_loaders() if makes else {}
             return
-        skip_sanity_check(self._fit)  # Its hooks would change the restored state.
+        private_api.skip_sanity_check(self._fit)  # Its hooks would change the restored state.
         self._made = saved.tree.get("loaders_made", {})
         if self._made and makes:
             progress = self._fit.epoch_progress.current
@@ -197,16 +167,16 @@ class EpochReplay:
         self._start = self._before_iterator()
         if saved is not None:
             saved.until_loaders.close()
-            if self._state is _State.WITHIN_EPOCH and not loaders.all_stateful(parts):
+            if saved.tree["point"] != "epoch" and not loaders.all_stateful(parts):
                 self._begin_again(saved)
 
     def _epoch_begins(self, original: Callable[[], None]) -> None:
-        if self._saved is not None and self._state is _State.AFTER_EPOCH:
+        if self._saved is not None and self._saved.tree["point"] == "epoch":
             self._go_to_epoch(self._saved)
-            self._follow()
-        before, made = reloaded_at_epoch(self._fit), self._before_loaders()
+            self._saved = None
+        before, made = private_api.reloaded_at_epoch(self._fit), self._before_loaders()
         original()
-        if reloaded_at_epoch(self._fit) != before:
+        if private_api.reloaded_at_epoch(self._fit) != before:
             self._made = made
         if self._saved is not None:
             self._saved.until_batches.enter_context(warnings.catch_warnings())
@@ -217,21 +187,21 @@ class EpochReplay:
         self._ahead.begin(self._loaders(), self._replicated)
         if (saved := self._saved) is not None:
             saved.until_batches.close()
-            self._find_batch(saved.tree, fetcher)
+            self._find_batch(saved, fetcher)
             original(fetcher)
             self._go_to_batch(saved, fetcher)
             return
-        before, iterator = self._before_iterator(), iterator_of(fetcher.combined_loader)
+        before, iterator = self._before_iterator(), private_api.iterator_of(fetcher.combined_loader)
         original(fetcher)
-        if iterator_of(fetcher.combined_loader) is not iterator or not self._start:
+        if private_api.iterator_of(fetcher.combined_loader) is not iterator or not self._start:
             self._start = before
         self._start["at_first_batch"] = self._random()
 
     def _batch(self, original: Callable[[Any], None], fetcher: Any) -> None:
         if self._saved is not None:
-            clear_restart(self._fit.epoch_loop)
+            private_api.clear_restart(self._fit.epoch_loop)
             self._stop_if_asked(self._saved)
-            self._follow()
+            self._saved = None
             return
         self._ahead.note(fetcher)
         parts = self._loaders()
@@ -240,33 +210,31 @@ class EpochReplay:
             return
         # Where there are several loaders, shorter ones begin again, and are seeded, in the middle of an epoch.
         before, drawn = self._random(), fetcher.fetched
-        marks = loaders.marks(iterator_of(fetcher.combined_loader).iterators)
+        marks = loaders.marks(private_api.iterator_of(fetcher.combined_loader).iterators)
         self.steps.count(original, fetcher)
-        if loaders.has_restarted(marks, loaders.marks(iterator_of(fetcher.combined_loader).iterators)):
+        if loaders.has_restarted(marks, loaders.marks(private_api.iterator_of(fetcher.combined_loader).iterators)):
             self._start.setdefault("restarts", {})[drawn] = before
 
     def fit_ends(self) -> None:
         """Restore what the program continues with, if nothing was left to do."""
         if (saved := self._saved) is None:
             return
-        self._follow()
+        self._saved = None
         saved.until_loaders.close()
         saved.until_batches.close()
         self._go_to_end(saved)
-        for callback in callbacks_of(self._trainer, "WeightAveraging"):  # puts the average in place of the weights
+        for callback in private_api.callbacks_of(self._trainer, "WeightAveraging"):
+            # This puts the average in place of the weights.
             callback.on_train_end(self._trainer, self._trainer.lightning_module)
-
-    def _follow(self) -> None:
-        self._saved, self._state = None, _State.FOLLOWING
 
     # ---- returning to where a checkpoint was saved
 
     def _go_to_epoch(self, saved: SavedPosition) -> None:
         self._restore_module(saved)
         self._warn(saved)
-        clear_restart(self._fit)
-        finish_epoch(self._fit.epoch_progress)
-        set_reloaded_at_epoch(self._fit, saved.tree["reloaded_at_epoch"])
+        private_api.clear_restart(self._fit)
+        private_api.finish_epoch(self._fit.epoch_progress)
+        private_api.set_reloaded_at_epoch(self._fit, saved.tree["reloaded_at_epoch"])
         restore_averages(self._trainer, saved.tree.get("averages", {}))
         self._ended = saved.tree["loaders"]
         loaders.load_loader_states(self._loaders(), self._ended, ended=True)
@@ -279,9 +247,9 @@ class EpochReplay:
             self._go_to_epoch(saved)
             return
         self._restore_module(saved)
-        clear_restart(self._fit)
+        private_api.clear_restart(self._fit)
         if self._fit.max_epochs in (None, -1) or self._fit.epoch_progress.current.processed < self._fit.max_epochs:
-            end_epoch(self._fit.epoch_progress)  # The run has ended within this epoch.
+            private_api.end_epoch(self._fit.epoch_progress)  # The run has ended within this epoch.
         self._restore_random(saved, saved.tree["random"])
 
     def _begin_again(self, saved: SavedPosition) -> None:
@@ -294,14 +262,13 @@ class EpochReplay:
         loaders.start_workers(parts, set(range(len(parts))).difference(start.get("new_workers", ())))
         self._restore_random(saved, start["at_iterator"])
 
-    def _find_batch(self, tree: dict[str, Any], fetcher: Any) -> None:
-        assert self._saved is not None
-        parts, saved = self._loaders(), self._saved
+    def _find_batch(self, saved: SavedPosition, fetcher: Any) -> None:
+        parts, tree = self._loaders(), saved.tree
         self._rescale(tree)
         self._start = start = tree.get("epoch", {})
         self._set_up_epoch()
         if loaders.all_stateful(parts):
-            is_over = tree["point"] == "validation" and has_done_all_batches(self._fit)
+            is_over = tree["point"] == "validation" and private_api.has_done_all_batches(self._fit)
             loaders.load_loader_states(parts, tree["loaders"], ended=is_over)
             if is_over:
                 fetcher.reset()
@@ -322,7 +289,7 @@ class EpochReplay:
 
     def _set_up_epoch(self) -> None:
         module = self._trainer.lightning_module
-        if not (callbacks := callbacks_of(self._trainer, *_SET_UP_EPOCHS)):
+        if not (callbacks := private_api.callbacks_of(self._trainer, *_SET_UP_EPOCHS)):
             return
         restored = {name: value.clone() for name, value in module.state_dict().items()}
         for callback in callbacks:
@@ -334,17 +301,16 @@ class EpochReplay:
         self._restore_module(saved)
         self._warn(saved)
         fetcher.fetched = saved.tree["fetched"]
-        set_reloaded_at_epoch(self._fit, saved.tree["reloaded_at_epoch"])
+        private_api.set_reloaded_at_epoch(self._fit, saved.tree["reloaded_at_epoch"])
         restore_averages(self._trainer, saved.tree["averages"])
-        clear_restart(self._fit)
+        private_api.clear_restart(self._fit)
         if saved.tree["point"] == "validation":
-            restart_in_validation(self._fit)
-            self._state = _State.VALIDATION_DUE
+            private_api.restart_in_validation(self._fit)  # The next batch is left out, and the position with it.
         else:
             self._stop_if_asked(saved)
-            self._follow()
+            self._saved = None
         hook: Any = type(self._trainer.lightning_module).on_train_epoch_start
-        if saved.tree["point"] != "epoch" and not hook.__module__.startswith(("lightning.", "pytorch_lightning.")):
+        if not hook.__module__.startswith(("lightning.", "pytorch_lightning.")):
             text = "the run continues within epoch %d: %s is called again when the next epoch begins"
             announce(text, self._trainer.current_epoch, hook.__qualname__, shown=self._trainer.is_global_zero)
         self._restore_random(saved, saved.tree["random"])
@@ -374,8 +340,9 @@ class EpochReplay:
             )
         random, measured = tree["random"], tree.get("validation", {}).get("generators", {})
         generators = random.get("loaders", {}).keys() - loaders.loader_generators(parts).keys()
-        others = measured.keys() - loaders.loader_generators(loaders_of(self._fit.epoch_loop.val_loop)).keys()
-        ended = any(tree.get("ended", ())) and not have_ended(self.fetcher.combined_loader)
+        measuring = private_api.loaders_of(self._fit.epoch_loop.val_loop)
+        others = measured.keys() - loaders.loader_generators(measuring).keys()
+        ended = any(tree.get("ended", ())) and not private_api.have_ended(self.fetcher.combined_loader)
         unknown = {
             "attributes of data loaders": sorted(random.get("attributes", ())),
             "generators of data loaders": sorted(generators),
@@ -425,20 +392,20 @@ class EpochReplay:
     def _validation_loaders(self) -> dict[str, Any]:
         """Return what later validations depend on: generators, and which loaders keep workers that have a seed."""
         loop = self._fit.epoch_loop.val_loop
-        parts = loaders_of(loop)
+        parts = private_api.loaders_of(loop)
         kept = [i for i, loader in enumerate(parts) if loaders.keeps_iterator(loader) and loader._iterator is not None]
         generators = loaders.loader_generators(parts)
-        position = {"kept": kept, "generators": generators, "reloaded_at_epoch": reloaded_at_epoch(loop)}
+        position = {"kept": kept, "generators": generators, "reloaded_at_epoch": private_api.reloaded_at_epoch(loop)}
         return position if kept or generators else {}
 
     def _restore_validation_loaders(self, saved: SavedPosition, validation: dict[str, Any]) -> None:
         loop = self._fit.epoch_loop.val_loop
-        if not has_loaders(loop):
+        if not private_api.has_loaders(loop):
             self._trainer.validating = True
             loop.setup_data()
             self._trainer.training = True
-        set_reloaded_at_epoch(loop, validation["reloaded_at_epoch"])
-        parts = loaders_of(loop)
+        private_api.set_reloaded_at_epoch(loop, validation["reloaded_at_epoch"])
+        parts = private_api.loaders_of(loop)
         loaders.start_workers(parts, validation["kept"])
         if not saved.is_new:
             loaders.restore_loader_generators(validation["generators"], parts)
@@ -446,7 +413,7 @@ class EpochReplay:
     # ---- loaders and generators as they are now
 
     def _loaders(self) -> list[Any]:
-        return loaders_of(self._fit)
+        return private_api.loaders_of(self._fit)
 
     def _before_loaders(self) -> dict[str, Any]:
         return as_tree(capture()) if self._trainer.reload_dataloaders_every_n_epochs else {}

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...engine.distributed import ProcessGroup
 from ...engine.errors import StateError
-from ...engine.generators import differing_parts, listed_parts, same_state
+from ...engine.generators import differing_parts, same_state
 from ..options import Reshard
 from .averages import without_values
 from .loader_states import loader_states
@@ -23,21 +23,13 @@ logger = logging.getLogger("holdfast")
 
 @dataclass(frozen=True)
 class SavedPosition:
-    """A saved position in the data, as this process continues from it.
-
-    Attributes:
-        tree: The position.
-        is_new: Whether it belongs to another process, as more continue than have saved.
-        keeps_random: Whether this process keeps the global generators that the program has seeded.
-        until_loaders: What to undo when the program has made its data loaders.
-        until_batches: What to undo before the first batch.
-    """
+    """A saved position in the data, as this process continues from it."""
 
     tree: dict[str, Any]
-    is_new: bool = False
-    keeps_random: bool = False
-    until_loaders: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    until_batches: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    is_new: bool = False  # whether it belongs to another process, as more continue than have saved
+    keeps_random: bool = False  # whether this process keeps the global generators that the program has seeded
+    until_loaders: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # to undo when loaders are made
+    until_batches: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # to undo before the first batch
 
     @property
     def is_cut_off(self) -> bool:
@@ -93,7 +85,7 @@ def check_replicated(saved: dict[str, Any], shares: Sequence[dict[str, Any]] | N
             raise StateError(
                 f"the data loader of loaders/{index} declares that its state is the same in all processes "
                 f"(replicated_state), and {len(states)} processes saved different ones: {states[0]!r:.80} and "
-                f"{other!r:.80} (different: {listed_parts(differing_parts(states[0], other))}); leave out of the state "
+                f"{other!r:.80} (different: {differing_parts(states[0], other)}); leave out of the state "
                 "what differs without a batch, such as a time; resume from a step before they differed, or as "
                 f"{len(states)} processes without the declaration"
             )
@@ -122,7 +114,7 @@ def check_same_place(saved: dict[str, Any], loaders: Sequence[Any]) -> None:
         raise StateError(
             f"the {saved['consumed']} batches of the epoch, drawn again, end at {state!r:.80} for the data "
             f"loader of loaders/{index}, which was at {before!r:.80} "
-            f"(different: {listed_parts(differing_parts(state, before))}). Leave out of its state what differs "
+            f"(different: {differing_parts(state, before)}). Leave out of its state what differs "
             "without a batch, such as a time, and let load_state_dict bring back the rest. If another number of "
             "processes continues, change the batch sizes of the loaders beside it, so that all processes together "
             "take as many samples as before"

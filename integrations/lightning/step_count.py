@@ -9,17 +9,12 @@ from ..loop import announce
 
 
 class StepCount:
-    """Counts the batches that train a module without an optimizer of Lightning, which alone moves ``global_step``.
-
-    Attributes:
-        batches: How many batches count as steps.
-        holds_gradients: Whether manual optimization has gradients that no update has used yet.
-    """
+    """Counts the batches that train a module without an optimizer of Lightning, which alone moves ``global_step``."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self.batches = 0
-        self.holds_gradients = False
+        self.batches = 0  # that count as steps
+        self.holds_gradients = False  # whether manual optimization has gradients that no update has used yet
 
     @property
     def step(self) -> int:

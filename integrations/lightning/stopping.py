@@ -7,7 +7,6 @@ next validation; a validation is left at once.
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import os
 import signal
@@ -22,15 +21,9 @@ import torch
 from ...engine.distributed import ProcessGroup
 from ...engine.errors import PREEMPTED, HoldfastError
 from ..loop import PreemptionSignal
-from .private_api import (
-    LoopHooks,
-    cluster_environment,
-    handler_before_lightnings,
-    is_lightnings_handler,
-    kinds_of,
-    release_children,
-    signal_connector,
-)
+from . import private_api
+from .private_api import LoopHooks
+from .strategies import Path, mapped
 
 
 class Preempted(SystemExit):
@@ -42,19 +35,15 @@ class Preempted(SystemExit):
 
 def leave(trainer: Any, preemption: PreemptionSignal) -> NoReturn:
     """End a run after a signal, when nothing is left to save."""
-    release_children(trainer)
+    private_api.release_children(trainer)
     raise Preempted(preemption.exit_status)
 
 
 class Signals:
-    """The signals of one call of ``fit``, ``validate``, ``test`` or ``predict``, from ``setup`` to its end.
-
-    The handlers replace those of Lightning, which end a run after any batch, also while gradients that no checkpoint
-    holds are being accumulated.
-    """
+    """The signals of one call of a trainer; Lightning's handlers would end it while gradients are being accumulated."""
 
     def __init__(self, trainer: Any, preemption: PreemptionSignal, processes: ProcessGroup) -> None:
-        self._connector = signal_connector(trainer)
+        self._connector = private_api.signal_connector(trainer)
         self._preemption = preemption
         self._processes = processes
         self._left = False
@@ -66,8 +55,24 @@ class Signals:
         self._hooks.place(self._connector, "teardown", self._teardown)
 
     def _register(self, original: Callable[[], None]) -> None:
+        """Replace Lightning's handler of SIGTERM, until the run ends, by one that only sets a flag."""
         original()
-        take_over(self._connector, self._preemption)
+        connector, preemption = self._connector, self._preemption
+        is_lightnings = private_api.is_lightnings_handler(signal.getsignal(signal.SIGTERM))
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if signal.SIGTERM not in preemption.signals or not is_lightnings or not in_main_thread:
+            preemption.install()
+            return
+        before = private_api.handler_before_lightnings(connector, signal.SIGTERM)
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+            preemption.install()
+            if connector.received_sigterm:
+                connector.received_sigterm = False
+                preemption.request()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
     def end(self, error: object = None) -> None:
         """End the handling of signals; ``error`` is the exception that ends the run, if any."""
@@ -82,28 +87,6 @@ class Signals:
             self._hooks.remove()
             if self._preemption.number == self._requeue_signal:
                 requeue(self._processes)
-
-
-def take_over(connector: Any, preemption: PreemptionSignal) -> None:
-    """Replace Lightning's handler of SIGTERM by one that sets a flag, on top of the previous handler.
-
-    When the run ends, Lightning restores the handler that it had replaced, as usual.
-    """
-    is_lightnings = is_lightnings_handler(signal.getsignal(signal.SIGTERM))
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if signal.SIGTERM not in preemption.signals or not is_lightnings or not in_main_thread:
-        preemption.install()
-        return
-    before = handler_before_lightnings(connector, signal.SIGTERM)
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    try:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
-        preemption.install()
-        if connector.received_sigterm:
-            connector.received_sigterm = False
-            preemption.request()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 # ---- SLURM: the requeue signal saves a step of the run, and Lightning's own files for requeueing are left alone
@@ -122,8 +105,8 @@ _OURS = "holdfast_requeues"  # The attribute of an environment that notes that t
 
 def take_over_requeue(trainer: Any) -> signal.Signals | None:
     """Take the requeue signal from Lightning; return it, or None if the job is not to be requeued."""
-    environment = cluster_environment(trainer)
-    if "SLURMEnvironment" not in kinds_of(environment):
+    environment = private_api.cluster_environment(trainer)
+    if "SLURMEnvironment" not in private_api.kinds_of(environment):
         return None
     if environment.auto_requeue:
         environment.auto_requeue = False
@@ -166,34 +149,21 @@ def _requeue() -> None:
 # ---- copies of a checkpoint in memory that is reused
 
 
-_Path = tuple[Any, ...]
-
-
 class Copies:
     """Copies Lightning's dictionaries, one after the other, into the same host memory, as fresh memory costs more."""
 
     def __init__(self) -> None:
-        self._memory: dict[_Path, torch.Tensor] = {}
+        self._memory: dict[Path, torch.Tensor] = {}
 
     def of(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of all containers and arrays, in the memory of the last copy."""
-        return {name: self._copy(value, (name,)) for name, value in checkpoint.items()}
+        copied: dict[str, Any] = mapped(self._copy, checkpoint, None)
+        return copied
 
-    def _copy(self, value: Any, path: _Path) -> Any:
-        if isinstance(value, torch.Tensor):
-            return self._copied(value.detach(), path)
-        if isinstance(value, np.ndarray):
-            return value.copy()
-        if isinstance(value, dict):
-            copied = copy.copy(value)  # This keeps the attributes of a state dict, such as the versions of modules.
-            for key, item in value.items():
-                copied[key] = self._copy(item, (*path, key))
-            return copied
-        if type(value) in (list, tuple):
-            return type(value)(self._copy(item, (*path, index)) for index, item in enumerate(value))
-        return value
-
-    def _copied(self, tensor: torch.Tensor, path: _Path) -> torch.Tensor:
+    def _copy(self, value: Any, path: Path, _: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value.copy() if isinstance(value, np.ndarray) else value
+        tensor = value.detach()
         if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
             return tensor.clone()
         memory = self._memory.get(path)

@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,9 +38,9 @@ from ...engine.pytree import flatten
 from ...engine.steps import list_steps, newest_step, prefix_of, read_record, read_steadily, series_and_step, series_of
 from ...engine.storage import TEMPORARY_PREFIX, Location, Place, as_location
 from ..loop import WITHOUT_GRACE, all_steps, grace_check
-from ..options import ProgramOptions, Resume
+from ..options import ProgramOptions
 from .strategies import SharedState, StateHandler
-from .trees import POSITION, from_tree, plain_weights, to_tree
+from .trees import POSITION, from_tree, to_tree
 
 GLOBAL_GENERATORS = "global_generators"
 REPLICATED = re.compile(rf"{GLOBAL_GENERATORS}|loaders(/\d+)?")
@@ -123,7 +124,6 @@ class RunStore:
         self._arguments = options
         self._options = options.manager_options()
         self._series = series_of(options.step_prefix)
-        self._grace = None if options.grace_secs is None else grace_check(seconds(options.grace_secs))
         self._saves = AsyncCheckpointer(StateHandler(compression=options.compression))
         self._own = AsyncCheckpointer(PerProcessCheckpointHandler(options.tree_handler()))
         self._manager: CheckpointManager | None = None
@@ -131,6 +131,7 @@ class RunStore:
         self.has_saved = False
         self._has_positions = False
         self._has_fetched = False
+        self._exported: int | None = None  # the step whose weights are in the file of ``export_best``
         self._reported: set[str] = set()
         self._events: list[dict[str, Any]] = []  # the events since the last :meth:`take_events`
 
@@ -155,8 +156,8 @@ class RunStore:
         manager = self._make(self._options)
         manager.acquire()
         manager.events.add_listener(self._events.append)
-        if self._grace is not None:
-            manager.events.add_listener(self._grace)
+        if self._arguments.grace_secs is not None:
+            manager.events.add_listener(grace_check(seconds(self._arguments.grace_secs)))
         self._manager, self.is_open = manager, True
 
     def close(self, *, orderly: bool = True) -> None:
@@ -198,24 +199,9 @@ class RunStore:
             self._make(replace(self._options, local=None)).close()
             self._has_fetched = True
 
-    def agree(self, found: bool, resume: Resume) -> bool:
-        """Return whether process 0 has found a checkpoint to resume from; ``resume`` must be the same on all."""
-        mine = {"directory": self.directory.url, "resume": resume}
-        self.processes.compare("the options of the callbacks", mine)
-        return bool(self.processes.decide("what to begin from", bool, found))
-
-    def record_metrics(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
-        """Store the metrics of process 0 that were logged after their step was saved; return them."""
-        late: dict[str, float] = self.processes.decide("late metrics", dict, metrics)
-        if late:
-            self.manager.record_metrics(step, late)
-        return late
-
     def steps(self) -> list[int]:
         """Return the steps in the directory, and that which the hosts have when a fit begins."""
-        there = all_steps(self.directory, self._options.step_prefix)
-        newest = self._manager.latest_step() if self.is_open and self._manager is not None else None
-        return sorted({*there, *([] if newest is None else [newest])})
+        return all_steps(self.directory, self._options.step_prefix, self._manager if self.is_open else None)
 
     def path_of(self, step: int) -> str:
         return str(self.directory / f"{self._series}{step}")
@@ -242,25 +228,38 @@ class RunStore:
     def awaited_metric(
         self, newest: Mapping[int, Mapping[str, float]], metrics: Callable[[], Mapping[str, float]]
     ) -> str | None:
-        """Return the name of the metric that ranks checkpoints if the newest checkpoint lacks it, unlike ``metrics``.
-
-        An interval seldom ends at a validation: its checkpoints would never be ranked. ``newest`` has the step of the
-        newest checkpoint and the metrics that it was saved with. All processes take the answer of process 0.
-        """
-        if self._options.best_fn is None or self._options.save_on_best:  # ``save_on_best`` has decided about this step.
+        """Return the name of the metric that ranks checkpoints if the newest one lacks it, unlike ``metrics``."""
+        metric = self._options.best_fn
+        if metric is None or self._options.save_on_best:  # ``save_on_best`` has decided about this step.
             return None
-        name: str | None = self.processes.decide("a step with the metric", self._awaited, newest, metrics)
+
+        # An interval seldom ends at a validation: its checkpoints would never be ranked.
+        def awaited() -> str | None:
+            lacks = any(
+                metric_value(saved, metric) is None and self.score(step) is None for step, saved in newest.items()
+            )
+            return metric_name(metric) if lacks and metric_value(metrics(), metric) is not None else None
+
+        name: str | None = self.processes.decide("a step with the metric", awaited)
         return name
 
-    def _awaited(
-        self, newest: Mapping[int, Mapping[str, float]], metrics: Callable[[], Mapping[str, float]]
-    ) -> str | None:
-        metric = self._options.best_fn
-        assert metric is not None
-        for step, saved in newest.items():
-            if metric_value(saved, metric) is None and self.score(step) is None:
-                return None if metric_value(metrics(), metric) is None else metric_name(metric)
-        return None
+    def publish(self, options: CallbackArguments) -> None:
+        """Update the links and the file of the best weights; a failure is only logged, as nothing depends on them."""
+        manager, links = self.manager, options.links and self.directory.is_local
+        steps = manager.all_steps() if links or options.export_best is not None else []
+        best = manager.best_step() if steps and options.best_fn is not None else None
+        for name, step in {"last": steps[-1], "best": best}.items() if links and steps else ():
+            if step is not None:
+                _link(self.directory.path / name, f"{self._series}{step}")
+        if options.export_best is None or best in (None, self._exported):
+            return
+        place = options.export_place
+        try:
+            export_weights(self.directory / f"{self._series}{best}", place)
+        except (HoldfastError, OSError) as error:
+            logger.warning("step %d is the best, but %s could not be written: %s", best, place, error)
+        else:
+            self._exported = best
 
     def save(
         self,
@@ -272,10 +271,7 @@ class RunStore:
         reason: str = "trainer.save_checkpoint",
         locally: bool = False,
     ) -> None:
-        """Save Lightning's dictionary, which ``dump`` makes, in the background; all processes of a strategy call this.
-
-        ``locally`` saves it in the local places of the hosts only.
-        """
+        """Save what ``dump`` returns in the background, or ``locally`` only; all processes of a strategy call this."""
         if strategy.world_size == 1:
             items = self._tree(dump())
         else:
@@ -283,9 +279,8 @@ class RunStore:
             with processes.together(f"{self.directory.url}: what step {step} saves"):  # one that fails stops all
                 items = self._items(dump(), shared, processes)
             shared.fill()
-        with contextlib.ExitStack() as stack:
-            alone = replace(self._options, local=None)
-            manager = self.manager if self.is_open else stack.enter_context(self._make(alone))
+        alone = replace(self._options, local=None)
+        with contextlib.nullcontext(self.manager) if self.is_open else self._make(alone) as manager:
             if strategy.world_size == 1 and self._has_positions:
                 items = {ITEM: items}
             if self._manager is not None:
@@ -381,11 +376,9 @@ def is_checkpoint(path: Place) -> bool:
 
 
 def _checkpoint(found: Any, place: Place) -> dict[str, Any]:
-    """Return restored items as Lightning's dictionary with the position of this process.
-
-    If another number of processes has saved, the position also has those of all of them, as ``shares``; a process
-    without a position of its own gets that of process 0.
-    """
+    """Return restored items as Lightning's dictionary with the position of this process."""
+    # If another number of processes has saved, the position also has those of all of them, as ``shares``; a process
+    # without a position of its own gets that of process 0.
     tree, own = found, None
     if isinstance(found, dict) and "state_dict" not in found and ITEM in found:
         tree, own = found[ITEM], found.get(PROCESS)
@@ -407,66 +400,31 @@ def _checkpoint(found: Any, place: Place) -> dict[str, Any]:
 # ---- files beside the steps of a run: links to the newest and the best, and the best weights
 
 
-class Published:
-    """The links and the file of one run, which process 0 keeps up to date."""
-
-    def __init__(self, directory: Location, options: CallbackArguments) -> None:
-        self._directory = directory
-        self._options = options
-        self._series = series_of(options.step_prefix)
-        self._exported: int | None = None
-
-    def update(self, manager: CheckpointManager) -> None:
-        """Update the links and the file; a failure is only logged, as nothing in the run depends on them."""
-        links = self._options.links and self._directory.is_local
-        steps = manager.all_steps() if links or self._options.export_best is not None else []
-        if not steps:
-            return
-        best = None if self._options.best_fn is None else manager.best_step()
-        if links:
-            self._link("last", steps[-1])
-            if best is not None:
-                self._link("best", best)
-        if self._options.export_best is None or best in (None, self._exported):
-            return
-        place = self._options.export_place
-        try:
-            export_weights(self._directory / f"{self._series}{best}", place)
-        except (HoldfastError, OSError) as error:
-            logger.warning("step %d is the best, but %s could not be written: %s", best, place, error)
-        else:
-            self._exported = best
-
-    def _link(self, name: str, step: int) -> None:
-        link, folder = self._directory.path / name, f"{self._series}{step}"
-        if (link.exists() and not link.is_symlink()) or (link.is_symlink() and os.readlink(link) == folder):
-            return
-        partial = link.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}")
-        try:
-            partial.symlink_to(folder, target_is_directory=True)
-            partial.replace(link)
-        except OSError as error:  # The disk has no links.
-            logger.debug("%s is not kept as a link: %s", link, error)
-            with contextlib.suppress(OSError):
-                partial.unlink()
+def _link(link: Path, folder: str) -> None:
+    if (link.exists() and not link.is_symlink()) or (link.is_symlink() and os.readlink(link) == folder):
+        return
+    partial = link.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}")
+    try:
+        partial.symlink_to(folder, target_is_directory=True)
+        partial.replace(link)
+    except OSError as error:  # The disk has no links.
+        logger.debug("%s is not kept as a link: %s", link, error)
+        with contextlib.suppress(OSError):
+            partial.unlink()
 
 
 def export_weights(step: Location, place: Location) -> None:
-    """Write the weights of a step into one file, atomically.
-
-    A ``.safetensors`` file has the names of the module's state dict. A ``.ckpt`` file also has the hyper-parameters, as
-    plain data, so that Lightning loads it with ``weights_only=True``.
-    """
+    """Write the weights of a step into a file, atomically; a ``.ckpt`` file also has plain hyper-parameters."""
     if place.name.endswith(".safetensors"):
         _export_safetensors(step, place)
         return
     buffer = io.BytesIO()
-    torch.save(plain_weights(_entries(step, _OF_THE_MODEL), step), buffer)
+    torch.save(from_tree(_entries(step, _OF_THE_MODEL), step), buffer)
     place.parent.make_directory()
     place.write_bytes(buffer.getvalue())
 
 
-_OF_THE_MODEL = {
+_OF_THE_MODEL = {  # not the types of values that are no plain data
     *("state_dict", "state_dict_versions", "tree_version", "epoch", "global_step", "pytorch-lightning_version"),
     *("hyper_parameters", "hparams_name", "hparams_type"),
     *("datamodule_hyper_parameters", "datamodule_hparams_name", "datamodule_hparams_type"),

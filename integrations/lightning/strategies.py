@@ -9,6 +9,7 @@ saves it.
 from __future__ import annotations
 
 import contextlib
+import copy
 import glob
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -148,19 +149,16 @@ class SharedState:
     def tree(
         self, processes: ProcessGroup, checkpoint: dict[str, Any], make: Callable[[], dict[str, Any]]
     ) -> dict[str, Any]:
-        """Return the tree that this process saves, with the same leaves on all; ``make`` makes that of process 0.
-
-        Large tensors have their values once all processes have called `fill`.
-        """
+        """Return the tree that this process saves; its large tensors have values once all have called ``fill``."""
         group = processes.rendezvous("what process 0 saves")
         assert group is not None
         with contextlib.closing(group):
             if processes.is_primary:
                 tree = make()
-                group.broadcast("outline", pickle.dumps(_mapped(self._sent, tree, None)), processes.timeout)
+                group.broadcast("outline", pickle.dumps(mapped(self._sent, tree, None)), processes.timeout)
                 return tree
             received = group.broadcast("outline", None, processes.timeout)
-        filled: dict[str, Any] = _mapped(self._filled, pickle.loads(received), checkpoint)
+        filled: dict[str, Any] = mapped(self._filled, pickle.loads(received), checkpoint)
         return filled
 
     def fill(self) -> None:
@@ -201,14 +199,16 @@ class SharedState:
         return own.detach()
 
 
-def _mapped(function: Callable[[Any, Path, Any], Any], tree: Any, other: Any, path: Path = ()) -> Any:
+def mapped(function: Callable[[Any, Path, Any], Any], tree: Any, other: Any, path: Path = ()) -> Any:
     """Return a tree with the results of a function, which gets a leaf, its path, and what another tree has there."""
     if isinstance(tree, dict):
         others = other if isinstance(other, dict) else {}
-        return type(tree)({key: _mapped(function, one, others.get(key), (*path, key)) for key, one in tree.items()})
-    if isinstance(tree, list | tuple):
+        made = copy.copy(tree)  # This keeps the attributes of a state dict, such as the versions of modules.
+        made.update({key: mapped(function, one, others.get(key), (*path, key)) for key, one in tree.items()})
+        return made
+    if type(tree) in (list, tuple):
         parts = other if isinstance(other, list | tuple) and len(other) == len(tree) else [None] * len(tree)
-        return type(tree)([_mapped(function, one, parts[index], (*path, index)) for index, one in enumerate(tree)])
+        return type(tree)([mapped(function, one, parts[index], (*path, index)) for index, one in enumerate(tree)])
     return function(tree, path, other)
 
 
@@ -245,7 +245,7 @@ class StateHandler(PyTreeCheckpointHandler):
         if names:
             parts[_OPTIMIZERS] = _renamed(parts[_OPTIMIZERS], names)
         # A selection leaves out containers without leaves.
-        return {**_mapped(lambda _one, _path, leaf: leaf, rest, found), **parts}
+        return {**mapped(lambda _one, _path, leaf: leaf, rest, found), **parts}
 
 
 class ShardedState:
@@ -295,10 +295,7 @@ def as_saved(loaded: Any, saved: Any) -> Any:
 
 
 def _names_by_index(templates: Sequence[Any], saved: Sequence[Any]) -> list[dict[int, str]]:
-    """Return the name of each parameter by its index, for optimizers that were saved by index; otherwise nothing.
-
-    Sharded strategies name the parameters of optimizers, others count them through all groups, in the same order.
-    """
+    """Return the name of each parameter by its index, for optimizers that were saved by index; otherwise nothing."""
     if not templates or not any(isinstance(key, int) for one in saved for key in one["state"]):
         return []
     return [dict(enumerate(name for group in one["param_groups"] for name in group["params"])) for one in templates]

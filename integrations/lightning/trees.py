@@ -59,11 +59,7 @@ class _LeftError(Exception):
 
 
 def to_tree(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return a checkpoint of Lightning as a tree that the engine saves, and a line for each entry that was left out.
-
-    An entry is left out when it is, or holds, an object that is neither an array nor data; its line is such as
-    ``hyper_parameters/loss (torch.nn.modules.loss.MSELoss)``. For an entry that a resume needs, this is an error.
-    """
+    """Return a checkpoint of Lightning as a tree that the engine saves, and a line for each entry that was left out."""
     plain = _Plain()
     first = [name for name in _FIRST if name in checkpoint]
     order = [*first, *(name for name in checkpoint if name not in first)]
@@ -104,11 +100,6 @@ def from_tree(tree: dict[str, Any], place: object = "this checkpoint") -> dict[s
         }
         checkpoint["state_dict"] = state
     return checkpoint
-
-
-def plain_weights(tree: dict[str, Any], place: object) -> dict[str, Any]:
-    """Convert a part of a loaded tree to a checkpoint of Lightning that holds tensors and plain data only."""
-    return from_tree({name: value for name, value in tree.items() if name != _TYPES}, place)
 
 
 def is_plain_tree(value: Any) -> bool:

@@ -8,15 +8,13 @@ from .initial import Hyperparameters
 from .preemption import WITHOUT_GRACE, PreemptionSignal, grace_check
 from .resuming import all_steps, check_resume, resume_step, unfinished_neighbour, warn_of_misfits
 from .states import LoopArguments, StateAdapter
-from .stopping import AfterSignal, AgreedStop, Durations, Stop, agreed_steps_after_signal, barrier_exit, stop_of
+from .stopping import AgreedStop, StepsAfterSignal, Stop, barrier_exit, stop_of
 from .witnessing import Proof, Witness, why_not_comparable
 
 __all__ = [
     "WITHOUT_GRACE",
-    "AfterSignal",
     "AgreedStop",
     "CheckpointCallback",
-    "Durations",
     "Ending",
     "Hyperparameters",
     "LoopArguments",
@@ -24,9 +22,9 @@ __all__ = [
     "Proof",
     "StateAdapter",
     "StepOutcome",
+    "StepsAfterSignal",
     "Stop",
     "Witness",
-    "agreed_steps_after_signal",
     "all_steps",
     "announce",
     "barrier_exit",

@@ -23,15 +23,11 @@ def announce(text: str, *args: object, shown: bool = True) -> None:
     """
     logger.info(text, *args)
     silent = logger.level != logging.NOTSET or logger.disabled or logger.manager.disable >= logging.INFO
-    if shown and not silent and not _is_handled() and sys.stderr is not None:
+    is_handled = any(handler.level <= logging.INFO for handler in handlers_of(logger, logging.INFO))
+    if shown and not silent and not is_handled and sys.stderr is not None:
         with contextlib.suppress(OSError):  # The terminal may be closed.
             sys.stderr.write(f"holdfast: {text % args}\n")
             sys.stderr.flush()
-
-
-def _is_handled() -> bool:
-    """Return whether a handler of the application shows lines at INFO."""
-    return any(handler.level <= logging.INFO for handler in handlers_of(logger, logging.INFO))
 
 
 _ADVICE: tuple[tuple[type[BaseException], str], ...] = (

@@ -17,7 +17,7 @@ from ...engine.checkpoint import AsyncCheckpointer
 from ...engine.clock import Clock, Duration, seconds
 from ...engine.errors import INTERRUPTED, PREEMPTED, OptionError, StateError, UnknownArgumentError
 from ...engine.generators import GlobalGenerators
-from ...engine.handlers import PerProcessCheckpointHandler, PyTreeCheckpointHandler
+from ...engine.handlers import PerProcessCheckpointHandler, fresh_types
 from ...engine.manager import (
     BestFn,
     BestMode,
@@ -44,9 +44,8 @@ from .extras import (
     check_extras,
     check_no_options,
     check_replicated,
-    fresh_extras,
     loaders_of,
-    missing_extras,
+    templates_of,
     warn_of_unrestored,
 )
 from .first_steps import warn_of_index
@@ -56,7 +55,7 @@ from .preemption import WITHOUT_GRACE, PreemptionSignal, grace_check
 from .resuming import all_steps, check_resume, peek, restore, unfinished_neighbour, warn_of_misfits
 from .states import STATE, LoopArguments, StateAdapter, check_depth
 from .steps import Report, StepSaver, check_metrics, record_metrics
-from .stopping import AfterSignal, AgreedStop, Durations, Stop, agreed_steps_after_signal, barrier_exit, stop_of
+from .stopping import AgreedStop, StepsAfterSignal, Stop, barrier_exit, stop_of
 from .witnessing import Proof, Witness, why_not_comparable
 
 logger = logging.getLogger("holdfast")
@@ -100,21 +99,6 @@ class StepOutcome:
 _NOTHING_DUE = StepOutcome(saved=False, reason="nothing is due", should_stop=False)
 
 
-_ONE_STATE = (
-    'restore_or_initialize takes one state: restore_or_initialize({"model": model, "optimizer": optimizer}). Extras, '
-    "such as the place in the data, have names: data=loader"
-)
-
-
-def _checked_step(step: Any, unknown: Sequence[object]) -> int:
-    """Return a step as an integer; raise an error with the right call for arguments in another order."""
-    if unknown or not hasattr(type(step), "__index__"):
-        raise UnknownArgumentError(
-            "on_step takes the step, a whole number, and one state: on_step(step, state, metrics=..., data=loader)"
-        )
-    return operator.index(step)
-
-
 @takes_texts_of(CheckpointManagerOptions)
 class CheckpointCallback:
     """Saves a training loop's state, keeps the right checkpoints, and resumes the loop where it stopped.
@@ -137,7 +121,7 @@ class CheckpointCallback:
 
     - a pytree of arrays of jax, numpy or torch and plain values, such as a ``TrainState``: the state that is passed is
       never changed, a new one is returned, with the types that it had at the save (a number that has become a jax array
-      is one again, weakly typed where it was; a list that has grown is as long as it was);
+      is one again, weakly typed if it was; a list that has grown is as long as it was);
     - nnx objects, or dicts, lists and tuples of them: updated in place;
     - torch modules and optimizers, such as ``{"model": model, "optimizer": optimizer}``, and all else that
       ``holdfast.graph`` saves (its nodes, objects with attributes): restored in place, and nothing changes unless
@@ -157,8 +141,8 @@ class CheckpointCallback:
     - plain data (None, numbers, strings, bytes, and dicts, lists and tuples of them): ``checkpoint.extras[name]`` is
       the restored value as it was saved; the passed value is no template.
 
-    No checkpoint holds gradients of torch. So where gradients are accumulated over several batches, ``on_step`` comes
-    after ``optimizer.step()``, not after each batch; a warning tells if it does not.
+    No checkpoint holds gradients of torch. If gradients are accumulated over several batches, ``on_step`` comes
+    after ``optimizer.step()``, not after each batch; a warning says if it does not.
 
     The global random generators of Python, numpy and torch, which ``torch.randn``, dropout and ``np.random.shuffle``
     draw from, are saved with the extras, and restored after everything else. So draw random values that the program
@@ -183,7 +167,7 @@ class CheckpointCallback:
         save_at_end: Save the last step when training ends, whether or not a trigger asks for it.
         step_offset: 1 if the step that your loop reports is the index of its last update, as with Orbax, so that N + 1
             updates are in the state of step N, and a resume begins with step N + 1. 0 is the number of updates. It is
-            saved with each step; None takes that of the step that the run resumes from, or 0.
+            saved with each step; None takes the offset of the step that the run resumes from, or 0.
         item_intervals:
 
     Args: what to keep
@@ -208,13 +192,13 @@ class CheckpointCallback:
             transformation of an optimizer: values that fit the checkpoint are restored, the others stay as they were
             initialized, and a warning lists them. It holds for a resume and for the weights of ``init_from``. None
             takes all that was saved, or nothing.
-        hyperparameters: Which hyperparameters count in a resume where they differ, such as a new learning rate:
+        hyperparameters: Which hyperparameters count in a resume if they differ, such as a new learning rate:
             ``"saved"`` takes all of the saved state, ``"program"`` keeps the options of torch's optimizers and the
             values of ``optax.inject_hyperparams`` as the program has set them. A line says what differs.
         global_generators: Save and restore the global random generators of Python, numpy and torch (on the CPU and on
             devices), as far as the program has imported them. Each of several processes has its own, unless they are
             ``replicated``.
-        witness: Record the steps after each save beside it, and let a resume compare its first steps with them. A line
+        witness: Record the steps after each save, and let a resume compare its first steps with them. A line
             says which steps were the same, and a warning what differs.
         on_inexact: What follows if a resumed run does other steps than before the stop: a warning (``"warn"``), a
             ``StateError`` at that step, after which nothing is saved (``"raise"``), or nothing but ``proof``
@@ -226,7 +210,7 @@ class CheckpointCallback:
             interrupts the program. SIGHUP and SIGINT stay ignored if they are, as with ``nohup`` and ``&``.
         grace_secs: The time between the signal and the end of the process, as the scheduler grants it. A save that
             takes longer is reported with a warning.
-        witness_steps_after_signal: After SIGTERM, when the step is saved, go on for up to so many steps that are
+        witness_steps_after_signal: After SIGTERM, when the step is saved, go on for up to this many steps, which are
             recorded but not saved, if a quarter of ``grace_secs`` (2 seconds without it) has time for them, so that the
             resume can be compared with them. 0 stops at the saved step.
         save_timeout_secs:
@@ -234,7 +218,7 @@ class CheckpointCallback:
     Args: several processes
         replicated: The names of state that is the same in all processes, so that any number of them gets it. These are
             extras, such as a position in one order that no number of processes enters, or a random generator that all
-            seed alike; ``"global_generators"`` for those of Python, numpy and torch; in a Lightning trainer
+            seed alike; ``"global_generators"`` for the generators of Python, numpy and torch; in a Lightning trainer
             ``"loaders"`` for its training loaders with ``state_dict``, ``"loaders/0"`` for the first of them. Each save
             of a loop checks that the states are equal, and holds one; a Lightning trainer checks it when another number
             of processes resumes. Objects with an attribute ``replicated_state = True``, ``hf.skip_to`` with a
@@ -302,11 +286,13 @@ class CheckpointCallback:
         given = {name: value for name, value in locals().items() if name != "self"}
         self._options = options = LoopArguments(**given)
         self._state_checkpointer = AsyncCheckpointer(options.tree_handler())
+        extras = options.tree_handler()
+        extras.optional = True  # Trees of components have the item only if there are extras.
         self._manager = CheckpointManager(
             options.directory,
             {
                 STATE: self._state_checkpointer,
-                "extras": AsyncCheckpointer(self._extras_handler()),
+                "extras": AsyncCheckpointer(extras),
                 "process": AsyncCheckpointer(PerProcessCheckpointHandler()),
             },
             options.manager_options(),
@@ -314,7 +300,7 @@ class CheckpointCallback:
             clock=options.clock,
         )
         self._manager.events.has_callback = True
-        self._ending = Ending(str(self._manager.directory), saves_at_end=self._options.save_at_end)
+        self._ending = Ending(str(self._manager.directory), saves_at_end=options.save_at_end)
         self._manager.events.add_listener(self._ending.note)
         if options.grace_secs is not None:
             self._manager.events.add_listener(grace_check(seconds(options.grace_secs)))
@@ -322,9 +308,8 @@ class CheckpointCallback:
         self._adapter: StateAdapter | None = None  # which the first state chooses
         self._saver: StepSaver | None = None  # once the state before the first step is known
         self._stop: Stop | None = None  # once the processes of the run are connected
-        self._after_signal: AfterSignal | None = None  # the steps that follow the save of a preemption
-        self._durations = Durations()
         self._preemption = self._signal(options.preemption_signals())
+        self._after_signal = StepsAfterSignal(options, self._manager, self._preemption)
         self._generators = GlobalGenerators() if options.global_generators else None
         self._names: frozenset[str] = frozenset()
         self._closed = False
@@ -410,7 +395,7 @@ class CheckpointCallback:
                 not there.
             CheckpointExistsError: ``resume="never"``, and there are checkpoints.
             TreeMismatchError: The state or the extras differ in structure, shapes or dtypes from those that the run
-                began with, or the parameters from those of ``init_from``.
+                began with, or the parameters from those in ``init_from``.
             UnsupportedLeafError: The state or an extra has a leaf that cannot be saved; names every such leaf.
             NoWholeCheckpointError: There are checkpoints, but all of them are damaged.
             DamagedCheckpointError: The step that ``resume`` names is damaged.
@@ -420,7 +405,10 @@ class CheckpointCallback:
                 no checkpoint.
         """
         if unknown:
-            raise UnknownArgumentError(_ONE_STATE)
+            raise UnknownArgumentError(
+                'restore_or_initialize takes one state: restore_or_initialize({"model": model, "optimizer": '
+                "optimizer}). Extras, such as the place in the data, have names: data=loader"
+            )
         processes = self._manager.processes
         with processes.together("restore_or_initialize"):
             processes.compare("the options of the callbacks", {"resume": self._options.resume})
@@ -430,12 +418,12 @@ class CheckpointCallback:
         """Return what ``restore_or_initialize`` will restore, before the state is built.
 
         This is for programs whose state depends on the step: pruned layers, added groups of parameters. All processes
-        call it together. The step is that of ``resume``. Only its extras are read, so this may return a step that the
+        call it together. ``resume`` decides the step. Only its extras are read, so this may return a step that the
         restore skips because its state is damaged.
 
         Returns:
             Step, extras, metrics and metadata, or None for a fresh start. The extras of objects are the states that
-            their methods have returned; arrays are those of numpy, and tensors of torch where the program has imported
+            their methods have returned; arrays are numpy arrays, or tensors of torch if the program has imported
             it.
 
         Raises:
@@ -444,7 +432,7 @@ class CheckpointCallback:
         """
         self._has_peeked = True
         if self._options.resume == "must":
-            check_resume("must", self._all_steps(), self._manager.directory)
+            self._check_resume("must")
         return peek(self._manager, self._options.resume)
 
     def on_step(
@@ -479,32 +467,23 @@ class CheckpointCallback:
             SaveFailedError: An earlier save failed in the background; this step is saved nevertheless.
             StateError: The callback is closed, or the directory holds checkpoints that were not restored; or the state
                 lacks names of the one that came back, or is a state dict that was handed over; or the steps since the
-                resume are not those of before the stop, with ``on_inexact="raise"``.
+                resume are not those before the stop, with ``on_inexact="raise"``.
         """
-        if unknown or type(step) is not int:
-            step = _checked_step(step, unknown)
+        if self._names:
+            extras |= {name: value for name, value in (("batch", batch), ("epoch", epoch)) if name in self._names}
+        step = self._check_call(step, unknown, metrics, extras)
         saver, stop = self._saver, self._stop
         if saver is None or stop is None or self._closed:
             saver, stop = self._begin_without_restore(state)
-        if metrics is not None:
-            check_metrics(metrics)
-        if self._names:
-            extras |= {name: value for name, value in (("batch", batch), ("epoch", epoch)) if name in self._names}
-        check_no_options(extras)
-        self._durations.note()
-        if self._reported is None and self._restored is None:  # A resumed run may begin to save more.
-            warn_of_unrestored(extras, self._names)
-        self._check_order(step)
-        if not self._names <= extras.keys():
-            raise StateError(missing_extras(self._names - extras.keys()))
+        self._reported = self._ending.step = step
+        self._after_signal.note_step()
         if self._should_stop and self._preemption.ends_run:
             self._manager.observer.reached("step", step)
             return StepOutcome(False, "the run was stopped; nothing is saved any more", should_stop=True)
         report = Report(step, state, metrics, self._with_generators(extras), batch, epoch)
-        if self._after_signal is not None and not self._should_stop:
+        if self._after_signal.left is not None and not self._should_stop:
             saver.show(report)
-            after = self._after_signal = self._after_signal.after(self._durations.longest, again=self._preemption.again)
-            if after.left == 0:
+            if self._after_signal.count() == 0:
                 self._stop_now(extras)
             return StepOutcome(False, "preempted; the step is recorded and not saved", self._should_stop)
         saver.update(report)
@@ -518,7 +497,7 @@ class CheckpointCallback:
         return StepOutcome(True, decision.reason, should_stop=False)
 
     def on_eval(self, step: int, metrics: Mapping[str, Any]) -> StepOutcome:
-        """Report metrics that became known after the step, such as those of an evaluation.
+        """Report metrics that became known after the step, such as an evaluation's.
 
         Args:
             step: The step that was evaluated.
@@ -534,7 +513,7 @@ class CheckpointCallback:
         self._manager.observer.reached("validation", step)
         saver = self._saver
         is_saved = step in self._manager.all_steps() if saver is None else saver.holds(step)
-        if self._after_signal is not None and not is_saved:
+        if self._after_signal.left is not None and not is_saved:
             return StepOutcome(False, "preempted; the step is recorded and not saved", self._should_stop)
         if is_saved:
             record_metrics(self._manager, step, metrics)
@@ -559,7 +538,7 @@ class CheckpointCallback:
         saver = self._saver
         if self._last_step is None and self._restored is not None and not self._preemption.received:
             self._announce("nothing left to do after step %d in %s", self._restored, self._manager.directory)
-        orderly, ends_early = False, self._after_signal is not None and not self._should_stop
+        orderly, ends_early = False, self._after_signal.left is not None and not self._should_stop
         try:
             try:
                 # Perhaps only one of several processes has received the signal after the last step.
@@ -573,7 +552,7 @@ class CheckpointCallback:
             orderly = True
         finally:
             self._end(orderly=orderly)
-        if saver is not None and not self._should_stop and self._after_signal is None:
+        if saver is not None and not self._should_stop and self._after_signal.left is None:
             last = self._restored if saver.step is None else saver.step
             self._manager.events.write("preempted" if self._preemption.received else "finished", step=last)
         if ends_early:
@@ -616,7 +595,7 @@ class CheckpointCallback:
 
     def _end(self, *, orderly: bool, error: BaseException | None = None) -> None:
         # After a preemption, the steps that follow the saved one are to be repeated.
-        has_stopped = self._should_stop or self._after_signal is not None
+        has_stopped = self._should_stop or self._after_signal.left is not None
         self._ending.end(error, shown=self._manager.processes.is_primary and not has_stopped)
         self._preemption.restore()
         if self._stop is not None:
@@ -627,14 +606,15 @@ class CheckpointCallback:
     def _restore_or_initialize(self, state: Any, like: Any, extras: dict[str, Any]) -> tuple[Any, int]:
         resume, place = self._options.resume, self._options.init_from
         initial = InitialState(state, like)
-        template = initial.template()
+        template = initial.template
         adapter = self._adapt(template)
         check_extras(extras)
         check_replicated(self._options.replicated, self._with_generators(extras), "restore_or_initialize")
         adapter.begin(template)
-        fresh = fresh_extras(extras)
+        typed = templates_of(extras)
+        fresh = fresh_types(typed, list(typed)) if typed else None
         if resume in ("must", "never"):
-            check_resume(resume, self._all_steps(), self._manager.directory)
+            self._check_resume(resume)
         if resume == "never" or self._manager.latest_step() is None:
             initial.check_fresh(adapter)
         self._begin()
@@ -655,7 +635,7 @@ class CheckpointCallback:
                 logger.info("took the weights from %s; everything else starts fresh", taken)
                 warn_of_misfits(adapter.misfits, f"init_from={str(place)!r}", "weights")
             offset = offset or 0
-            self._begin_steps(self._new_saver(adapter, offset, fresh), state, extras, -offset)
+            self._begin_steps(adapter, state, extras, -offset, offset=offset, fresh=fresh)
             self._witness.begin(Report(0, state, extras=self._with_generators(extras)).seen({}))
             self._announce_first_save()
             return state, 0
@@ -668,16 +648,14 @@ class CheckpointCallback:
             offset = int((self._manager.custom_metadata(restored.step) or {}).get("step_offset", 0))
             if not (restored.is_own or offset):
                 warn_of_index(restored.step, adapter.to_tree(state))
-        self._begin_steps(self._new_saver(adapter, offset, fresh), state, extras, restored.step)
+        self._begin_steps(adapter, state, extras, restored.step, offset=offset, fresh=fresh)
         shown = Report(restored.step, state, extras=self._with_generators(self.extras)).seen({})
         self._witness.resume(restored.step, shown, why_not_comparable(self._options, adapter.misfits))
         return state, restored.step + offset
 
-    def _all_steps(self) -> list[int]:
-        """Return the steps in the directory, damaged ones among them, and that of the hosts."""
-        there = all_steps(self._manager.directory, self._options.step_prefix)
-        newest = self._manager.latest_step()
-        return sorted({*there, *([] if newest is None else [newest])})
+    def _check_resume(self, resume: Resume) -> None:
+        directory = self._manager.directory
+        check_resume(resume, all_steps(directory, self._options.step_prefix, self._manager), directory)
 
     def _signal(self, signals: Sequence[signal.Signals]) -> PreemptionSignal:
         return PreemptionSignal(signals)
@@ -693,17 +671,22 @@ class CheckpointCallback:
             self._state_checkpointer.handler = self._adapter.handler(self._options)
         return self._adapter
 
-    def _new_saver(self, adapter: StateAdapter, step_offset: int, fresh: FreshTypes | None) -> StepSaver:
-        replicated = self._options.replicated
-        return StepSaver(self._manager, adapter, replicated, self._witness, step_offset=step_offset, fresh_extras=fresh)
-
-    def _extras_handler(self) -> PyTreeCheckpointHandler:
-        handler = self._options.tree_handler()
-        handler.optional = True  # Trees of components have the item only if there are extras.
-        return handler
-
-    def _check_order(self, step: int) -> None:
-        """Raise OptionError if the step is before the last one, unless the program has restored an earlier one."""
+    def _check_call(self, step: Any, unknown: Sequence[object], metrics: object, extras: Mapping[str, Any]) -> int:
+        """Return the step of a report as an integer; raise an error for one that no save could follow."""
+        if unknown or not hasattr(type(step), "__index__"):
+            raise UnknownArgumentError(
+                "on_step takes the step, a whole number, and one state: on_step(step, state, metrics=..., data=loader)"
+            )
+        if metrics is not None:
+            check_metrics(metrics)
+        check_no_options(extras)
+        if missing := sorted(self._names - extras.keys()):
+            raise StateError(
+                f"restore_or_initialize was given {', '.join(f'{name}=' for name in missing)} but on_step was not: "
+                "pass it at every step, so that it is saved"
+            )
+        if self._reported is None and self._restored is None:  # A resumed run may begin to save more.
+            warn_of_unrestored(extras, self._names)
         if (restored := self._manager.resumed_from) != self._went_on_from:
             self._went_on_from = restored  # None after a save
             self._reported = self._reported if restored is None else restored
@@ -713,7 +696,7 @@ class CheckpointCallback:
                 "it never goes down. Begin the loop at the step that restore_or_initialize has returned; to go back, "
                 "restore the earlier step first"
             )
-        self._reported = self._ending.step = step
+        return operator.index(step)
 
     def _announce_first_save(self) -> None:
         """Announce the time of the first save, if the program has set no trigger."""
@@ -728,9 +711,21 @@ class CheckpointCallback:
         """Return the extras with the global generators, last, as a restore of other extras may draw from them."""
         return extras if self._generators is None else {**extras, GLOBAL_GENERATORS: self._generators}
 
-    def _begin_steps(self, saver: StepSaver, state: Any, extras: Mapping[str, Any], last: int | None) -> None:
+    def _begin_steps(
+        self,
+        adapter: StateAdapter,
+        state: Any,
+        extras: Mapping[str, Any],
+        last: int | None,
+        *,
+        offset: int,
+        fresh: FreshTypes | None,
+    ) -> StepSaver:
         """Set the global generators, when everything else is restored, and begin to watch the state."""
-        self._saver = saver
+        replicated = self._options.replicated
+        saver = self._saver = StepSaver(
+            self._manager, adapter, replicated, self._witness, step_offset=offset, fresh_extras=fresh
+        )
         for loader in loaders_of(extras).values():
             loader.begin_run(self._announce)
         saver.watch(state, extras, last, grows=self._has_peeked or self._options.partial is not None)
@@ -739,6 +734,7 @@ class CheckpointCallback:
             logger.warning(
                 "the random generators of %s are not restored, as this process has no such devices", ", ".join(missing)
             )
+        return saver
 
     def _begin(self) -> Stop:
         if self._closed:
@@ -761,8 +757,9 @@ class CheckpointCallback:
                 f"{self._manager.directory} holds checkpoints up to step {newest} that this run has not restored; call "
                 "restore_or_initialize before the loop, or choose another directory"
             )
-        saver = self._new_saver(self._adapt(state), self._options.step_offset or 0, None)
-        self._begin_steps(saver, (), {}, None)  # The state before the first step is not known.
+        # The state before the first step is not known.
+        offset = self._options.step_offset or 0
+        saver = self._begin_steps(self._adapt(state), (), {}, None, offset=offset, fresh=None)
         self._witness.begin(Report(0, state).seen({}))
         return saver, stop
 
@@ -781,19 +778,14 @@ class CheckpointCallback:
         save = not saver.is_saved
         if save and not saver.save("preempted"):  # The next step is saved instead.
             return StepOutcome(False, "the step has a folder that is no checkpoint", should_stop=False)
-        self._manager.wait_until_finished()
-        self._manager.finish_mirror(self._preemption.seconds_left(self._options.grace_secs))
+        what, goes_on = "stopping", self._after_signal.begin(report.left_in_epoch)
         self._manager.events.write("preempted", step=saver.step)
         self._ending.end()  # The steps that follow are to be repeated.
-        after = self._after_signal = agreed_steps_after_signal(
-            self._options, self._manager, self._durations, self._preemption, report.left_in_epoch
-        )
-        what = "stopping"
-        if after is None:
-            self._stop_now(report.extras)
+        if goes_on:
+            left = self._after_signal.left
+            what += f" after {left} more step{'' if left == 1 else 's'}, which the resume is compared with"
         else:
-            steps = "1 more step" if after.left == 1 else f"{after.left} more steps"
-            what += f" after {steps}, which the resume is compared with"
+            self._stop_now(report.extras)
         text = "preempted: step %d is saved in %s; %s"
         self._announce(text, saver.step, self._manager.directory, what)
         return StepOutcome(save, "preempted", should_stop=self._should_stop)

@@ -9,32 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from ...engine.distributed import current_coordinator
-from ...engine.errors import OptionError, TreeMismatchError
+from ...engine.errors import OptionError
 from ...engine.generators import is_generator
-from ...engine.handlers import DEFAULT_REGISTRY, fresh_types
-from ...engine.loaders import (
-    LoaderPosition,
-    drawing_sampler,
-    is_accelerate_loader,
-    is_torchdata_loader,
-    nodes_of,
-)
-from ...engine.pytree import FreshTypes, flatten, is_nnx, is_plain, is_torch_tensor
-from ...engine.stateful import (
-    begins_epoch,
-    is_replicated,
-    is_stateful,
-    restore_loader,
-    restore_state,
-    state_of,
-    warn_of_held_records,
-)
-from ..hugging_face import as_start, check_stream
-from .announce import announce
+from ...engine.handlers import DEFAULT_REGISTRY
+from ...engine.loaders import LoaderPosition, drawing_sampler, is_accelerate_loader, is_torchdata_loader, nodes_of
+from ...engine.pytree import flatten, is_nnx, is_plain, is_torch_tensor
+from ...engine.stateful import is_replicated, is_stateful, state_of, warn_of_held_records
+from ..hugging_face import check_stream
 from .objects import is_versioned
 from .states import LoopArguments, check_depth
-from .trees import from_tree, is_stream, to_tree
+from .trees import is_stream, to_tree
 
 logger = logging.getLogger("holdfast")
 
@@ -85,31 +69,9 @@ def templates_of(extras: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def fresh_extras(extras: Mapping[str, Any]) -> FreshTypes | None:
-    """Return the types, at the start of the run, of the extras that are restored into a template."""
-    templates = templates_of(extras)
-    return fresh_types(templates, list(templates)) if templates else None
-
-
 def loaders_of(extras: Mapping[str, Any]) -> dict[str, LoaderPosition]:
     """Return the extras that are loaders of ``hf.resumable`` and ``hf.skip_to``."""
     return {name: extra for name, extra in extras.items() if isinstance(extra, LoaderPosition)}
-
-
-def restore_extras(extras: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Restore the extras, and return by name the object if it was changed in place, otherwise the restored value."""
-    values = {name: saved[name] for name in extras}
-    shown = current_coordinator().process_index == 0
-    for name, extra in sorted(extras.items(), key=lambda item: not begins_epoch(item[1])):
-        if is_nnx(extra):
-            values[name] = from_tree(extra, saved[name])
-        elif is_torchdata_loader(extra):
-            values[name] = extra
-            if note := restore_loader(extra, saved[name], as_start, extras.get(GLOBAL_GENERATORS)):
-                announce("%s= %s", name, note, shown=shown)
-        elif is_stateful(extra) or is_plain(extra):
-            values[name] = restore_state(extra, saved[name], as_start)
-    return values
 
 
 def check_extras(extras: Mapping[str, Any]) -> None:
@@ -176,19 +138,6 @@ def _is_saveable(extra: Any) -> bool:
     return is_container or DEFAULT_REGISTRY.find(extra) is not None
 
 
-def check_names(extras: Mapping[str, Any], saved: Mapping[str, Any], where: str) -> None:
-    """Raise TreeMismatchError if a checkpoint lacks a requested extra."""
-    missing = [name for name in extras if name not in saved]
-    if missing:
-        held = ", ".join(saved) or "none"
-        names = ", ".join(f"{name}=" for name in missing)
-        raise TreeMismatchError(
-            f"{where} does not hold all extras that are to be restored (it holds: {held}). Leave {names} out of "
-            "restore_or_initialize and pass it to on_step only, to begin saving it from now on",
-            [f"{name}: expected an extra of this name, found none" for name in missing],
-        )
-
-
 def warn_of_unrestored(extras: Mapping[str, Any], names: Collection[str]) -> None:
     """Warn of objects with a state that ``on_step`` gets, and that ``restore_or_initialize`` was not given."""
     if others := [name for name, extra in extras.items() if name not in names and changes_in_place(extra)]:
@@ -198,9 +147,3 @@ def warn_of_unrestored(extras: Mapping[str, Any], names: Collection[str]) -> Non
             "Pass it to restore_or_initialize as well",
             listed,
         )
-
-
-def missing_extras(names: Collection[str]) -> str:
-    """Return the message about extras that were restored and that on_step lacks."""
-    listed = ", ".join(f"{name}=" for name in sorted(names))
-    return f"restore_or_initialize was given {listed} but on_step was not: pass it at every step, so that it is saved"

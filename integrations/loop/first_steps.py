@@ -22,7 +22,7 @@ from ...engine.pytree import Sampler, Samples, Ways, flatten, is_plain, is_torch
 from ...engine.witness import Seen, is_time
 from .extras import GLOBAL_GENERATORS, changes_in_place
 from .objects import is_versioned, live_objects
-from .states import STATE, located
+from .states import STATE, StateAdapter, located
 
 logger = logging.getLogger("holdfast")
 
@@ -33,7 +33,7 @@ _FAR = 100  # reports between two saves, after which a state that is trained has
 # Attributes of torch's iterators that are private: the batches taken, the sampler, whether the iterator is used again.
 _TAKEN, _SAMPLER, _PERSISTENT = "_num_yielded", "_index_sampler", "_persistent_workers"
 
-_OTHER_STATE = "on_step(%d) got another state than restore_or_initialize returned: it lacks %s, so pass the whole"
+_OTHER_STATE = "on_step(%d) got a state other than restore_or_initialize returned: it lacks %s. Pass the whole state"
 _STATE_DICT = (
     "on_step was given the state dict (%s) that restore_or_initialize was given: a resume restores it, and neither the "
     'model nor the optimizer. Pass the objects to both: {"model": model, "optimizer": optimizer}'
@@ -60,11 +60,12 @@ _FORGOTTEN = (
     '{"model": model, "optimizer": optimizer} to restore_or_initialize and on_step'
 )
 _GROWN = (
-    "step %d is saved with parts that restore_or_initialize was not given: %s. A resume would be refused. Make them "
-    "before restore_or_initialize, such as best = copy.deepcopy(model); or as checkpoint.peek() tells the step"
+    "step %d does not fit the state that restore_or_initialize was given, so a resume would be refused: %s. Make the "
+    "same parts before restore_or_initialize, such as best = copy.deepcopy(model), or as checkpoint.peek() tells the "
+    "step"
 )
 _UNUSED = (
-    "the state at step %d is still that of step %d, and %d parameters outside of it are trained: make the model and "
+    "the state at step %d is the same as at step %d, and %d parameters outside of it are trained: make the model and "
     "its optimizer before restore_or_initialize, and train what it returns"
 )
 _ONLY_DICTS = (
@@ -91,7 +92,8 @@ class _Look(NamedTuple):
 class FirstSteps:
     """Looks at the state that came back, the first two reports and the first saves of a run."""
 
-    def __init__(self) -> None:
+    def __init__(self, adapter: StateAdapter) -> None:
+        self._adapter = adapter
         self._reports = self._saves = 0
         self._sampler = Sampler()
         self._looks: list[_Look] = []  # at what came back and at the first reports, until these are compared
@@ -102,8 +104,7 @@ class FirstSteps:
 
         A state ``grows`` if the program takes care of that, by ``peek`` or a partial restore.
         """
-        self._paths = weakref.WeakKeyDictionary[Any, str]()
-        self._parts = None if step is None or grows else _shapes_of(state, self._paths)
+        self._is_compared = step is not None and not grows
         self._read = [(weakref.ref(one), getattr(one, _TAKEN, 0)) for one in _readers(extras, state)]
         if step is not None:
             self._marks = {path: _mark(one) for path, one in located(state, _mark)}
@@ -134,7 +135,8 @@ class FirstSteps:
         self._saves, extras = self._saves + 1, self._extras
         if self._saves == 1:
             self._check_place(step, state)
-            self._check_parts(step, state)
+            if self._is_compared and (refused := self._adapter.refused(state)):
+                logger.warning(_GROWN, step, shortened(refused, 4))
         root = {STATE: state, **{name: one for name, one in extras.items() if isinstance(one, dict)}}
         ways = Ways(root if is_live else None, _ALL) if self._saved is None else self._saved[1]
         leaves = ways.follow(root)
@@ -178,17 +180,6 @@ class FirstSteps:
         rises = [(now - start, later - now) for start, now, later in values]
         return first - 1 == second > 0 and any(one == other > 0 and one % second == 0 for one, other in rises)
 
-    def _check_parts(self, step: int, state: Any) -> None:
-        before, self._parts = self._parts, None
-        if before is not None:
-            new = [
-                name
-                for name, shape in _shapes_of(state, self._paths).items()
-                if before.get(name, 0) not in (None, shape)
-            ]
-            if new:
-                logger.warning(_GROWN, step, shortened(new, 4))
-
     def _check_place(self, step: int, state: Any) -> None:
         before = {id(one): taken for ref, taken in self._read if (one := ref()) is not None}
         for one in _readers(self._extras, state):
@@ -210,23 +201,6 @@ def cause_in_state(seen: Seen | None) -> str:
     schedulers = _live(torch.optim.lr_scheduler.LRScheduler)
     left = [one for one in schedulers if id(one) not in shown and id(one.optimizer) in shown]
     return _NO_SCHEDULER % type(left[0]).__qualname__ if left else _OTHERWISE
-
-
-def _shapes_of(state: Any, paths: weakref.WeakKeyDictionary[Any, str]) -> dict[str, Any]:
-    """Return the parameters of torch's modules in a state with their shapes, and the groups of its optimizers.
-
-    ``paths`` gets the path of each object that it does not have; other containers may hold the same objects later.
-    """
-    torch: Any = loaded("torch")
-    found: dict[str, Any] = {}
-    for now, one in live_objects(state):
-        if isinstance(one, torch.nn.Module):
-            path = paths.setdefault(one, now)
-            found |= {unwrapped_name(f"{path}.{name}"): value.shape for name, value in one.named_parameters()}
-        elif isinstance(one, torch.optim.Optimizer):
-            path = paths.setdefault(one, now)
-            found |= dict.fromkeys(f"{path}.param_groups[{index}]" for index in range(len(one.param_groups)))
-    return found
 
 
 def warn_of_index(step: int, tree: Any) -> None:
@@ -310,7 +284,10 @@ def _mark(value: Any) -> Any:
 
 
 def _kind(leaf: Any) -> type | None:
-    """Return float for an array of such numbers, int for a single whole number, None for others."""
+    """Return float for an array of such numbers, int for a single whole number, None for others and lazy parameters."""
+    torch: Any = loaded("torch")
+    if is_torch_tensor(leaf) and torch.nn.parameter.is_lazy(leaf):
+        return None
     kind, is_array = str(getattr(leaf, "dtype", type(leaf).__name__)), getattr(leaf, "ndim", 0) > 0
     return float if is_array and "float" in kind else int if "int" in kind and not is_array else None
 

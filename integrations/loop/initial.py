@@ -42,19 +42,11 @@ class InitialState:
         self._given = given
         self._like = like
         self._is_function = _is_function(given)
-        self._template: Any = None
         if like is not None and not self._is_function:
             raise OptionError("like= is the template of a function that makes the state; a state is its own template")
-
-    def template(self) -> Any:
-        """Return the template of a restore; a function is traced for its shapes, and not called."""
-        if not self._is_function:
-            return self._given
-        if self._like is not None:
-            return self._like
-        if self._template is None:
-            self._template = _abstract(self._given)
-        return self._template
+        self.template: Any = given if like is None else like  # of a restore
+        if self._is_function and like is None:
+            self.template = _abstract(given)
 
     def check_fresh(self, adapter: StateAdapter) -> None:
         """Raise OptionError if there is no checkpoint, and the state that was given has no values."""

@@ -31,7 +31,7 @@ from ...engine.pytree import (
     is_torch_tensor,
     loaded,
 )
-from ...engine.sources import Misfits, find_checkpoint, load_weights
+from ...engine.sources import Misfits, Weights, find_checkpoint, load_weights
 from ...engine.storage import Place, as_location
 from ..options import CallbackOptions
 from .announce import announce
@@ -59,43 +59,25 @@ def is_component(value: object) -> bool:
     return components is not None and isinstance(value, components.Checkpointable)
 
 
-def holds_objects(state: Any) -> bool:
-    """Return whether a state is a live object, or has one in its dicts, lists and tuples."""
-    found = located(
-        state,
-        lambda value: not isinstance(value, (dict, list, tuple)) and (_is_object(value) or _is_plain_object(value)),
-    )
-    return next(found, None) is not None
-
-
-def _is_object(value: object) -> bool:
-    graph: Any = _imported("graph")
-    return (
-        _is_of_keras(value)
-        or is_versioned(value)
-        or (graph is not None and isinstance(value, (graph.Node, graph.Value, graph.TrackedList)))
-    )
-
-
-def _is_of_keras(value: object) -> bool:
-    if "keras" not in sys.modules:
-        return False
-    from ..graph import keras_kind
-
-    return keras_kind(value) is not None
-
-
 def adapter_for(state: Any, misfits: Misfits | None) -> StateAdapter:
     """Return an adapter for states of this kind."""
     if is_component(state):
         return ComponentAdapter(misfits)
-    if holds_objects(state):
+    if any(located(state, lambda value: not isinstance(value, (dict, list, tuple)) and _is_object(value))):
         return ObjectsAdapter(misfits)
-    return TreeAdapter(misfits) if next(located(state, is_torch_tensor), None) is None else TensorsAdapter(misfits)
+    return TreeAdapter(misfits, is_live=any(located(state, is_torch_tensor)))
 
 
-def _is_plain_object(value: object) -> bool:
-    """Return whether a value is an object of the program with attributes, and no tree."""
+def _is_object(value: object) -> bool:
+    """Return whether a value is an object that a graph saves: one of a library, or of the program and no tree."""
+    graph: Any = _imported("graph")
+    if is_versioned(value) or (graph and isinstance(value, (graph.Node, graph.Value, graph.TrackedList))):
+        return True
+    if "keras" in sys.modules:
+        from ..graph import keras_kind
+
+        if keras_kind(value) is not None:
+            return True
     if is_python_value(value) or is_jax_array(value) or is_jax_abstract(value) or is_torch_tensor(value):
         return False
     if hasattr(value, "dtype") or is_nnx(value) or expand(value) is not None or DEFAULT_REGISTRY.find(value):
@@ -108,44 +90,11 @@ def _imported(package: str) -> Any:
     return sys.modules.get(f"{__package__.rpartition('.')[0]}.{package}")
 
 
-class LiveAdapter(StateAdapter):
-    """Watches live objects and tensors for changes by steps."""
+class ObjectsAdapter(StateAdapter):
+    """Saves live objects as a graph, and restores them in place if everything in state and checkpoint matches."""
 
-    may_have_gradients = True
-
-    def __init__(self, misfits: Misfits | None = None) -> None:
-        super().__init__(misfits)
-        self._versions = VersionCounters()
-
-    def watch(self, state: Any) -> None:
-        self._versions.watch(state)
-
-    def note(self, state: Any) -> None:
-        super().note(state)
-        self._versions.note(state)
-
-    @property
-    def has_updated(self) -> bool:
-        return self._versions.has_updated
-
-    def new_gradients(self) -> list[str]:
-        return self._versions.new_gradients()
-
-    def why_lost(self, step: int, state: Any) -> str | None:
-        return self._versions.why_lost() or super().why_lost(step, state)
-
-
-class TensorsAdapter(LiveAdapter, TreeAdapter):
-    """Saves trees with tensors of torch, which a loop may change in place and give gradients."""
-
-
-class ObjectsAdapter(LiveAdapter):
-    """Saves live objects, alone or in dicts, lists and tuples, as a graph, and restores them in place.
-
-    Nothing changes unless everything in the state and in the checkpoint matches.
-    """
-
-    needs = "one torch module in the state"
+    is_live = True
+    needs, modules, lacks = "one torch module in the state", "torch modules", "0 torch modules"
 
     def __init__(self, misfits: Misfits | None = None) -> None:
         super().__init__(misfits)
@@ -157,9 +106,14 @@ class ObjectsAdapter(LiveAdapter):
         return GraphCheckpointHandler(compression=options.compression)
 
     def begin(self, state: Any) -> None:
-        from ..graph import check
+        from ..graph import FreshObjects, walk
 
-        check(self._graph(state))
+        self._fresh = FreshObjects(walk(self._graph(state)))
+
+    def refused(self, state: Any) -> list[str]:
+        from ..graph import FreshObjects, walk
+
+        return list(self._fresh.refused(FreshObjects(walk(self._graph(state), strict=False))))
 
     def to_tree(self, state: Any) -> Any:
         from ..graph import snapshot
@@ -175,22 +129,18 @@ class ObjectsAdapter(LiveAdapter):
             announce(what, shortened(changed), shown=current_coordinator().process_index == 0)
         if not isinstance(state, tuple):
             return state
-        values = self._graph_root().values()
+        assert self._holder is not None
+        values = self._holder.__holdfast_root__().values()
         return type(state)._make(values) if hasattr(state, "_make") else type(state)(values)
 
-    def describe(self, state: Any) -> str:
-        return f"{len(list(located(state, _is_module)))} torch modules"
+    def is_module(self, value: object) -> bool:
+        return _is_module(value)
 
-    def with_weights(self, state: Any, place: Place) -> tuple[Any, str]:
-        modules = list(located(state, _is_module))
-        if len(modules) != 1:
-            return super().with_weights(state, place)
-        path, module = modules[0]
-        weights = load_weights(
-            place, dict(module.state_dict()), containers=[path] if path else (), misfits=self.misfits
-        )
+    def fill(self, path: str, module: Any, place: Place) -> Weights:
+        own = dict(module.state_dict())
+        weights = load_weights(place, own, containers=[path] if path else (), misfits=self.misfits)
         module.load_state_dict(weights.tree, strict=True)
-        return state, str(weights)
+        return weights
 
     def _graph(self, state: Any) -> Checkpoint:
         """Return the root of the graph for the state, below which the parts of the state have their own paths."""
@@ -207,10 +157,6 @@ class ObjectsAdapter(LiveAdapter):
         else:  # The same root remembers which warnings it has given.
             stand_for(self._holder, root)
         return self._holder
-
-    def _graph_root(self) -> Any:
-        assert self._holder is not None
-        return self._holder.__holdfast_root__()
 
 
 @dataclass(frozen=True)
@@ -238,10 +184,12 @@ class _ObjectsTemplate:
         return apply
 
 
-class ComponentAdapter(LiveAdapter):
+class ComponentAdapter(StateAdapter):
     """Saves trees of components as directories, and restores them in place."""
 
+    is_live = True
     is_component_tree = True
+    lacks = "a tree of components without a torch module"
 
     def handler(self, options: CallbackOptions) -> AsyncCheckpointHandler:
         from ..components import ComponentCheckpointHandler
@@ -249,15 +197,21 @@ class ComponentAdapter(LiveAdapter):
         return ComponentCheckpointHandler(compression=options.compression)
 
     def begin(self, state: Any) -> None:
-        from ..components import check_saveable
+        from ..components import fresh_components
 
-        check_saveable(state)
+        self._fresh = fresh_components(state)
+
+    def refused(self, state: Any) -> list[str]:
+        from ..components import fresh_components
+
+        return [
+            f"{path}: {line}"
+            for path, now in fresh_components(state).items()
+            for line in (self._fresh[path].refused(now) if path in self._fresh else ["not in the fresh state"])
+        ]
 
     def restore_kwargs(self) -> Mapping[str, Any]:
         return {"modes": True} if self.misfits is None else {"misfits": self.misfits}
-
-    def describe(self, state: Any) -> str:
-        return "a tree of components without a torch module"
 
     def with_weights(self, state: Any, place: Place) -> tuple[Any, str]:
         """Each component that is a torch module gets the weights of the saved one of its path, or those at `place`."""
@@ -277,39 +231,33 @@ class ComponentAdapter(LiveAdapter):
 
 
 class VersionCounters:
-    """Watches the torch tensors of live objects, which count their changes in place.
-
-    Changes through ``tensor.data`` are not counted: a program that trains so is watched by samples of some parameters.
-    """
+    """Watches the torch tensors of live objects, which count their changes in place, except through ``tensor.data``."""
 
     def __init__(self) -> None:
         self._sampler = Sampler()
-        self._samples: Samples | None = None  # at the last step, unless changes are counted
+        self._samples: Samples | None = None  # of some parameters at the last step, unless changes are counted
         self._are_counted: bool | None = None  # None before the first change
         self.has_updated = False  # whether the last step has changed a trained parameter
         self._parts: list[Any] = []
-        self._names: list[str] = []
-        self._tensors: list[Any] = []
-        self._noted: list[int] = []
+        self._tensors: dict[str, Any] = {}
+        self._noted: list[int] = []  # the versions of the tensors at the last step
         self._gradient: tuple[Callable[[], Any], int] = (lambda: None), 0  # one of the last step, in its version
         self._has_new_gradient = False
 
     def watch(self, state: Any) -> None:
         """Store the counters before the first step; the program may create further tensors later."""
-        found = named_tensors(state)
-        self._names, self._tensors = list(found), list(found.values())
-        self._noted = [tensor._version for tensor in self._tensors]
-        self._samples = self._sample()
+        self._tensors = named_tensors(state)
+        self._noted, self._samples = self._now(), self._sample()
 
     def note(self, state: Any) -> None:
         """Store the counters after a step."""
         parts = [part for _, part in located(state, _is_watched)]
         if len(parts) != len(self._parts) or any(map(operator.is_not, parts, self._parts)):
-            known = dict(zip(map(id, self._tensors), self._noted, strict=True))
+            known = dict(zip(map(id, self._tensors.values()), self._noted, strict=True))
             self.watch(state)  # The parts are searched once, not at every step.
-            self._parts, self._noted = parts, [known.get(id(tensor), -1) for tensor in self._tensors]
-        before, self._noted = self._noted, [tensor._version for tensor in self._tensors]
-        steps = zip(self._tensors, before, self._noted, strict=True)
+            self._parts, self._noted = parts, [known.get(id(tensor), -1) for tensor in self._tensors.values()]
+        before, self._noted = self._noted, self._now()
+        steps = zip(self._tensors.values(), before, self._noted, strict=True)
         self.has_updated = any(old != new and tensor.requires_grad for tensor, old, new in steps)
         if self.has_updated:
             self._are_counted, self._samples = True, None
@@ -318,7 +266,8 @@ class VersionCounters:
             self.has_updated = _differ(last, self._samples)
             self._are_counted = False if self.has_updated else self._are_counted
         # If no backward has changed a gradient since the step before, an optimizer may have used it.
-        gradient: Any = next((one.grad for one in self._tensors if one.is_leaf and one.grad is not None), None)
+        leaves = (one for one in self._tensors.values() if one.is_leaf)
+        gradient: Any = next((one.grad for one in leaves if one.grad is not None), None)
         tensor, version = self._gradient
         self._has_new_gradient = gradient is not None and (tensor() is not gradient or version != gradient._version)
         if self._has_new_gradient:
@@ -326,19 +275,22 @@ class VersionCounters:
 
     def new_gradients(self) -> list[str]:
         """Return the parameters whose gradients the last step has made; this may wait for a device."""
-        pairs = zip(self._names, self._tensors, strict=True) if self._has_new_gradient else ()
-        return [name for name, one in pairs if one.is_leaf and one.grad is not None and _is_usable(one.grad)]
+        tensors = self._tensors if self._has_new_gradient else {}
+        return [name for name, one in tensors.items() if one.is_leaf and one.grad is not None and _is_usable(one.grad)]
 
     def why_lost(self) -> str | None:
         """Return why the tensors are no longer those of the last step, or None if they are."""
         has_changed = self._are_counted is False and _differ(self._samples, self._sample())
-        if has_changed or [tensor._version for tensor in self._tensors] != self._noted:
+        if has_changed or self._now() != self._noted:
             return "its tensors were changed since; call on_step after every update"
         return None
 
+    def _now(self) -> list[int]:
+        return [tensor._version for tensor in self._tensors.values()]
+
     def _sample(self) -> Samples:
         with contextlib.suppress(Exception):  # Without samples, only what torch counts is noticed.
-            return self._sampler.take([one for one in self._tensors if one.requires_grad][:_SAMPLED])
+            return self._sampler.take([one for one in self._tensors.values() if one.requires_grad][:_SAMPLED])
         return Samples(0)
 
 
@@ -384,10 +336,7 @@ def named_tensors(state: Any) -> dict[str, Any]:
 
 
 def live_objects(state: Any) -> Iterator[tuple[str, Any]]:
-    """Generate the live objects of a state and all that they hold, each with the first path to it.
-
-    Without torch, there are none. The parts of its modules and optimizers are left to these.
-    """
+    """Generate the live objects of a state and all that they hold, with the first path to each; none without torch."""
     seen: set[int] = set()
     for root in located(state, _is_watched) if loaded("torch") is not None else ():
         found = [root]
@@ -417,5 +366,4 @@ def _is_module(value: object) -> bool:
 
 
 def _is_watched(value: object) -> bool:
-    is_live = is_versioned(value) or is_component(value) or _is_object(value) or _is_plain_object(value)
-    return is_live or is_torch_tensor(value) or hasattr(value, "load_state_dict")
+    return is_component(value) or _is_object(value) or is_torch_tensor(value) or hasattr(value, "load_state_dict")

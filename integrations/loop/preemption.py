@@ -65,7 +65,7 @@ class PreemptionSignal:
         self._is_told = False  # whether it was said that the handler is not in place
         self._asked = 0  # calls of reached(); the 1st, 2nd, 4th, ... look for it
         self._previous: dict[int, Handler] = {}
-        protect_workers(self)
+        self._protect_workers()
 
     @property
     def received(self) -> bool:
@@ -95,7 +95,8 @@ class PreemptionSignal:
     @property
     def is_agreed(self) -> bool:
         """Whether JAX makes all processes agree on the step to stop at, which :meth:`reached` then asks."""
-        return _jax_is_distributed()
+        jax = loaded("jax")
+        return jax is not None and bool(jax.distributed.is_initialized())
 
     def request(self, number: int = signal.SIGTERM) -> None:
         """Set the flag as the signal does, for tests and for other sources of preemptions."""
@@ -162,8 +163,8 @@ class PreemptionSignal:
         """Install the handler, once; return whether it is installed: not outside the main thread, nor beside JAX."""
         if self.installed:
             return True
-        protect_workers(self)
-        if exposed := exposed_workers():
+        self._protect_workers()
+        if exposed := [one for one in multiprocessing.active_children() if one.daemon and one not in _started]:
             logger.warning(
                 "%d worker processes were started before the checkpoint callback was made: a %s to the whole job ends "
                 "them, and then the step may not be saved; make the callback before anything that starts workers",
@@ -192,7 +193,9 @@ class PreemptionSignal:
 
         A later handler that calls this one then reaches the previous handler.
         """
-        expose_workers(self)
+        _watchers.discard(self)
+        if not _watchers and multiprocessing.process.BaseProcess.start is _start:
+            multiprocessing.process.BaseProcess.start = _original_start  # type: ignore[method-assign]
         if not self.installed:
             return
         self._process = None
@@ -201,6 +204,12 @@ class PreemptionSignal:
         for number, previous in self._previous.items():
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, signal.SIG_DFL if previous is None else previous)
+
+    def _protect_workers(self) -> None:
+        """Let processes that start from now on survive the signals."""
+        _watchers.add(self)
+        if multiprocessing.process.BaseProcess.start is _original_start:
+            multiprocessing.process.BaseProcess.start = _start  # type: ignore[assignment, method-assign]
 
     def _names(self) -> str:
         return " or ".join(one.name for one in self.signals)
@@ -247,13 +256,12 @@ def grace_check(grace: float) -> Callable[[Event], None]:
 
 
 class _JaxAgreement:
-    """The point at which all processes of a ``jax.distributed`` run stop.
+    """The point at which all processes of a ``jax.distributed`` run stop."""
 
-    JAX agrees once for each connection, on "the largest number that a process has passed so far, plus one", and returns
-    true only for that number. So the numbers count the calls since the connection was made, over all runs: the first
-    step after a resume would be far beyond the agreed number, and that of a second run in the same process below it.
-    Once reached, the point stays reached, as JAX reports no later signal.
-    """
+    # JAX agrees once for each connection, on "the largest number that a process has passed so far, plus one", and
+    # returns true only for that number. So the numbers count the calls since the connection was made, over all runs:
+    # the first step after a resume would be far beyond the agreed number, and that of a second run in the same process
+    # below it. Once reached, the point stays reached, as JAX reports no later signal.
 
     def __init__(self) -> None:
         self._connection: Any = None
@@ -277,11 +285,6 @@ class _JaxAgreement:
 _jax_agreement = _JaxAgreement()
 
 
-def _jax_is_distributed() -> bool:
-    jax = loaded("jax")
-    return jax is not None and bool(jax.distributed.is_initialized())
-
-
 # ---- worker processes survive the signals of a preemption, and end with their parent process
 #
 # Schedulers send SIGTERM to every process of a job. The process that trains survives it and saves, but only if the
@@ -294,29 +297,9 @@ def _jax_is_distributed() -> bool:
 
 _INTERVAL = 1.0  # seconds between two checks whether the parent is alive
 
-
 _watchers: weakref.WeakSet[PreemptionSignal] = weakref.WeakSet()
 _started: weakref.WeakSet[multiprocessing.process.BaseProcess] = weakref.WeakSet()
 _original_start = multiprocessing.process.BaseProcess.start
-
-
-def protect_workers(watcher: PreemptionSignal) -> None:
-    """Let processes that start after this call survive the signals that ``watcher`` handles."""
-    _watchers.add(watcher)
-    if multiprocessing.process.BaseProcess.start is _original_start:
-        multiprocessing.process.BaseProcess.start = _start  # type: ignore[assignment, method-assign]
-
-
-def expose_workers(watcher: PreemptionSignal) -> None:
-    """Stop protecting processes that start after this call."""
-    _watchers.discard(watcher)
-    if not _watchers and multiprocessing.process.BaseProcess.start is _start:
-        multiprocessing.process.BaseProcess.start = _original_start  # type: ignore[method-assign]
-
-
-def exposed_workers() -> list[multiprocessing.process.BaseProcess]:
-    """Return the workers of this process that were started too early to be protected."""
-    return [process for process in multiprocessing.active_children() if process.daemon and process not in _started]
 
 
 def _start(process: multiprocessing.process.BaseProcess) -> None:
@@ -336,20 +319,14 @@ def _start(process: multiprocessing.process.BaseProcess) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     _started.add(process)
     popen: Any = vars(process)["_popen"]
-    popen.terminate = _Terminate(popen.terminate, tell)
+    terminate = popen.terminate
 
-
-class _Terminate:
-    """Replaces the method ``terminate`` of the object that multiprocessing keeps for a worker."""
-
-    def __init__(self, original: Callable[[], None], tell: Connection) -> None:
-        self._original = original
-        self._tell = tell
-
-    def __call__(self) -> None:
+    def tell_and_terminate() -> None:
         with contextlib.suppress(OSError):  # The worker has ended.
-            self._tell.send_bytes(b"end")
-        self._original()
+            tell.send_bytes(b"end")
+        terminate()
+
+    popen.terminate = tell_and_terminate
 
 
 class _Worker:

@@ -24,26 +24,21 @@ from ...engine.errors import (
 )
 from ...engine.generators import DRAWN, IDLE, is_generator, same_state
 from ...engine.handlers import SavedShares
+from ...engine.loaders import is_torchdata_loader
 from ...engine.manager import EVENTS, CheckpointManager, Peek, Restored, elsewhere, has_finished, note_resume
-from ...engine.pytree import decode_state, encode_state
+from ...engine.pytree import decode_state, encode_state, is_nnx, is_plain
 from ...engine.sources import Misfits
-from ...engine.stateful import is_elastic, is_stream
+from ...engine.stateful import begins_epoch, is_elastic, is_stateful, is_stream, restore_loader, restore_state
 from ...engine.steps import list_steps, newest_step, series_of
 from ...engine.storage import Location, as_location
+from ..hugging_face import as_start
 from ..options import Resume
 from .announce import announce
-from .extras import (
-    CHECKSUMS,
-    GLOBAL_GENERATORS,
-    GRADIENTS,
-    check_names,
-    is_own,
-    restore_extras,
-    templates_of,
-)
+from .extras import CHECKSUMS, GLOBAL_GENERATORS, GRADIENTS, is_own, templates_of
 from .initial import Hyperparameters, InitialState
 from .objects import set_gradients
 from .states import STATE, LoopArguments, StateAdapter
+from .trees import from_tree
 
 logger = logging.getLogger("holdfast")
 
@@ -55,7 +50,7 @@ _CHANGED = (
     "A run resumes with the state that it had, or not at all. To continue with another model or optimizer, begin a run "
     "in another directory: init_from= takes weights. partial='initialize' restores what fits, also of the weights of "
     "init_from, and keeps the rest as it was initialized. For a state that grows while it trains, checkpoint.peek() "
-    "tells the step before the state is built."
+    "returns the step before the state is built."
 )
 
 
@@ -69,9 +64,11 @@ class Resumed:
     is_own: bool  # whether a callback has saved it, as far as this is known
 
 
-def all_steps(directory: Location, prefix: str | None = None) -> list[int]:
-    """Return the steps in a directory, damaged ones included, in ascending order."""
-    return [entry.step for entry in list_steps(directory, series_of(prefix))]
+def all_steps(directory: Location, prefix: str | None = None, manager: CheckpointManager | None = None) -> list[int]:
+    """Return the steps in a directory, damaged ones included, and the newest of the hosts that a manager knows of."""
+    found = {entry.step for entry in list_steps(directory, series_of(prefix))}
+    newest = None if manager is None else manager.latest_step()
+    return sorted(found if newest is None else {*found, newest})
 
 
 def unfinished_neighbour(directory: Location) -> str:
@@ -155,16 +152,14 @@ def restore(
     extras: Mapping[str, Any],
     options: LoopArguments,
 ) -> Resumed | None:
-    """Restore the newest whole checkpoint, or without a fallback the step that ``resume`` names; None if there is none.
-
-    Everything is read before anything is changed in place, except in trees of components.
-    """
+    """Restore the newest whole checkpoint, or without a fallback the step of ``resume``; None if there is none."""
+    # Everything is read before anything is changed in place, except in trees of components.
     chosen = resume_step(options.resume, manager)
-    template = initial.template()
+    template = initial.template
     mine = Hyperparameters(adapter, template, extras, initial)
     templates: dict[str, Any] = {STATE: adapter.template(template)}
     kwargs = {STATE: adapter.restore_kwargs()}
-    if has_extras := bool(extras) or adapter.may_have_gradients:
+    if has_extras := bool(extras) or adapter.is_live:
         templates |= {"extras": None, "process": None}
         typed = templates_of(extras)
         as_saved = {GRADIENTS} | (extras.keys() - typed.keys())
@@ -184,8 +179,6 @@ def restore(
     saved: dict[str, Any] = {}
     if has_extras:
         saved, fresh = _saved_extras(manager, restored, extras, options)
-        if GLOBAL_GENERATORS not in fresh:
-            extras = _without_unsaved_generators(extras, saved, step)
         values = _restore_extras(manager, adapter, step, extras, saved, fresh)
     state = adapter.from_tree(template, restored.items[STATE])
     if gradients := saved.get(GRADIENTS):
@@ -298,19 +291,6 @@ def _restore_gradients(state: Any, extras: Mapping[str, Any], saved: Mapping[str
         logger.warning("accumulated gradients are lost, as their parameters are gone: %s", shortened(missing))
 
 
-def _without_unsaved_generators(extras: Mapping[str, Any], saved: Mapping[str, Any], step: int) -> Mapping[str, Any]:
-    """Return the extras without the global generators, with a warning, if the checkpoint was saved without them."""
-    if GLOBAL_GENERATORS not in extras or GLOBAL_GENERATORS in saved:
-        return extras
-    logger.warning(
-        "step %d was saved without the global random generators of Python, numpy and torch (by an earlier version, or "
-        "with global_generators=False): they stay as the program and its extras have set them. Steps that draw "
-        "from others draw other numbers than the run would have drawn",
-        step,
-    )
-    return {name: extra for name, extra in extras.items() if name != GLOBAL_GENERATORS}
-
-
 def _restore_extras(
     manager: CheckpointManager,
     adapter: StateAdapter,
@@ -320,13 +300,38 @@ def _restore_extras(
     fresh: Collection[str],
 ) -> dict[str, Any]:
     """Give the extras what was saved, except those that keep what they are; return all by name."""
-    kept = {name: extras[name] for name in fresh}
+    kept = {name: extra for name, extra in extras.items() if name in fresh or (extra is None and name not in saved)}
+    if GLOBAL_GENERATORS in extras and GLOBAL_GENERATORS not in saved and GLOBAL_GENERATORS not in fresh:
+        kept[GLOBAL_GENERATORS] = extras[GLOBAL_GENERATORS]
+        logger.warning(
+            "step %d was saved without the global random generators of Python, numpy and torch (by an earlier version, "
+            "or with global_generators=False): they stay as the program and its extras have set them. Steps that draw "
+            "from others draw other numbers than the run would have drawn",
+            step,
+        )
     if left := sorted(saved.keys() - extras.keys() - {GLOBAL_GENERATORS, GRADIENTS, CHECKSUMS}):
         announce("step %d has extras that this program does not pass: %s", step, ", ".join(f"{name}=" for name in left))
     if adapter.misfits is not None:
-        new = {name: extra for name, extra in extras.items() if name not in saved and name not in fresh}
+        new = {name: extra for name, extra in extras.items() if name not in saved and name not in kept}
         adapter.misfits.missing(f"{name}=" for name in new)
         kept |= new
     extras = {name: extra for name, extra in extras.items() if name not in kept}
-    check_names(extras, saved, f"step {step} in {manager.directory}")
-    return {**restore_extras(extras, saved), **kept}
+    if missing := [name for name in extras if name not in saved]:
+        names = ", ".join(f"{name}=" for name in missing)
+        raise TreeMismatchError(
+            f"step {step} in {manager.directory} does not hold all extras that are to be restored (it holds: "
+            f"{', '.join(saved) or 'none'}). Leave {names} out of restore_or_initialize and pass it to on_step only, "
+            "to begin saving it from now on",
+            [f"{name}: expected an extra of this name, found none" for name in missing],
+        )
+    values = {name: saved[name] for name in extras}
+    for name, extra in sorted(extras.items(), key=lambda item: not begins_epoch(item[1])):
+        if is_nnx(extra):
+            values[name] = from_tree(extra, saved[name])
+        elif is_torchdata_loader(extra):
+            values[name] = extra
+            if note := restore_loader(extra, saved[name], as_start, extras.get(GLOBAL_GENERATORS)):
+                announce("%s= %s", name, note, shown=manager.processes.is_primary)
+        elif is_stateful(extra) or is_plain(extra):
+            values[name] = restore_state(extra, saved[name], as_start)
+    return {**values, **kept}

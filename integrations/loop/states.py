@@ -10,13 +10,14 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from ...engine.errors import OptionError
 from ...engine.handlers import AsyncCheckpointHandler
 from ...engine.manager import limits
 from ...engine.pytree import MAX_DEPTH, flatten, loaded
-from ...engine.sources import Misfits, load_weights
+from ...engine.sources import Misfits, Weights, load_weights
 from ...engine.storage import Place
 from ..options import CallbackOptions, ProgramOptions
 
@@ -38,9 +39,10 @@ class LoopArguments(ProgramOptions):
 class StateAdapter:
     """Saves and restores one kind of state. A callback has its own adapter, which may remember the last state."""
 
-    needs = "a state with params"  # what can take weights from another checkpoint, for error messages
+    # What can take weights from another checkpoint, for error messages: its modules, and what a state without one is.
+    needs, modules, lacks = "a state with params", "", "a {} without params"
     is_component_tree = False  # whether the item is one; such a checkpoint has other items only for extras
-    may_have_gradients = False  # whether earlier versions have saved gradients with such states
+    is_live = False  # whether a state has objects or tensors of torch, with which earlier versions saved gradients
 
     def __init__(self, misfits: Misfits | None = None) -> None:
         self.misfits = misfits  # of a partial restore; None if everything must match
@@ -60,6 +62,10 @@ class StateAdapter:
     def begin(self, state: Any) -> None:
         """Note the initial state, perhaps abstract; raise UnsupportedLeafError for leaves that cannot be saved."""
 
+    def refused(self, state: Any) -> list[str]:
+        """Return what a restore of a state into the initial one would refuse, as text for users."""
+        return []
+
     def check_savable(self, state: Any) -> None:
         """Raise UnsupportedLeafError if a save of the state would raise it."""
 
@@ -75,49 +81,39 @@ class StateAdapter:
         """Return the state from what the handler has restored; live objects are updated in place."""
         return restored
 
-    def watch(self, state: Any) -> None:
-        """Begin to watch the state, before the first step."""
-
-    @property
-    def has_updated(self) -> bool:
-        """Whether the last step has changed a parameter that has gradients."""
-        return False
-
-    def new_gradients(self) -> list[str]:
-        """Return the parameters whose gradients the last step has made; may wait for a device."""
-        return []
-
     def note(self, state: Any) -> None:
         """Remember the state of the step that was just reported."""
 
-    def why_lost(self, step: int, state: Any) -> str | None:
+    def why_lost(self, state: Any) -> str | None:
         """Return why the state of the last step cannot be saved any more, or None when it can."""
         return None
 
-    def describe(self, state: Any) -> str:
-        """Describe a state without weights, for an error message."""
-        return f"a {type(state).__name__} without params"
+    def is_module(self, value: object) -> bool:
+        """Return whether an object in a state is a module, whose weights :meth:`fill` can replace."""
+        return False
+
+    def fill(self, path: str, module: Any, place: Place) -> Weights:
+        """Give a module of a state the weights of a checkpoint."""
+        raise NotImplementedError
 
     def with_weights(self, state: Any, place: Place) -> tuple[Any, str]:
         """Return a state with the weights of a checkpoint and everything else unchanged, and a text that names them."""
+        modules = list(located(state, self.is_module))
+        if len(modules) == 1:
+            return state, str(self.fill(*modules[0], place))
+        is_dataclass = dataclasses.is_dataclass(state) and not isinstance(state, type)
         if isinstance(state, dict) and _PARAMS in state:
             weights = load_weights(place, state[_PARAMS], misfits=self.misfits)
             return type(state)({**state, _PARAMS: weights.tree}), str(weights)
-        if _has_params(state):
+        if hasattr(state, _PARAMS) and (is_dataclass or hasattr(state, "_replace")):
             weights = load_weights(place, state.params, misfits=self.misfits)
-            if hasattr(state, "_replace"):
-                return state._replace(params=weights.tree), str(weights)
-            return dataclasses.replace(state, **{_PARAMS: weights.tree}), str(weights)
+            replace = state._replace if hasattr(state, "_replace") else partial(dataclasses.replace, state)
+            return replace(**{_PARAMS: weights.tree}), str(weights)
+        found = f"{len(modules)} {self.modules}" if modules else self.lacks.format(type(state).__name__)
         raise OptionError(
-            f"init_from={str(place)!r} needs {self.needs}, and this is {self.describe(state)}; load the weights with "
-            "hf.load, and put them where they belong"
+            f"init_from={str(place)!r} needs {self.needs}, and this is {found}; load the weights with hf.load, and put "
+            "them where they belong"
         )
-
-
-def _has_params(state: Any) -> bool:
-    """Return whether a state is a namedtuple or a dataclass with params, which can be replaced."""
-    is_replaceable = hasattr(state, "_replace") or (dataclasses.is_dataclass(state) and not isinstance(state, type))
-    return is_replaceable and hasattr(state, _PARAMS)
 
 
 def located(value: Any, wanted: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:

@@ -31,7 +31,7 @@ from .extras import (
 )
 from .first_steps import FirstSteps
 from .objects import VersionCounters, is_versioned
-from .states import STATE, StateAdapter, is_deleted
+from .states import STATE, StateAdapter, is_deleted, located
 from .witnessing import Witness
 
 if TYPE_CHECKING:
@@ -96,103 +96,29 @@ class Report:
 _NO_STEP = Report(step=-1, state=None)
 
 
-class LastStep:
-    """References to the last arguments of ``on_step``, so that leaving the loop can still save the step.
+class Positions:
+    """Takes the states of the extras that move, such as data iterators, from which a loop may draw before it ends."""
 
-    Arrays of jax never change, so a reference is enough. Data iterators do change, and a loop may draw one more batch
-    before it ends; so every step takes their positions, at any cost.
-    """
-
-    def __init__(self, adapter: StateAdapter, versions: VersionCounters, replicated: Collection[str]) -> None:
-        self.report = _NO_STEP
-        self._adapter = adapter
-        self._replicated = replicated
-        self._versions = versions  # for extras that are torch modules or optimizers
-        self._positions: dict[str, Any] = {}
-        self._slow: list[float] | None = []  # the seconds of slow steps in a row; None after the warning
+    def __init__(self) -> None:
+        self.taken: dict[str, Any] = {}
+        self.watched: list[str] = []  # the extras that are torch modules or optimizers
         self._passed: list[tuple[str, type]] = []
         self._moving: Mapping[str, Callable[[Any], Any]] = {}
+        self._slow: list[float] | None = []  # the seconds of slow steps in a row; None after the warning
         self._clock = time.thread_time
-        self._watched: list[str] = []
-        self._has_warned = False
 
-    @property
-    def step(self) -> int | None:
-        """The last step that was reported, or None."""
-        return None if self.report is _NO_STEP else self.report.step
-
-    def update(self, report: Report) -> None:
-        """Note a step that the loop has finished, without its batch, whose memory the next one may need."""
-        self.report = report if report.batch is None else replace(report, batch=None)
-        self._adapter.note(report.state)
-        if report.extras or self._positions:
-            self._take_positions()
-
-    def seen(self, batch: Any = None) -> Seen:
-        """Return what the step shows to the witness."""
-        return replace(self.report, batch=batch).seen(self._positions)
-
-    def items(self, *, alone: bool) -> dict[str, Any]:
-        """Return the items of a checkpoint of this step; each process has its own extras, except arrays."""
-        given = self.report.extras
-        found = {STATE: self._adapter.to_tree(self.report.state)}
-        extras = {name: self._tree_of(name, extra) for name, extra in given.items()}
-        own = {}
-        if not alone:
-            kept = self._replicated
-            own = {name: extras.pop(name) for name, extra in given.items() if is_own(name, extra, kept)}
-            extras = {name: without_generators(given.get(name), tree) for name, tree in extras.items()}
-            sums = {name: checksum_of(tree) for name, tree in extras.items() if changes_in_place(given[name])}
-            if sums := {name: found for name, found in sums.items() if found is not None}:
-                extras[CHECKSUMS] = sums
-        if extras or not self._adapter.is_component_tree:
-            found["extras"] = extras
-        return {**found, "process": own} if own else found
-
-    def check_savable(self) -> None:
-        """Raise OptionError if a replicated extra is missing, UnsupportedLeafError if a save of the step would."""
-        check_replicated(self._replicated, self.report.extras, "on_step")
-        self._adapter.check_savable(self.report.state)
-        extras = {name: self._tree_of(name, extra) for name, extra in self.report.extras.items()}
-        check_savable(extras)
-
-    def why_lost(self) -> str | None:
-        """Return why the step cannot be saved any more, or None when it can."""
-        if self.step is None:
-            return None
-        if (lost := self._adapter.why_lost(self.step, self.report.state)) is not None:
-            return lost
-        if is_deleted([extra for name, extra in self.report.extras.items() if name not in self._positions]):
-            return "arrays of its extras were donated since; call on_step after every update"
-        return self._versions.why_lost()
-
-    def warn_of_gradients(self) -> None:
-        """Warn once of gradients that no optimizer has used; they are not saved. Each save calls this."""
-        if self._has_warned or self._adapter.has_updated or self._versions.has_updated:
-            return
-        if gradients := [*self._adapter.new_gradients(), *self._versions.new_gradients()]:
-            self._has_warned = True
-            logger.warning(
-                "step %d is saved without the gradients of %d parameters (%s), which no optimizer has used yet: a "
-                "resume from it continues without them. Call on_step after optimizer.step(), not for each micro-batch",
-                self.step,
-                len(gradients),
-                shortened(gradients),
-            )
-
-    def _tree_of(self, name: str, extra: Any) -> Any:
-        if name not in self._positions:
-            return tree_of(extra)
-        taken = self._positions[name]
-        return extra.state_of(taken) if isinstance(extra, GlobalGenerators) else taken
-
-    def _take_positions(self) -> None:
-        moving = self._moving_extras()
+    def take(self, extras: Mapping[str, Any]) -> None:
+        passed = [(name, type(extra)) for name, extra in extras.items()]
+        if passed != self._passed:
+            self._passed = passed
+            self._moving = {name: _taking(extra) for name, extra in extras.items() if moves(extra)}
+            self.watched = [name for name, extra in extras.items() if is_versioned(extra)]
+            # Only the wait for an actor is a cost of the extra: threads of a busy program wait for each other, too.
+            has_actors = any(is_actor(extras[name]) for name in self._moving)
+            self._clock = time.perf_counter if has_actors else time.thread_time
         begin = self._clock()
-        self._positions = {name: take(self.report.extras[name]) for name, take in moving.items()}
-        if self._watched:
-            self._versions.note({name: self.report.extras[name] for name in self._watched})
-        names = [f"{name}=" for name in moving if name != GLOBAL_GENERATORS]
+        self.taken = {name: take(extras[name]) for name, take in self._moving.items()}
+        names = [f"{name}=" for name in self._moving if name != GLOBAL_GENERATORS]
         if self._slow is None or not names:
             return
         cost = self._clock() - begin
@@ -206,17 +132,12 @@ class LastStep:
                 1e3 * least,
             )
 
-    def _moving_extras(self) -> Mapping[str, Callable[[Any], Any]]:
-        """Return the function that takes the state of each extra that moves; computed only when the extras change."""
-        passed = [(name, type(extra)) for name, extra in self.report.extras.items()]
-        if passed != self._passed:
-            self._passed = passed
-            self._moving = {name: _taking(extra) for name, extra in self.report.extras.items() if moves(extra)}
-            self._watched = [name for name, extra in self.report.extras.items() if is_versioned(extra)]
-            # Only the wait for an actor is a cost of the extra: threads of a busy program wait for each other, too.
-            has_actors = any(is_actor(self.report.extras[name]) for name in self._moving)
-            self._clock = time.perf_counter if has_actors else time.thread_time
-        return self._moving
+    def tree_of(self, name: str, extra: Any) -> Any:
+        """Return the tree of an extra for a checkpoint, of the state that was taken if it moves."""
+        if name not in self.taken:
+            return tree_of(extra)
+        taken = self.taken[name]
+        return extra.state_of(taken) if isinstance(extra, GlobalGenerators) else taken
 
 
 def _taking(extra: Any) -> Callable[[Any], Any]:
@@ -227,7 +148,7 @@ def _taking(extra: Any) -> Callable[[Any], Any]:
 
 
 class StepSaver:
-    """Saves the last step that the loop has reported."""
+    """Keeps references to the last arguments of ``on_step``, and saves them, also when the loop has ended."""
 
     def __init__(
         self,
@@ -240,19 +161,22 @@ class StepSaver:
         fresh_extras: FreshTypes | None,
     ) -> None:
         self._manager = manager
-        self._witness = witness
         self._adapter = adapter
-        self._saved: int | None = None
-        self._fresh_extras = fresh_extras  # the types of the extras at the start of the run
-        self._extra_versions = VersionCounters()
+        self._replicated = replicated
+        self._witness = witness
         self._step_offset = step_offset  # updates that are in a state beyond the number of its step
+        self._fresh_extras = fresh_extras  # the types of the extras at the start of the run
+        self._report = _NO_STEP
+        self._positions = Positions()
+        self._versions = VersionCounters()  # of the state, and of extras that are torch modules or optimizers
+        self._saved: int | None = None
         self._first_steps: FirstSteps | None = None
-        self._last = LastStep(adapter, self._extra_versions, replicated)
+        self._has_warned = False
 
     @property
     def step(self) -> int | None:
         """The last step that was reported, or None."""
-        return self._last.step
+        return None if self._report is _NO_STEP else self._report.step
 
     @property
     def is_saved(self) -> bool:
@@ -261,10 +185,12 @@ class StepSaver:
 
     def watch(self, state: Any, extras: Mapping[str, Any], last: int | None, *, grows: bool) -> None:
         """Begin to watch the state before the first step; ``last`` is the number of the step before, if it is known."""
-        first = self._first_steps = FirstSteps()
+        first = self._first_steps = FirstSteps(self._adapter)
         self._ask(lambda: first.begin(state, last, extras, grows=grows))
-        self._adapter.watch(state)
-        self._extra_versions.watch({name: extra for name, extra in extras.items() if is_versioned(extra)})
+        self._versions.watch(self._live(state, {name: one for name, one in extras.items() if is_versioned(one)}))
+
+    def _live(self, state: Any, extras: Mapping[str, Any]) -> dict[str, Any]:
+        return {STATE: state, **extras} if self._adapter.is_live else {**extras}
 
     def _ask(self, look: Callable[[], bool | None]) -> None:
         """Let the first steps look until they have nothing more to say; another error than theirs ends no run."""
@@ -277,15 +203,20 @@ class StepSaver:
             logger.info("the first steps of the loop are not checked", exc_info=True)
 
     def update(self, report: Report) -> None:
-        """Note a step that the loop has finished, and compare it with that of before the stop."""
+        """Note a step that the loop has finished, and compare it with the step before the stop."""
         if (first := self._first_steps) is not None:
             self._ask(lambda: first.report(report.step, report.state, report.extras))
         is_first = self.step is None
-        self._last.update(report)
+        # The next batch may need the memory of this one.
+        self._report = report if report.batch is None else replace(report, batch=None)
+        self._adapter.note(report.state)
+        self._positions.take(report.extras)
+        if live := self._live(report.state, {name: report.extras[name] for name in self._positions.watched}):
+            self._versions.note(live)
         if is_first:
-            self._last.check_savable()  # The first save may be an hour away.
+            self._check_savable()  # The first save may be an hour away.
         if self._witness.watches:
-            self._witness.note(lambda: self._last.seen(report.batch), report.epochs)
+            self._witness.note(lambda: report.seen(self._positions.taken), report.epochs)
 
     def show(self, report: Report) -> None:
         """Let the witness record a step that is never saved, as it follows the save of a preemption."""
@@ -294,38 +225,37 @@ class StepSaver:
 
     def reconsider(self, step: int, metrics: Mapping[str, Any]) -> Decision | None:
         """Add metrics to the last step, and return whether to save it now; None if ``step`` is not the last one."""
-        report = self._last.report
-        if report.step != step:
+        if self._report.step != step:
             return None
-        self._last.report = replace(report, metrics={**(report.metrics or {}), **metrics})
-        return self._manager.decide(step, metrics=self._last.report.metrics)
+        self._report = replace(self._report, metrics={**(self._report.metrics or {}), **metrics})
+        return self._manager.decide(step, metrics=self._report.metrics)
 
     def why_lost(self) -> str | None:
         """Return why the last step cannot be saved any more, or None when it can."""
-        return self._last.why_lost()
+        if self.step is None:
+            return None
+        if (lost := self._versions.why_lost() or self._adapter.why_lost(self._report.state)) is not None:
+            return lost
+        if is_deleted([extra for name, extra in self._report.extras.items() if name not in self._positions.taken]):
+            return "arrays of its extras were donated since; call on_step after every update"
+        return None
 
     def save(self, reason: str, *, reported: bool = False) -> bool:
-        """Save the last step in the background, also if the save before it has failed, which then raises an error.
-
-        ``reported`` says that this is the call of ``on_step`` that has reported the step. Return False if the step has
-        a folder that is no checkpoint.
-        """
-        last, step = self._last, self._last.step
-        assert step is not None
-        with part_of_save(self._manager, step):
-            last.warn_of_gradients()
-            taken = self._taken()
-            self._witness.save(step, last.seen, reported=reported)
+        """Save the last step, just ``reported``, in the background; False if its folder is no checkpoint."""
+        assert self.step is not None
+        with part_of_save(self._manager, self.step):
+            self._warn_of_gradients()
+            taken = self._taken(reported=reported)
             if (first := self._first_steps) is not None:
-                metrics, is_live = taken["metrics"] or {}, self._adapter.may_have_gradients
-                self._ask(lambda: first.save(step, last.report.state, metrics, is_live=is_live))
+                metrics, is_live = taken["metrics"] or {}, self._adapter.is_live
+                self._ask(lambda: first.save(self._report.step, self._report.state, metrics, is_live=is_live))
         try:
-            if not self._manager.save(step, force=True, reason=reason, **taken):
+            if not self._manager.save(self.step, force=True, reason=reason, **taken):
                 return False
-        except SaveFailedError:  # The save before this one has failed.
-            self._saved = step
+        except SaveFailedError:  # The save before this one has failed; this one is under way.
+            self._saved = self.step
             raise
-        self._saved = step
+        self._saved = self.step
         return True
 
     def save_locally(self) -> None:
@@ -334,28 +264,56 @@ class StepSaver:
         if self._manager.local_due(self.step):
             with part_of_save(self._manager, self.step, locally=True):
                 taken = self._taken()
-                self._witness.save(self.step, self._last.seen)
                 self._manager.save_locally(self.step, **taken)
 
-    def _taken(self) -> dict[str, Any]:
-        """Return what is saved of the last step, as arguments of the manager."""
-        last = self._last
-        metrics = None if last.report.metrics is None else host_metrics(last.report.metrics)
-        items = last.items(alone=self._manager.processes.alone)
+    def _taken(self, *, reported: bool = False) -> dict[str, Any]:
+        """Show the last step to the witness, and return what is saved of it, as arguments of the manager."""
+        report = self._report
+        metrics = None if report.metrics is None else host_metrics(report.metrics)
+        items = self._items(report)
         arguments: dict[str, Any] = {STATE: self._adapter.save_kwargs()}
         if self._fresh_extras is not None and "extras" in items:
             arguments["extras"] = {"fresh": self._fresh_extras}
         kept = {"step_offset": self._step_offset} if self._step_offset else None
+        self._witness.save(report.step, lambda: report.seen(self._positions.taken), reported=reported)
         return {"items": items, "metrics": metrics, "save_kwargs": arguments, "custom_metadata": kept}
 
-    def save_at_end(self) -> None:
-        """Save the last step if that is still possible, and log a warning if it is not.
+    def _items(self, report: Report) -> dict[str, Any]:
+        """Return the items of a checkpoint; each process has its own extras, except arrays."""
+        given, own = report.extras, {}
+        items = {STATE: self._adapter.to_tree(report.state)}
+        extras = {name: self._positions.tree_of(name, extra) for name, extra in given.items()}
+        if not self._manager.processes.alone:
+            own = {name: extras.pop(name) for name, one in given.items() if is_own(name, one, self._replicated)}
+            extras = {name: without_generators(given.get(name), tree) for name, tree in extras.items()}
+            sums = {name: checksum_of(tree) for name, tree in extras.items() if changes_in_place(given[name])}
+            if sums := {name: found for name, found in sums.items() if found is not None}:
+                extras[CHECKSUMS] = sums
+        if extras or not self._adapter.is_component_tree:
+            items["extras"] = extras
+        return {**items, "process": own} if own else items
 
-        Raises:
-            SaveFailedError: The folder of the step is no checkpoint.
-        """
-        lost = self.why_lost()
-        if lost is not None:
+    def _check_savable(self) -> None:
+        """Raise OptionError if a replicated extra is missing, UnsupportedLeafError if a save of the step would."""
+        check_replicated(self._replicated, self._report.extras, "on_step")
+        self._adapter.check_savable(self._report.state)
+        check_savable({name: self._positions.tree_of(name, extra) for name, extra in self._report.extras.items()})
+
+    def _warn_of_gradients(self) -> None:
+        """Warn once of gradients that no optimizer has used; they are not saved."""
+        if not (self._has_warned or self._versions.has_updated) and (gradients := self._versions.new_gradients()):
+            self._has_warned = True
+            logger.warning(
+                "step %d is saved without the gradients of %d parameters (%s), which no optimizer has used yet: a "
+                "resume from it continues without them. Call on_step after optimizer.step(), not for each micro-batch",
+                self.step,
+                len(gradients),
+                shortened([name.removeprefix(f"{STATE}.") for name in gradients]),
+            )
+
+    def save_at_end(self) -> None:
+        """Save the last step if that is still possible, and log a warning if it is not."""
+        if (lost := self.why_lost()) is not None:
             logger.warning("step %d is not saved at the end: %s", self.step, lost)
         elif not self.save("at the end"):
             where = self._manager.directory
@@ -388,23 +346,13 @@ def record_metrics(manager: CheckpointManager, step: int, metrics: Mapping[str, 
 
 
 def host_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return metrics as Python numbers and lists of them, without others, such as images or text.
-
-    All copies from a device are started before the first one is awaited.
-    """
+    """Return metrics as Python numbers and lists of them, without others, such as images or text."""
 
     def omitted(name: str, error: Exception) -> None:
         if isinstance(error, RuntimeError):  # The computation failed, or the value was donated.
             logger.warning("the metric %s cannot be read, and is not stored: %s", name, error)
 
-    _start_copies(metrics)
+    for _, value in located({**metrics}, lambda one: hasattr(one, "copy_to_host_async")):
+        with contextlib.suppress(RuntimeError):  # It is reported when the value is read.
+            value.copy_to_host_async()  # All copies are started before the first one is awaited.
     return plain_metrics(metrics, omitted=omitted)
-
-
-def _start_copies(metrics: Mapping[str, Any]) -> None:
-    for value in metrics.values():
-        if isinstance(value, Mapping):
-            _start_copies(value)
-        elif (start := getattr(value, "copy_to_host_async", None)) is not None:
-            with contextlib.suppress(RuntimeError):  # It is reported when the value is read.
-                start()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import logging
 import math
@@ -12,11 +11,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
-from ...engine.clock import Duration, seconds
+from ...engine.clock import seconds
 from ...engine.distributed import ProcessGroup, Rendezvous
 from ...engine.errors import BarrierTimeoutError, PeerFailedError
 from ...engine.manager import CheckpointManager
@@ -33,85 +31,60 @@ _PATIENCE = 60.0  # seconds to wait for the others, which are at most a batch aw
 _Progress = tuple[int, int]  # finished batches and epochs, and batches of a validation since then
 
 
-class Durations:
-    """The seconds between the last reports of steps."""
+class StepsAfterSignal:
+    """The steps that follow the save of a preemption in all processes alike, so that a resume is compared with them."""
 
-    def __init__(self) -> None:
-        self._last: float | None = None
-        self._seconds: deque[float] = deque(maxlen=20)
+    def __init__(self, options: CallbackOptions, manager: CheckpointManager, preemption: PreemptionSignal) -> None:
+        self.left: int | None = None  # how many may follow; None before such a save, and if none does
+        self._options = options
+        self._manager = manager
+        self._preemption = preemption
+        self._durations: deque[float] = deque(maxlen=20)  # of the last steps
+        self._last: float | None = None  # when the last step ended, on the monotonic clock
+        self._until = 0.0  # when none may begin any more
 
-    def note(self) -> None:
-        """Note a report."""
+    def note_step(self) -> None:
+        """Note that a step has ended."""
         now = time.monotonic()
         if self._last is not None:
-            self._seconds.append(now - self._last)
+            self._durations.append(now - self._last)
         self._last = now
 
-    def restart(self) -> None:
-        """Count the next step from now on, and not what was done in between."""
-        self._last = time.monotonic()
+    def finish_saves(self) -> None:
+        """Wait until all saves are durable, and in the time that is left also those in the mirror."""
+        self._manager.wait_until_finished()
+        self._manager.finish_mirror(self._preemption.seconds_left(self._options.grace_secs))
 
-    @property
-    def longest(self) -> float:
-        """The longest step; without limit as long as none is known."""
-        return max(self._seconds, default=math.inf)
+    def begin(self, left_in_epoch: int | None) -> bool:
+        """Return whether steps follow the save: while a quarter of the grace lasts, and not beyond the epoch's end."""
+        self.finish_saves()
+        options, preemption = self._options, self._preemption
+        most = self._manager.observer.steps_after_signal(options.witness_steps_after_signal if options.witness else 0)
+        if not most:
+            return False
+        if not preemption.ends_run or preemption.number in (signal.SIGINT, signal.SIGHUP) or preemption.again:
+            most = 0
+        grace = options.grace_secs
+        seconds_left = _WITHOUT_GRACE if grace is None else seconds(grace) / 4 - preemption.age
+        longest = max(self._durations, default=math.inf)
+        fitting = int(max(0.0, seconds_left) / (2 * longest)) if longest > 0 else most
+        mine = max(0, min(most, fitting, most if left_in_epoch is None else left_in_epoch))
+        self._until = time.monotonic() + seconds_left
+        self.left = self._manager.processes.decide("the steps after the signal", lambda: mine) or None
+        self._last = time.monotonic()  # The save is no part of the next step.
+        return self.left is not None
 
-
-@dataclass(frozen=True)
-class AfterSignal:
-    """The steps that follow the save of a preemption, so that the resume can be compared with them.
-
-    Attributes:
-        left: How many steps may follow.
-        until: When none may begin any more, on the monotonic clock.
-        alone: Whether this process decides for itself whether there is time for another step.
-    """
-
-    left: int
-    until: float
-    alone: bool = True
-
-    def after(self, longest: float, *, again: bool) -> AfterSignal:
-        """Return what is left after one of the steps; ``again`` is whether the signal has come once more."""
-        has_time = time.monotonic() + 2 * longest <= self.until and not again
-        return dataclasses.replace(self, left=self.left - 1 if has_time or not self.alone else 0)
-
-
-def steps_after_signal(
-    most: int, longest: float, preemption: PreemptionSignal, grace: Duration | None, left_in_epoch: int | None
-) -> AfterSignal:
-    """Return the steps that may follow a save: while a quarter of the grace lasts, and not beyond the epoch's end."""
-    is_signal = preemption.ends_run and preemption.number not in (signal.SIGINT, signal.SIGHUP)
-    if not is_signal or preemption.again:
-        most = 0
-    seconds_left = _WITHOUT_GRACE if grace is None else seconds(grace) / 4 - preemption.age
-    fitting = int(max(0.0, seconds_left) / (2 * longest)) if longest > 0 else most
-    count = max(0, min(most, fitting, most if left_in_epoch is None else left_in_epoch))
-    return AfterSignal(count, time.monotonic() + seconds_left)
-
-
-def agreed_steps_after_signal(
-    options: CallbackOptions,
-    manager: CheckpointManager,
-    durations: Durations,
-    preemption: PreemptionSignal,
-    left_in_epoch: int | None,
-) -> AfterSignal | None:
-    """Return the steps that follow the save of a preemption in all processes alike, timed from now on, or None."""
-    most = manager.observer.steps_after_signal(options.witness_steps_after_signal if options.witness else 0)
-    if not most:
-        return None
-    after = steps_after_signal(most, durations.longest, preemption, options.grace_secs, left_in_epoch)
-    count = manager.processes.decide("the steps after the signal", lambda: after.left)
-    durations.restart()
-    return dataclasses.replace(after, left=count, alone=manager.processes.alone) if count else None
+    def count(self) -> int:
+        """Count one of these steps, and return how many are left; one process ends them early if time runs out."""
+        assert self.left is not None
+        longest = max(self._durations, default=math.inf)
+        has_time = time.monotonic() + 2 * longest <= self._until and not self._preemption.again
+        self.left = self.left - 1 if has_time or not self._manager.processes.alone else 0
+        return self.left
 
 
 class Stop:
-    """Decides at each point where a run can stop whether it must.
-
-    A single process stops at the first such point after its signal, and JAX makes its processes agree on one.
-    """
+    """Stops a single process at the first point after its signal, and processes of JAX where it makes them agree."""
 
     def __init__(self, preemption: PreemptionSignal) -> None:
         self._preemption = preemption
@@ -132,12 +105,11 @@ class Stop:
 
 
 class AgreedStop(Stop):
-    """Stops all processes at the same point, although perhaps only one of them has received the signal.
+    """Stops all processes at the same point, although perhaps only one of them has received the signal."""
 
-    A thread of each process polls the store for a signal. If there is one, every process reports its progress, and all
-    stop at the first point that none has passed; while they exchange this, no process passes a point. A point without a
-    signal costs a lock, and no message.
-    """
+    # A thread of each process polls the store for a signal. If there is one, every process reports its progress, and
+    # all stop at the first point that none has passed; while they exchange this, no process passes a point. A point
+    # without a signal costs a lock, and no message.
 
     def __init__(
         self,
@@ -179,9 +151,7 @@ class AgreedStop(Stop):
         if not orderly or self._thread is None:
             return
         with self._lock:
-            if not self._answered:
-                self._answered = True
-                self._decline()
+            self._decline()
         self._thread.join(self._patience)
         self._group.close()
 
@@ -212,18 +182,17 @@ class AgreedStop(Stop):
             if self._answered:
                 return
             self._answered = True
-            stop = self._exchange([*self._passed, self._validation_batches()])
-            if stop is not None:
-                self._stop = (stop[0], stop[1])
-
-    def _exchange(self, point: list[Any]) -> Any:
-        answers = self._group.gather("passed", json.dumps(point).encode(), self._patience)
-        answer = None if answers is None else _first_open([json.loads(one) for one in answers])
-        return json.loads(self._group.broadcast("stop", json.dumps(answer).encode(), self._patience))
+            point = [*self._passed, self._validation_batches()]
+            answers = self._group.gather("passed", json.dumps(point).encode(), self._patience)
+            answer = None if answers is None else _first_open([json.loads(one) for one in answers])
+            stop = json.loads(self._group.broadcast("stop", json.dumps(answer).encode(), self._patience))
+            self._stop = None if stop is None else tuple(stop)
 
     def _decline(self) -> None:
         """Answer that this process passes no more points."""
-        answer = json.dumps(None).encode()
+        if self._answered:
+            return
+        self._answered, answer = True, json.dumps(None).encode()
         try:
             if self._group.index == 0:
                 self._group.broadcast("stop", answer, self._patience)
@@ -235,11 +204,11 @@ class AgreedStop(Stop):
 
 def _first_open(answers: list[Any]) -> list[int] | None:
     """Return the first point that no process has passed; None if one of them passes no more points."""
-    if any(answer is None for answer in answers):
+    if None in answers:
         return None
-    batches, validated = max((answer[0], answer[1]) for answer in answers)
+    batches, validated, _ = max(answers)
     validations = {answer[2] for answer in answers}
-    if len(validations) == 1 and validations != {float("inf")}:
+    if len(validations) == 1 and validations != {math.inf}:
         return [batches, validated + 1]
     return [batches + 1, 0]  # Otherwise some would stop in the middle of a validation, and others at its end.
 

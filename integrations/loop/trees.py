@@ -25,7 +25,17 @@ from ...engine.handlers import (
     flat_template,
     fresh_types,
 )
-from ...engine.pytree import FreshTypes, TreeDef, collection_paused, flatten, is_nnx, key_segments, loaded, split
+from ...engine.pytree import (
+    FreshTypes,
+    TreeDef,
+    collection_paused,
+    flatten,
+    format_path,
+    is_nnx,
+    key_segments,
+    loaded,
+    split,
+)
 from ...engine.sources import Misfits, Weights, load_fitting, load_weights
 from ...engine.storage import Location, Place
 from ..options import CallbackOptions
@@ -37,10 +47,11 @@ logger = logging.getLogger("holdfast")
 class TreeAdapter(StateAdapter):
     """Saves pytrees, and nnx objects, alone or in dicts, lists and tuples."""
 
-    needs = "a state with params, or one module of nnx"
+    needs, modules = "a state with params, or one module of nnx", "modules of nnx"
 
-    def __init__(self, misfits: Misfits | None = None) -> None:
+    def __init__(self, misfits: Misfits | None = None, *, is_live: bool = False) -> None:
         super().__init__(misfits)
+        self.is_live = is_live
         self._kind: type | None = None
         self._optimizer: Callable[[Any], Any] | None = None  # takes the nnx.Optimizer out of a state
         self._count: Any = None  # the array in which an optimizer of the last state counts its updates
@@ -54,6 +65,13 @@ class TreeAdapter(StateAdapter):
 
     def begin(self, state: Any) -> None:
         self._fresh = fresh_types(to_tree(state))
+
+    def refused(self, state: Any) -> list[str]:
+        assert self._fresh is not None
+        flat = flatten(to_tree(state))
+        objects = tuple(f"{path}." if path else "" for path, _ in located(state, is_nnx))
+        new = [name for name in flat.names if name.startswith(objects) and not self._fresh.covers(name)]
+        return [f"{format_path(name)}: not in the fresh state" for name in new] or self._fresh.refused(flat)
 
     def check_savable(self, state: Any) -> None:
         check_savable(to_tree(state))
@@ -72,7 +90,7 @@ class TreeAdapter(StateAdapter):
             self._kind, self._optimizer = type(state), _optimizer_in(state)
         self._count = None if self._optimizer is None else self._updates_of(state)
 
-    def why_lost(self, step: int, state: Any) -> str | None:
+    def why_lost(self, state: Any) -> str | None:
         if self._count is not None and _has_changed(self._count, self._updates_of(state)):
             return "its objects were updated since; call on_step after every update"
         if is_deleted(to_tree(state)):
@@ -88,16 +106,21 @@ class TreeAdapter(StateAdapter):
             return None
         return step.get_raw_value() if hasattr(step, "get_raw_value") else step.raw_value  # flax before 0.12
 
-    def describe(self, state: Any) -> str:
-        count = len(list(located(state, _is_module)))
-        return f"{count} modules of nnx" if count else super().describe(state)
+    def is_module(self, value: object) -> bool:
+        nnx = loaded("flax.nnx")
+        return nnx is not None and isinstance(value, nnx.Module)
 
-    def with_weights(self, state: Any, place: Place) -> tuple[Any, str]:
-        modules = list(located(state, _is_module))
-        if len(modules) != 1:
-            return super().with_weights(state, place)
-        path, module = modules[0]
-        return state, str(_fill(module, path, place, self.misfits))
+    def fill(self, path: str, module: Any, place: Place) -> Weights:
+        from flax import nnx
+
+        parameters = nnx.state(module, nnx.Param)
+        # Checkpoints of the module may also hold its other variables, such as statistics, generators and caches.
+        others = {".".join(split(name)) for name in flatten(nnx.to_pure_dict(nnx.state(module))).names}
+        pure: dict[Any, Any] = nnx.to_pure_dict(parameters)
+        weights = load_weights(place, pure, ignored=others, containers=[path] if path else (), misfits=self.misfits)
+        nnx.replace_by_pure_dict(parameters, weights.tree)
+        nnx.update(module, parameters)
+        return weights
 
 
 def is_stream(value: object) -> bool:
@@ -210,24 +233,6 @@ def _merge(value: Any, tree: Any, found: dict[int, Any]) -> Any:
     return tree
 
 
-def _is_module(value: object) -> bool:
-    nnx = loaded("flax.nnx")
-    return nnx is not None and isinstance(value, nnx.Module)
-
-
-def _fill(module: Any, path: str, place: Place, misfits: Misfits | None) -> Weights:
-    from flax import nnx
-
-    parameters = nnx.state(module, nnx.Param)
-    # Checkpoints of the module may also hold its other variables, such as statistics, generators and caches.
-    others = {".".join(split(name)) for name in flatten(nnx.to_pure_dict(nnx.state(module))).names}
-    pure: dict[Any, Any] = nnx.to_pure_dict(parameters)
-    weights = load_weights(place, pure, ignored=others, containers=[path] if path else (), misfits=misfits)
-    nnx.replace_by_pure_dict(parameters, weights.tree)
-    nnx.update(module, parameters)
-    return weights
-
-
 # ---- partial restores: leaves of the same path, also if a chain of optimizers has grown
 
 
@@ -255,11 +260,9 @@ class FittingHandler(PyTreeCheckpointHandler):
 
 
 def _pairs(saved: _Place, wanted: _Place) -> Iterator[tuple[str, str]]:
-    """Generate the names of corresponding leaves of two trees.
-
-    Entries of dictionaries and attributes correspond by their keys. Chains of optimizers are tuples that may have grown
-    and may be nested differently: the states in them correspond by their order and by the names of their classes.
-    """
+    """Generate the names of corresponding leaves of two trees."""
+    # Entries of dictionaries and attributes correspond by their keys. Chains of optimizers are tuples that may have
+    # grown and may be nested differently: the states in them correspond by their order and the names of their classes.
     if _is_chain(saved) or _is_chain(wanted):
         ours, theirs = list(_parts(saved)), list(_parts(wanted))
         kinds = [_kind(part, len(saved[0])) for part in ours]
@@ -296,11 +299,10 @@ def _entries_of(place: _Place) -> Iterator[tuple[str, _Place]]:
 def _is_chain(place: _Place) -> bool:
     """Whether a container is a tuple, or one in an optimizer of nnx, of which its state is a dictionary by index."""
     name, node = place
-    return node is not None and (node.kind == "tuple" or (_OF_NNX.search(name) is not None and _has_indices(node)))
-
-
-def _has_indices(node: TreeDef) -> bool:
-    return node.keys is not None and all(isinstance(key, int) for key in node.keys)
+    if node is None:
+        return False
+    is_indexed = node.keys is not None and all(isinstance(key, int) for key in node.keys)
+    return node.kind == "tuple" or (is_indexed and _OF_NNX.search(name) is not None)
 
 
 _OF_NNX = re.compile(r"(^|\.)opt_state(\.\d+)*$")

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...engine.errors import StateError, shortened
 from ...engine.format import CheckpointRecord
@@ -47,9 +47,9 @@ class Proof:
     """What the comparison of a resumed run with the steps before the stop has shown so far.
 
     Attributes:
-        exact: True if all steps that were compared are those of before the stop; False if one is not; None as long as
+        exact: True if all compared steps are the same as before the stop; False if one is not; None as long as
             nothing was compared, if nothing can be compared, or if only rounding differs.
-        steps: The steps that were compared and are those of before the stop.
+        steps: The compared steps that are the same as before the stop.
         differs: The layers that differ, such as ``batch``, ``generators``, ``metrics``, ``state`` and ``counters``.
         rounding: The greatest relative difference that counts as rounding, or None.
         why: Why nothing can be compared, or an empty text.
@@ -60,11 +60,6 @@ class Proof:
     differs: tuple[str, ...] = ()
     rounding: float | None = None
     why: str = ""
-
-
-class _Comparison(NamedTuple):
-    k: int
-    pending: Pending
 
 
 class Witness:
@@ -91,7 +86,7 @@ class Witness:
         self._earlier: list[RecordFile] = []  # files of earlier saves that may lack records
         self._records = Records()  # of the step that the run has resumed from
         self._resumed: int | None = None
-        self._waiting: list[_Comparison] = []
+        self._waiting: list[Pending] = []  # records that are to be compared
         self._layers: dict[str, str] = {}  # the layers that agreed, in words
         self._compares = False  # whether the steps since a resume are compared
         self._has_said = True  # whether the line about them was printed
@@ -124,10 +119,10 @@ class Witness:
         Args:
             step: The step of the checkpoint.
             seen: What the program shows right after the restore.
-            why_not: Why the steps that follow are not comparable with those of before the stop, or an empty text.
+            why_not: Why the steps that follow are not comparable with those before the stop, or an empty text.
         """
-        if self._enabled:
-            with self._only_logged():
+        with self._only_logged():
+            if self._enabled:
                 self._begin_from(step, seen, why_not)
 
     def _begin_from(self, step: int, seen: Seen, why_not: str) -> None:
@@ -180,8 +175,8 @@ class Witness:
         assert self._recorder is not None
         self._last = self._recorder.take(self._k, seen)
         if self._compares and self._k in self._records.by_k:
-            self._waiting.append(_Comparison(self._k, self._last))
-        # Other steps than those of before the stop do not belong to the save that the run has resumed from.
+            self._waiting.append(self._last)
+        # Other steps than those before the stop do not belong to the save that the run has resumed from.
         if self._file is not None and (self.proof.exact is not False or self._file.step != self._resumed):
             self._file.add(self._last)
         return self._last
@@ -266,9 +261,9 @@ class Witness:
             self._found(self._resumed or 0, 0, same, differs, None)
 
     def _compare_arrived(self, look: Callable[[], Seen] | None, *, wait: bool) -> None:
-        while self._waiting and (wait or self._waiting[0].pending.samples.is_ready):
-            k, pending = self._waiting.pop(0)
-            now, saved = pending.finish(), self._records.by_k[k]
+        while self._waiting and (wait or self._waiting[0].samples.is_ready):
+            now = self._waiting.pop(0).finish()
+            saved = self._records.by_k[k := now["k"]]
             same, differs = compare(saved, now, self._records.names)
             if not differs:
                 if self.proof.exact is not False:
@@ -304,7 +299,7 @@ class Witness:
     def _found(
         self, step: int, k: int, same: list[str], differs: Mapping[str, str], look: Callable[[], Seen] | None
     ) -> None:
-        """Say that a step is not that of before the stop; of several, the first."""
+        """Say that a step differs from before the stop; of several, the first."""
         is_first = self.proof.exact is not False
         layers = tuple(dict.fromkeys([*self.proof.differs, *differs]))
         self.proof = dataclasses.replace(self.proof, exact=False, differs=layers)
@@ -313,8 +308,7 @@ class Witness:
         self._compares, self._has_said = False, True
         self._event(layers)
         what = "; ".join(
-            f"{layer} ({text})" if layer != "batch" else f"the batch is another one{text}"
-            for layer, text in differs.items()
+            f"{layer} ({text})" if layer != "batch" else f"the batch differs{text}" for layer, text in differs.items()
         )
         where = f"not exact from step {step} on" if k else f"not exact: step {step} was not restored as it was saved"
         agrees = f". The same as before the stop: {', '.join(same)}" if same else ""
@@ -336,9 +330,10 @@ class Witness:
             self._say("not witnessed: step %d was restored as it was saved, and %s", self._resumed, why)
         if not steps:
             return
-        listed = f"step {steps[0]} is that" if len(steps) == 1 else f"steps {_listed(steps)} are those"
+        *others, last = steps
+        listed = f"steps {', '.join(map(str, others))} and {last} are" if others else f"step {last} is"
         self._event(tuple(self._layers))
-        self._say("exact: %s of before the stop (%s)", listed, ", ".join(self._layers.values()))
+        self._say("exact: %s the same as before the stop (%s)", listed, ", ".join(self._layers.values()))
 
     def _in_words(self, layer: str, saved: Record) -> str:
         if layer == "state":
@@ -358,10 +353,6 @@ class Witness:
 
     def _say(self, text: str, *args: object) -> None:
         announce(text, *args, shown=self._processes.is_primary and self._on_inexact != "ignore")
-
-
-def _listed(steps: tuple[int, ...]) -> str:
-    return f"{', '.join(map(str, steps[:-1]))} and {steps[-1]}"
 
 
 def advice(differs: Mapping[str, str], look: Callable[[], Seen] | None) -> str:
@@ -388,7 +379,7 @@ def advice(differs: Mapping[str, str], look: Callable[[], Seen] | None) -> str:
 
 
 def why_not_comparable(options: ProgramOptions, misfits: Misfits | None) -> str:
-    """Return why a program asks for other steps than those of before the stop, or an empty text."""
+    """Return why a program asks for other steps than those before the stop, or an empty text."""
     if options.resume == "best" or type(options.resume) is int:
         return f"resume={options.resume!r} chose the step"
     if options.hyperparameters == "program":

@@ -167,14 +167,11 @@ class CheckpointCallback(LoopCallback):
             return
         place = self._place(step)
         metrics = None if place is None else self.manager.metrics(step)
-        self._worker.report({**(metrics or {}), "step": step}, place if self._registers() else None)
-        self._reported_step = step
-
-    def _registers(self) -> bool:
-        """Return whether Ray can register checkpoints: those in its storage, which the callback does not delete."""
-        assert self._worker is not None
+        # Ray can register checkpoints in its storage that the callback does not delete.
         inside = self.manager.directory.url.startswith(f"{self._worker.root().url}/")
-        return inside and self._options.max_to_keep is None
+        registered = place if inside and self._options.max_to_keep is None else None
+        self._worker.report({**(metrics or {}), "step": step}, registered)
+        self._reported_step = step
 
     def _place(self, step: int) -> Location | None:
         steps = list_steps(self.manager.directory, series_of(self._options.step_prefix))

@@ -119,11 +119,8 @@ def _is_service_of_urls(kind: str, options: Mapping[str, Any]) -> bool:
 
 
 def is_drained() -> bool:
-    """Return whether Ray has announced that a node of this run will be taken away.
-
-    ``ray.train.get_preemption_info`` is a barrier of all workers, too slow for every step. This reads the value that
-    it agrees on, which each worker has.
-    """
+    """Return whether Ray has announced that a node of this run will be taken away."""
+    # ``ray.train.get_preemption_info`` is a barrier of all workers, too slow for every step. This is what it agrees on.
     context: Any = sys.modules.get("ray.train.v2._internal.execution.context")
     try:
         return context is not None and context.get_train_context().preemption_context.preemption_info is not None
@@ -132,11 +129,7 @@ def is_drained() -> bool:
 
 
 class WorkerSignal(PreemptionSignal):
-    """The preemption signal of a worker of Ray Train, whose loop runs in a thread beside the main thread.
-
-    The handlers are installed in the main thread of the actor, by a call to the actor. They do not call the handler of
-    Ray, which ends the process at once. The workers agree on the step among themselves, also where JAX would.
-    """
+    """The preemption signal of a worker of Ray Train, whose handlers are installed in the main thread of the actor."""
 
     def __init__(self, signals: Sequence[signal.Signals]) -> None:
         super().__init__(signals)
@@ -184,7 +177,7 @@ class WorkerSignal(PreemptionSignal):
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.installed:
-            self.request(number)
+            self.request(number)  # The handler of Ray would end the process at once.
         else:
             super()._handle(number, frame)
 

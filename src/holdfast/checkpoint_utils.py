@@ -1,4 +1,4 @@
-"""Arguments for restoring a tree like another one: ``holdfast.checkpoint_utils``."""
+"""Arguments for restoring one tree like another: ``holdfast.checkpoint_utils``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["construct_restore_args"]
 
 
 def construct_restore_args(target: Any, sharding_tree: Any = None, set_global_shape: bool = True) -> Any:
-    """Make the ``restore_args=`` that restore a tree like another one: with its types, dtypes, shapes and shardings.
+    """Make the ``restore_args=`` that restore one tree like another: with its types, dtypes, shapes and shardings.
 
     A saved dtype that differs from the target's is cast. A saved shape that differs is an error.
 

@@ -46,6 +46,8 @@ def test_differences(capsys: pytest.CaptureFixture[str], run: Path) -> None:
     assert [line.split()[0] for line in lines[1:3]] == ["state/a/w", "state/n"]
     assert "1 of 12 elements differ, by 1e-09 at most; the first at [1, 1]" in lines[1]
     assert lines[-1] == f"2 leaves differ between {run}/1 and {run}/2"
+    for steps in ([run, run, 1, 2], [run, 1, run, 2], [run, 1, run, "--other-step", 2]):
+        assert output_of(capsys, "diff", *steps, status=1).splitlines() == lines
 
     found = json.loads(output_of(capsys, "diff", run / "1", run / "2", "--rtol", "1e-6", "--json", status=1))
     assert [(one["path"], one["kind"], one["first"]) for one in found["differences"]] == [("n", "values", [])]
@@ -60,6 +62,7 @@ def test_a_checkpoint_of_another_library(capsys: pytest.CaptureFixture[str], run
 
 def test_what_cannot_be_compared_is_no_difference(capsys: pytest.CaptureFixture[str], run: Path) -> None:
     assert "no such directory" in error_of(capsys, "diff", run, run / "nowhere", status=2)
+    assert "'x' is not a valid integer" in error_of(capsys, "diff", run, "x", run, "2", status=2)
     (data,) = [path for path in (run / "2" / "state" / "d").iterdir() if path.name != "index"]
     content = bytearray(data.read_bytes())
     content[5] ^= 1

@@ -8,14 +8,9 @@ import functools
 import itertools
 import re
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-from tests.documents.examples import Examples
 from tests.test_imports import LAYERS
-
-import holdfast as hf
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("docs/design.md", "CONTRIBUTING.md")
@@ -68,17 +63,6 @@ def methods_of(package: str, name: str) -> set[str] | None:
             if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
                 return {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
     return None
-
-
-@pytest.mark.examples("docs/design.md")
-def test_tensorstore_opens_an_array(examples: Examples, tmp_path: Path) -> None:
-    hf.save(tmp_path / "1200", {"params": {"Dense_0": {"kernel": np.arange(6.0).reshape(2, 3)}}})
-    place = next((tmp_path / "1200").rglob("manifest.ocdbt")).parent
-    program = examples["python 1"].replace("file:///.../runs/x/1200/state/", f"file://{place}/")
-    assert program != examples["python 1"]
-    names: dict[str, Any] = {}
-    exec(compile(program, examples.page, "exec"), names)
-    assert (names["kernel"][...].read().result() == np.arange(6.0).reshape(2, 3)).all()
 
 
 def below(folder: str) -> list[str]:

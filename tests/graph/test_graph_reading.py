@@ -225,7 +225,7 @@ def test_an_error_of_a_save_in_the_background_is_raised_once(tmp_path: Path, mon
     with monkeypatch.context() as broken:
         broken.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "no space")))
         checkpoint.save(tmp_path / "run", background=True)
-        checkpoint._saving().join()
+        checkpoint.peek(good)  # waits for the save, and raises no error of it
     with pytest.raises(hf.SaveFailedError):
         checkpoint.save(tmp_path / "run")
     newest = graph.latest_checkpoint(tmp_path)

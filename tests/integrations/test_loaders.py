@@ -585,7 +585,7 @@ def test_a_batch_that_is_another_one_when_it_is_drawn_again_is_told(
         torch.rand(1)
     again.set_state(first.get_state())
     next(again)
-    assert ("is another one than before the stop" in caplog.text) is warns
+    assert ("differs from before the stop" in caplog.text) is warns
 
 
 def test_a_loader_of_another_library_may_have_workers() -> None:

@@ -22,8 +22,8 @@ from holdfast.engine.manager import (
     retention_rules,
 )
 from holdfast.engine.manager.decisions import OnBest
+from holdfast.engine.manager.intervals import Every
 from holdfast.engine.manager.options import save_triggers
-from holdfast.engine.manager.policies import Every
 from holdfast.engine.manager.retention import KeepBest, KeepLatest, KeepPinned, KeepSteps
 from holdfast.integrations.flax import CheckpointCallback as FlaxCallback
 from holdfast.integrations.lightning import CheckpointCallback as LightningCallback

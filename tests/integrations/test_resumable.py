@@ -531,7 +531,7 @@ def test_what_is_not_as_it_was_is_told(kind: str, caplog: pytest.LogCaptureFixtu
                 break
     list(restored(make(1), state))
     told = {
-        "other data": "batch 1 of an epoch, which a list has drawn again, is another one",
+        "other data": "batch 1 of an epoch, which a list has drawn again, differs from before the stop",
         "a generator of its own": "was saved with other parts than resumable is given now: generators.0 (saved)",
         "workers that last": "continues with new worker processes, whose random generators cannot be saved",
     }

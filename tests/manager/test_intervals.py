@@ -24,8 +24,8 @@ from holdfast.engine.distributed import Coordinator
 from holdfast.engine.manager import DAY, Experience, LearnedInterval
 from holdfast.engine.manager.decisions import StepPace, SyncSchedule
 from holdfast.engine.manager.events import RunEvents, read_run_events
+from holdfast.engine.manager.intervals import Every
 from holdfast.engine.manager.options import save_triggers
-from holdfast.engine.manager.policies import Every
 from holdfast.engine.observer import process_observer
 from holdfast.engine.storage import as_location
 

@@ -11,8 +11,8 @@ import pytest
 import holdfast as hf
 from holdfast.engine.manager import KeepAll, retention_rules
 from holdfast.engine.manager.decisions import OnBest
+from holdfast.engine.manager.intervals import Every
 from holdfast.engine.manager.options import options_document, options_from_document, save_triggers
-from holdfast.engine.manager.policies import Every
 from holdfast.engine.manager.retention import KeepLatest, KeepPinned
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import holdfast as hf
 from holdfast.engine.manager import KeepAll, KeepPolicy, StepInfo, best, reasons, retention_rules
+from holdfast.engine.manager.intervals import Every
 from holdfast.engine.manager.metrics import Mode
-from holdfast.engine.manager.policies import Every
 from holdfast.engine.manager.retention import (
     KeepBest,
     KeepLatest,

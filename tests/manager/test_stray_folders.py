@@ -77,7 +77,9 @@ def test_ls_shows_it_and_only_rm_removes_it(run: Path, capsys: pytest.CaptureFix
     assert main(["verify", str(run)]) == 0
     assert f"{run}/10: no checkpoint, and left alone" in capsys.readouterr().out
     assert main(["rm", str(run), "10", "--yes"]) == 0
-    assert "delete 10: 1 folder without a checkpoint of" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "delete 10: 1 folder without a checkpoint of" in said.out
+    assert "left alone" not in said.out + said.err
     assert not (run / "10").exists()
     assert [one.step for one in hf.list_checkpoints(run)] == [6]
     assert train(run, 11) == [10]

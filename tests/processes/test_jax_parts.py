@@ -119,11 +119,9 @@ def prefetched(process: Process) -> list[int]:
     from holdfast.engine.pytree.jax_leaves import JaxDescriber
 
     array = place(np.arange(8.0, dtype=np.float32), mesh_of((2, 2), "x", "y"), "x")
-    describer = JaxDescriber()
-    describer.prepare(array)
-    assert describer.describe(array).parts == described(array).parts
+    assert JaxDescriber([array]).describe(array).parts == described(array).parts
     array.delete()
-    describer.prepare(array)
+    JaxDescriber([array])
     with pytest.raises(Exception, match="was deleted or donated"):
         described(array)
     return [piece.array.size for piece in described(place(np.zeros(8, np.float32), mesh_of((2, 2), "x", "y"))).pieces]

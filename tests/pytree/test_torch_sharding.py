@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.engine.pytree.torch_leaves import Division, DTensorSharding, Mesh, boxes
+from holdfast.engine.pytree.torch_leaves import Division, DTensorSharding, Mesh
 
 
 def cut(indices: list[int], rounds: int, count: int, index: int) -> list[int]:
@@ -57,9 +57,12 @@ def test_parts_cover_the_array_once_and_processes_hold_what_cutting_gives(shardi
         mask[np.ix_(*[np.array(each, int) for each in expected])] = 1
         assert (holders[process] == mask).all()
         local = np.zeros([len(each) for each in expected], int)
-        for start, shape, inside in boxes(held):
-            assert local[inside].shape == shape
-            assert [expected[axis][part.start] for axis, part in enumerate(inside)] == list(start)
+        share = sharding.share(process)
+        assert share is not None
+        assert local.shape == share.shape
+        for box, inside in share.boxes:
+            assert local[inside].shape == box.shape
+            assert [expected[axis][part.start] for axis, part in enumerate(inside)] == list(box.start)
             local[inside] += 1
         assert (local == 1).all()
     assert sharding.intervals(1) is None

@@ -104,7 +104,7 @@ def contradiction(expected: dict[int, dict[str, Any]], after: Trace, steps: list
     parts = differing_steps(after, expected)
     first = min(parts.keys() & {*steps}, default=None)
     if wrong := parts.keys() & {*proven}:
-        return f"steps {sorted(wrong)} differ, and are called those of before the stop"
+        return f"steps {sorted(wrong)} differ, and are called those before the stop"
     if first is None and after.named is None:
         is_said = exact is not False and (not steps or (exact is True and {*steps} <= {*proven}))
         return None if is_said else f"steps {steps} are equal; exact is {exact}, and proven are {[*proven]}"

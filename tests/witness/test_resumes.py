@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import signal
 import subprocess
@@ -12,15 +11,18 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import holdfast as hf
+from holdfast.engine.observer import Unobserved
 from holdfast.integrations.loop.preemption import PreemptionSignal
-from holdfast.integrations.loop.stopping import AfterSignal, Durations, steps_after_signal
+from holdfast.integrations.loop.stopping import StepsAfterSignal
 from holdfast.integrations.loop.witnessing import Proof
+from holdfast.integrations.options import CallbackOptions
 
 
 class StopHereError(Exception):
@@ -86,7 +88,7 @@ def test_a_resume_that_is_exact_says_what_was_compared(directory: str, caplog: p
     (line,) = [text for text in caplog.messages if text.startswith("exact: ")]
     generators = 5 if "torch" in sys.modules else 4
     what = f"batch, {generators} generators, epoch, step, loss, its leaf"
-    assert line == f"exact: steps 9 and 10 are those of before the stop ({what})"
+    assert line == f"exact: steps 9 and 10 are the same as before the stop ({what})"
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     events = run.checkpoint.manager.events.earlier()
     proofs = [event for event in events if event["event"] == "witness"]
@@ -127,7 +129,7 @@ def test_a_later_difference_is_named_too(tmp_path: Path, caplog: pytest.LogCaptu
     proof = train(30, 27)
     assert (proof.exact, proof.steps, proof.differs) == (False, (21, 22, 24), ("state",))
     said = [text.partition(" (")[0] for text in caplog.messages if "exact" in text]
-    assert said == ["exact: steps 21, 22 and 24 are those of before the stop", "not exact from step 28 on: state"]
+    assert said == ["exact: steps 21, 22 and 24 are the same as before the stop", "not exact from step 28 on: state"]
 
 
 class Model:
@@ -407,11 +409,12 @@ AFTER: dict[str, tuple[dict[str, Any], int]] = {
     "plenty of time": ({}, 4),
     "fewer are wanted": ({"most": 2}, 2),
     "none is wanted": ({"most": 0}, 0),
-    "a quarter of the grace": ({"grace": 84, "longest": 5.0}, 2),  # 21 seconds, and twice 5 for each
-    "steps that are too long": ({"grace": 80, "longest": 11.0}, 0),
-    "no grace is known": ({"longest": 0.3}, 3),  # 2 seconds in all
-    "no step was timed yet": ({"longest": math.inf}, 0),
-    "steps without a time": ({"longest": 0.0}, 4),
+    "a quarter of the grace": ({"grace": 84, "pauses": [5.0, 1.0]}, 2),  # 21 seconds, and twice 5 for each
+    "steps that are too long": ({"grace": 80, "pauses": [11.0]}, 0),
+    "no grace is known": ({"pauses": [0.3]}, 3),  # 2 seconds in all
+    "no step was timed yet": ({"pauses": []}, 0),
+    "steps without a time": ({"pauses": [0.0]}, 4),
+    "a long step that is long ago": ({"pauses": [9.0, *[0.01] * 20]}, 4),
     "the end of an epoch": ({"left": 1}, 1),
     "Ctrl-C": ({"number": signal.SIGINT}, 0),
     "a closed terminal": ({"number": signal.SIGHUP}, 0),
@@ -421,39 +424,46 @@ AFTER: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("name", AFTER)
-def test_how_many_steps_follow(name: str) -> None:
-    given, expected = AFTER[name]
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time on the monotonic clock, which the test sets."""
+    now = [1000.0]
+    monkeypatch.setattr("holdfast.integrations.loop.stopping.time.monotonic", lambda: now[0])
+    return now
+
+
+def steps_after(now: list[float], given: dict[str, Any], *, alone: bool = True) -> StepsAfterSignal:
+    """Return what counts the steps after a signal, which comes after steps of some seconds."""
     preemption = PreemptionSignal()
+    options = CallbackOptions(witness_steps_after_signal=given.get("most", 4), grace_secs=given.get("grace"))
+    processes = SimpleNamespace(alone=alone, decide=lambda what, decide: decide())
+    waits = {"wait_until_finished": lambda: None, "finish_mirror": lambda seconds: True}
+    manager: Any = SimpleNamespace(observer=Unobserved(), processes=processes, **waits)
+    after = StepsAfterSignal(options, manager, preemption)
+    for pause in (0.0, *given.get("pauses", [0.01])):
+        now[0] += pause
+        after.note_step()
     preemption.request(given.get("number", signal.SIGTERM))
     preemption.again = given.get("again", False)
-    after = steps_after_signal(
-        given.get("most", 4), given.get("longest", 0.01), preemption, given.get("grace"), given.get("left")
-    )
-    assert after.left == expected
+    return after
+
+
+@pytest.mark.parametrize("name", AFTER)
+def test_how_many_steps_follow(now: list[float], name: str) -> None:
+    given, expected = AFTER[name]
+    after = steps_after(now, given)
+    assert after.begin(given.get("left")) == bool(expected)
+    assert (after.left or 0) == expected
 
 
 @pytest.mark.parametrize(
-    ("alone", "until", "again", "left"),
-    [(True, 1e9, False, 2), (True, 0.0, False, 0), (True, 1e9, True, 0), (False, 0.0, True, 2)],
+    ("alone", "passed", "again", "left"),
+    [(True, 0.0, False, 2), (True, 9e9, False, 0), (True, 0.0, True, 0), (False, 9e9, True, 2)],
 )
-def test_whether_another_step_follows(alone: bool, until: float, again: bool, left: int) -> None:
+def test_whether_another_step_follows(now: list[float], alone: bool, passed: float, again: bool, left: int) -> None:
     """Processes that go on together do as many as they have agreed on."""
-    after = AfterSignal(3, time.monotonic() + until if until else 0.0, alone)
-    assert after.after(0.01, again=again).left == left
-
-
-def test_the_longest_of_the_last_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr("holdfast.integrations.loop.stopping.time.monotonic", lambda: now[0])
-    durations = Durations()
-    assert durations.longest == math.inf
-    for pause in (0.0, 9.0, *[1.0] * 19):
-        now[0] += pause
-        durations.note()
-    assert durations.longest == 9.0
-    now[0] += 50.0
-    durations.restart()
-    now[0] += 2.0
-    durations.note()
-    assert durations.longest == 2.0
+    after = steps_after(now, {"most": 3, "grace": "1h"}, alone=alone)
+    assert after.begin(None)
+    now[0] += passed
+    after._preemption.again = again
+    assert after.count() == left

@@ -264,7 +264,7 @@ def _refuse_existing(place: Location) -> None:
 def add_orbax_metadata(
     source: Place, *, step: int | None = None, coordinator: Coordinator | None = None
 ) -> list[Location]:
-    """Make checkpoints of holdfast readable for Orbax where they are: adds its metadata beside the data.
+    """Make checkpoints of holdfast readable for Orbax where they are: adds its metadata next to the data.
 
     No array is copied, and the checkpoints stay what they are for holdfast. Orbax finds the items under their names:
     ``StandardCheckpointer().restore(path / "state")``, or ``CheckpointManager(run).restore(step,

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from holdfast.engine.storage import as_location
 from holdfast.integrations.lightning import CheckpointCallback
+from holdfast.integrations.lightning.replay import EpochReplay
 
 pytestmark = ADVICE
 
@@ -197,18 +198,18 @@ def test_a_dataset_that_draws(
     check(program, new_directory, [2, 4, 5, 8] if every else [2, 5])
 
 
-def add_unknown(module: Any, checkpoint: dict[str, Any]) -> None:
-    """Adds to checkpoints what earlier versions have saved."""
-    if (position := checkpoint.get("holdfast")) is not None:
-        position["random"]["attributes"] = {"0.loader.count": 3}
-        position["random"]["loaders"] = {"0.dataset.rng": torch.zeros(2), "0.dataset.transform.rng": torch.zeros(2)}
-        position |= {"found": {"lr": 0.1}, "earlier": []}
+def as_earlier(replay: Any, *args: Any, capture: Any = EpochReplay.capture, **options: Any) -> dict[str, Any]:
+    """Return a position with what earlier versions have saved as well."""
+    position: dict[str, Any] = capture(replay, *args, **options)
+    position["random"]["attributes"] = {"0.loader.count": 3}
+    position["random"]["loaders"] = {"0.dataset.rng": torch.zeros(2), "0.dataset.transform.rng": torch.zeros(2)}
+    return position | {"found": {"lr": 0.1}, "earlier": []}
 
 
 def test_what_a_step_of_an_earlier_version_has_more_is_named(
     program: Any, new_directory: NewDirectory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(program.Model, "on_save_checkpoint", add_unknown)
+    monkeypatch.setattr(EpochReplay, "capture", as_earlier)
     for step in (2, 5):  # within an epoch, and at its end
         directory = new_directory()
         interrupt(program, directory, step)
