@@ -6,7 +6,6 @@ import contextlib
 import errno
 import re
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import TypeVar
 
 from ..errors import (
@@ -165,9 +164,7 @@ class os_errors:  # noqa: N801 - used like a function; each small file needs sev
     def __enter__(self) -> None:
         pass
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, OSError) and not isinstance(error, HoldfastError):
             raise map_os_error(error, self._path, self._action) from error
 
