@@ -182,8 +182,8 @@ def resumable(
     has stopped the run, the loader gives no more batches, and no step is saved any more.
 
     A resume draws the earlier batches of its epoch again, as :func:`skip_to` does, which says what the order of an
-    epoch may depend on. But the program calls ``set_epoch`` itself, before the ``for``. Each of several processes has a
-    place of its own.
+    epoch may depend on. But the program calls ``set_epoch`` itself, before the ``for``. Each of several processes has
+    its own place.
 
     Args:
         loader: What ``for batch in loader`` goes through: a ``DataLoader``, a list, an array, a dataset of Grain or

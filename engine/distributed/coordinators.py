@@ -39,7 +39,7 @@ class ProcessInfo:
         token: Text that is unique to this save and the same on all processes: a part of the names of its files.
         awaited: Is set when the training loop that runs meanwhile begins to wait for the save; None: no loop runs
             meanwhile.
-        shared: Whether all processes write to one place; if not, each host has one of its own.
+        shared: Whether all processes write to one place; if not, each host has its own.
     """
 
     index: int = 0
