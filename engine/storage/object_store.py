@@ -184,7 +184,7 @@ class ObjectStoreBackend:
     # ---- the methods of a backend
 
     def url(self, key: str) -> str:
-        from urllib.parse import quote  # not above: paths of this machine need no URL
+        from urllib.parse import quote  # imported lazily: paths of this machine need no URL
 
         path = quote(key, safe="/-_.~!$&'()*+,;=:@", errors="surrogateescape")
         return f"{self._root}{self._separator if key else ''}{path}"
@@ -410,7 +410,7 @@ class ObjectReader(DataReader):
 
 def file_parts(size: int, segments: Sequence[Segment]) -> Iterator[NDArray[np.uint8]]:
     """Generate the bytes of a data file, the zeros between segments included."""
-    import numpy as np  # not above: a listing of checkpoints imports this module, and needs no arrays
+    import numpy as np  # imported lazily: a listing of checkpoints imports this module, and needs no arrays
 
     position = 0
     for segment in [*segments, Segment(size, 0, lambda: iter(()))]:
