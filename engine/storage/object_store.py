@@ -323,11 +323,10 @@ class ObjectStoreBackend:
 
     def snapshot(self, key: str, known: Collection[str] = ()) -> Self:
         """Return this store with the names below a key listed once, now, and those ``known``; reads see the present."""
-        live = copy.copy(self)
-        live._listing = None
+        found = copy.copy(self)
+        found._listing = None
         prefix = f"{key}/" if key else ""
-        found = copy.copy(live)
-        found._listing = _Listing(prefix, sorted(prefix + name for name in {*live.names(key), *known}))
+        found._listing = _Listing(prefix, sorted(prefix + name for name in {*found.names(key), *known}))
         return found
 
     def names(self, key: str) -> list[str]:
