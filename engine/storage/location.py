@@ -378,7 +378,7 @@ class Location:
         """Return this location with its listing fixed: an object store lists what lies below once, now.
 
         Reads through it see the current content; objects written through it may not be listed. The paths of objects
-        that are ``known`` to lie below are a part of the listing, also if the store leaves them out.
+        that are ``known`` to lie below are a part of the listing, even if the store leaves them out.
         """
         if isinstance(self._backend, ObjectStoreBackend):
             return Location(self._backend.snapshot(self._key, known), self._key)

@@ -397,7 +397,7 @@ class CheckpointCallback(ResumingCallback):
         if named and not decides:
             return path
         if private_api.only_searches(trainer):
-            return None  # A Tuner finds the same at every start of the program, also if the fit after it resumes.
+            return None  # A Tuner finds the same at every start of the program, even if the fit after it resumes.
         if named:
             # The trainer was given no path, and found the newer file of a ModelCheckpoint.
             ours = [one.ckpt_path for one in trainer.callbacks if isinstance(one, CheckpointCallback)]
