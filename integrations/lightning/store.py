@@ -32,6 +32,7 @@ from ...engine.manager import (
     limits,
     metric_name,
     metric_value,
+    step_location,
 )
 from ...engine.observer import process_observer
 from ...engine.pytree import flatten
@@ -40,7 +41,7 @@ from ...engine.storage import TEMPORARY_PREFIX, Location, Place, as_location
 from ..loop import WITHOUT_GRACE, all_steps, grace_check
 from ..options import ProgramOptions
 from .strategies import SharedState, StateHandler
-from .trees import POSITION, from_tree, plain_weights, to_tree
+from .trees import POSITION, from_tree, to_tree
 
 GLOBAL_GENERATORS = "global_generators"
 REPLICATED = re.compile(rf"{GLOBAL_GENERATORS}|loaders(/\d+)?")
@@ -204,7 +205,7 @@ class RunStore:
         return all_steps(self.directory, self._options.step_prefix, self._manager if self.is_open else None)
 
     def path_of(self, step: int) -> str:
-        return str(self.directory / f"{self._series}{step}")
+        return str(step_location(self.manager, step))
 
     def step_of(self, path: Place) -> int | None:
         """Return the step with this path, or None if the path is not in this directory."""
@@ -250,12 +251,12 @@ class RunStore:
         best = manager.best_step() if steps and options.best_fn is not None else None
         for name, step in {"last": steps[-1], "best": best}.items() if links and steps else ():
             if step is not None:
-                _link(self.directory.path / name, f"{self._series}{step}")
-        if options.export_best is None or best in (None, self._exported):
+                _link(self.directory.path / name, step_location(self.manager, step).name)
+        if options.export_best is None or best is None or best == self._exported:
             return
         place = options.export_place
         try:
-            export_weights(self.directory / f"{self._series}{best}", place)
+            export_weights(step_location(self.manager, best), place)
         except (HoldfastError, OSError) as error:
             logger.warning("step %d is the best, but %s could not be written: %s", best, place, error)
         else:
@@ -279,9 +280,8 @@ class RunStore:
             with processes.together(f"{self.directory.url}: what step {step} saves"):  # one that fails stops all
                 items = self._items(dump(), shared, processes)
             shared.fill()
-        with contextlib.ExitStack() as stack:
-            alone = replace(self._options, local=None)
-            manager = self.manager if self.is_open else stack.enter_context(self._make(alone))
+        alone = replace(self._options, local=None)
+        with contextlib.nullcontext(self.manager) if self.is_open else self._make(alone) as manager:
             if strategy.world_size == 1 and self._has_positions:
                 items = {ITEM: items}
             if self._manager is not None:
@@ -420,12 +420,12 @@ def export_weights(step: Location, place: Location) -> None:
         _export_safetensors(step, place)
         return
     buffer = io.BytesIO()
-    torch.save(plain_weights(_entries(step, _OF_THE_MODEL), step), buffer)
+    torch.save(from_tree(_entries(step, _OF_THE_MODEL), step), buffer)
     place.parent.make_directory()
     place.write_bytes(buffer.getvalue())
 
 
-_OF_THE_MODEL = {
+_OF_THE_MODEL = {  # not the types of values that are no plain data
     *("state_dict", "state_dict_versions", "tree_version", "epoch", "global_step", "pytorch-lightning_version"),
     *("hyper_parameters", "hparams_name", "hparams_type"),
     *("datamodule_hyper_parameters", "datamodule_hparams_name", "datamodule_hparams_type"),
