@@ -416,6 +416,7 @@ class FitRecorder:
         loop = self._fit.epoch_loop
         if point != "batch" or loop.done:
             self._leave()
+        self._after_signal.finish_saves()
         left = self._fit.max_batches - loop.batch_idx - 2  # A validation may follow the last batch.
         if not self._after_signal.begin(None if math.isinf(left) else int(left)):
             self._leave()

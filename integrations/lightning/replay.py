@@ -36,6 +36,7 @@ from typing import Any, Literal
 
 from ...engine.errors import shortened
 from ...engine.generators import as_tree, capture, restore
+from ...engine.loaders import warn_of_new_workers
 from ..hugging_face import check_stream
 from ..loop import announce
 from . import loader_states as loaders
@@ -327,17 +328,9 @@ class EpochReplay:
             return
         tree, parts = saved.tree, self._loaders()
         new = [] if tree["point"] == "epoch" else tree.get("epoch", {}).get("new_workers", [])
-        lasting = {
-            index
-            for index, part in enumerate(parts)
-            if loaders.keeps_iterator(part) and not loaders.all_stateful([part])
-        }
-        if not lasting <= set(new):
-            logger.warning(
-                "the workers of a data loader live across epochs (persistent_workers=True), and their random "
-                "generators cannot be saved: each sample comes exactly when it would have come, but where a dataset "
-                "draws random numbers in the workers, as augmentation does, it draws others"
-            )
+        lasting = [part for index, part in enumerate(parts) if loaders.keeps_iterator(part) and index not in new]
+        if renewed := [part for part in lasting if not loaders.all_stateful([part])]:
+            warn_of_new_workers(renewed[0])
         random, measured = tree["random"], tree.get("validation", {}).get("generators", {})
         generators = random.get("loaders", {}).keys() - loaders.loader_generators(parts).keys()
         measuring = private_api.loaders_of(self._fit.epoch_loop.val_loop)
