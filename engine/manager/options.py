@@ -35,6 +35,8 @@ from .retention import (
 )
 
 _ONLY_MANAGERS = ": only CheckpointManagerOptions takes it"
+_SAVE_PERIODS = ("save_interval_steps", "save_interval_secs")
+KEEP_PERIODS = ("max_to_keep", "keep_latest", "keep_period", "keep_time_interval")
 
 BestFn = str | Callable[[Any], float]
 BestMode = Literal["max", "min"]
@@ -245,6 +247,7 @@ class CheckpointOptions:
     mirror: Place | Mirror | None = None
     local: Local | None = None
     reuse_unchanged: bool = True
+    step_name_width: int | None = field(default=None, metadata=limits(1, 18))
 
     def __post_init__(self) -> None:
         mirror_of(self)
@@ -280,6 +283,10 @@ class CheckpointOptions:
         """Return what options of a subclass keep, for :func:`retention_rules`."""
         return ()
 
+    def time_rule(self, secs: float) -> KeepPolicy:
+        """Return what ``keep_time_interval`` keeps."""
+        return Every(secs=secs)
+
     def policies(self) -> tuple[tuple[SavePolicy, ...], tuple[KeepPolicy, ...]]:
         """Return the policies that a program has passed: when to save, and what to keep."""
         return (), ()
@@ -294,15 +301,21 @@ class ProgramPolicies(CheckpointOptions):
 
     def __post_init__(self) -> None:
         saves, keeps = self.policies()
-        for name, given, kind in (("save", saves, SavePolicy), ("keep", keeps, KeepPolicy)):
+        for name, given, kind, others in (
+            ("save", saves, SavePolicy, _SAVE_PERIODS),
+            ("keep", keeps, KeepPolicy, KEEP_PERIODS),
+        ):
             for policy in given:
                 if not isinstance(policy, kind) or isinstance(policy, type):
                     raise OptionError(
                         f"{name}={policy!r} must be a hf.{kind.__name__}, such as hf.Every(steps=100, keep=5), or a "
                         "list of them"
                     )
-        _refuse_beside("save", saves, self, ("save_interval_steps", "save_interval_secs"))
-        _refuse_beside("keep", keeps, self, ("max_to_keep", "keep_latest", "keep_period", "keep_time_interval"))
+            also = [f"{other}={value!r}" for other in others if (value := getattr(self, other)) is not None]
+            if also and any(isinstance(policy, Every) for policy in given):
+                raise OptionError(
+                    f"{', '.join(also)} and policies of {name}= say the same: add hf.Every(...) to the list of policies"
+                )
         super().__post_init__()
 
     def policies(self) -> tuple[tuple[SavePolicy, ...], tuple[KeepPolicy, ...]]:
@@ -318,13 +331,6 @@ def listed_policies(policies: Any) -> tuple[Any, ...]:
     if policies is None:
         return ()
     return tuple(policies) if isinstance(policies, Iterable) else (policies,)
-
-
-def _refuse_beside(name: str, policies: Sequence[object], options: CheckpointOptions, others: Iterable[str]) -> None:
-    also = [other for other in others if getattr(options, other) is not None]
-    if also and any(isinstance(policy, Every) for policy in policies):
-        given = ", ".join(f"{other}={getattr(options, other)!r}" for other in also)
-        raise OptionError(f"{given} and policies of {name}= say the same: add hf.Every(...) to the list of policies")
 
 
 @explains_options
@@ -352,13 +358,15 @@ class CheckpointManagerOptions(ProgramPolicies):
         keep_time_interval: Keep every checkpoint that was saved at least this long after the last one that this rule
             keeps; roughly one an hour for ``"1h"``.
         keep_steps: Keep the checkpoints of these steps.
-        mirror: A second place, such as ``s3://bucket/run``, or a ``Mirror`` with an interval and limits of its own:
+        mirror: A second place, such as ``s3://bucket/run``, or a ``Mirror`` with its own interval and limits:
             steps are copied there in the background, and a run resumes from the newest step of both places.
         local: A ``Local``: saves every few steps into the memory or on the disk of each host, with copies on other
             hosts. A run resumes from these if they are newer than what is in the directory.
         reuse_unchanged: Do not write arrays again that have not changed: a step shares their data files, by hard links,
             with the step before the last one; S3 and Google copy them. Every step stays whole and can be copied or
             deleted.
+        step_name_width: In a new directory, how many digits the names of steps have at least, such as 8 for
+            ``00001200``; earlier versions refuse such a directory. The names in a directory that is there stay.
         save: When to save, as policies that add up: ``hf.Every(steps=100)``, a ``hf.SavePolicy`` of your own, or a list
             of them, instead of ``save_interval_steps`` and ``save_interval_secs``.
         keep: What to keep, as policies that add up: ``hf.Every(steps=100, keep=5)``, a ``hf.KeepPolicy`` of your own,
@@ -416,12 +424,11 @@ def mirror_of(options: CheckpointOptions) -> Mirror | None:
 
 def has_triggers(options: CheckpointOptions) -> bool:
     """Return whether any option sets when to save; otherwise the default trigger holds."""
-    given = options.save_interval_steps, options.save_interval_secs
-    return any(value is not None for value in given) or options.save_on_best or bool(options.policies()[0])
+    has_period = any(getattr(options, name) is not None for name in _SAVE_PERIODS)
+    return has_period or options.save_on_best or bool(options.policies()[0])
 
 
 def save_triggers(options: CheckpointOptions) -> tuple[SavePolicy, ...]:
-    """Return what makes a save due."""
     if not has_triggers(options):
         return save_triggers(replace(options, **options.DEFAULT_TRIGGER))
     found: list[SavePolicy] = [*options.policies()[0]]
@@ -448,7 +455,7 @@ def retention_rules(options: CheckpointOptions) -> tuple[KeepPolicy, ...]:
     if options.keep_period is not None:
         found.append(Every(steps=options.keep_period))
     if options.keep_time_interval is not None:
-        found.append(Every(secs=seconds(options.keep_time_interval, name="keep_time_interval")))
+        found.append(options.time_rule(seconds(options.keep_time_interval, name="keep_time_interval")))
     if options.keep_steps:
         found.append(KeepSteps(frozenset(options.keep_steps)))
     found.append(KeepPinned())
@@ -475,6 +482,7 @@ def options_document(options: CheckpointManagerOptions) -> dict[str, Any]:
         "best_mode": options.ranking_mode,
         "keep_checkpoints_without_metrics": options.keep_checkpoints_without_metrics,
         "item_intervals": dict(options.item_intervals),
+        "step_name_width": options.step_name_width,
     }
 
 

@@ -32,7 +32,7 @@ from ..errors import (
     StorageUnavailableError,
     shortened_steps,
 )
-from ..format import OWNER, CheckpointRecord, decode_document, encode_document
+from ..format import OWNER, PADDED, RECORD, VERSION, CheckpointRecord, decode_document, encode_document
 from ..storage import FileLock, Location, os_errors
 from .options import CheckpointManagerOptions, options_document, options_from_document
 
@@ -61,7 +61,6 @@ class Ownership:
 
     @property
     def held(self) -> bool:
-        """Whether this process is the owner."""
         return self._process == os.getpid() and not self._lost
 
     def check_usable(self) -> None:
@@ -130,7 +129,6 @@ class Ownership:
         )
 
     def _stored_token(self) -> str | None:
-        """Return the token in the file; None if the file is missing or damaged."""
         place = self._directory / OWNER
         try:
             content = place.read_own(limit=_LIMIT)
@@ -150,7 +148,6 @@ class Ownership:
             )
 
     def release(self) -> None:
-        """Release ownership."""
         with FileLock.handover:
             if _owners.get(self._key) is self:
                 del _owners[self._key]
@@ -324,6 +321,9 @@ def store_identity(location: Location, options: Mapping[str, Any], identity: Run
         "doomed": {name: _encoded(found) for name, found in sorted(identity.tombstones.items()) if found},
     }
     known = {name: value for name, value in document.items() if value}
+    if options.get("step_name_width") and not (location / PADDED / RECORD).is_there():
+        (location / PADDED).make_directory()
+        (location / PADDED / RECORD).write_bytes(encode_document("checkpoint", {}, version=VERSION + 1))
     (location / OPTIONS).write_bytes(encode_document("options", {"options": dict(options), "run": known}))
 
 

@@ -31,6 +31,7 @@ from ...engine.pytree import (
     expand,
     flatten,
     is_leaf,
+    is_python_value,
     is_torch_tensor,
     pack_tree,
     unescape_key,
@@ -43,6 +44,7 @@ from ..graph import (
     FreshObjects,
     LiveGraph,
     LiveNode,
+    OptionSlot,
     Path,
     Restoration,
     StoredGraph,
@@ -52,7 +54,7 @@ from ..graph import (
     walk,
 )
 from .live import LiveComponent, discovered, is_component, live_tree
-from .names import Names, format_component_path
+from .names import format_component_path
 
 _logger = logging.getLogger("holdfast")
 
@@ -100,13 +102,9 @@ def overrides(value: Any, method: str) -> bool:
     return found is not None and not hasattr(found, "inherited") and not is_optimizer(value)
 
 
-def call_get_state(
-    value: Any, components: Names | None, not_components: Names | None, options: Mapping[str, Any] | None = None
-) -> Any:
-    """Call an object's own ``get_state`` with as many of the arguments as it takes."""
-    given = {"components": components, "not_components": not_components, **(options or {})}
-    arguments = {name: names for name, names in given.items() if names is not None}
-    return value.get_state(**{name: one for name, one in arguments.items() if takes(value, name)})
+def call_get_state(value: Any, /, **given: Any) -> Any:
+    """Call an object's own ``get_state`` with those of the arguments that it takes, and that are not None."""
+    return value.get_state(**{name: one for name, one in given.items() if one is not None and takes(value, name)})
 
 
 def takes(value: Any, name: str) -> bool:
@@ -146,7 +144,7 @@ def own_states(
     """Take the states of components; ``partial`` leaves out values for parameters outside of the tree."""
 
     def ask(one: LiveComponent) -> Any:
-        return call_get_state(one.value, None, sorted(child.name for child in one.children) or None)
+        return call_get_state(one.value, not_components=sorted(child.name for child in one.children) or None)
 
     known, states = list(components), dict[Path, Any]()
     with fetched(known, ask) as take:
@@ -302,6 +300,7 @@ def prepare_state(
         ) from error
 
     def apply() -> OwnReport:
+        before = _options(graph)
         prepared()
         report = restoration.report()
         unused = report.pending + report.unused
@@ -317,10 +316,19 @@ def prepare_state(
         missing = [path for path in report.missing if path not in kept]
         unused = tuple(path for path in unused if path not in kept)
         fresh = [node.value for node in graph.leaves() if format_node_path(node.path) in kept]
-        changed = tuple(restoration.restore_modes()) if modes else ()
-        return OwnReport((*lost, *missing), unused, kept, tuple(filter(is_torch_tensor, fresh)), changed)
+        pairs = {} if modes else {path: (before.get(path, value), value) for path, value in _options(graph).items()}
+        changed = [f"{path} = {now} (program {mine})" for path, (mine, now) in pairs.items() if mine != now]
+        changed += restoration.restore_modes() if modes else []
+        return OwnReport((*lost, *missing), unused, kept, tuple(filter(is_torch_tensor, fresh)), tuple(changed))
 
     return apply
+
+
+def _options(graph: LiveGraph) -> dict[str, Any]:
+    """Return the plain options of torch optimizers, such as learning rates that no schedule changes, by path."""
+    slots = [(node.path, node.slot) for node in graph.leaves() if isinstance(node.slot, OptionSlot)]
+    fixed = [(path, one.get()) for path, one in slots if one.name == "initial_lr" or "initial_lr" not in one.group]
+    return {format_node_path(path): value for path, value in fixed if is_python_value(value)}
 
 
 def forget_moments(component: LiveComponent, tensors: Sequence[Any]) -> list[str]:
