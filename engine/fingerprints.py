@@ -9,7 +9,6 @@ the program.
 from __future__ import annotations
 
 import gc
-import hashlib
 import inspect
 import itertools
 import operator
@@ -27,7 +26,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from .generators import as_tree, capture, is_generator
+from .generators import as_tree, capture, checksums, is_generator
 from .loaders import DRAWING
 from .pytree import is_torch_tensor, loaded
 from .stateful import METHODS, state_of
@@ -244,14 +243,14 @@ def _fact(thing: Any, *, with_arrays: bool) -> tuple[Kind, str] | None:
     if isinstance(thing, random.SystemRandom):
         return "generator", STATELESS
     if is_generator(thing):
-        return "generator", _digest(_text(state_of(thing)))
+        return "generator", _digest(state_of(thing))
     if isinstance(thing, np.number | np.bool_):
         return "value", repr(thing.item())
     if isinstance(thing, np.ndarray):
         if thing.ndim == 0 and thing.dtype.kind in "biufc":
             return "value", repr(thing.item())
         small = with_arrays and 0 < thing.nbytes <= _BYTES and thing.dtype != object
-        return ("array", _digest(thing.tobytes())) if small else None
+        return ("array", _digest(thing)) if small else None
     torch, jax = loaded("torch"), loaded("jax")
     if torch is not None and isinstance(thing, torch.Tensor):
         return _fact_of_torch(torch, thing) if with_arrays else None
@@ -260,7 +259,7 @@ def _fact(thing: Any, *, with_arrays: bool) -> tuple[Kind, str] | None:
     if torch is not None and isinstance(thing, torch.optim.Optimizer):
         first: Any = next(iter(thing.state.values()), {}).values()
         facts = [_fact_of_torch(torch, one) if is_torch_tensor(one) else repr(one) for one in first]
-        return "optimizer", _digest(repr(facts))
+        return "optimizer", _digest(*facts)
     if jax is not None and isinstance(thing, jax.Array):
         return _fact_of_jax(jax, thing, with_arrays=with_arrays)
     if type(thing).__name__ == "RngStream" and type(thing).__module__.startswith("flax."):
@@ -281,20 +280,20 @@ def _fact_of_torch(torch: Any, tensor: Any) -> tuple[Kind, str] | None:
     if tensor.ndim == 0:
         return "value", repr(tensor.item())
     bits = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return "array", _digest(bits.numpy().tobytes())
+    return "array", _digest(bits.numpy())
 
 
 def _fact_of_jax(jax: Any, array: Any, *, with_arrays: bool) -> tuple[Kind, str] | None:
     if isinstance(array, jax.core.Tracer) or not array.is_fully_addressable:
         return None
     if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
-        return "generator", _digest(np.asarray(jax.random.key_data(array)).tobytes())
+        return "generator", _digest(np.asarray(jax.random.key_data(array)))
     is_key = array.dtype == np.uint32 and array.shape in ((2,), (4,))  # a key of the legacy kind
     if not (is_key or (with_arrays and 0 < array.nbytes <= _BYTES)):
         return None
     if array.ndim == 0:
         return "value", repr(array.item())  # A moving average may be such a number, weakly typed.
-    return "generator" if is_key else "array", _digest(np.asarray(array).tobytes())
+    return "generator" if is_key else "array", _digest(np.asarray(array))
 
 
 def _is_position(kind: type) -> bool:
@@ -313,19 +312,8 @@ def _global_generators() -> Iterator[tuple[str, Fact]]:
     """Generate the generators that functions such as ``random.random()`` draw from."""
     for name, state in as_tree(capture()).items():
         known = _GLOBAL.get(name, f"torch's generators of {name.upper()}")
-        yield known, Fact("generator", name, "", _digest(_text(state)))
+        yield known, Fact("generator", name, "", _digest(state))
 
 
-def _text(state: Any) -> str:
-    """Return the state of a generator as a text; that of an array as a whole would be shortened."""
-    if isinstance(state, dict):
-        return repr({key: _text(value) for key, value in state.items()})
-    if isinstance(state, list | tuple):
-        return repr([_text(value) for value in state])
-    is_array = isinstance(state, np.ndarray) or is_torch_tensor(state)
-    return np.asarray(state).tobytes().hex() if is_array else repr(state)
-
-
-def _digest(content: str | bytes) -> str:
-    data = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
-    return hashlib.blake2b(data, digest_size=8).hexdigest()
+def _digest(*parts: Any) -> str:
+    return f"{checksums({'': parts})['']:08x}"

@@ -39,15 +39,9 @@ class ChunkTable:
         return self.files[int(self.file_ids[row])]
 
     def take(self, rows: NDArray[Any]) -> ChunkTable:
+        of_files = (self.file_ids[rows], self.offsets[rows], self.lengths[rows])
         return ChunkTable(
-            files=self.files,
-            file_ids=self.file_ids[rows],
-            offsets=self.offsets[rows],
-            lengths=self.lengths[rows],
-            arrays=self.arrays[rows],
-            numbers=self.numbers[rows],
-            kept=self.kept[rows],
-            checksums=self.checksums[rows],
+            self.files, *of_files, self.arrays[rows], self.numbers[rows], self.kept[rows], self.checksums[rows]
         )
 
     def sorted(self) -> ChunkTable:

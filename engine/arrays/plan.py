@@ -322,10 +322,13 @@ class PlannedSegment(NamedTuple):
 
 
 class PlannedFile(NamedTuple):
-    """One data file: its size in bytes, and its segments in order."""
+    """One data file: its segments in order."""
 
-    size: int
     segments: list[PlannedSegment]
+
+    @property
+    def size(self) -> int:
+        return self.segments[-1].offset + self.segments[-1].size
 
 
 def plan_files(lengths: Integers, layout: Layout, *groups: ChunkIds) -> list[PlannedFile]:
@@ -342,7 +345,7 @@ def plan_files(lengths: Integers, layout: Layout, *groups: ChunkIds) -> list[Pla
         first = offset = 0
         while first < len(arrays):
             if offset and offset + int(sizes[first]) > layout.data_file_bytes:
-                files.append(_file(segments))
+                files.append(PlannedFile(segments))
                 segments, offset = [], 0
             room = min(layout.segment_bytes, layout.data_file_bytes - offset) + int(starts[first])
             stop = max(first + 1, int(np.searchsorted(ends, room, "right")))
@@ -355,12 +358,8 @@ def plan_files(lengths: Integers, layout: Layout, *groups: ChunkIds) -> list[Pla
             first, offset = stop, round_up(offset + size)
         before += len(arrays)
         if segments:
-            files.append(_file(segments))
+            files.append(PlannedFile(segments))
     return files
-
-
-def _file(segments: list[PlannedSegment]) -> PlannedFile:
-    return PlannedFile(segments[-1].offset + segments[-1].size, segments)
 
 
 def chunk_table(files: Sequence[PlannedFile], checksums: NDArray[np.uint32], first: int = 0) -> Integers:

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from ..distributed import ProcessInfo
 from ..errors import OptionError, UnsupportedLeafError
-from ..forks import cached_property
 from ..format import FileRecord, crc32c, encode_document
 from ..pytree import ArrayLeaf, Box, Details, Piece, TreeDef, ValueLeaf, format_path, to_document
 from ..storage import DataFile, Location, Segment, max_concurrency, parallel_map
@@ -82,14 +81,9 @@ class TreePlan:
     """The parts of a save that the structure of a tree determines; later saves of like trees reuse them."""
 
     def __init__(self) -> None:
-        self._catalog: Catalog | None = None
+        self.catalog: Catalog | None = None
         self._chunks: dict[tuple[int, int], ChunkIds] = {}
         self._document: tuple[list[dict[str, Any]], bytes] | None = None
-
-    def catalog(self, make: Callable[[], Catalog]) -> Catalog:
-        if self._catalog is None:
-            self._catalog = make()
-        return self._catalog
 
     def chunks_of(self, catalog: Catalog, member: ProcessInfo) -> ChunkIds:
         """Return the chunks that a process writes, in the order of the tree."""
@@ -265,17 +259,17 @@ class TreeWriter:
     def _chunks_of(self, member: ProcessInfo) -> ChunkIds:
         return self.plan.chunks_of(self._catalog, member)
 
-    @cached_property
+    @property
     def _catalog(self) -> Catalog:
-        tree = self._tree
-        make = partial(Catalog, tree.names, tree.leaves, self._layout, self._compression, self._chunk_bytes)
-        return self.plan.catalog(make)
+        if (found := self.plan.catalog) is None:
+            tree = self._tree
+            found = Catalog(tree.names, tree.leaves, self._layout, self._compression, self._chunk_bytes)
+            self.plan.catalog = found
+        return found
 
     def _divided(self, groups: Sequence[ChunkIds]) -> tuple[list[ChunkIds], list[list[ChunkToCompress]]]:
         """Divide each group of chunks into those stored as they are and those to compress."""
         catalog = self._catalog
-        if all(kind.compression is None for kind in catalog.kinds):
-            return list(groups), []
         levels = catalog.column([kind.compression or 0 for kind in catalog.kinds])
         plain: list[ChunkIds] = []
         packed: list[list[ChunkToCompress]] = []

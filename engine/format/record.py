@@ -346,12 +346,8 @@ class CheckpointRecord:
 
     def _items_document(self) -> dict[str, Any]:
         return {
-            name: {
-                "folder": item.folder,
-                "kind": item.kind,
-                "files": {path: _file_document(file) for path, file in item.files.items()},
-            }
-            for name, item in self.items.items()
+            name: {"folder": folder, "kind": kind, "files": {path: _file_document(one) for path, one in files.items()}}
+            for name, (folder, kind, files) in self.items.items()
         }
 
     @classmethod

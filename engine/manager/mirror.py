@@ -17,13 +17,11 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..checkpoint import CopiedFiles, CopyProgress, Throttle, copied_step, copy_witness
-from ..clock import Clock, bytes_per_second, seconds
-from ..distributed import ProcessGroup
+from ..clock import bytes_per_second, seconds
 from ..errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -40,10 +38,10 @@ from ..storage import Helper, Location
 from .copying import follow
 from .decisions import Moment, decide
 from .directory import RunDirectory
-from .events import RunEvents
-from .options import CheckpointManagerOptions, Mirror, mirror_of, save_triggers
+from .options import KEEP_PERIODS, CheckpointManagerOptions, Mirror, save_triggers
 from .ownership import NO_LOCAL_STEPS, RunIdentity, stored_options
 from .places import Point, StepPlace
+from .run import Run
 
 _logger = logging.getLogger("holdfast")
 
@@ -80,15 +78,7 @@ class MirrorStatus:
 class _Copying:
     """The copy of a step: its throttle, its progress, and its rate while no save makes it wait."""
 
-    def __init__(
-        self,
-        step: int,
-        record: CheckpointRecord,
-        rate: float | None,
-        *,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._now = now
+    def __init__(self, step: int, record: CheckpointRecord, rate: float | None) -> None:
         self.step = step
         self.record = record
         self.throttle = Throttle(rate)
@@ -98,7 +88,7 @@ class _Copying:
 
     def measure(self, yes: bool) -> None:
         """Begin to measure the rate, or stop."""
-        now = self._now(), self.progress.arrived
+        now = time.monotonic(), self.progress.arrived
         if self._since is not None:
             self._seconds += now[0] - self._since[0]
             self._bytes += now[1] - self._since[1]
@@ -115,8 +105,7 @@ class _Obsolete(Exception):  # noqa: N818 - no error
 
 
 def _mirror_options(mirror: Mirror, run: CheckpointManagerOptions) -> CheckpointManagerOptions:
-    """Return the options of the directory of the mirror, given those of the run."""
-    own = {name: getattr(mirror, name) for name in ("max_to_keep", "keep_latest", "keep_period", "keep_time_interval")}
+    own = {name: getattr(mirror, name) for name in KEEP_PERIODS}
     is_limited = any(value is not None for value in own.values())
     kept: dict[str, Any] = {**own, "keep_steps": (), "keep": None} if is_limited else {"keep": run.policies()[1]}
     return replace(
@@ -135,32 +124,17 @@ class RunMirror(StepPlace):
 
     writes_directory = True
 
-    def __init__(
-        self,
-        location: Location,
-        options: CheckpointManagerOptions,
-        run: RunDirectory,
-        processes: ProcessGroup,
-        clock: Clock,
-        events: RunEvents,
-    ) -> None:
-        mirror = mirror_of(options)
-        assert mirror is not None
-        if location.overlaps(run.location):
-            raise OptionError(f"mirror={location} and the directory {run.location} must not contain each other")
+    def __init__(self, location: Location, mirror: Mirror, run: Run) -> None:
         self.location = location
         self.identity = RunIdentity(mirror=location.url)
-        self._limit = seconds(mirror.wait_secs, name="wait_secs")
-        self._run = run
-        self._options = _mirror_options(mirror, options)
+        self._run, self._processes, self._clock, self._events = run.steps, run.processes, run.clock, run.events
+        if location.overlaps(self._run.location):
+            raise OptionError(f"mirror={location} and the directory {self._run.location} must not contain each other")
+        self._limit = seconds(mirror.wait_secs)  # seconds that the end of the run waits
+        self._options = _mirror_options(mirror, run.options)
         self._triggers = save_triggers(self._options)
-        self._clock = clock
-        self._events = events
-        self._processes = processes
-        limit = mirror.max_bandwidth
-        self._bandwidth = None if limit is None else bytes_per_second(limit, name="max_bandwidth")
+        self._bandwidth = None if mirror.max_bandwidth is None else bytes_per_second(mirror.max_bandwidth)
         self._far: RunDirectory | None = None
-        self._acquired = False
         self._changes = False  # whether this run changes the mirror, or is about to: then only its thread reads it
         # A listing of another thread must not undo what was deleted since it began.
         self._looking = Lock(reentrant=True)
@@ -217,9 +191,8 @@ class RunMirror(StepPlace):
         return True
 
     def fetch(self, step: int, overwrite: bool) -> bool:
-        found: bool = self._processes.decide(
-            f"fetch step {step}", self._copy_here, step, overwrite, work_timeout=_FETCH
-        )
+        what = f"fetch step {step}"
+        found: bool = self._processes.decide(what, self._copy_here, step, overwrite, work_timeout=_FETCH)
         if found and not self._processes.is_primary:
             self._run.reload()
         return found
@@ -291,14 +264,11 @@ class RunMirror(StepPlace):
         if not self._run.tombstones:
             _logger.warning("%s: pins are not copied to this mirror now (%s); the next run does it", self.location, why)
             return
-        _logger.warning(
+        text = (
             "%s: %s of %s were deleted, and are still in this mirror (%s). The next run in that directory deletes them "
-            "here before it resumes; a run in an empty directory would resume from them",
-            self.location,
-            self._run.tombstones,
-            self._run.location,
-            why,
+            "here before it resumes; a run in an empty directory would resume from them"
         )
+        _logger.warning(text, self.location, self._run.tombstones, self._run.location, why)
 
     def settle(self) -> bool:
         """Bring deletions and pins to the mirror on this thread, under its own rules; return whether that was done."""
@@ -377,19 +347,14 @@ class RunMirror(StepPlace):
             return
         step, record = lacking
         there, place = self.status().step, self._run.step_location(step)
-        _logger.warning(
-            "step %d is in %s, and not in the mirror %s, where %s%s: %d of its %d bytes are missing there. Run the "
-            "same program again in this directory, or copy it: holdfast cp %s %s",
-            step,
-            place,
-            self.location,
-            "there is no step" if there is None else f"the newest is step {there}",
-            f" ({self._error})" if self._error else "",
-            self._bytes_left(),
-            record.nbytes,
-            place,
-            self.location / place.name,
+        newest = "there is no step" if there is None else f"the newest is step {there}"
+        why = f" ({self._error})" if self._error else ""
+        text = (
+            f"step {step} is in {place}, and not in the mirror {self.location}, where {newest}{why}: "
+            f"{self._bytes_left()} of its {record.nbytes} bytes are missing there. Run the same program again in this "
+            f"directory, or copy it: holdfast cp {place} {self.location / place.name}"
         )
+        _logger.warning("%s", text)
 
     # ---- the thread
 
@@ -451,7 +416,6 @@ class RunMirror(StepPlace):
             raise _Obsolete
 
     def _round(self, final: bool) -> None:
-        """Bring the mirror up to date."""
         far = self._acquire()
         while True:
             self._delete_covered(far)  # before a step that was deleted meanwhile, and saved again, is copied
@@ -591,23 +555,23 @@ class RunMirror(StepPlace):
 
     def _is_lost(self) -> bool:
         """Whether another run has taken the mirror over, or the mirror never belonged to this run."""
-        return self._foreign or (self._acquired and self._far is not None and not self._far.ownership.held)
+        return self._foreign or (self._changes and self._far is not None and not self._far.ownership.held)
 
     def _acquire(self) -> RunDirectory:
         """Take ownership of the mirror; an interrupted copy of the newest step stays, and is completed."""
-        with self._looking:
-            far = self._look()
-            if not self._acquired:
+        if not self._changes:
+            with self._looking:
+                far = self._look()
                 self._check_same_run(far)
                 self._changes = True
-        if not self._acquired:  # this may take long, and others only look
             newest = self._newest()
             belongs = RunIdentity(run=self._run.identity.run, directory=self._run.location.url)
-            try:
+            try:  # this may take long, and others only look
                 far.acquire(self._run.stored_metadata(), belongs, partial=None if newest is None else newest[1])
-                self._acquired = True
-            finally:
-                self._changes = self._acquired
+            except BaseException:
+                self._changes = False
+                raise
+        far = self._look()
         far.ownership.check()
         return far
 
@@ -652,14 +616,9 @@ class RunMirror(StepPlace):
             return
         self._warned.add(kind)
         self._events.write("mirror_failed", mirror=str(self.location), error=self._error)
-        _logger.warning(
-            "%s: the mirror failed, and %s; training continues, and its steps are in %s: %s%s",
-            self.location,
-            then,
-            self._run.location,
-            "" if isinstance(error, (StorageError, OwnershipError, OptionError)) else f"{kind}: ",
-            error,
-        )
+        what = "" if isinstance(error, (StorageError, OwnershipError, OptionError)) else f"{kind}: "
+        text = "%s: the mirror failed, and %s; training continues, and its steps are in %s: %s%s"
+        _logger.warning(text, self.location, then, self._run.location, what, error)
 
 
 def _is_copy(known: CheckpointRecord | None, record: CheckpointRecord) -> bool:

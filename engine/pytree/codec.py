@@ -20,7 +20,7 @@ import numpy as np
 from ..errors import StateError
 from .containers import expand
 from .jax_leaves import is_key
-from .leaves import PLAIN, is_jax_array, is_torch_tensor, loaded
+from .leaves import PLAIN, is_jax_array, is_torch_tensor, jax, loaded, torch
 from .torch_leaves import STRIDES, is_dense, tensor_of, with_strides
 
 _TORCH = "torch.Tensor"
@@ -78,7 +78,6 @@ def encode_state(value: Any) -> Any:
         return {_TORCH: value.detach().clone()} | ({} if value.is_contiguous() else {STRIDES: list(value.stride())})
     if is_jax_array(value):
         if is_key(value):
-            jax: Any = loaded("jax")
             return {_KEY: jax.random.key_data(value), "impl": str(jax.random.key_impl(value))}
         return {_JAX: value}
     contents = None if isinstance(value, type) else expand(value)
@@ -92,10 +91,9 @@ def encode_state(value: Any) -> Any:
 
 def _saved_by_torch(value: Any) -> Any:
     """Return a value that is no array, such as a dtype, in torch's own format, or as it is if that would not load."""
-    torch: Any = loaded("torch")
     kind = type(value)
     is_known = kind.__module__.partition(".")[0] == "torch"
-    if torch is None or not (is_known or kind in torch.serialization.get_safe_globals()):
+    if loaded("torch") is None or not (is_known or kind in torch.serialization.get_safe_globals()):
         return value
     content = io.BytesIO()
     try:
@@ -107,7 +105,6 @@ def _saved_by_torch(value: Any) -> Any:
 
 
 def _loaded_by_torch(content: bytes) -> Any:
-    import torch
 
     return torch.load(io.BytesIO(content), weights_only=True)
 
@@ -130,8 +127,6 @@ def decode_state(value: Any) -> Any:
 
             return jnp.asarray(value[_JAX])
         if value.keys() == {_KEY, "impl"}:
-            import jax
-
             return jax.random.wrap_key_data(jax.numpy.asarray(value[_KEY]), impl=value["impl"])
         if value.keys() == {_SAVED}:
             return _loaded_by_torch(value[_SAVED])

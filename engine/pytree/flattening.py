@@ -214,8 +214,7 @@ class Outline:
     """
 
     def __init__(self, structure: TreeDef | None) -> None:
-        self.structure = None if structure is None else _without_values(structure)
-        self._root = None if self.structure is None else _Container(self.structure)
+        self.structure = None if structure is None else _Container(structure)
 
     def leaves_of(self, tree: Any) -> list[Any] | None:
         """Return the leaves of a tree in the order of `flatten`; None if its containers differ.
@@ -223,31 +222,28 @@ class Outline:
         A value in the place of a leaf is returned unchecked, even if it is a container: compare its type.
         """
         leaves: list[Any] = []
-        if self._root is None:
-            leaves.append(tree)
-        elif not self._root.collect(tree, leaves, NnxObjects()):
-            return None
-        return leaves
+        if self.structure is None:
+            return [tree]
+        return leaves if self.structure.collect(tree, leaves, NnxObjects()) else None
 
 
 # Types that `_Container` opens itself; `expand` opens all others.
 _EXACT: dict[str, type] = {"dict": dict, "list": list, "tuple": tuple, "ordered_dict": OrderedDict}
 
 
-class _Container:
-    """One container of an outline."""
+class _Container(TreeDef):
+    """One container of an outline, a structure for documents only: what builds a container may refer to its arrays."""
 
-    __slots__ = ("children", "keys", "kind", "label", "size", "type", "type_of", "types")
+    __slots__ = ("are_leaves", "type", "type_of", "types")
 
     def __init__(self, node: TreeDef) -> None:
+        children: list[TreeDef | None] = [None if child is None else _Container(child) for child in node.children]
+        super().__init__(node.kind, None if node.keys is None else [*node.keys], children, list, node.label)
         self.type = _EXACT.get(node.kind) if node.label is None else None
-        self.kind, self.label, self.keys = node.kind, node.label, node.keys
         # 1, True and np.int64(1) are equal.
         self.type_of = _types_in if node.keys is not None and any(isinstance(key, tuple) for key in node.keys) else type
         self.types = None if node.keys is None else list(map(self.type_of, node.keys))
-        self.size = len(node.children)
-        children = [None if child is None else _Container(child) for child in node.children]
-        self.children = children if any(child is not None for child in children) else None  # None if all are leaves
+        self.are_leaves = all(child is None for child in children)
 
     def collect(self, value: Any, leaves: list[Any], objects: NnxObjects) -> bool:
         """Append the leaves of a container; return whether it is like this one."""
@@ -264,27 +260,23 @@ class _Container:
             keys, values = None, value
         else:
             keys, values = list(value), value.values()
-        if len(values) != self.size or keys != self.keys or (keys and list(map(self.type_of, keys)) != self.types):
+        if len(values) != len(self.children) or keys != self.keys:
             return False
-        if self.children is None:
+        if keys and list(map(self.type_of, keys)) != self.types:
+            return False
+        if self.are_leaves:
             leaves.extend(values)
             return True
         for child, known in zip(values, self.children, strict=True):
             if known is None:
                 leaves.append(child)
-            elif not known.collect(child, leaves, objects):
+            elif isinstance(known, _Container) and not known.collect(child, leaves, objects):
                 return False
         return True
 
 
 def _types_in(key: object) -> object:
     return tuple(map(_types_in, key)) if isinstance(key, tuple) else type(key)
-
-
-def _without_values(node: TreeDef) -> TreeDef:
-    """Return a structure for documents only: what builds a container may refer to it and the arrays in it."""
-    children = [None if child is None else _without_values(child) for child in node.children]
-    return TreeDef(node.kind, None if node.keys is None else list(node.keys), children, list, node.label)
 
 
 _is_paused = False

@@ -36,22 +36,10 @@ class CheckpointSource(Protocol):
     items: Mapping[str, str]
     step: int | None = None  # its step, as far as the checkpoint itself knows it
     reason: str = ""  # why it was saved, where that was noted
+    time: float | None = None  # when it was committed, in seconds since 1970-01-01 UTC, where that was noted
+    metrics: Mapping[str, Any] | None = None  # the metrics stored with it
+    custom_metadata: Mapping[str, Any] | None = None  # the facts that the program stored with it, as JSON holds them
     unnamed: str = ""  # the name that the format gives to an item without a name
-
-    @property
-    def time(self) -> float | None:
-        """When it was committed, in seconds since 1970-01-01 UTC; None where that was not noted."""
-        return None
-
-    @property
-    def metrics(self) -> Mapping[str, Any] | None:
-        """The metrics stored with it, or None."""
-        return None
-
-    @property
-    def custom_metadata(self) -> Mapping[str, Any] | None:
-        """The facts that the program stored with it, as JSON holds them, or None."""
-        return None
 
     @property
     @abc.abstractmethod

@@ -35,6 +35,8 @@ _NO_MARK = re.compile(rf"(?:{_CLOUDS})/", re.IGNORECASE)
 _SYNONYMS = {"gcs": "gs", "s3a": "s3"}
 _KNOWN = "a path, file:///path, memory://name, s3://bucket/name, gs://bucket/name or az://container/name"
 
+Backend = LocalBackend | ObjectStoreBackend
+
 _local = LocalBackend()
 
 
@@ -190,17 +192,17 @@ class Location:
     """
 
     __slots__ = ("_backend", "_key")
-    _backend: LocalBackend | ObjectStoreBackend
+    _backend: Backend
     _key: str
 
-    def __init__(self, backend: LocalBackend | ObjectStoreBackend, key: str) -> None:
+    def __init__(self, backend: Backend, key: str) -> None:
         object.__setattr__(self, "_backend", backend)
         object.__setattr__(self, "_key", key)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"locations are immutable: cannot set {name!r}")
 
-    def _writing(self) -> LocalBackend | ObjectStoreBackend:
+    def _writing(self) -> Backend:
         """Return the backend, to change something here."""
         check_write(self.url)
         return self._backend
@@ -461,7 +463,7 @@ class Location:
             places = [place._key for place in before]
             backend.write_bytes(self._key, data, atomic=atomic, sync=sync, before=places)
         else:
-            backend.write_bytes(self._key, data, atomic=atomic)
+            backend.write_bytes(self._key, bytes(data), atomic=atomic)
 
     def honours_conditions(self, data: bytes | None) -> bool:
         """Return whether ``write_bytes_if`` is atomic here: never on a disk; in a store, if the service supports it.
@@ -570,19 +572,11 @@ class Location:
             awaited: As for :meth:`write_data`.
             sync: As for :meth:`write_data`.
         """
-        backend = self._backend
-        if not isinstance(backend, LocalBackend):
-            parallel_map(
-                lambda file: (self / file.name).write_data(file.size, file.segments),
-                files,
-                UPLOADS,
-                name="holdfast-upload",
-            )
-            return
-        check_write(self.url)
-        for file in files:
-            _check_segments(file.size, file.segments)
-            backend.write_data((self / file.name)._key, file.size, file.segments, awaited, sync=sync)
+
+        def write(file: DataFile) -> None:
+            (self / file.name).write_data(file.size, file.segments, awaited, sync=sync)
+
+        parallel_map(write, files, 1 if self.is_local else UPLOADS, name="holdfast-upload")
 
     def open_data(self, *, size: int | None = None, cached: bool | None = False) -> DataReader:
         """Open a bulk data file for reading; use it as a context manager, or close it.

@@ -97,7 +97,7 @@ class Checkpointable:
         filesystem: Any = None,
         **unknown: Never,
     ) -> str:
-        """Save this component and all below it, each into a directory of its own; one atomic checkpoint.
+        """Save this component and all below it, each into its own directory; one atomic checkpoint.
 
         In a program of several processes, process 0 saves. The others may call this, too, with the same path: they wait
         until process 0 is done.

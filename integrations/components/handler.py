@@ -80,7 +80,7 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
         Args:
             item: The component.
             snapshot: Whether it may change between this call and the writing.
-            state: The state to save in the place of its own; without components that are not in it.
+            state: The state to save in place of its own; without components that are not in it.
             layout: Sizes of chunks and data files, instead of the handler's own.
             reuse: The data files of earlier steps: what has not changed is not written again.
             **kwargs: No others are known.

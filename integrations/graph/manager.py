@@ -43,8 +43,8 @@ class CheckpointManager:
         mirror: A second place, such as ``s3://bucket/run``, or a `holdfast.Mirror`: checkpoints are copied there in the
             background, and `restore_or_initialize` takes the newest of both places.
 
-    Local steps (``local=`` of other managers) count the updates of a loop, and these checkpoints have numbers of their
-    own: `holdfast.CheckpointCallback` saves the same objects, and takes ``local=``.
+    Local steps (``local=`` of other managers) count the updates of a loop, and these checkpoints have their own
+    numbers: `holdfast.CheckpointCallback` saves the same objects, and takes ``local=``.
 
     Raises:
         OptionError: An option is not valid.

@@ -258,6 +258,7 @@ class Restoration:
         self.progress = RestoreProgress(wanted, str(stored.checkpoint))
         weakref.finalize(self, self.progress.end).atexit = False
         self._settled: set[Path] = set()
+        self._replaced: set[Path] = set()  # containers of plain values, which lose elements that the checkpoint lacks
         self._fresh: set[Path] = set()  # streams that the checkpoint lacks for this process
         self.retired = False  # whether a later restore has taken over all that it waits for
         self.reported: set[Path] = set()  # values whose objects a save has found
@@ -366,6 +367,8 @@ class Restoration:
                 live.skipped[node.path] = _NO_STREAM
             elif node.path in self._settled or last_writer(node.slot) >= self._number:
                 restored.append(node)
+            elif any(node.path[:depth] in self._replaced for depth in range(1, len(node.path))):
+                restored.append(node)
             elif isinstance(node.view, Leaf) and node.view.opened is not None and node.path in parts:
                 restored.append(node)  # a sequence by its elements, or an optimizer by its groups and parameters
             elif any(node.path[: len(path)] == path for path in too_new):
@@ -447,6 +450,8 @@ class Restoration:
     def _note(self, *done: Assignment) -> None:
         for one in done:
             self._settled.add(one.path)
+            if one.covers is not None:
+                self._replaced.add(one.path)
             for number, path in one.values():
                 self.progress.restored.add(number)
                 self._settled.add(path)

@@ -203,7 +203,7 @@ class StepSaver:
             logger.info("the first steps of the loop are not checked", exc_info=True)
 
     def update(self, report: Report) -> None:
-        """Note a step that the loop has finished, and compare it with that of before the stop."""
+        """Note a step that the loop has finished, and compare it with the step before the stop."""
         if (first := self._first_steps) is not None:
             self._ask(lambda: first.report(report.step, report.state, report.extras))
         is_first = self.step is None
