@@ -330,11 +330,17 @@ _MIXED_WIDTH = 9
 class PackedNumbers:
     """A list, tuple or deque of numbers as one leaf of a tree: a copy, which later changes do not touch."""
 
-    __slots__ = ("array", "details")
+    __slots__ = ("_elements", "details")
 
-    def __init__(self, array: NDArray[Any], details: Details) -> None:
-        self.array = array
+    def __init__(self, elements: NDArray[Any] | list[Any], details: Details) -> None:
+        self._elements = elements
         self.details = details
+
+    @property
+    def array(self) -> NDArray[Any]:
+        if isinstance(self._elements, list):  # Only a save needs the array of mixed numbers, which takes time.
+            self._elements = _mixed(self._elements)
+        return self._elements
 
     def describe(self) -> ArrayLeaf:
         array = self.array
@@ -353,9 +359,11 @@ def pack_numbers(value: object) -> PackedNumbers | None:
     items: list[Any] = list(value)  # type: ignore[call-overload]
     kinds = set(map(type, items))
     kind: Any = next(iter(kinds))
+    array: NDArray[Any] | list[Any] | None
     try:
         if len(kinds) > 1:
-            elements, array = MIXED, _mixed(items) if kinds <= set(_MIXED_TYPES) else None
+            elements, array = MIXED, items if kinds <= set(_MIXED_TYPES) else None
+            np.array([item for item in items if type(item) is int], np.int64)
         elif kind in _ELEMENTS:
             elements, array = _ELEMENTS[kind], np.array(items, _DTYPES[_ELEMENTS[kind]])
         else:
