@@ -662,6 +662,11 @@ def whole_step(manager: CheckpointManager, step: int) -> tuple[Location, Checkpo
     return manager._steps.step_location(step), manager._steps.record(step)
 
 
+def step_location(manager: CheckpointManager, step: int) -> Location:
+    """Return the folder of a step in the directory, whether it is there or not."""
+    return manager._steps.step_location(step)
+
+
 def elsewhere(manager: CheckpointManager, step: object) -> str:
     """Return, for the end of a sentence, where the hosts have a step that cannot be resumed from there; or ""."""
     return manager._steps.elsewhere(step)

@@ -95,8 +95,8 @@ class CheckpointCallback(ResumingCallback):
     Args:
         dirpath: Where the checkpoints go: a path or a URL.
         save_interval_steps, save_interval_secs, save_on_best, best_fn, best_mode, max_to_keep, keep_latest,
-        keep_period, keep_time_interval, keep_steps, mirror, local, reuse_unchanged, save, keep, save_at_end, resume,
-        init_from, partial, compression, signals, grace_secs, replicated, witness, on_inexact,
+        keep_period, keep_time_interval, keep_steps, mirror, local, reuse_unchanged, step_name_width, save, keep,
+        save_at_end, resume, init_from, partial, compression, signals, grace_secs, replicated, witness, on_inexact,
         witness_steps_after_signal, clock, metadata, hyperparameters, reshard, keep_checkpoints_without_metrics,
         item_intervals, step_prefix, save_timeout_secs, barrier_timeout_secs, load_and_broadcast:
         every_n_epochs: Save at the end of every epoch whose number is a multiple of this.
@@ -134,6 +134,7 @@ class CheckpointCallback(ResumingCallback):
         mirror: Place | Mirror | None = None,
         local: Local | None = None,
         reuse_unchanged: bool = True,
+        step_name_width: int | None = None,
         save: SavePolicy | Sequence[SavePolicy] | None = None,
         keep: KeepPolicy | Sequence[KeepPolicy] | None = None,
         save_at_end: bool = True,

@@ -32,6 +32,7 @@ from ...engine.manager import (
     limits,
     metric_name,
     metric_value,
+    step_location,
 )
 from ...engine.observer import process_observer
 from ...engine.pytree import flatten
@@ -204,7 +205,7 @@ class RunStore:
         return all_steps(self.directory, self._options.step_prefix, self._manager if self.is_open else None)
 
     def path_of(self, step: int) -> str:
-        return str(self.directory / f"{self._series}{step}")
+        return str(step_location(self.manager, step))
 
     def step_of(self, path: Place) -> int | None:
         """Return the step with this path, or None if the path is not in this directory."""
@@ -250,12 +251,12 @@ class RunStore:
         best = manager.best_step() if steps and options.best_fn is not None else None
         for name, step in {"last": steps[-1], "best": best}.items() if links and steps else ():
             if step is not None:
-                _link(self.directory.path / name, f"{self._series}{step}")
-        if options.export_best is None or best in (None, self._exported):
+                _link(self.directory.path / name, step_location(self.manager, step).name)
+        if options.export_best is None or best is None or best == self._exported:
             return
         place = options.export_place
         try:
-            export_weights(self.directory / f"{self._series}{best}", place)
+            export_weights(step_location(self.manager, best), place)
         except (HoldfastError, OSError) as error:
             logger.warning("step %d is the best, but %s could not be written: %s", best, place, error)
         else:

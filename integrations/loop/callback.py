@@ -174,7 +174,7 @@ class CheckpointCallback:
         keep_latest, keep_period, keep_time_interval, keep_steps, keep, keep_checkpoints_without_metrics:
 
     Args: where, and how it is stored
-        mirror, local, step_prefix:
+        mirror, local, step_prefix, step_name_width:
         metadata: JSON about the run, such as its configuration, stored with the checkpoints.
         compression: Compress arrays with zstd at this level, 1 to 22. None does not compress, which is faster on a fast
             disk.
@@ -257,6 +257,7 @@ class CheckpointCallback:
         mirror: Place | Mirror | None = None,
         local: Local | None = None,
         reuse_unchanged: bool = True,
+        step_name_width: int | None = None,
         save: SavePolicy | Sequence[SavePolicy] | None = None,
         keep: KeepPolicy | Sequence[KeepPolicy] | None = None,
         save_at_end: bool = True,
