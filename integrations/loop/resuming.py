@@ -40,7 +40,7 @@ from .extras import (
     restore_extras,
     templates_of,
 )
-from .initial import Hyperparameters, InitialState
+from .initial import HYPERPARAMETERS, Hyperparameters, InitialState
 from .objects import set_gradients
 from .states import STATE, LoopArguments, StateAdapter
 
@@ -192,7 +192,8 @@ def restore(
         logger.warning("fell back past damaged steps (%s): resumed from step %d in %s", lost, step, manager.directory)
     else:
         announce("resumed from step %d in %s", step, manager.directory, shown=manager.processes.is_primary)
-    state = mine.settle(state, extras, options.hyperparameters, shown=manager.processes.is_primary)
+    began = (manager.custom_metadata(step) or {}).get(HYPERPARAMETERS, {})
+    state = mine.settle(state, extras, options.hyperparameters, shown=manager.processes.is_primary, began=began)
     if chosen is not None:
         note_resume(manager, chosen)  # This warns of the later steps.
     warn_of_misfits(adapter.misfits, f"step {step}", STATE)
