@@ -134,7 +134,7 @@ def orbax_transforms(rng: random.Random, _: Path) -> None:
     names = [f"{group}/{name}" for group, entries in new.items() for name in entries]
     to_original = rng.random() < 0.5
     table: dict[str, dict[str, Any]] = {}
-    for _ in range(rng.randrange(4)):
+    for _round in range(rng.randrange(4)):
         key = rng.choice(["a/w0", "b/w1", "c/w0", r"d/(\w+)", r"(\w)/w1"])
         entry: dict[str, Any] = rng.choice(
             [
@@ -178,17 +178,12 @@ def orbax_retention(rng: random.Random, place: Path) -> None:
     if ranks:
         options |= {"best_mode": rng.choice(["min", "max"])}
     values = rng.sample(range(100), 12)
+    ranking: Any = {"best_fn": lambda metrics: metrics["loss"]} if ranks else {}
     theirs = ocp.CheckpointManager(
         place / "orbax",
-        options=ocp.CheckpointManagerOptions(
-            **options,
-            **({"best_fn": lambda metrics: metrics["loss"]} if ranks else {}),
-            enable_async_checkpointing=False,
-        ),
+        options=ocp.CheckpointManagerOptions(**options, **ranking, enable_async_checkpointing=False),
     )
-    ours = hf.CheckpointManager(
-        place / "ours", options=hf.CheckpointManagerOptions(**options, **({"best_fn": "loss"} if ranks else {}))
-    )
+    ours = hf.CheckpointManager(place / "ours", options=hf.CheckpointManagerOptions(**options, **ranking))
     with ours, contextlib.closing(theirs):
         for step, value in enumerate(values):  # Orbax always saves the first step that it sees; here that is step 0.
             metrics, item = {"loss": float(value)} if ranks else None, {"w": np.full(2, step)}
@@ -236,15 +231,16 @@ class TensorFlow:
 def tensorflow_retention(peer: TensorFlow, rng: random.Random, place: Path) -> None:
     """Which numbers are kept by managers that follow each other in a directory."""
     hours = rng.choice([None, 1, 2.5])
-    now, managers = 1e9, []
+    now = 1e9
+    managers: list[tuple[int | None, float, list[float]]] = []
     # A higher number than before takes back what is kept for good, and TensorFlow does not list that again.
-    for most in sorted((rng.choice([9, 1, 2, 3]) for _ in range(rng.randrange(1, 4))), reverse=True):
+    for number in sorted((rng.choice([9, 1, 2, 3]) for _ in range(rng.randrange(1, 4))), reverse=True):
         times = []
         made = now
         for _ in range(rng.randrange(1, 7)):
             now += rng.choice([1.0, 0.3 * _HOUR, 1.1 * _HOUR, 3 * _HOUR])
             times.append(now)
-        managers.append((None if most == 9 else most, made, times))
+        managers.append((None if number == 9 else number, made, times))
     clock, checkpoint, found = Clock(), graph.Checkpoint(value=np.zeros(1)), []
     for most, clock.time, times in managers:
         with graph.CheckpointManager(checkpoint, place / "ours", most, hours, clock=clock) as manager:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import importlib
 import json
 import random
 import sys
@@ -10,9 +11,9 @@ import types
 from typing import Any
 
 import numpy as np
-import tensorflow as tf  # type: ignore[import-not-found]
-from tensorflow.python.checkpoint import checkpoint_management  # type: ignore[import-not-found]
 
+tf: Any = importlib.import_module("tensorflow")
+checkpoint_management: Any = importlib.import_module("tensorflow.python.checkpoint.checkpoint_management")
 _DTYPES = ("float32", "float64", "float16", "int8", "int32", "int64", "uint16", "bool", "complex64")
 
 
