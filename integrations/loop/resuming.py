@@ -35,7 +35,7 @@ from ..hugging_face import as_start
 from ..options import Resume
 from .announce import announce
 from .extras import CHECKSUMS, GLOBAL_GENERATORS, GRADIENTS, is_own, templates_of
-from .initial import Hyperparameters, InitialState
+from .initial import HYPERPARAMETERS, Hyperparameters, InitialState
 from .objects import set_gradients
 from .states import STATE, LoopArguments, StateAdapter
 from .trees import from_tree
@@ -184,7 +184,8 @@ def restore(
         logger.warning("fell back past damaged steps (%s): resumed from step %d in %s", lost, step, manager.directory)
     else:
         announce("resumed from step %d in %s", step, manager.directory, shown=manager.processes.is_primary)
-    state = mine.settle(state, extras, options.hyperparameters, shown=manager.processes.is_primary)
+    began = (manager.custom_metadata(step) or {}).get(HYPERPARAMETERS, {})
+    state = mine.settle(state, extras, options.hyperparameters, shown=manager.processes.is_primary, began=began)
     if chosen is not None:
         note_resume(manager, chosen)  # This warns of the later steps.
     warn_of_misfits(adapter.misfits, f"step {step}", STATE)
