@@ -116,7 +116,7 @@ def _parsed(place: str | os.PathLike[str]) -> Location:
     for mark in "?#|":
         if mark in rest:
             raise InvalidLocationError(f"{shown!r} holds {mark!r}; write %{ord(mark):02X} if it belongs to the name")
-    from urllib.parse import unquote  # not above: paths of this machine need neither it nor what it imports
+    from urllib.parse import unquote  # imported lazily: paths of this machine need neither it nor what it imports
 
     path = unquote(rest, errors="surrogateescape")
     if "\0" in path:
@@ -126,7 +126,7 @@ def _parsed(place: str | os.PathLike[str]) -> Location:
             raise InvalidLocationError(f"{shown!r} does not name an absolute path: write file:///path")
         return Location(_local, os.path.abspath(path))
     if scheme == "memory":
-        from .memory import open_memory  # not above: nothing local needs it
+        from .memory import open_memory  # imported lazily: nothing local needs it
 
         return Location(open_memory(), _object_key(shown, path))
     scheme = _SYNONYMS.get(scheme, scheme)
@@ -252,7 +252,7 @@ class Location:
         Raises:
             TypeError: The location is not local.
         """
-        import pathlib  # not above: few callers need it, and it imports much
+        import pathlib  # imported lazily: few callers need it, and it imports much
 
         return pathlib.Path(self.__fspath__())
 
