@@ -28,8 +28,8 @@ _PEER_NAMES: Mapping[str, str] = {
     "save_on_exception": "only a Lightning trainer takes it",
     "verbose": "leave it out: every save is logged by the logger holdfast",
     # Arguments of Orbax's CheckpointManagerOptions:
-    "step_format_fixed_length": "a step is a directory named by its number, without leading zeros",
-    "step_name_format": "of the name of a step, only step_prefix of CheckpointManagerOptions can be chosen",
+    "step_format_fixed_length": "here it is step_name_width",
+    "step_name_format": "of the name of a step, only step_prefix and step_name_width can be chosen",
     "save_on_steps": "save such a step with manager.save(step, ..., force=True); keep_steps keeps it",
     "should_save_fn": "decide in the loop, and save with manager.save(step, ..., force=True)",
     "save_decision_policy": "here it is save_interval_steps, save_interval_secs and save_on_best",

@@ -1,6 +1,7 @@
 """The steps in a directory, which one is the newest, their commit records, and what else is stored beside them.
 
-A step lies in a folder named ``<step>``, ``<prefix>_<step>`` or ``<prefix>-<step>``, and exists when its commit record
+A step lies in a folder named ``<step>``, ``<prefix>_<step>`` or ``<prefix>-<step>``, where zeros may precede the number
+(:func:`step_folder` writes these names, and :func:`series_and_step` reads them), and exists when its commit record
 is there. The steps that share a prefix are a *series*. :func:`list_steps` is the one lister of such folders, and
 :func:`newest_step` the one rule for the newest:
 
@@ -25,9 +26,11 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 from .errors import (
+    CheckpointExistsError,
     CheckpointNotFoundError,
     DamagedCheckpointError,
     FormatVersionError,
@@ -90,7 +93,8 @@ class LateMetrics:
 
     def refresh(self, exists: Callable[[str], bool]) -> set[str]:
         """Read the metrics added to steps in existing folders since the last call; return these folders."""
-        names, known = set(_names(self._directory)), {name for files in self._files.values() for name in files}
+        names = set(_names(self._directory))
+        known = {name for folder in [*self._files] for name in self.files_of(folder)}
         self._forget(known - names)
         unread = [name for name in names - known if exists(_folder(name))]
         place = self._directory / LATE
@@ -308,6 +312,11 @@ def prefix_of(series: str) -> str | None:
     return series if series.endswith("-") else series.removesuffix("_") or None
 
 
+def step_folder(series: str, step: int, width: int | None = None) -> str:
+    """Return the name of the folder of a new step, with at least ``width`` digits."""
+    return f"{series}{step:0{width or 1}}"
+
+
 def series_and_step(folder: str) -> tuple[str, int] | None:
     """Return the series and the step that a folder name stands for, or None."""
     match = STEP_FOLDER.fullmatch(folder)
@@ -347,7 +356,14 @@ def list_steps(
             else entry
             for entry in found
         ]
-    return sorted(found, key=lambda entry: (entry.series, entry.step))
+    found.sort(key=lambda entry: (entry.series, entry.step))
+    for one, other in pairwise(found):
+        if one[::2] == other[::2]:
+            raise CheckpointExistsError(
+                f"{one.location} and {other.location.name} beside it are both step {one.step}, and nothing tells which "
+                "of them counts: move one of them out of the directory"
+            )
+    return found
 
 
 def stray_folders(directory: Location, series: str | None, known: Iterable[StepEntry]) -> list[StepEntry]:

@@ -42,11 +42,13 @@ from .record import GRAPH_KIND as GRAPH_KIND
 from .record import ITEM as ITEM
 from .record import OWN_FOLDER as OWN_FOLDER
 from .record import OWNER as OWNER
+from .record import PADDED as PADDED
 from .record import PARTIAL as PARTIAL
 from .record import PROCESSES as PROCESSES
 from .record import RECORD as RECORD
 from .record import STEP_FOLDER as STEP_FOLDER
 from .record import TREES as TREES
+from .record import VERSION as VERSION
 from .record import WITNESS as WITNESS
 from .record import WITNESS_LIMIT as WITNESS_LIMIT
 from .record import WITNESSES as WITNESSES

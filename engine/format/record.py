@@ -41,7 +41,9 @@ PARTIAL = "checkpoint.partial"  # marks a directory in which a save has begun; t
 DELETED = "checkpoint.deleted"  # marks a directory whose checkpoint is being deleted; it is removed last
 _LATEST = 6e10  # seconds from 1970-01-01 UTC to times that any calendar has
 OWNER = "owner.json"  # name of the file that identifies the run that writes to a directory; locked by it
-STEP_FOLDER = re.compile(r"(.*[_-])?(0|[1-9][0-9]*)", re.DOTALL)  # names of the folders of steps: series and number
+PADDED = "zero-padded_0"  # a folder with a commit record that versions without padded names refuse; no step
+# The names of the folders of steps: series and number, which may begin with zeros.
+STEP_FOLDER = re.compile(rf"(?!{PADDED}$)(.*[_-])?([0-9]+)", re.DOTALL)
 WITNESS = "witness.jsonl"  # name of the file with what the steps after a save have given; no commit record names it
 WITNESSES = re.compile(r"witness(-[1-9][0-9]*)?\.jsonl")  # the names of such files, one of each process
 WITNESS_LIMIT = 128 << 10  # bytes of such a file that are read
@@ -256,8 +258,7 @@ def own_item(files: Mapping[str, FileRecord]) -> ItemRecord | None:
 
 def own_shares(files: Mapping[str, FileRecord]) -> list[ItemRecord]:
     """Return the trees of single processes inside a tree's folder, in the order of the processes."""
-    own = own_item(files)
-    return [] if own is None else own.shares()
+    return [] if (own := own_item(files)) is None else own.shares()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

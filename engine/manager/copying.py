@@ -17,7 +17,15 @@ from ..errors import (
     itemized,
 )
 from ..format import CheckpointRecord
-from ..steps import StepEntry, list_steps, read_record, read_steadily, store_metadata, stored_metadata
+from ..steps import (
+    StepEntry,
+    list_steps,
+    read_record,
+    read_steadily,
+    step_folders,
+    store_metadata,
+    stored_metadata,
+)
 from ..storage import Location, Place, as_location
 from .ownership import Ownership, copy_options
 
@@ -155,6 +163,7 @@ class _Copy:
         ownership = Ownership(destination, SystemClock())
         ownership.take()
         done, damaged = [], []
+        there = {(one.series, one.step): one.location.name for one in step_folders(destination)}
         sizes = [0 if entry.record is None else entry.record.nbytes for entry in steps]
         self.progress.expect(sum(sizes))
         try:
@@ -164,7 +173,7 @@ class _Copy:
                         if entry.error is not None:
                             raise entry.error
                         ownership.check()
-                        target = destination / entry.location.name
+                        target = destination / there.get((entry.series, entry.step), entry.location.name)
                         done.append(self._copy_one(entry.location, target, portion))
                         # The record of the entry has the metrics of other programs as well.
                         if (copied := found_at(target)) is not None and entry.record is not None:

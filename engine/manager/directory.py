@@ -54,6 +54,7 @@ from ..steps import (
     read_record,
     series_and_step,
     series_of,
+    step_folder,
     step_folders,
     store_metadata,
     stored_metadata,
@@ -86,6 +87,7 @@ from .ownership import (
     Tombstones,
     store_identity,
     stored_identity,
+    stored_options,
 )
 from .places import StepPlace
 from .retention import KeepAll, KeepBest, StepInfo, info_of, kept_steps, reasons
@@ -153,7 +155,9 @@ def record_metrics(
     {'return': 3.5}
     """
     location, found = as_location(directory, writes=True), plain_metrics(metrics)
-    folder = location / f"{series_of(step_prefix)}{step}"
+    series = series_of(step_prefix)
+    there = (one.location for one in step_folders(location, series) if one.step == step)
+    folder = next(there, location / step_folder(series, step))
     record = read_record(folder)
     write_late(location, folder.name, record, found, (clock or SystemClock()).now())
     with contextlib.suppress(CheckpointNotFoundError):
@@ -221,6 +225,8 @@ class RunDirectory:
         self._late = LateMetrics(location)
         self._lock = Lock()  # guards the attributes below
         self._index: dict[int, IndexedStep] = {}
+        self._names: dict[int, str] = {}  # of the folders of steps, as they were last read
+        self._width: int | None = None  # digits in the names of new ones, once it is known
         self._infos: tuple[StepInfo, ...] | None = None  # the committed steps in ascending order; None after a change
         self._identity: RunIdentity | None = None  # None until this writer owns the directory
         self._keeps_tombstones = False  # whether a mirror may have the steps that are deleted here
@@ -232,7 +238,8 @@ class RunDirectory:
 
     def step_location(self, step: int) -> Location:
         """Return the folder of a step, whether it exists or not."""
-        return self._known(step).location or self.location / f"{self._series}{step}"
+        name = self._names.get(step) or step_folder(self._series, step, self._width)
+        return self._known(step).location or self.location / name
 
     def _known(self, step: int) -> IndexedStep:
         return self._index.get(step, _NO_STEP)
@@ -262,7 +269,13 @@ class RunDirectory:
         """Read the directory, or a listing of it, and return the names; ``forget`` clears the known damage of data."""
         content = self.location.entries() if content is None else content
         entries = list_steps(self.location, self._series, content, late=self._late)
-        others = [] if entries else self._list_others(frozenset(entry.name for entry in content))
+        names = frozenset(entry.name for entry in content)
+        others = [] if entries else self._list_others(names)
+        folders = step_folders(self.location, self._series, content)
+        self._names = {one.step: one.location.name for one in (*folders, *entries)}
+        if self._width is None and not self._options.read_only:
+            stored = stored_options(self.location) if OPTIONS in names else None if entries else self._options
+            self._width = (stored and stored.step_name_width) or 0
         index: dict[int, IndexedStep] = {}
         for entry in entries or others:
             location = entry.location if others else None
@@ -278,12 +291,12 @@ class RunDirectory:
                 elif found and found.record and known.error and known.record and not forget:  # its data was damaged
                     index[step] = known if found.record.identity == known.record.identity else found
             self._index, self._infos = index, None
-        return frozenset(entry.name for entry in content)
+        return names
 
     def add(self, step: int, record: CheckpointRecord | None) -> None:
         """Note that a step was committed, or its record replaced; None means that it was deleted."""
         with self._lock:
-            late = self._late.of(f"{self._series}{step}")
+            late = self._late.of(self.step_location(step).name)
             self._put(step, None if record is None else _indexed(step, with_late(record, late)))
 
     def add_strays(self, steps: Iterable[int]) -> None:
@@ -465,6 +478,9 @@ class RunDirectory:
         for step in self.steps() if self.location.is_remote else ():
             place, record = self.step_location(step), self.stored_record(step)
             sweep_stray(place, {entry.name for entry in (listing / place.name).entries()}, record)
+        if self._options.step_name_width not in (None, self._width):
+            what = "%s: the names of its steps stay as they are, as step_name_width=%d is for new directories"
+            _logger.warning(what, self.location, self._options.step_name_width)
         store_metadata(self.location, metadata)
         stored = stored_identity(self.location)
         identity = belongs.over(stored)
@@ -480,7 +496,8 @@ class RunDirectory:
         return strays
 
     def _store(self, identity: RunIdentity) -> None:
-        store_identity(self.location, options_document(self._options), identity)
+        width = {"step_name_width": self._width or None}
+        store_identity(self.location, options_document(self._options) | width, identity)
         self._identity = identity
 
     @property

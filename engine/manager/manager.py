@@ -506,7 +506,7 @@ class CheckpointManager(ExplainsNames):
         self._saves.record_metrics(step, plain_metrics(metrics))
 
     def pin(self, step: int) -> None:
-        """Keep a step until it is unpinned, also if no rule keeps it."""
+        """Keep a step until it is unpinned, even if no rule keeps it."""
         self._run.change(f"pin {step}", partial(self._steps.change, step, pinned=True))
 
     def unpin(self, step: int) -> None:
@@ -660,6 +660,11 @@ def whole_step(manager: CheckpointManager, step: int) -> tuple[Location, Checkpo
     if step not in manager._steps:
         return None
     return manager._steps.step_location(step), manager._steps.record(step)
+
+
+def step_location(manager: CheckpointManager, step: int) -> Location:
+    """Return the folder of a step in the directory, whether it is there or not."""
+    return manager._steps.step_location(step)
 
 
 def elsewhere(manager: CheckpointManager, step: object) -> str:

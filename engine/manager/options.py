@@ -247,6 +247,7 @@ class CheckpointOptions:
     mirror: Place | Mirror | None = None
     local: Local | None = None
     reuse_unchanged: bool = True
+    step_name_width: int | None = field(default=None, metadata=limits(1, 18))
 
     def __post_init__(self) -> None:
         mirror_of(self)
@@ -281,6 +282,10 @@ class CheckpointOptions:
     def _further_rules(self) -> tuple[KeepPolicy, ...]:
         """Return what options of a subclass keep, for :func:`retention_rules`."""
         return ()
+
+    def time_rule(self, secs: float) -> KeepPolicy:
+        """Return what ``keep_time_interval`` keeps."""
+        return Every(secs=secs)
 
     def policies(self) -> tuple[tuple[SavePolicy, ...], tuple[KeepPolicy, ...]]:
         """Return the policies that a program has passed: when to save, and what to keep."""
@@ -360,6 +365,8 @@ class CheckpointManagerOptions(ProgramPolicies):
         reuse_unchanged: Do not write arrays again that have not changed: a step shares their data files, by hard links,
             with the step before the last one; S3 and Google copy them. Every step stays whole and can be copied or
             deleted.
+        step_name_width: In a new directory, how many digits the names of steps have at least, such as 8 for
+            ``00001200``; earlier versions refuse such a directory. The names in a directory that is there stay.
         save: When to save, as policies that add up: ``hf.Every(steps=100)``, a ``hf.SavePolicy`` of your own, or a list
             of them, instead of ``save_interval_steps`` and ``save_interval_secs``.
         keep: What to keep, as policies that add up: ``hf.Every(steps=100, keep=5)``, a ``hf.KeepPolicy`` of your own,
@@ -448,7 +455,7 @@ def retention_rules(options: CheckpointOptions) -> tuple[KeepPolicy, ...]:
     if options.keep_period is not None:
         found.append(Every(steps=options.keep_period))
     if options.keep_time_interval is not None:
-        found.append(Every(secs=seconds(options.keep_time_interval, name="keep_time_interval")))
+        found.append(options.time_rule(seconds(options.keep_time_interval, name="keep_time_interval")))
     if options.keep_steps:
         found.append(KeepSteps(frozenset(options.keep_steps)))
     found.append(KeepPinned())
@@ -475,6 +482,7 @@ def options_document(options: CheckpointManagerOptions) -> dict[str, Any]:
         "best_mode": options.ranking_mode,
         "keep_checkpoints_without_metrics": options.keep_checkpoints_without_metrics,
         "item_intervals": dict(options.item_intervals),
+        "step_name_width": options.step_name_width,
     }
 
 

@@ -32,7 +32,7 @@ from ..errors import (
     StorageUnavailableError,
     shortened_steps,
 )
-from ..format import OWNER, CheckpointRecord, decode_document, encode_document
+from ..format import OWNER, PADDED, RECORD, VERSION, CheckpointRecord, decode_document, encode_document
 from ..storage import FileLock, Location, os_errors
 from .options import CheckpointManagerOptions, options_document, options_from_document
 
@@ -321,6 +321,9 @@ def store_identity(location: Location, options: Mapping[str, Any], identity: Run
         "doomed": {name: _encoded(found) for name, found in sorted(identity.tombstones.items()) if found},
     }
     known = {name: value for name, value in document.items() if value}
+    if options.get("step_name_width") and not (location / PADDED / RECORD).is_there():
+        (location / PADDED).make_directory()
+        (location / PADDED / RECORD).write_bytes(encode_document("checkpoint", {}, version=VERSION + 1))
     (location / OPTIONS).write_bytes(encode_document("options", {"options": dict(options), "run": known}))
 
 

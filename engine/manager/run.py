@@ -120,7 +120,7 @@ class Run:
             return
         options, mirror, local = self.options, mirror_of(self.options), self.options.local
         policies = options.policies()[0]
-        plain = ("save_interval_steps", "save_on_best", "load_and_broadcast", "step_prefix")
+        plain = ("save_interval_steps", "save_on_best", "load_and_broadcast", "step_prefix", "step_name_width")
         compared = {
             **{name: getattr(options, name) for name in plain},
             "directory": self.steps.location.url,

@@ -1,4 +1,4 @@
-"""The state of one component, without those of the components below it: how it is taken and restored.
+"""The state of one component, without the components below it: how it is taken and restored.
 
 A component with a ``get_state`` of its own decides what its state is. For all others it is everything that the walk of
 :mod:`~holdfast.integrations.graph` reaches from the object's attributes, up to the components below. The values that a
@@ -31,6 +31,7 @@ from ...engine.pytree import (
     expand,
     flatten,
     is_leaf,
+    is_python_value,
     is_torch_tensor,
     pack_tree,
     unescape_key,
@@ -43,6 +44,7 @@ from ..graph import (
     FreshObjects,
     LiveGraph,
     LiveNode,
+    OptionSlot,
     Path,
     Restoration,
     StoredGraph,
@@ -298,6 +300,7 @@ def prepare_state(
         ) from error
 
     def apply() -> OwnReport:
+        before = _options(graph)
         prepared()
         report = restoration.report()
         unused = report.pending + report.unused
@@ -313,10 +316,19 @@ def prepare_state(
         missing = [path for path in report.missing if path not in kept]
         unused = tuple(path for path in unused if path not in kept)
         fresh = [node.value for node in graph.leaves() if format_node_path(node.path) in kept]
-        changed = tuple(restoration.restore_modes()) if modes else ()
-        return OwnReport((*lost, *missing), unused, kept, tuple(filter(is_torch_tensor, fresh)), changed)
+        pairs = {} if modes else {path: (before.get(path, value), value) for path, value in _options(graph).items()}
+        changed = [f"{path} = {now} (program {mine})" for path, (mine, now) in pairs.items() if mine != now]
+        changed += restoration.restore_modes() if modes else []
+        return OwnReport((*lost, *missing), unused, kept, tuple(filter(is_torch_tensor, fresh)), tuple(changed))
 
     return apply
+
+
+def _options(graph: LiveGraph) -> dict[str, Any]:
+    """Return the plain options of torch optimizers, such as learning rates that no schedule changes, by path."""
+    slots = [(node.path, node.slot) for node in graph.leaves() if isinstance(node.slot, OptionSlot)]
+    fixed = [(path, one.get()) for path, one in slots if one.name == "initial_lr" or "initial_lr" not in one.group]
+    return {format_node_path(path): value for path, value in fixed if is_python_value(value)}
 
 
 def forget_moments(component: LiveComponent, tensors: Sequence[Any]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .checkpoint import Checkpoint, snapshot
 from .frameworks import (
     OPTIMIZER_SLOTS,
+    OptionSlot,
     accumulated,
     is_module,
     is_optimizer,

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Never, Self
 
 from ...engine.arrays import Layout
 from ...engine.checkpoint import AsyncCheckpointer, Checkpointer
-from ...engine.clock import Clock
+from ...engine.clock import Clock, SystemClock
+from ...engine.distributed import ProcessGroup
 from ...engine.errors import CheckpointExistsError, OptionError, SaveFailedError
 from ...engine.manager import CheckpointManager as StepManager
-from ...engine.manager import CheckpointManagerOptions, Mirror, Peek, infos_of
+from ...engine.manager import CheckpointManagerOptions, Every, KeepPolicy, Mirror, Peek, StepInfo, infos_of
 from ...engine.peer_names import refuse_unknown
 from ...engine.steps import LEFT_BEHIND, list_steps, series_and_step
 from ...engine.storage import Place, as_location
@@ -19,6 +22,28 @@ from .reader import numbers_of
 from .restoration import RestoreStatus
 from .stored import GraphCheckpointHandler, StoredGraph
 from .walk import check
+
+_TIMEOUT = 600.0  # seconds that a process waits for the others to agree on that time
+_SINCE = "holdfast.since"  # key in the metadata of a step: when the first manager of the directory was made
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Options(CheckpointManagerOptions):
+    """Options whose period in time begins before the first step, as TensorFlow's does."""
+
+    since: float
+
+    def time_rule(self, secs: float) -> KeepPolicy:
+        return _Apart(Every(secs=secs), StepInfo(step=-1, time=self.since))
+
+
+@dataclass(frozen=True)
+class _Apart(KeepPolicy):
+    every: Every
+    start: StepInfo
+
+    def kept(self, steps: Sequence[StepInfo]) -> dict[int, str]:
+        return {step: why for step, why in self.every.kept([self.start, *steps]).items() if step != self.start.step}
 
 
 class CheckpointManager:
@@ -30,7 +55,8 @@ class CheckpointManager:
         checkpoint: The checkpoint object to save.
         directory: A path or URL.
         max_to_keep: How many of the newest checkpoints to keep; None keeps all.
-        keep_checkpoint_every_n_hours: Keep the first checkpoint, and then one every this many hours, for good.
+        keep_checkpoint_every_n_hours: Keep one checkpoint every this many hours for good, as TensorFlow does: each that
+            was saved so long after the last of them, or after the first manager of the directory was made.
         checkpoint_name: The name before the number.
         step_counter: The step of the program: a number that changes in place, such as a `Value` or a tensor, or a
             function that returns it.
@@ -98,11 +124,13 @@ class CheckpointManager:
         self._saving: tuple[int, int | None] | None = None  # number of the last save, and `_last` before that save
         self._kwargs = {} if layout is None else {"layout": layout}
         self.status: RestoreStatus | None = None
+        self._facts = {} if hours is None else {_SINCE: self._since(clock or SystemClock())}
         handler = GraphCheckpointHandler()
         self._steps = StepManager(
             self._directory,
             AsyncCheckpointer(handler) if background else Checkpointer(handler),
-            CheckpointManagerOptions(
+            _Options(
+                since=self._facts.get(_SINCE, math.nan),
                 step_prefix=f"{checkpoint_name}-",
                 max_to_keep=max_to_keep,
                 keep_time_interval=None if hours is None else 3600.0 * hours,
@@ -167,9 +195,9 @@ class CheckpointManager:
         failed = None
         with numbered(self._checkpoint, counter) as item:
             try:
-                facts = {LEFT_BEHIND: left} if left else None
+                facts = {**self._facts, **({LEFT_BEHIND: left} if left else {})}
                 self._steps.save(
-                    number, item, force=True, custom_metadata=facts, save_kwargs=self._kwargs, reason=reason
+                    number, item, force=True, custom_metadata=facts or None, save_kwargs=self._kwargs, reason=reason
                 )
             except SaveFailedError as error:  # the save before failed; this one is under way
                 failed = error
@@ -234,6 +262,14 @@ class CheckpointManager:
         self.close()
 
     # ---- internal
+
+    def _since(self, clock: Clock) -> float:
+        """Return when the first manager of the directory was made; 0 if its checkpoints do not say it."""
+        steps = list_steps(self._directory, f"{self._name}-")
+        facts = [one.record.custom_metadata or {} for one in steps if one.record is not None]
+        since = float(facts[-1].get(_SINCE, 0)) if facts else clock.now() - 1
+        processes = ProcessGroup(f"managers of {self._directory.url}", None, _TIMEOUT)
+        return float(processes.decide("the first manager", lambda: since))
 
     def _next(self, wanted: int | None) -> list[Any]:
         """Return the next counter, the number to save under, and the steps that are left behind."""

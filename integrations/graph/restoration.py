@@ -365,9 +365,11 @@ class Restoration:
         for node in live.leaves():
             if node.path in self._fresh:
                 live.skipped[node.path] = _NO_STREAM
-            elif node.path in self._settled or last_writer(node.slot) >= self._number:
-                restored.append(node)
-            elif any(node.path[:depth] in self._replaced for depth in range(1, len(node.path))):
+            elif (
+                node.path in self._settled
+                or last_writer(node.slot) >= self._number
+                or any(node.path[:depth] in self._replaced for depth in range(1, len(node.path)))
+            ):
                 restored.append(node)
             elif isinstance(node.view, Leaf) and node.view.opened is not None and node.path in parts:
                 restored.append(node)  # a sequence by its elements, or an optimizer by its groups and parameters

@@ -32,6 +32,7 @@ from ...engine.manager import (
     limits,
     metric_name,
     metric_value,
+    step_location,
 )
 from ...engine.observer import process_observer
 from ...engine.pytree import flatten
@@ -92,12 +93,6 @@ class CallbackArguments(ProgramOptions):
             return options
         # Without any trigger, the manager would save every step.
         return replace(options, save_interval_steps=sys.maxsize, save_interval_secs=None)
-
-    def epoch_reason(self, epochs: int) -> str | None:
-        """Return why a save is due after so many epochs, or None."""
-        if self.every_n_epochs is None or epochs % self.every_n_epochs:
-            return None
-        return "every epoch" if self.every_n_epochs == 1 else f"every {self.every_n_epochs} epochs"
 
 
 PROCESS = "process"
@@ -204,7 +199,7 @@ class RunStore:
         return all_steps(self.directory, self._options.step_prefix, self._manager if self.is_open else None)
 
     def path_of(self, step: int) -> str:
-        return str(self.directory / f"{self._series}{step}")
+        return str(step_location(self.manager, step))
 
     def step_of(self, path: Place) -> int | None:
         """Return the step with this path, or None if the path is not in this directory."""
@@ -250,12 +245,12 @@ class RunStore:
         best = manager.best_step() if steps and options.best_fn is not None else None
         for name, step in {"last": steps[-1], "best": best}.items() if links and steps else ():
             if step is not None:
-                _link(self.directory.path / name, f"{self._series}{step}")
-        if options.export_best is None or best in (None, self._exported):
+                _link(self.directory.path / name, step_location(self.manager, step).name)
+        if options.export_best is None or best is None or best == self._exported:
             return
         place = options.export_place
         try:
-            export_weights(self.directory / f"{self._series}{best}", place)
+            export_weights(step_location(self.manager, best), place)
         except (HoldfastError, OSError) as error:
             logger.warning("step %d is the best, but %s could not be written: %s", best, place, error)
         else:

@@ -174,7 +174,7 @@ class CheckpointCallback:
         keep_latest, keep_period, keep_time_interval, keep_steps, keep, keep_checkpoints_without_metrics:
 
     Args: where, and how it is stored
-        mirror, local, step_prefix:
+        mirror, local, step_prefix, step_name_width:
         metadata: JSON about the run, such as its configuration, stored with the checkpoints.
         compression: Compress arrays with zstd at this level, 1 to 22. None does not compress, which is faster on a fast
             disk.
@@ -257,6 +257,7 @@ class CheckpointCallback:
         mirror: Place | Mirror | None = None,
         local: Local | None = None,
         reuse_unchanged: bool = True,
+        step_name_width: int | None = None,
         save: SavePolicy | Sequence[SavePolicy] | None = None,
         keep: KeepPolicy | Sequence[KeepPolicy] | None = None,
         save_at_end: bool = True,
@@ -778,10 +779,11 @@ class CheckpointCallback:
         save = not saver.is_saved
         if save and not saver.save("preempted"):  # The next step is saved instead.
             return StepOutcome(False, "the step has a folder that is no checkpoint", should_stop=False)
-        what, goes_on = "stopping", self._after_signal.begin(report.left_in_epoch)
+        self._after_signal.finish_saves()
         self._manager.events.write("preempted", step=saver.step)
         self._ending.end()  # The steps that follow are to be repeated.
-        if goes_on:
+        what = "stopping"
+        if self._after_signal.begin(report.left_in_epoch):
             left = self._after_signal.left
             what += f" after {left} more step{'' if left == 1 else 's'}, which the resume is compared with"
         else:

@@ -148,7 +148,7 @@ def _taking(extra: Any) -> Callable[[Any], Any]:
 
 
 class StepSaver:
-    """Keeps references to the last arguments of ``on_step``, and saves them, also when the loop has ended."""
+    """Keeps references to the last arguments of ``on_step``, and saves them, even when the loop has ended."""
 
     def __init__(
         self,

@@ -718,3 +718,30 @@ def test_steps_are_listed_with_their_metrics(place: str) -> None:
     for wrong in ({"step": -1}, {"step": True}, {"metrics": {"loss": "x"}}):
         with pytest.raises(hf.errors.OptionError):
             trainer.save_to_path(f"{place}/x", **wrong)
+
+
+def test_options_that_a_restore_overwrites_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Those that a schedule changes are not: the program has not set them."""
+    caplog.set_level(logging.INFO, "holdfast")
+
+    class Trainer(Checkpointable):
+        def __init__(self, lr: float, *, scheduled: bool = False) -> None:
+            self.model = torch.nn.Linear(2, 1)
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr)
+            self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1) if scheduled else None
+
+    Trainer(0.1).save_to_path(tmp_path / "plain")
+    trainer = Trainer(0.5)
+    for _ in range(2):
+        trainer.restore_from_path(tmp_path / "plain")
+    text = "as at the save, where the program began otherwise: (root): optimizer/groups/0/lr = 0.1 (program 0.5)"
+    assert [one for one in caplog.messages if "began otherwise" in one] == [text]
+
+    caplog.clear()
+    trainer = Trainer(0.1, scheduled=True)
+    trainer.optimizer.step()
+    assert trainer.schedule is not None
+    trainer.schedule.step()
+    trainer.save_to_path(tmp_path / "scheduled")
+    Trainer(0.1, scheduled=True).restore_from_path(tmp_path / "scheduled")
+    assert "began otherwise" not in caplog.text

@@ -108,6 +108,11 @@ EFFECTS: dict[str, tuple[dict[str, Any], tuple[Any, ...], tuple[Any, ...]]] = {
         (Every(steps=1),),
         (KeepPinned(), KeepAll()),
     ),
+    "names": (
+        {"save_interval_steps": 1, "step_name_width": 8},
+        (Every(steps=1),),
+        (KeepPinned(), KeepAll()),
+    ),
 }
 REFUSED: dict[str, dict[str, Any]] = {
     "steps": {"save_interval_steps": 0},
@@ -123,6 +128,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "mirror": {"mirror": "what://x"},
     "local": {"local": 10},
     "unchanged": {"reuse_unchanged": "sometimes"},
+    "names": {"step_name_width": 0},
 }
 
 
@@ -142,6 +148,7 @@ def test_an_option_has_the_same_effect_everywhere(place: str, case: str, tmp_pat
     assert mirror_of(options) == (hf.Mirror(given["mirror"]) if "mirror" in given else None)
     assert options.local == given.get("local")
     assert options.reuse_unchanged is given.get("reuse_unchanged", True)
+    assert options.step_name_width == given.get("step_name_width")
 
 
 @pytest.mark.parametrize("place", ["manager", "flax", "lightning"])
