@@ -102,7 +102,7 @@ class DeadlinePassedError(Exception):
 
 def call_within(seconds: float, work: Callable[..., T], *inputs: Any) -> T:
     """Call a function that may wait without a deadline in a thread, and raise DeadlinePassedError at the deadline."""
-    import queue  # not above: only programs of several processes need it
+    import queue  # imported lazily: only programs of several processes need it
 
     answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
@@ -490,7 +490,7 @@ class _Retired:
 
 
 def _quoted(text: str) -> str:
-    from urllib.parse import quote  # not above: only programs of several processes need it
+    from urllib.parse import quote  # imported lazily: only programs of several processes need it
 
     return quote(text, safe="")
 

@@ -506,7 +506,7 @@ class CheckpointManager(ExplainsNames):
         self._saves.record_metrics(step, plain_metrics(metrics))
 
     def pin(self, step: int) -> None:
-        """Keep a step until it is unpinned, also if no rule keeps it."""
+        """Keep a step until it is unpinned, even if no rule keeps it."""
         self._run.change(f"pin {step}", partial(self._steps.change, step, pinned=True))
 
     def unpin(self, step: int) -> None:

@@ -70,7 +70,10 @@ class _Framework:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # those who look at any object ask for such names
             raise AttributeError(name)
-        return getattr(sys.modules.get(self._name) or required(self._name), name)
+        found = getattr(sys.modules.get(self._name) or required(self._name), name)
+        if isinstance(found, type) or not callable(found):  # a program may replace functions
+            setattr(self, name, found)
+        return found
 
 
 jax: Any = _Framework("jax")

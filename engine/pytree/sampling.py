@@ -319,7 +319,6 @@ def full_sum(leaf: Any) -> Any:
 
 @functools.cache
 def _compiled_gather() -> Any:
-
     def gather(arrays: list[list[Any]], strides: tuple[tuple[int, ...], ...]) -> list[Any]:
         pairs = (zip(*of_dtype, strict=True) for of_dtype in zip(arrays, strides, strict=True))
         return [jax.numpy.concatenate([array.reshape(-1)[::stride] for array, stride in pair]) for pair in pairs]

@@ -116,7 +116,7 @@ def _parsed(place: str | os.PathLike[str]) -> Location:
     for mark in "?#|":
         if mark in rest:
             raise InvalidLocationError(f"{shown!r} holds {mark!r}; write %{ord(mark):02X} if it belongs to the name")
-    from urllib.parse import unquote  # not above: paths of this machine need neither it nor what it imports
+    from urllib.parse import unquote  # imported lazily: paths of this machine need neither it nor what it imports
 
     path = unquote(rest, errors="surrogateescape")
     if "\0" in path:
@@ -126,7 +126,7 @@ def _parsed(place: str | os.PathLike[str]) -> Location:
             raise InvalidLocationError(f"{shown!r} does not name an absolute path: write file:///path")
         return Location(_local, os.path.abspath(path))
     if scheme == "memory":
-        from .memory import open_memory  # not above: nothing local needs it
+        from .memory import open_memory  # imported lazily: nothing local needs it
 
         return Location(open_memory(), _object_key(shown, path))
     scheme = _SYNONYMS.get(scheme, scheme)
@@ -252,7 +252,7 @@ class Location:
         Raises:
             TypeError: The location is not local.
         """
-        import pathlib  # not above: few callers need it, and it imports much
+        import pathlib  # imported lazily: few callers need it, and it imports much
 
         return pathlib.Path(self.__fspath__())
 
@@ -378,7 +378,7 @@ class Location:
         """Return this location with its listing fixed: an object store lists what lies below once, now.
 
         Reads through it see the current content; objects written through it may not be listed. The paths of objects
-        that are ``known`` to lie below are a part of the listing, also if the store leaves them out.
+        that are ``known`` to lie below are a part of the listing, even if the store leaves them out.
         """
         if isinstance(self._backend, ObjectStoreBackend):
             return Location(self._backend.snapshot(self._key, known), self._key)

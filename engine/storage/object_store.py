@@ -184,7 +184,7 @@ class ObjectStoreBackend:
     # ---- the methods of a backend
 
     def url(self, key: str) -> str:
-        from urllib.parse import quote  # not above: paths of this machine need no URL
+        from urllib.parse import quote  # imported lazily: paths of this machine need no URL
 
         path = quote(key, safe="/-_.~!$&'()*+,;=:@", errors="surrogateescape")
         return f"{self._root}{self._separator if key else ''}{path}"
@@ -323,11 +323,10 @@ class ObjectStoreBackend:
 
     def snapshot(self, key: str, known: Collection[str] = ()) -> Self:
         """Return this store with the names below a key listed once, now, and those ``known``; reads see the present."""
-        live = copy.copy(self)
-        live._listing = None
+        found = copy.copy(self)
+        found._listing = None
         prefix = f"{key}/" if key else ""
-        found = copy.copy(live)
-        found._listing = _Listing(prefix, sorted(prefix + name for name in {*live.names(key), *known}))
+        found._listing = _Listing(prefix, sorted(prefix + name for name in {*found.names(key), *known}))
         return found
 
     def names(self, key: str) -> list[str]:
@@ -410,7 +409,7 @@ class ObjectReader(DataReader):
 
 def file_parts(size: int, segments: Sequence[Segment]) -> Iterator[NDArray[np.uint8]]:
     """Generate the bytes of a data file, the zeros between segments included."""
-    import numpy as np  # not above: a listing of checkpoints imports this module, and needs no arrays
+    import numpy as np  # imported lazily: a listing of checkpoints imports this module, and needs no arrays
 
     position = 0
     for segment in [*segments, Segment(size, 0, lambda: iter(()))]:

@@ -1,4 +1,4 @@
-"""The state of one component, without those of the components below it: how it is taken and restored.
+"""The state of one component, without the components below it: how it is taken and restored.
 
 A component with a ``get_state`` of its own decides what its state is. For all others it is everything that the walk of
 :mod:`~holdfast.integrations.graph` reaches from the object's attributes, up to the components below. The values that a

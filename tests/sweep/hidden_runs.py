@@ -24,6 +24,7 @@ from . import (  # noqa: F401
     lightning_runs,
     public_jax_programs,
     public_programs,
+    public_torch_programs,
 )
 from .cases import Case, judge
 from .hidden_case import NEVER, PROGRAMS, TOTAL, Trace, differing, start

@@ -3,6 +3,8 @@
 Each is named after the repository, or the kind of program, whose loop it has.
 """
 
+# mypy: disable-error-code="no-untyped-call"
+
 from __future__ import annotations
 
 from collections import deque
