@@ -124,8 +124,9 @@ def _encode(value: Any, reference: Reference, nested: Nested, depth: int) -> Any
     if kind is bytes:
         return {"bytes": base64.b64encode(value).decode("ascii")}
     if kind in (list, tuple) and (packed := pack_numbers(value)) is not None:
-        parts = _array(packed.array, limit=None)
-        return {_NUMBERS: [packed.details["sequence"], packed.details["elements"], *parts]}
+        leaf = packed.describe()
+        parts = _array(np.asarray(leaf.pieces[0].array), limit=None)
+        return {_NUMBERS: [leaf.details["sequence"], leaf.details["elements"], *parts]}
     if kind is list:
         return list(map(within, value))
     if kind in (tuple, set, frozenset):
