@@ -146,7 +146,7 @@ class SimulatedStore(ObjectStoreBackend):
         self.bytes_read += len(found)
         return found
 
-    def write_object(self, key: str, data: bytes) -> None:
+    def write_bytes(self, key: str, data: bytes, *, atomic: bool) -> None:
         self._request("write", key, len(data))
         self.objects[key] = data
 
@@ -162,7 +162,7 @@ class SimulatedStore(ObjectStoreBackend):
         return found
 
     def write_data(self, key: str, size: int, segments: Sequence[Segment]) -> None:
-        self.write_object(key, b"".join(bytes(part) for part in file_parts(size, segments)))
+        self.write_bytes(key, b"".join(bytes(part) for part in file_parts(size, segments)), atomic=True)
 
     def honours_conditions(self, key: str, data: bytes | None) -> bool:
         return True

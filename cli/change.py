@@ -67,8 +67,13 @@ class ChangedRun:
     @contextlib.contextmanager
     def manager(self) -> Iterator[CheckpointManager]:
         """Open the run to change it; the retention rules of its last program stay stored."""
-        with CheckpointManager(self.location, options=self.options) as manager, _without_strays():
-            manager.acquire()
+        logger, is_other = logging.getLogger("holdfast"), lambda record: record.msg is not LEFT_ALONE
+        with CheckpointManager(self.location, options=self.options) as manager:
+            logger.addFilter(is_other)  # `rm` may be about to delete these folders
+            try:
+                manager.acquire()
+            finally:
+                logger.removeFilter(is_other)
             yield manager
 
     def check(self, steps: Collection[int]) -> None:
@@ -102,21 +107,6 @@ class ChangedRun:
     def nbytes(self, steps: Collection[int]) -> int:
         """Return the bytes of steps whose records can be read."""
         return sum(entry.record.nbytes for entry in self.entries if entry.step in steps and entry.record is not None)
-
-
-@contextlib.contextmanager
-def _without_strays() -> Iterator[None]:
-    """Drop the warning of folders without a record, which ``rm`` may be about to delete."""
-    logger = logging.getLogger("holdfast")
-
-    def is_other(record: logging.LogRecord) -> bool:
-        return record.msg is not LEFT_ALONE
-
-    logger.addFilter(is_other)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_other)
 
 
 def _of_one_prefix(location: Location, entries: Sequence[StepEntry], prefix: str | None) -> list[StepEntry]:
@@ -289,7 +279,7 @@ def _delete(
 @arguments.prefix
 @arguments.as_json
 def pin(directory: str, steps: Sequence[int], prefix: str | None, as_json: bool) -> int:
-    """Keep checkpoints until they are unpinned, also if no rule keeps them."""
+    """Keep checkpoints until they are unpinned, even if no rule keeps them."""
     return _pin(directory, steps, prefix, pinned=True, as_json=as_json)
 
 

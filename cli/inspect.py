@@ -26,12 +26,7 @@ from ..engine.format import RECORD
 from ..engine.inspection import LeafSummary, describe
 from ..engine.inspection import verify as verify_checkpoints
 from ..engine.pytree import PathFilter
-from ..engine.sources import (
-    NativeCheckpoint,
-    find_checkpoint,
-    open_at,
-    open_checkpoint,
-)
+from ..engine.sources import NativeCheckpoint, find_checkpoint, open_at, open_checkpoint
 from ..engine.steps import shared_bytes
 from ..engine.storage import Location
 from . import arguments

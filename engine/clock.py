@@ -7,7 +7,6 @@ import datetime
 import math
 import re
 import time
-from types import TracebackType
 from typing import Protocol, Self
 
 from .errors import OptionError
@@ -43,11 +42,7 @@ Duration = float | int | str | datetime.timedelta
 
 
 def seconds(duration: Duration, *, name: str = "duration") -> float:
-    """Return a duration in seconds.
-
-    >>> seconds("1h30m")
-    5400.0
-    """
+    """Return a duration in seconds, such as 5400.0 for "1h30m"."""
     value: object = duration
     if isinstance(duration, datetime.timedelta):
         value = duration.total_seconds()
@@ -77,11 +72,7 @@ _RATE = r"(\d+(?:\.\d+)?)\s*(?:([kmg]i?)?b?(?:/s)?)"
 
 
 def bytes_per_second(rate: Rate, *, name: str = "rate") -> float:
-    """Return a rate in bytes a second.
-
-    >>> bytes_per_second("50 MB/s"), bytes_per_second("1.5GiB"), bytes_per_second(1000)
-    (50000000.0, 1610612736.0, 1000.0)
-    """
+    """Return a rate, such as "50 MB/s", "1.5GiB" or 1000, in bytes a second."""
     value: object = rate
     if isinstance(rate, str):
         match = re.fullmatch(_RATE, rate.strip(), re.IGNORECASE)
@@ -92,11 +83,7 @@ def bytes_per_second(rate: Rate, *, name: str = "rate") -> float:
 
 
 def format_size(number: int) -> str:
-    """Return bytes as readable text, in powers of 1000.
-
-    >>> format_size(999950), format_size(1234567)
-    ('1.0 MB', '1.2 MB')
-    """
+    """Return bytes as readable text, in powers of 1000, such as "1.2 MB"."""
     if number < 1000:
         return f"{number} B"
     value = float(number)
@@ -108,11 +95,7 @@ def format_size(number: int) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a duration as an option spells it.
-
-    >>> format_duration(5400), format_duration(90.5), format_duration(0.25)
-    ('1h30m', '1m30.5s', '0.25s')
-    """
+    """Return a duration as an option spells it, such as "1h30m", "1m30.5s" or "0.25s"."""
     rest = round(seconds, 3)
     parts = []
     for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
@@ -196,9 +179,7 @@ class Portion:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
             with self._lock:
                 self._report(self._nbytes)

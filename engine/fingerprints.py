@@ -8,8 +8,8 @@ the program.
 
 from __future__ import annotations
 
+import contextlib
 import gc
-import hashlib
 import inspect
 import itertools
 import operator
@@ -22,12 +22,12 @@ from collections import deque
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from types import FrameType, FunctionType, GeneratorType, MethodType, ModuleType
+from types import FrameType, FunctionType, GeneratorType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from .generators import as_tree, capture, is_generator
+from .generators import as_tree, capture, checksums, is_generator
 from .loaders import DRAWING
 from .pytree import is_torch_tensor, loaded
 from .stateful import METHODS, state_of
@@ -118,7 +118,8 @@ def _look(spaces: list[_Space], found: dict[str, Fact], known: set[int], looked:
     """Add the fingerprints of objects that variables lead to, the nearest first."""
     queue: deque[tuple[str, str, Any, int, type]] = deque()  # name, place, object, depth, type of its owner
     for prefix, where, space in spaces:
-        queue.extend((f"{prefix}{name}", where, value, 0, dict) for name, value in space.items() if _is_name(name))
+        named = ((name, value) for name, value in space.items() if isinstance(name, str) and name[:2] != "__")
+        queue.extend((f"{prefix}{name}", where, value, 0, dict) for name, value in named)
     until = time.monotonic() + _SECONDS
     for _ in range(_OBJECTS):
         if not queue or time.monotonic() > until:
@@ -174,10 +175,6 @@ def _is_own(file: str) -> bool:
     return not (file.startswith("<frozen") or path.startswith(_LIBRARIES) or f"{os.sep}site-packages{os.sep}" in path)
 
 
-def _is_name(name: object) -> bool:
-    return isinstance(name, str) and not name.startswith("__")
-
-
 def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
     """Generate the parts of an object, each with the end of its name."""
     if isinstance(thing, dict):
@@ -225,13 +222,9 @@ def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
     for kind in type(thing).__mro__:
         slots = vars(kind).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__"):
-                descriptor = vars(kind).get(name)
-                if descriptor is not None:
-                    try:
-                        yield name, descriptor.__get__(thing, kind)
-                    except AttributeError:  # The slot is not set.
-                        continue
+            if isinstance(descriptor := vars(kind).get(name), MemberDescriptorType):
+                with contextlib.suppress(AttributeError):  # The slot is not set.
+                    yield name, descriptor.__get__(thing, kind)
 
 
 # ---- what an object is
@@ -244,14 +237,14 @@ def _fact(thing: Any, *, with_arrays: bool) -> tuple[Kind, str] | None:
     if isinstance(thing, random.SystemRandom):
         return "generator", STATELESS
     if is_generator(thing):
-        return "generator", _digest(_text(state_of(thing)))
+        return "generator", _digest(state_of(thing))
     if isinstance(thing, np.number | np.bool_):
         return "value", repr(thing.item())
     if isinstance(thing, np.ndarray):
         if thing.ndim == 0 and thing.dtype.kind in "biufc":
             return "value", repr(thing.item())
         small = with_arrays and 0 < thing.nbytes <= _BYTES and thing.dtype != object
-        return ("array", _digest(thing.tobytes())) if small else None
+        return ("array", _digest(thing)) if small else None
     torch, jax = loaded("torch"), loaded("jax")
     if torch is not None and isinstance(thing, torch.Tensor):
         return _fact_of_torch(torch, thing) if with_arrays else None
@@ -260,7 +253,7 @@ def _fact(thing: Any, *, with_arrays: bool) -> tuple[Kind, str] | None:
     if torch is not None and isinstance(thing, torch.optim.Optimizer):
         first: Any = next(iter(thing.state.values()), {}).values()
         facts = [_fact_of_torch(torch, one) if is_torch_tensor(one) else repr(one) for one in first]
-        return "optimizer", _digest(repr(facts))
+        return "optimizer", _digest(*facts)
     if jax is not None and isinstance(thing, jax.Array):
         return _fact_of_jax(jax, thing, with_arrays=with_arrays)
     if type(thing).__name__ == "RngStream" and type(thing).__module__.startswith("flax."):
@@ -281,20 +274,20 @@ def _fact_of_torch(torch: Any, tensor: Any) -> tuple[Kind, str] | None:
     if tensor.ndim == 0:
         return "value", repr(tensor.item())
     bits = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return "array", _digest(bits.numpy().tobytes())
+    return "array", _digest(bits.numpy())
 
 
 def _fact_of_jax(jax: Any, array: Any, *, with_arrays: bool) -> tuple[Kind, str] | None:
     if isinstance(array, jax.core.Tracer) or not array.is_fully_addressable:
         return None
     if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
-        return "generator", _digest(np.asarray(jax.random.key_data(array)).tobytes())
+        return "generator", _digest(np.asarray(jax.random.key_data(array)))
     is_key = array.dtype == np.uint32 and array.shape in ((2,), (4,))  # a key of the legacy kind
     if not (is_key or (with_arrays and 0 < array.nbytes <= _BYTES)):
         return None
     if array.ndim == 0:
         return "value", repr(array.item())  # A moving average may be such a number, weakly typed.
-    return "generator" if is_key else "array", _digest(np.asarray(array).tobytes())
+    return "generator" if is_key else "array", _digest(np.asarray(array))
 
 
 def _is_position(kind: type) -> bool:
@@ -313,19 +306,8 @@ def _global_generators() -> Iterator[tuple[str, Fact]]:
     """Generate the generators that functions such as ``random.random()`` draw from."""
     for name, state in as_tree(capture()).items():
         known = _GLOBAL.get(name, f"torch's generators of {name.upper()}")
-        yield known, Fact("generator", name, "", _digest(_text(state)))
+        yield known, Fact("generator", name, "", _digest(state))
 
 
-def _text(state: Any) -> str:
-    """Return the state of a generator as a text; that of an array as a whole would be shortened."""
-    if isinstance(state, dict):
-        return repr({key: _text(value) for key, value in state.items()})
-    if isinstance(state, list | tuple):
-        return repr([_text(value) for value in state])
-    is_array = isinstance(state, np.ndarray) or is_torch_tensor(state)
-    return np.asarray(state).tobytes().hex() if is_array else repr(state)
-
-
-def _digest(content: str | bytes) -> str:
-    data = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
-    return hashlib.blake2b(data, digest_size=8).hexdigest()
+def _digest(*parts: Any) -> str:
+    return f"{checksums({'': parts})['']:08x}"

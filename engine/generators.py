@@ -5,7 +5,9 @@ Only libraries that the program has loaded are touched. jax has no global genera
 
 from __future__ import annotations
 
+import contextlib
 import random
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -13,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import DamagedCheckpointError, OptionError, shortened
-from .pytree import is_torch_tensor, loaded
+from .pytree import is_jax_array, is_torch_tensor, leaves_of, loaded
 
 DRAWN, IDLE = "drawn", "idle"
 """The parts of a saved state: generators that a step has drawn from, and those that no step has drawn from.
@@ -119,6 +121,20 @@ def _state_of_numpy(saved: Any) -> Any:
     key, position, has_gauss, gauss = _unpacked(saved)
     words = {"key": key, "pos": position}
     return {"bit_generator": "MT19937", "state": words, "has_gauss": int(has_gauss), "gauss": gauss}
+
+
+def checksums(states: Mapping[str, Any]) -> dict[str, int]:
+    """Return checksums of snapshots of states: of all their plain values and of all bytes of their arrays."""
+    found = {}
+    for name, state in states.items():
+        arrays, text = leaves_of(state)
+        found[name] = zlib.crc32(text.encode("utf-8", "surrogatepass"))
+        for array in arrays:
+            # An array of jax that is not ready would have to be waited for; one on a device cannot be read.
+            if not is_jax_array(array) or array.is_ready():
+                with contextlib.suppress(Exception):
+                    found[name] = zlib.crc32(np.asarray(array).tobytes(), found[name])
+    return found
 
 
 class GlobalGenerators:
@@ -243,7 +259,7 @@ def generator_state(generator: Any) -> Any:
 
 
 def set_generator_state(generator: Any, state: Any) -> None:
-    """Set a generator to a state that :func:`generator_state` returned, also if it was saved and loaded."""
+    """Set a generator to a state that :func:`generator_state` returned, even if it was saved and loaded."""
     if isinstance(generator, np.random.Generator):
         # Some bit generators of numpy accept their words as arrays only; loading keeps them arrays.
         generator.bit_generator.state = state

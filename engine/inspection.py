@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from .arrays import FileCheck, Problem, SavedLeaf, TreeReader, naming, open_folder
 from .clock import UNHEARD, Portion, Progress
 from .errors import CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, HoldfastError, shortened_text
-from .format import RECORD, TREES, CheckpointRecord, FileRecord, ItemRecord, own_shares
+from .format import RECORD, TREES, FileRecord, ItemRecord, own_shares
 from .pytree import decode_value
 from .sources import (
     JSON,
@@ -186,11 +187,9 @@ def verify(path: Place, step: int | None = None, *, progress: Progress | None = 
 
 def _verify_listed(location: Location, step: int, portion: Portion) -> CheckpointVerification | None:
     """Verify a step of a directory; None if a run deletes it meanwhile, which removes the record first."""
-    with portion:
-        try:
-            return _verify(location, step, portion)
-        except CheckpointNotFoundError:
-            return None
+    with portion, contextlib.suppress(CheckpointNotFoundError):
+        return _verify(location, step, portion)
+    return None
 
 
 def _verify(location: Location, step: int | None, portion: Portion) -> CheckpointVerification:
@@ -202,29 +201,23 @@ def _verify(location: Location, step: int | None, portion: Portion) -> Checkpoin
             raise DamagedCheckpointError(f"it was written for step {record.step}")
         parts = record.parts()
     except (DamagedCheckpointError, FormatVersionError) as error:
-        problems = [Problem(RECORD, "", str(error))]
-        return CheckpointVerification(step=step, path=str(location), bytes=0, problems=tuple(problems))
+        problem = Problem(RECORD, "", str(error))
+        return CheckpointVerification(step=step, path=str(location), bytes=0, problems=(problem,))
     problems = []
     portion.work(record.nbytes)
     for name, item in parts.items():
         for problem in _verify_item(location / item.folder, item, portion.advance):
             leaf = problem.leaf if len(parts) == 1 or not problem.leaf else f"{name}: {problem.leaf}"
             problems.append(Problem(f"{item.folder}/{problem.file}".rstrip("/"), leaf, problem.what))
-    problems += _verify_beside(location, record, parts)
+    # Files of items may belong to none of the trees in them, such as the records of components.
+    read = {path for part in parts.values() for path in part.paths}
+    others = ((path, known) for item in record.items.values() for path, known in item.paths.items() if path not in read)
+    problems += [found for path, known in others if (found := _digest_problem(location, path, known)) is not None]
     if problems and has_changed(location, record):
         read_record(location)  # raises CheckpointNotFoundError if it was deleted
         return _verify(as_location(location.url), step, portion)  # a new location has no snapshot of the listing
     step = record.step if step is None else step
     return CheckpointVerification(step=step, path=str(location), bytes=record.nbytes, problems=tuple(problems))
-
-
-def _verify_beside(location: Location, record: CheckpointRecord, parts: Mapping[str, ItemRecord]) -> Iterator[Problem]:
-    """Check the files of items that belong to none of the trees in them, such as the records of components."""
-    read = {path for part in parts.values() for path in part.paths}
-    for item in record.items.values():
-        for path, known in item.paths.items():
-            if path not in read and (problem := _digest_problem(location, path, known)):
-                yield problem
 
 
 def _verify_foreign(location: Location, step: int | None, portion: Portion) -> CheckpointVerification:

@@ -442,7 +442,7 @@ def skip_to(
     >>> next(batches), next(batches), next(batches), batches.position
     ('b', 'c', 'a', 7)
 
-    A loader that shuffles with a generator of its own, and counts its epochs::
+    A loader that shuffles with its own generator, and counts its epochs::
 
         batches = hf.skip_to(
             loader,

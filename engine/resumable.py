@@ -63,11 +63,6 @@ class ResumableLoader(LoaderPosition):
             self._source, self._loads_again = _with_order(loader, self._indices), False
 
     @property
-    def epoch(self) -> int:
-        """The number of epochs whose ``for`` has ended."""
-        return self._epoch
-
-    @property
     def batch(self) -> int:
         """The number of batches that were taken in this epoch: ``enumerate(loader, loader.batch)`` counts on."""
         return self._taken
@@ -187,8 +182,8 @@ def resumable(
     has stopped the run, the loader gives no more batches, and no step is saved any more.
 
     A resume draws the earlier batches of its epoch again, as :func:`skip_to` does, which says what the order of an
-    epoch may depend on. But the program calls ``set_epoch`` itself, before the ``for``. Each of several processes has a
-    place of its own.
+    epoch may depend on. But the program calls ``set_epoch`` itself, before the ``for``. Each of several processes has
+    its own place.
 
     Args:
         loader: What ``for batch in loader`` goes through: a ``DataLoader``, a list, an array, a dataset of Grain or

@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 from .errors import HoldfastError, shortened
 from .forks import Lock
 from .format import WITNESS, WITNESS_LIMIT
-from .pytree import MISSING, Sampler, Samples, Ways, full_sum, is_jax_array, leaves_of, loaded, size_of
+from .generators import checksums
+from .pytree import MISSING, Sampler, Samples, Ways, full_sum, leaves_of, loaded, size_of
 from .storage import Location, append_line
 
 VERSION = 1
@@ -81,7 +82,7 @@ class Recorder:
             self._ways = Ways(seen.root, _LEAVES, self._names if self._saves == 1 else None)
             leaves = self._ways.follow(seen.root)
         ways = self._ways
-        generators = _checksums(seen.generators) if same is None else same.record["generators"]
+        generators = checksums(seen.generators) if same is None else same.record["generators"]
         record: Record = {"k": k, "step": seen.step, "generators": generators}
         state = dict(zip(ways.names, leaves, strict=True))
         gradients = _gradients(state) if k else {}
@@ -89,7 +90,7 @@ class Recorder:
         full = _leaves_to_sum(sparse if seen.metrics else state, k)
         layers: dict[str, Mapping[Any, Any]] = {"state": state, "full": full}
         if k:
-            record |= {"positions": _checksums(seen.positions), "counters": {**seen.counters}}
+            record |= {"positions": checksums(seen.positions), "counters": {**seen.counters}}
             record["batch"] = {**seen.checksums}
             layers["metrics"] = _named_numbers(seen.metrics or {})
             layers["gradients"] = dict(islice(gradients.items(), _GRADIENTS))
@@ -334,20 +335,6 @@ def _named_numbers(metrics: Mapping[str, Any], path: str = "") -> dict[str, Any]
 def is_time(name: str) -> bool:
     """Return whether a metric measures the machine, by a word in its name; it is recorded, and decides nothing."""
     return not _TIMES.isdisjoint(re.split(r"[^a-z]+", name.lower()))
-
-
-def _checksums(states: Mapping[str, Any]) -> dict[str, int]:
-    """Return checksums of snapshots of states: of all their plain values and of all bytes of their arrays."""
-    found = {}
-    for name, state in states.items():
-        arrays, text = leaves_of(state)
-        found[name] = zlib.crc32(text.encode("utf-8", "surrogatepass"))
-        for array in arrays:
-            # An array of jax that is not ready would have to be waited for; one on a device cannot be read.
-            if not is_jax_array(array) or array.is_ready():
-                with contextlib.suppress(Exception):
-                    found[name] = zlib.crc32(np.asarray(array).tobytes(), found[name])
-    return found
 
 
 def _gradients(leaves: Mapping[str, Any]) -> dict[str, Any]:

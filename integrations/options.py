@@ -28,14 +28,9 @@ It is called with a name, the saved states, the index of the process and the num
 
 @dataclass(frozen=True, kw_only=True)
 class CallbackOptions(CheckpointOptions):
-    """When a callback saves, what it keeps, and whether it resumes.
+    """When a callback saves (if any trigger asks for it), what it keeps (what any rule wants), and how it resumes."""
 
-    A step is saved when any trigger asks for it: ``save_interval_steps``, ``save_interval_secs`` or ``save_on_best``.
-    With none of these given, a checkpoint is saved every 15 minutes. A checkpoint is kept when any rule wants it; the
-    newest is always kept.
-    """
-
-    DEFAULT_TRIGGER: ClassVar[Mapping[str, Any]] = {"save_interval_secs": "15m"}
+    DEFAULT_TRIGGER: ClassVar[Mapping[str, Any]] = {"save_interval_secs": "15m"}  # where none is given
 
     save_at_end: bool = True
     resume: Resume = "auto"

@@ -105,7 +105,7 @@ def _section(name: str, text: str | None, base: type[Section], options: type, **
     return create_model(name, __doc__=text, __base__=base, __module__=__name__, **_keys(options, **kinds))
 
 
-_MIRROR = "A second place for the checkpoints, with an interval and limits of its own: the options of ``Mirror``."
+_MIRROR = "A second place for the checkpoints, with its own interval and limits: the options of ``Mirror``."
 MirrorSection: Any = _section("MirrorSection", _MIRROR, Section, Mirror)
 _LOCAL = "Saves into the memory or on the disk of each host, with copies on other hosts: the options of ``Local``."
 LocalSection: Any = _section("LocalSection", _LOCAL, Section, Local)

@@ -52,6 +52,7 @@ IN_A_CHILD = {
     "engine.storage.fsspec_store._given": "the program has passed them, and may use them in the child",
     "engine.distributed.coordinators._made": "emptied",
     "engine.distributed.coordinators._calling": "emptied",
+    "engine.distributed.coordinators._current": COORDINATOR,
     "engine.distributed.coordinators._names": COORDINATOR,
     "engine.distributed.rendezvous._silent": COORDINATOR,
     "engine.distributed.rendezvous._missed": COORDINATOR,

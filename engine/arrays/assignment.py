@@ -21,10 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import UnsupportedLeafError
-from ..pytree import Part, format_path
+from ..pytree import Part, format_path, whole
 from ..storage import round_up
 from .digests import CHECKSUM_BYTES, CHUNK_ALIGNMENT, Integers
-from .plan import Catalog, ChunkIds, part_corners
+from .plan import ArraySpec, Catalog, ChunkIds
 
 _ROUNDS = 8  # overlapping groups balance their loads in so many rounds
 
@@ -46,16 +46,14 @@ def replica_groups(
 ) -> ReplicaGroups:
     """Return the holders of each chunk of an array; raise ValueError if its parts do not cover it exactly once."""
     parts = [part for part in parts if 0 not in part.shape]
-    starts, ends = part_corners(parts)
-    if (ends > np.array(shape)).any() or sum(math.prod(part.shape) for part in parts) != math.prod(shape):
-        raise ValueError(f"its {len(parts)} parts do not cover its shape {list(shape)} exactly once")
-    grid = [-(-size // chunk) for size, chunk in zip(shape, chunks, strict=True)]
-    first, last = (starts // np.array(chunks)).tolist(), (-(-ends // np.array(chunks))).tolist()
-    of_chunk = np.full(grid, -1, np.int32)
+    spec, limits = ArraySpec(shape, chunks, 1), whole(shape)
+    of_chunk = np.full(spec.grid, -1, np.int32)
     groups: dict[tuple[int, ...], int] = {}
-    for part, low, high in zip(parts, first, last, strict=True):
-        of_chunk[tuple(map(slice, low, high))] = groups.setdefault(part.holders, len(groups))
-    if (of_chunk < 0).any():
+    fits = sum(math.prod(part.shape) for part in parts) == math.prod(shape)
+    if fits and all(part.box.common(limits) == part.box for part in parts):
+        for part in parts:
+            of_chunk[spec.cells(part.box)] = groups.setdefault(part.holders, len(groups))
+    if not fits or (of_chunk < 0).any():
         raise ValueError(f"its {len(parts)} parts do not cover its shape {list(shape)} exactly once")
     for group in groups:
         if not group or min(group) < 0 or max(group) >= processes:

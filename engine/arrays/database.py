@@ -291,16 +291,9 @@ class ArrayDatabase:
                     rows.append((row, array, number, int(assembly.keeps(array, number))))
         table = np.concatenate([lone, np.array(rows, np.int64).reshape(-1, 4)])
         places = table[:, 0]
-        return ChunkTable(
-            files=entries.files,
-            file_ids=entries.file_ids[places],
-            offsets=entries.offsets[places],
-            lengths=entries.lengths[places],
-            arrays=table[:, 1],
-            numbers=table[:, 2],
-            kept=table[:, 3] != 0,
-            checksums=entries.checksums[places],
-        ).sorted()
+        of_files = (entries.file_ids[places], entries.offsets[places], entries.lengths[places])
+        of_arrays = (table[:, 1], table[:, 2], table[:, 3] != 0)
+        return ChunkTable(entries.files, *of_files, *of_arrays, entries.checksums[places]).sorted()
 
 
 def _is_cached(assembly: Assembly, nbytes: float) -> bool | None:

@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from itertools import product
+from itertools import compress, product
 from typing import Any
 
 import numpy as np
@@ -78,31 +78,28 @@ def load_tree(
             f"{source.location}: there are requests for {', '.join(map(format_path, unknown[:8]))}, which the "
             "checkpoint does not have; request its own leaves only"
         )
-    chosen = _chosen(source.leaves, select)
+    leaves = source.leaves
+    if select is not None:
+        leaves = list(compress(leaves, choose([leaf.name for leaf in leaves], select)))
+    selected = {leaf.name: leaf for leaf in leaves}
     template = like if like is None or isinstance(like, Flattened) else flatten(like)
     if template is not None:
-        names = [leaf.name for leaf, wanted in zip(source.leaves, chosen, strict=True) if wanted]
-        names = _saved_names(template.names, names, subset=subset)
+        names = _saved_names(template.names, list(selected), subset=subset)
         if subset:
             asked = set(names)
-            chosen = [one and leaf.name in asked for leaf, one in zip(source.leaves, chosen, strict=True)]
+            selected = {name: leaf for name, leaf in selected.items() if name in asked}
     if source.unreadable:  # reading them raises an error with the reason, instead of one about the template
-        source.read_leaves(
-            [leaf for leaf, one in zip(source.leaves, chosen, strict=True) if one and leaf.name in source.unreadable]
-        )
+        source.read_leaves([leaf for name, leaf in selected.items() if name in source.unreadable])
     if template is None:
-        leaves, tree = source.leaves, source.tree
-        if select is not None:
-            leaves = [leaf for leaf, wanted in zip(leaves, chosen, strict=True) if wanted]
-            tree = tree.select(chosen)
+        tree = source.tree if select is None else source.tree.select([one.name in selected for one in source.leaves])
         return tree.build(_values(source, leaves, _requested(source, leaves, requests), shared))
     targets = describe_template(names, template.values)
     structure, differs = template.structure, dict[str, str]()
     if began is not None:
-        structure, targets, differs = _resumed(source, structure, targets, chosen, began)
+        structure, targets, differs = _resumed(source, structure, targets, selected, began)
     if cast:
         targets = _cast(source, targets)
-    leaves, targets = _matching(source, targets, chosen, requests, differs)
+    leaves, targets = _matching(source, targets, selected, requests, differs)
     return unflatten(structure, _values(source, leaves, targets, shared))
 
 
@@ -131,27 +128,27 @@ def _resumed(
     source: TreeSource,
     structure: TreeDef | None,
     targets: Sequence[LeafTemplate],
-    chosen: Sequence[bool],
+    selected: Mapping[str, SavedLeaf],
     began: Mapping[str, LeafType],
 ) -> tuple[TreeDef | None, list[LeafTemplate], dict[str, str]]:
     """Return containers and leaves of a resumed state, and by leaf the differences that a changed program shows."""
-    saved = {leaf.name: leaf.saved for leaf, one in zip(source.leaves, chosen, strict=True) if one}
-    made: dict[str, LeafTemplate] = {}
+    made = {target.name: target for target in targets}
     differs: dict[str, str] = {}
-    for target in targets:
-        made[target.name] = target
-        if target.name in saved:
-            found = as_saved(target, saved[target.name], began.get(target.name))
+    for name, target in made.items():
+        if name in selected:
+            found = as_saved(target, selected[name].saved, began.get(name))
             if isinstance(found, str):
-                differs[target.name] = found
+                differs[name] = found
             else:
-                made[target.name] = found
-    if made.keys() != saved.keys() and structure is not None:
+                made[name] = found
+    if made.keys() != selected.keys() and structure is not None:
         asked = set(structure.segments)  # these may be only some of the extras
         if made.keys() == {name for name in began if name.partition(".")[0] in asked}:
             try:
-                structure = regrown(structure, source.tree.select(chosen).structure)
-                made = {name: made.get(name) or new_leaf(name, saved[name]) for name in leaf_names(structure)}
+                grown = source.tree.select([leaf.name in selected for leaf in source.leaves]).structure
+                structure = regrown(structure, grown)
+                names = leaf_names(structure)
+                made = {name: made.get(name) or new_leaf(name, selected[name].saved) for name in names}
             except GrowthProblem as problem:
                 raise TreeMismatchError(f"{source.location}: the state has grown:", [str(problem)]) from None
     return structure, list(made.values()), differs
@@ -253,12 +250,6 @@ def _tensor_template(leaf: SavedLeaf) -> Any:
     return ... if like is None else like
 
 
-def _chosen(leaves: Sequence[SavedLeaf], select: Patterns | None) -> list[bool]:
-    if select is None:
-        return [True] * len(leaves)
-    return choose([leaf.name for leaf in leaves], select)
-
-
 def _requested(
     source: TreeSource, leaves: Sequence[SavedLeaf], requests: Mapping[str, LeafRequest]
 ) -> list[LeafTemplate | None]:
@@ -282,42 +273,37 @@ def _requested(
 def _matching(
     source: TreeSource,
     targets: Sequence[LeafTemplate],
-    chosen: Sequence[bool],
+    selected: Mapping[str, SavedLeaf],
     requests: Mapping[str, LeafRequest],
     differs: Mapping[str, str],
 ) -> tuple[list[SavedLeaf], list[LeafTemplate]]:
     """Return the saved leaf and the request for each leaf of a template; raise one error that lists all differences."""
     saved = {leaf.name: leaf for leaf in source.leaves}
-    selected = {leaf.name for leaf, wanted in zip(source.leaves, chosen, strict=True) if wanted}
     asked = {target.name for target in targets}
-    originals = targets
-    if requests:
-        targets = [
-            with_request(target.name, requests[target.name], saved[target.name].saved, target)
-            if target.name in requests
-            else target
-            for target in targets
-        ]
-    differences = []
-    are_saved = all(target.name in saved for target in targets)
-    containers = set() if are_saved else {name[: end.start()] for name in saved for end in re.finditer(r"\.", name)}
-    for target, original in zip(targets, originals, strict=True):
-        leaf = saved.get(target.name)
-        if leaf is not None and target.name in selected:
-            difference = differs.get(target.name) or compare(target, leaf.saved)
+    containers: set[str] = set()
+    if not asked <= saved.keys():
+        containers = {name[: end.start()] for name in saved for end in re.finditer(r"\.", name)}
+    found: list[LeafTemplate] = []
+    differences: list[str] = []
+    for original in targets:
+        name, target = original.name, original
+        if name in requests:
+            target = with_request(name, requests[name], saved[name].saved, original)
+        found.append(target)
+        if name in selected:
+            difference = differs.get(name) or compare(target, saved[name].saved)
             if difference is None and isinstance(original.leaf, LeafMetadata) and not target.resize:
-                difference = compare_metadata(target.name, original.leaf, leaf.saved)
+                difference = compare_metadata(name, original.leaf, saved[name].saved)
         else:
-            why = "not in the checkpoint" if leaf is None else "not selected"
-            if leaf is None:
-                why = "a container in the checkpoint" if target.name in containers else why
-            difference = f"{format_path(target.name)}: expected {target} (template), {why}"
+            why = "not selected" if name in saved else "not in the checkpoint"
+            why = "a container in the checkpoint" if name in containers else why
+            difference = f"{format_path(name)}: expected {target} (template), {why}"
         if difference is not None:
             differences.append(difference)
     differences += [
-        f"{format_path(leaf.name)}: not in the template, found {leaf.saved} (checkpoint)"
-        for leaf in source.leaves
-        if leaf.name in selected and leaf.name not in asked
+        f"{format_path(name)}: not in the template, found {leaf.saved} (checkpoint)"
+        for name, leaf in selected.items()
+        if name not in asked
     ]
     if differences:
         raise TreeMismatchError(
@@ -326,7 +312,7 @@ def _matching(
             "subset=True",
             differences,
         )
-    return [saved[target.name] for target in targets], list(targets)
+    return [saved[target.name] for target in found], found
 
 
 def _values(

@@ -139,16 +139,10 @@ def common_cuts(shape: tuple[int, ...], parts: Sequence[Part] | None) -> tuple[i
     """Return, for each axis, the largest number that divides every boundary between two parts; 0 for none."""
     if parts is None or not shape or 0 in shape:
         return (0,) * len(shape)
-    starts, ends = part_corners(parts)
+    boxes = [part.box for part in parts if 0 not in part.shape]
+    starts, ends = (np.array(corners, np.int64) for corners in zip(*boxes, strict=True))
     inside = np.where(ends < np.array(shape), ends, 0)
     return tuple(np.gcd.reduce(np.concatenate((starts, inside)), axis=0).tolist())
-
-
-def part_corners(parts: Sequence[Part]) -> tuple[Integers, Integers]:
-    """Return where the non-empty parts begin and end, one row for each."""
-    parts = [part for part in parts if 0 not in part.shape]
-    starts = np.array([part.start for part in parts], np.int64)
-    return starts, starts + np.array([part.shape for part in parts], np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,10 +316,13 @@ class PlannedSegment(NamedTuple):
 
 
 class PlannedFile(NamedTuple):
-    """One data file: its size in bytes, and its segments in order."""
+    """One data file: its segments in order."""
 
-    size: int
     segments: list[PlannedSegment]
+
+    @property
+    def size(self) -> int:
+        return self.segments[-1].offset + self.segments[-1].size
 
 
 def plan_files(lengths: Integers, layout: Layout, *groups: ChunkIds) -> list[PlannedFile]:
@@ -342,7 +339,7 @@ def plan_files(lengths: Integers, layout: Layout, *groups: ChunkIds) -> list[Pla
         first = offset = 0
         while first < len(arrays):
             if offset and offset + int(sizes[first]) > layout.data_file_bytes:
-                files.append(_file(segments))
+                files.append(PlannedFile(segments))
                 segments, offset = [], 0
             room = min(layout.segment_bytes, layout.data_file_bytes - offset) + int(starts[first])
             stop = max(first + 1, int(np.searchsorted(ends, room, "right")))
@@ -355,12 +352,8 @@ def plan_files(lengths: Integers, layout: Layout, *groups: ChunkIds) -> list[Pla
             first, offset = stop, round_up(offset + size)
         before += len(arrays)
         if segments:
-            files.append(_file(segments))
+            files.append(PlannedFile(segments))
     return files
-
-
-def _file(segments: list[PlannedSegment]) -> PlannedFile:
-    return PlannedFile(segments[-1].offset + segments[-1].size, segments)
 
 
 def chunk_table(files: Sequence[PlannedFile], checksums: NDArray[np.uint32], first: int = 0) -> Integers:

@@ -257,9 +257,7 @@ def _logical(metadata: ArrayMetadata, details: Mapping[str, Any]) -> tuple[np.dt
 
 def _stored_box(box: Box, axes: int, saved: Saved) -> Box:
     """Return a box of elements as it is stored: elements may be bytes, along one more axis."""
-    if len(box.start) == axes or saved.dtype is None:
-        return box
-    return Box((*box.start, 0), (*box.stop, saved.dtype.itemsize))
+    return box if len(box.start) == axes or saved.dtype is None else box.with_axis(saved.dtype.itemsize)
 
 
 def _as_saved(array: NDArray[Any] | None, saved: Saved, shape: tuple[int, ...] | None) -> NDArray[Any]:

@@ -106,10 +106,6 @@ class ReadPlan:
             digest.update(repr((name, one.shape, one.chunk_shape, one.itemsize, parts)).encode())
         return digest.hexdigest()
 
-    def bytes_read(self, process: int) -> int:
-        """Return the bytes that a process reads of the arrays that are shared."""
-        return sum(piece.nbytes for teams in self.teams for piece in self.pieces(process, teams))
-
     def pieces(self, process: int, teams: Teams) -> list[Piece]:
         """Return the chunks that a process reads of the arrays that are shared in these teams, in their order."""
         arrays, chunks = self._assignment.chunks_of(process)

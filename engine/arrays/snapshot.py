@@ -85,7 +85,7 @@ class StagingBuffer:
         self.lock = Lock()
         self.pinned_bytes = pinned_bytes
         self._pinned: PinnedMemory | None = None  # made when it is needed
-        self._memory: Bytes = np.empty(0, np.uint8)
+        self.memory: Bytes = np.empty(0, np.uint8)
         self._last: weakref.ref[Snapshot] | None = None
 
     def __reduce__(self) -> tuple[type[StagingBuffer], tuple[int]]:
@@ -93,18 +93,12 @@ class StagingBuffer:
 
     @property
     def nbytes(self) -> int:
-        return self._memory.nbytes + (0 if self._pinned is None else self._pinned.nbytes)
+        return self.memory.nbytes + (0 if self._pinned is None else self._pinned.nbytes)
 
     @property
-    def memory(self) -> Bytes | None:
-        """The memory, if the last snapshot is gone."""
-        return None if self._last is not None and self._last() is not None else self._memory
-
-    def memory_of(self, copies: Snapshot) -> Bytes:
-        """Return the memory with a snapshot, the last."""
-        assert self._last is not None
-        assert self._last() is copies
-        return self._memory
+    def is_free(self) -> bool:
+        """Whether the last snapshot is gone."""
+        return self._last is None or self._last() is None
 
     def lend(self, copies: Snapshot) -> None:
         """Note the snapshot that uses the memory."""
@@ -112,17 +106,17 @@ class StagingBuffer:
 
     def prepare(self, nbytes: int) -> None:
         """Allocate memory, so that the first snapshot need not."""
-        if nbytes > self._memory.nbytes:
-            self._memory = np.empty(0, np.uint8)  # freed first: never hold both
-            self._memory = aligned_empty(nbytes)
+        if nbytes > self.memory.nbytes:
+            self.memory = np.empty(0, np.uint8)  # freed first: never hold both
+            self.memory = aligned_empty(nbytes)
 
     def needed(self, leaves: Sequence[HostLeaf]) -> int:
         return sum(_spaces(leaves))
 
     def snapshot(self, leaves: Sequence[HostLeaf]) -> Snapshot:
-        if self.memory is None:
+        if not self.is_free:
             # One handler saves two items: the copies of the other item are not written yet.
-            self._memory = np.empty(0, np.uint8)
+            self.memory = np.empty(0, np.uint8)
             self._pinned = None
         on_host, on_devices = _spaces(leaves)
         self.prepare(on_host)
@@ -148,7 +142,7 @@ class StagingBuffer:
                         pieces.append(Piece(part.start, place))
                     continue
                 end = offset + array.nbytes
-                copy = self._memory[offset:end].view(array.dtype).reshape(array.shape)
+                copy = self.memory[offset:end].view(array.dtype).reshape(array.shape)
                 pending.append((copy, array))
                 pieces.append(Piece(piece.start, copy))
                 offset = round_up(end, _ALIGNMENT)
@@ -176,10 +170,12 @@ class KnownTree:
     def __init__(self, flat: Flattened, leaves: Sequence[HostLeaf], copies: Snapshot, staging: StagingBuffer) -> None:
         self.names = flat.names
         self._staging = staging
-        self._memory = staging.memory_of(copies)
-        is_whole = [_is_whole(*pair) for pair in zip(leaves, copies, strict=True)]
-        self._leaves = KnownLeaves(flat.values, leaves, is_whole, staging.pinned_bytes)
+        self._memory = staging.memory
         self._is_copied = [isinstance(leaf, ArrayLeaf) and leaf.volatile for leaf in leaves]
+        shapes = [[piece.array.shape for piece in _pieces(copy)] for copy in copies]
+        pairs = zip(self._is_copied, shapes, leaves, strict=True)
+        is_whole = [copied and found == [getattr(leaf, "shape", None)] for copied, found, leaf in pairs]
+        self._leaves = KnownLeaves(flat.values, leaves, is_whole, staging.pinned_bytes)
         self._copies: list[HostLeaf] = []
         self._arrays: list[NDArray[Any]] = []
         self._tensors: list[tuple[list[Any], int]] = []
@@ -204,7 +200,7 @@ class KnownTree:
 
     def snapshot(self, tree: Any) -> Snapshot | None:
         """Copy a tree to the places of the last one; None if it differs, or the last snapshot is still needed."""
-        if self._staging.memory is not self._memory:
+        if not self._staging.is_free or self._staging.memory is not self._memory:
             return None
         with collection_paused():
             try:
@@ -230,14 +226,6 @@ class KnownTree:
                         pending.append((target, source))
             self._staging.copy(copies, pending, self._nbytes, started)
         return copies
-
-
-def _is_whole(leaf: HostLeaf, copy: HostLeaf) -> bool:
-    """Whether a leaf is copied, all of it, into one place."""
-    if isinstance(leaf, ValueLeaf) or not leaf.volatile:
-        return False
-    pieces = _pieces(copy)
-    return len(pieces) == 1 and pieces[0].array.shape == leaf.shape
 
 
 def _pieces(leaf: HostLeaf) -> Sequence[Piece]:

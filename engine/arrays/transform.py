@@ -53,80 +53,66 @@ class LeafCache:
     def __init__(self, source: TreeSource) -> None:
         self._source = source
         self._arrays: dict[int, NDArray[Any] | None] = {}
-        self._sizes: dict[int, int] = {}
-        self._views: dict[int, LazySequence | LazyMapping] = {}
 
     def tree(self) -> Any:
         """Return the saved tree, whose leaves are read when they are indexed; read a tree of one bare leaf at once."""
-        return self.view(self._source.tree.structure, 0)
-
-    def view(self, node: TreeDef | None, start: int) -> Any:
-        """Return a lazy container, or read a leaf; ``start`` is the number of the first leaf."""
-        if node is None:
-            return self.values([start])[0]
-        if id(node) not in self._views:
-            kind = LazySequence if node.keys is None else LazyMapping
-            self._views[id(node)] = kind(self, node, start)
-        return self._views[id(node)]
+        structure = self._source.tree.structure
+        return self.values([0])[0] if structure is None else _lazy(self, structure, 0)
 
     def __contains__(self, number: int) -> bool:
         return number in self._arrays
 
-    def size(self, node: TreeDef | None) -> int:
-        if node is None:
-            return 1
-        if id(node) not in self._sizes:
-            self._sizes[id(node)] = sum(map(self.size, node.children))
-        return self._sizes[id(node)]
-
     def arrays(self, numbers: Sequence[int]) -> list[NDArray[Any] | None]:
         """Return the stored arrays of leaves, None for plain values; read those not read yet."""
         missing = [number for number in dict.fromkeys(numbers) if number not in self._arrays]
-        if missing:
-            for number, array in zip(
-                missing, self._source.read_leaves([self._source.leaves[number] for number in missing]), strict=True
-            ):
-                if array is not None:
-                    array.flags.writeable = False
-                self._arrays[number] = array
+        found = self._source.read_leaves([self._source.leaves[number] for number in missing]) if missing else []
+        for number, array in zip(missing, found, strict=True):
+            if array is not None:
+                array.flags.writeable = False
+            self._arrays[number] = array
         return [self._arrays[number] for number in numbers]
 
     def values(self, numbers: Sequence[int]) -> list[Any]:
-        leaves = [self._source.leaves[number] for number in numbers]
+        names = [self._source.leaves[number].name for number in numbers]
+        saved = [self._source.leaves[number].saved for number in numbers]
         arrays = self.arrays(numbers)
         with naming(self._source.location):
-            return materialize(
-                [None] * len(leaves), [leaf.saved for leaf in leaves], arrays, [leaf.name for leaf in leaves]
-            )
+            return materialize([None] * len(names), saved, arrays, names)
 
 
 class _Lazy:
+    stop: int  # the number after its last leaf
+
     def __init__(self, cache: LeafCache, node: TreeDef, start: int) -> None:
-        self._cache = cache
-        self._node = node
-        self._starts = [start]
+        self._cache, self._node, self._start = cache, node, start
+        self._positions = {key: position for position, key in enumerate(node.keys or ())}
+        self._children: list[_Lazy | int] = []  # a leaf is its number
         for child in node.children:
-            self._starts.append(self._starts[-1] + cache.size(child))
+            below = start if child is None else _lazy(cache, child, start)
+            self._children.append(below)
+            start = below.stop if isinstance(below, _Lazy) else start + 1
+        self.stop = start
 
     def read_all(self) -> Any:
-        return unflatten(self._node, self._cache.values(range(self._starts[0], self._starts[-1])))
+        return unflatten(self._node, self._cache.values(range(self._start, self.stop)))
 
     def _child(self, position: int) -> Any:
-        return self._cache.view(self._node.children[position], self._starts[position])
+        child = self._children[position]
+        return child if isinstance(child, _Lazy) else self._cache.values([child])[0]
 
     def __len__(self) -> int:
-        return len(self._node.children)
+        return len(self._children)
 
     def __repr__(self) -> str:
         return f"<{self._node.kind} of {len(self)} in a checkpoint, read when indexed>"
 
 
+def _lazy(cache: LeafCache, node: TreeDef, start: int) -> _Lazy:
+    return (LazySequence if node.keys is None else LazyMapping)(cache, node, start)
+
+
 class LazyMapping(_Lazy, Mapping[Key, Any]):
     """A dictionary, namedtuple, dataclass or other container with keys."""
-
-    def __init__(self, cache: LeafCache, node: TreeDef, start: int) -> None:
-        super().__init__(cache, node, start)
-        self._positions = {key: position for position, key in enumerate(node.keys or ())}
 
     def __getitem__(self, key: Key) -> Any:
         return self._child(self._positions[key])
@@ -167,14 +153,11 @@ def plain(value: Any) -> Any:
 def own(tree: Any) -> Any:
     """Return a tree of writable numpy arrays: read-only ones, which the cache may hold, are copied."""
     flat = flatten(tree)
-    copies = [value.copy() if _is_shared(value) else value for value in flat.values]
-    if all(one is other for one, other in zip(copies, flat.values, strict=True)):
+    are_shared = [isinstance(value, np.ndarray) and not value.flags.writeable for value in flat.values]
+    if not any(are_shared):
         return tree
-    return unflatten(flat.structure, copies)
-
-
-def _is_shared(value: Any) -> bool:
-    return isinstance(value, np.ndarray) and not value.flags.writeable
+    pairs = zip(flat.values, are_shared, strict=True)
+    return unflatten(flat.structure, [value.copy() if is_shared else value for value, is_shared in pairs])
 
 
 def load_transformed_tree(

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from ..distributed import ProcessInfo
 from ..errors import OptionError, UnsupportedLeafError
-from ..forks import cached_property
 from ..format import FileRecord, crc32c, encode_document
 from ..pytree import ArrayLeaf, Box, Details, Piece, TreeDef, ValueLeaf, format_path, to_document
 from ..storage import DataFile, Location, Segment, max_concurrency, parallel_map
@@ -82,14 +81,9 @@ class TreePlan:
     """The parts of a save that the structure of a tree determines; later saves of like trees reuse them."""
 
     def __init__(self) -> None:
-        self._catalog: Catalog | None = None
+        self.catalog: Catalog | None = None
         self._chunks: dict[tuple[int, int], ChunkIds] = {}
         self._document: tuple[list[dict[str, Any]], bytes] | None = None
-
-    def catalog(self, make: Callable[[], Catalog]) -> Catalog:
-        if self._catalog is None:
-            self._catalog = make()
-        return self._catalog
 
     def chunks_of(self, catalog: Catalog, member: ProcessInfo) -> ChunkIds:
         """Return the chunks that a process writes, in the order of the tree."""
@@ -142,7 +136,7 @@ class TreeWriter:
         """Copy arrays that may change, so that they may do so before the tree is written; return the copies."""
         leaves = self._tree.leaves
         if member.count > 1 and staging.needed(leaves) >= worth * len(leaves):
-            leaves = _needed(self._catalog, leaves, self._chunks_of(member))
+            leaves = _needed(self._catalog, leaves, self.plan.chunks_of(self._catalog, member))
         copies = staging.snapshot(leaves)
         self._tree = replace(self._tree, leaves=copies)
         return copies
@@ -167,7 +161,7 @@ class TreeWriter:
         data.make_directory(sync=False)  # the commit syncs the folder around it
         sync = member.count > 1
         token = short_token(member.token or os.urandom(16).hex())
-        chunks = self._chunks_of(member)
+        chunks = self.plan.chunks_of(self._catalog, member)
         sources = self._sources(chunks)
         layout = self._layout if location.is_local else self._layout.for_uploads()
         linked: list[WrittenFile] = []
@@ -262,20 +256,17 @@ class TreeWriter:
         records = parallel_map(lambda path: write_file(location / path, files[path]), list(files), at_once)
         return written | dict(zip(files, records, strict=True))
 
-    def _chunks_of(self, member: ProcessInfo) -> ChunkIds:
-        return self.plan.chunks_of(self._catalog, member)
-
-    @cached_property
+    @property
     def _catalog(self) -> Catalog:
-        tree = self._tree
-        make = partial(Catalog, tree.names, tree.leaves, self._layout, self._compression, self._chunk_bytes)
-        return self.plan.catalog(make)
+        if (found := self.plan.catalog) is None:
+            tree = self._tree
+            found = Catalog(tree.names, tree.leaves, self._layout, self._compression, self._chunk_bytes)
+            self.plan.catalog = found
+        return found
 
     def _divided(self, groups: Sequence[ChunkIds]) -> tuple[list[ChunkIds], list[list[ChunkToCompress]]]:
         """Divide each group of chunks into those stored as they are and those to compress."""
         catalog = self._catalog
-        if all(kind.compression is None for kind in catalog.kinds):
-            return list(groups), []
         levels = catalog.column([kind.compression or 0 for kind in catalog.kinds])
         plain: list[ChunkIds] = []
         packed: list[list[ChunkToCompress]] = []

@@ -279,11 +279,7 @@ class OwnItems:
     def __init__(self, location: Location, record: CheckpointRecord) -> None:
         self.location = location
         self.record = record
-        self._items = record.items
-
-    @property
-    def names(self) -> Collection[str]:
-        return self._items.keys()
+        self.names: Collection[str] = record.items.keys()
 
     def only_name(self, handler: CheckpointHandler) -> str:
         """Return the name of the item that a checkpointer without names restores."""
@@ -297,7 +293,7 @@ class OwnItems:
         kwargs: Mapping[str, Any],
     ) -> Any:
         """Read an item back; raise OptionError if it is not one that the handler reads."""
-        saved = self._items[name]
+        saved = self.record.items[name]
         folder = self.location / saved.folder
         if handler.kind != saved.kind:
             raise OptionError(
@@ -314,7 +310,7 @@ class OwnItems:
 
     def structure(self, name: str, handler: CheckpointHandler) -> Any:
         """Describe an item without reading its data; return None if its handler cannot."""
-        saved = self._items[name]
+        saved = self.record.items[name]
         known = {"files": saved.files} if handler.verifies else {}
         return handler.structure(self.location / saved.folder, **known) if has_structure(handler) else None
 
@@ -324,11 +320,8 @@ class OtherItems:
 
     def __init__(self, source: CheckpointSource) -> None:
         self.location = source.location
+        self.names: Collection[str] = source.items.keys()
         self._source = source
-
-    @property
-    def names(self) -> Collection[str]:
-        return self._source.items.keys()
 
     def only_name(self, handler: CheckpointHandler) -> str:
         items = self._source.items

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..clock import Duration, seconds
 from ..distributed import Coordinator, ProcessGroup
@@ -19,8 +17,6 @@ from ..pytree import ArrayLeaf, Box, ValueLeaf, describe, flatten, format_path, 
 
 _NOT_HERE = -1
 _DIGEST_BYTES = 16
-
-Digests = NDArray[np.int64]
 
 
 def check_replicas(tree: Any, *, coordinator: Coordinator | None = None, timeout_secs: Duration = "10m") -> None:
@@ -45,25 +41,21 @@ def check_replicas(tree: Any, *, coordinator: Coordinator | None = None, timeout
         TreeMismatchError: Values differ, or the trees themselves do; on every process, names the leaves.
         UnsupportedLeafError: A leaf could not be saved.
     """
-    timeout = seconds(timeout_secs, name="timeout_secs")
-    rendezvous = ProcessGroup("check_replicas", coordinator, timeout).rendezvous("replicas")
-    if rendezvous is None:
+    group = ProcessGroup("check_replicas", coordinator, seconds(timeout_secs, name="timeout_secs"))
+    if group.alone:
         return
-    with contextlib.closing(rendezvous):
-        try:
-            names, lines, digests = _digests(tree, rendezvous.index)
-            structure = hashlib.blake2b("\n".join(lines).encode(), digest_size=_DIGEST_BYTES).digest()
-            gathered = rendezvous.gather("digests", structure + digests.tobytes(), timeout)
-            found = None if gathered is None else json.dumps(_compare(gathered, names)).encode()
-            differences = json.loads(rendezvous.broadcast("differences", found, timeout, gathered=True))
-        except BaseException as error:
-            rendezvous.fail(error)
-            raise
+    try:
+        names, lines, digests = _digests(tree, group.index)
+    except BaseException as error:
+        group.fail("replicas", error)
+        raise
+    structure = hashlib.blake2b("\n".join(lines).encode(), digest_size=_DIGEST_BYTES).hexdigest()
+    differences = group.agree("replicas", [structure, *digests], lambda gathered: _compare(gathered, names))
     if differences:
         raise TreeMismatchError("the processes hold different values where a save takes them to be equal:", differences)
 
 
-def _digests(tree: Any, process: int) -> tuple[list[str], list[str], Digests]:
+def _digests(tree: Any, process: int) -> tuple[list[str], list[str], list[int]]:
     """Return the leaf and the digest of each part that several processes hold, and lines that are equal everywhere."""
     flat = flatten(tree)
     names: list[str] = []
@@ -82,7 +74,7 @@ def _digests(tree: Any, process: int) -> tuple[list[str], list[str], Digests]:
         for box, held in _replicated(leaf, process):
             names.append(name)
             digests.append(_digest(leaf, box) if held else _NOT_HERE)
-    return names, lines, np.array(digests, np.int64)
+    return names, lines, digests
 
 
 def _replicated(leaf: ArrayLeaf, process: int) -> Iterator[tuple[Box, bool]]:
@@ -111,17 +103,16 @@ def _digest(leaf: ArrayLeaf, box: Box) -> int:
     return crc32c(found.reshape(-1).view(np.uint8))
 
 
-def _compare(gathered: Sequence[bytes], names: Sequence[str]) -> list[str]:
+def _compare(gathered: Sequence[Sequence[Any]], names: Sequence[str]) -> list[str]:
     """Return a line for every leaf in which processes differ; on process 0."""
-    first = gathered[0][:_DIGEST_BYTES]
-    strangers = [number for number, found in enumerate(gathered) if found[:_DIGEST_BYTES] != first]
+    strangers = [number for number, (structure, *_) in enumerate(gathered) if structure != gathered[0][0]]
     if strangers:
         return first_lines([f"process {number} has another tree than process 0" for number in strangers])
     known = np.full(len(names), _NOT_HERE, np.int64)
     holder = np.zeros(len(names), np.int64)
     different: dict[str, list[int]] = {}
-    for process, data in enumerate(gathered):
-        found = np.frombuffer(data, np.int64, offset=_DIGEST_BYTES)
+    for process, (_, *digests) in enumerate(gathered):
+        found = np.array(digests, np.int64)
         for position in np.flatnonzero((found != known) & (found != _NOT_HERE) & (known != _NOT_HERE)).tolist():
             others = different.setdefault(names[position], [int(holder[position])])
             if process not in others:

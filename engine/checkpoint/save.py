@@ -125,6 +125,7 @@ class Save:
         self._claim = threading.Lock()  # held for good by the thread that completes the save or gives it up
         # Whether a thread may complete the save beside the training loop.
         self.in_background = any(item.background for item in items.values())
+        self.replaces = False  # whether there is a checkpoint that this one replaces; only process 0 knows
         self._role: Primary | Worker
         if rendezvous is not None and rendezvous.index > 0:
             self._role = Worker(location, sorted(items), rendezvous, timeout, shared)
@@ -134,6 +135,7 @@ class Save:
             except BaseException as error:
                 leave_save(rendezvous, error)
                 raise
+            self.replaces = pending.replaces
             self._role = Primary(pending, rendezvous, timeout, shared)
         try:
             for name, item in items.items():
@@ -209,24 +211,19 @@ class Save:
 
     def commit(self, record: CheckpointRecord | None) -> tuple[CheckpointRecord, SaveReport]:
         """Commit the checkpoint; return the record and the report. Processes other than 0 wait for its summary."""
-        committed = self._role.commit(record)
+        committed, written_bytes, shared_bytes = self._role.commit(record)
         for written in self._reuse:
             written.commit()
         total = time.perf_counter() - self._began
-        return committed.record, SaveReport(
-            step=committed.record.step,
+        return committed, SaveReport(
+            step=committed.step,
             path=self._location.url,
-            reason=committed.record.reason,
-            bytes=committed.written_bytes,
-            shared_bytes=committed.shared_bytes,
+            reason=committed.reason,
+            bytes=written_bytes,
+            shared_bytes=shared_bytes,
             blocked_seconds=self._blocked if self.in_background else total,
             total_seconds=total,
         )
-
-    @property
-    def replaces(self) -> bool:
-        """Whether there is a checkpoint that this one replaces; only process 0 knows."""
-        return self._role.replaces
 
     def give_up(self, error: BaseException) -> bool:
         """Give the save up unless a thread completes it already; return whether it was given up.
@@ -255,24 +252,8 @@ class _BegunItem:
         return fsync_and_digest(folder) if self._files is None else self._files
 
 
-class _Committed(NamedTuple):
-    """A committed checkpoint: its record, or the summary; the bytes that were written, and those of shared files."""
-
-    record: CheckpointRecord
-    written_bytes: int
-    shared_bytes: int
-
-    def encode(self) -> bytes:
-        """Return the facts that the other processes need, whose length does not grow with their number."""
-        summary = self.record.summary()
-        facts = {"identity": summary.summarizes, "written_bytes": self.written_bytes, "shared_bytes": self.shared_bytes}
-        return json.dumps({**facts, "record": summary.to_document()}).encode()
-
-    @classmethod
-    def decode(cls, content: bytes, source: str) -> _Committed:
-        facts = json.loads(content)
-        summary = CheckpointRecord.from_document(facts["record"], source=source)
-        return cls(replace(summary, summarizes=facts["identity"]), facts["written_bytes"], facts["shared_bytes"])
+# A record that was committed, the bytes that were written for it, and those of shared files.
+_Committed = tuple[CheckpointRecord, int, int]
 
 
 @dataclass
@@ -290,10 +271,6 @@ class Primary:
     def process(self) -> ProcessInfo:
         count = 1 if self.rendezvous is None else self.rendezvous.count
         return ProcessInfo(0, count, self.pending.token, shared=self.shared)
-
-    @property
-    def replaces(self) -> bool:
-        return self.pending.replaces
 
     def open(self, archives: Collection[str] = ()) -> Mapping[str, Location]:
         """Return the folder of every item, made ready; the names of those that are zip files are given first."""
@@ -326,18 +303,18 @@ class Primary:
         """Make the checkpoint exist."""
         assert record is not None, "process 0 makes the record"
         self.pending.commit(record)
-        shared = record.shared_bytes
-        committed = _Committed(record, record.nbytes - shared, shared)
+        nbytes = record.nbytes - record.shared_bytes, record.shared_bytes
         if self.rendezvous is not None:
             self.has_committed = True
+            # Without its files, whose number grows with that of the processes.
+            facts = {"record": record.summary().to_document(), "identity": record.identity, "bytes": nbytes}
             try:
-                self.rendezvous.broadcast("committed", committed.encode(), self.timeout)
+                self.rendezvous.broadcast("committed", json.dumps(facts).encode(), self.timeout)
             except Exception as error:  # the checkpoint exists nevertheless
-                _logger.warning(
-                    "%s: saved, but the other processes could not be told: %s", self.pending.location, error
-                )
+                what = "%s: saved, but the other processes could not be told: %s"
+                _logger.warning(what, self.pending.location, error)
             self.rendezvous.close()
-        return committed
+        return record, *nbytes
 
     def give_up(self, error: BaseException) -> None:
         """Remove the files once no process writes any more; otherwise leave them to the next run."""
@@ -373,8 +350,6 @@ class Worker:
     shared: bool
     token: str = ""
     folders: Mapping[str, Location] | None = None
-
-    replaces = False
 
     @property
     def process(self) -> ProcessInfo:
@@ -418,9 +393,12 @@ class Worker:
 
     def commit(self, record: CheckpointRecord | None) -> _Committed:
         """Wait for what process 0 tells of its record."""
-        content = self.rendezvous.broadcast("committed", None, self.timeout, gathered=True)
+        facts = json.loads(self.rendezvous.broadcast("committed", None, self.timeout, gathered=True))
         self.rendezvous.close()
-        return _Committed.decode(content, f"{self.location}: what process 0 has committed")
+        summary = CheckpointRecord.from_document(
+            facts["record"], source=f"{self.location}: what process 0 has committed"
+        )
+        return replace(summary, summarizes=facts["identity"]), *facts["bytes"]
 
     def give_up(self, error: BaseException) -> None:
         """Report the failure, and that this process writes no more."""

@@ -49,13 +49,10 @@ def transport_of(coordinator: Coordinator) -> Transport | None:
 
 
 class TorchTransport:
-    """Groups of gloo, between host memories: what was read lies there, and an error of gloo does not end the program.
+    """Groups of gloo between host memories, which are not among the groups of the program."""
 
-    They are not among the groups of the program, whose operations and timeouts stay as they are. In a group of gloo,
-    each process has a socket for every other one. So a large team is a grid: all-gathers along its rows, then along
-    its columns.
-    """
-
+    # In a group, each process has a socket for every other one. So a larger team is a grid: all-gathers along its rows,
+    # then along its columns.
     largest_group = 64
 
     def __init__(self, coordinator: TorchCoordinator) -> None:
@@ -93,10 +90,7 @@ class TorchTransport:
 
 
 class JaxTransport:
-    """A jitted identity whose result is less divided than its argument, over one device of each process.
-
-    The elements are integers without a sign, which no device rounds, widens or normalizes.
-    """
+    """A jitted identity whose result is less divided than its argument, over one device of each process."""
 
     def connect(self, name: str, teams: Teams, index: int, nbytes: int, timeout: float) -> AllGather:
         jax: Any = sys.modules["jax"]
@@ -109,7 +103,7 @@ class JaxTransport:
         mesh = jax.sharding.Mesh(grid, ("team", "member"))
         divided = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("team", "member"))
         gathered = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("team"))
-        shape = (*grid.shape, nbytes // 4)
+        shape = (*grid.shape, nbytes // 4)  # integers without a sign, which no device rounds, widens or normalizes
         argument = jax.ShapeDtypeStruct(shape, np.uint32, sharding=divided)
         identity = jax.jit(lambda array: array, out_shardings=gathered).lower(argument).compile()
 

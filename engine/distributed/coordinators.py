@@ -39,7 +39,7 @@ class ProcessInfo:
         token: Text that is unique to this save and the same on all processes: a part of the names of its files.
         awaited: Is set when the training loop that runs meanwhile begins to wait for the save; None: no loop runs
             meanwhile.
-        shared: Whether all processes write to one place; if not, each host has one of its own.
+        shared: Whether all processes write to one place; if not, each host has its own.
     """
 
     index: int = 0
@@ -146,16 +146,10 @@ class Alone:
 
 
 class JaxCoordinator:
-    """The processes of a jax program, and the key-value store of its coordination service.
+    """The processes of a jax program, and the key-value store of its coordination service."""
 
-    The service runs in process 0, and every process sends it heartbeats:
-
-    - When process 0 dies, jax aborts the others within milliseconds (SIGABRT, with a message on stderr). No option of
-      ``jax.distributed.initialize`` changes that.
-    - When another process dies, jax aborts the rest ``heartbeat_timeout_seconds`` later (100 by default). They raise an
-      error that names it only if their timeouts are shorter than that. With
-      ``jax.config.update("jax_enable_recoverability", True)`` before ``initialize``, jax does not abort them.
-    """
+    # The service runs in process 0: jax aborts all others at once if that dies, and ``heartbeat_timeout_seconds`` after
+    # the death of another one, unless ``jax_enable_recoverability`` is set.
 
     def __init__(self, client: Any, index: int, count: int) -> None:
         self.process_index = index
@@ -230,28 +224,22 @@ def _is_polled(store: Any) -> bool:
 
 
 class TorchCoordinator:
-    """The processes of a torch program, and the store through which they found each other.
+    """The processes of a torch program, and the store through which they found each other."""
 
-    The store is a thread of process 0, or of the launcher (torchrun): when that process dies, the others get an error
-    at once. The death of any other process shows only as a timeout.
+    # A wait of the store blocks its connection, and prints warnings when it times out. So it gets a thread and a
+    # connection of its own, and continues for the next `get` of its key. Only a value ends it: `give_up` stores one
+    # that all processes take for none.
 
-    A wait of the store blocks its connection, and prints warnings when it times out. So it gets a thread and a
-    connection of its own, and continues for the next `get` of its key. Only a value ends it: `give_up` stores one that
-    all processes take for none.
-
-    torchrun keeps its store, with all that is in it, when it starts the processes again (``is_current`` tells whether
-    these are still those of the program). There, process 0 draws a name for all keys of this start, and tells it to
-    each process that asks: under a key that no earlier process has used. If it ends before all have asked, it leaves
-    the name and the time for them. A process takes a name that was left after it has begun: the processes of earlier
-    starts have ended before.
-    """
+    # torchrun keeps its store and what is in it when it starts the processes again. There, process 0 draws a name for
+    # all keys of this start, and tells it to each process that asks, under a key that no earlier one has used. If it
+    # ends before all have asked, it leaves the name and the time. Processes take only a name left after they began.
 
     def __init__(self, store: Any, index: int, count: int, is_current: Callable[[], bool] | None = None) -> None:
         self.process_index = index
         self.process_count = count
         self._shared: Any = store
         self._own: Any = None
-        self._is_current = is_current
+        self._is_current = is_current  # whether these are still the processes of the program
         self._start = os.urandom(8).hex()
         self._telling: threading.Thread | None = None
         self._leaves = threading.Event()  # whether this process ends
@@ -334,7 +322,7 @@ class TorchCoordinator:
 
     def _start_wait(self, key: str) -> Future[bytes]:
         """Return the wait for a key, which begins unless another thread has begun it."""
-        from concurrent.futures import Future  # not above: only programs of several processes need it
+        from concurrent.futures import Future  # imported lazily: only programs of several processes need it
 
         made: Future[bytes] = Future()
         wait = self._waits.setdefault(key, made)
@@ -508,7 +496,7 @@ def current_coordinator() -> Coordinator:
     Returns:
         The coordinator: the same object as long as the connection lasts.
     """
-    return _jax.find() or _torch.find() or _ALONE
+    return _of_jax() or _of_torch() or _ALONE
 
 
 def primary_host() -> str | None:
@@ -534,49 +522,43 @@ def machine_identity() -> str:
         return socket.gethostname()
 
 
-class _JaxProgram:
-    def __init__(self) -> None:
-        self._client: Any = None
-        self._started = False
-        self._made: JaxCoordinator | None = None
-
-    def find(self) -> JaxCoordinator | None:
-        # jax's public functions for this would choose and start a backend.
-        state = getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
-        client = getattr(state, "client", None)
-        if state is None or client is None or (state.num_processes or 1) < 2:
-            self._client = self._made = None
-            return None
-        backends = sys.modules.get("jax._src.xla_bridge")
-        started = backends is not None and bool(backends.backends_are_initialized())
-        made = self._made
-        if made is None or client is not self._client:
-            made = JaxCoordinator(client, int(state.process_id), int(state.num_processes))
-            self._client, self._started, self._made = client, False, made
-        if started is not self._started:
-            # Holders of arrays have the numbers of the backend, which may differ from those of the service (on TPUs).
-            made.process_index = int(sys.modules["jax"].process_index())
-            self._started = started
-        return made
+_ALONE = Alone()
+_current: dict[str, tuple[Any, Any]] = {}  # by library: the client, or a reference to the group, and its coordinator
 
 
-class _TorchProgram:
-    def __init__(self) -> None:
-        self._group: weakref.ref[Any] | None = None
-        self._made: TorchCoordinator | None = None
+def _of_jax() -> JaxCoordinator | None:
+    # jax's public functions for this would choose and start a backend.
+    state: Any = getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
+    client = getattr(state, "client", None)
+    if client is None or (state.num_processes or 1) < 2:
+        _current.pop("jax", None)
+        return None
+    known, found = _current.get("jax", (None, None))
+    is_known = known is client
+    made: JaxCoordinator = found if is_known else JaxCoordinator(client, int(state.process_id), state.num_processes)
+    _current["jax"] = client, made
+    backends = sys.modules.get("jax._src.xla_bridge")
+    if backends is not None and backends.backends_are_initialized():
+        # Holders of arrays have the numbers of the backend, which may differ from those of the service (on TPUs).
+        made.process_index = int(sys.modules["jax"].process_index())
+    return made
 
-    def find(self) -> TorchCoordinator | None:
-        distributed: Any = sys.modules.get("torch.distributed")
-        initialized = getattr(distributed, "is_initialized", None)  # absent in builds without it
-        if initialized is None or not initialized():
-            self._group = self._made = None
-            return None
-        group = distributed.group.WORLD
-        if self._group is None or self._group() is not group:
-            # No lock is needed: a second one, made by another thread meanwhile, would reach the same store.
-            self._group = weakref.ref(group)
-            self._made = _connect(distributed, self._group) if distributed.get_world_size() > 1 else None
-        return self._made
+
+def _of_torch() -> TorchCoordinator | None:
+    distributed: Any = sys.modules.get("torch.distributed")
+    initialized = getattr(distributed, "is_initialized", None)  # absent in builds without it
+    if initialized is None or not initialized():
+        _current.pop("torch", None)
+        return None
+    group = distributed.group.WORLD
+    known, found = _current.get("torch", (None, None))
+    made: TorchCoordinator | None = found
+    if known is None or known() is not group:
+        # No lock is needed: a second one, made by another thread meanwhile, would reach the same store.
+        known = weakref.ref(group)
+        made = _connect(distributed, known) if distributed.get_world_size() > 1 else None
+        _current["torch"] = known, made
+    return made
 
 
 def _connect(distributed: Any, group: Callable[[], Any]) -> TorchCoordinator:
@@ -588,8 +570,3 @@ def _connect(distributed: Any, group: Callable[[], Any]) -> TorchCoordinator:
         int(distributed.get_world_size()),
         (lambda: distributed.is_initialized() and distributed.group.WORLD is group()) if is_kept else None,
     )
-
-
-_ALONE = Alone()
-_jax = _JaxProgram()
-_torch = _TorchProgram()

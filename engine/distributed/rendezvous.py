@@ -102,7 +102,7 @@ class DeadlinePassedError(Exception):
 
 def call_within(seconds: float, work: Callable[..., T], *inputs: Any) -> T:
     """Call a function that may wait without a deadline in a thread, and raise DeadlinePassedError at the deadline."""
-    import queue  # not above: only programs of several processes need it
+    import queue  # imported lazily: only programs of several processes need it
 
     answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
@@ -298,10 +298,7 @@ class Rendezvous:
 
     @contextlib.contextmanager
     def _waiting(self, topic: str, timeout: float, met: range, missing: Callable[[], Sequence[int]]) -> Iterator[float]:
-        """Give a block that waits for processes its deadline, and note which were ``met``, or are ``missing`` then.
-
-        The time is half of ``timeout`` after each wait in a row that has missed a process, down to a part.
-        """
+        """Give a block that waits for processes its deadline, and note which were ``met``, or are ``missing`` then."""
         now = self.coordinator.monotonic()
         with _missed_lock:
             misses = _missed.setdefault(self.coordinator.unbounded, _Misses())
@@ -326,12 +323,11 @@ class Rendezvous:
             for process in [one for one in misses.counts if one in met]:
                 del misses.counts[process]
 
-    def _key(self, operation: str, topic: str, process: int, *, again: bool = False) -> str:
+    def _key(self, operation: str, topic: str, process: int) -> str:
         key = _process_key(f"{self._prefix}/{operation}/{_quoted(topic)}", process)
-        if not again:
-            if key in self._used:
-                raise ValueError(f"{self.name}: {operation} of {topic!r} was done before; use another topic")
-            self._used.add(key)
+        if key in self._used:
+            raise ValueError(f"{self.name}: {operation} of {topic!r} was done before; use another topic")
+        self._used.add(key)
         return key
 
     def _put(self, key: str, value: bytes) -> None:
@@ -411,7 +407,8 @@ class Rendezvous:
 
     def _missing(self, operation: str, topic: str, first: int = 0) -> list[int]:
         """Return the processes, from one on, whose values are not there; few requests if few are missing."""
-        keys = {self._key(operation, topic, process, again=True): process for process in range(first, self.count)}
+        folder = f"{self._prefix}/{operation}/{_quoted(topic)}"
+        keys = {_process_key(folder, process): process for process in range(first, self.count)}
 
         def work(coordinator: Coordinator, some: Sequence[str]) -> list[int]:
             if not some or coordinator.try_get_all(some) is not None:
@@ -475,7 +472,7 @@ class _Retired:
 
     keys: list[str]
     deleted: set[str]
-    pending: list[list[str]] = field(default_factory=list)  # the keys that they store when they close it, by folder
+    pending: list[list[str]]  # the keys that they store when they close it, by folder
 
     def sweep(self, coordinator: Coordinator) -> bool:
         """Delete all keys if all processes have closed it, and return whether they have."""
@@ -493,7 +490,7 @@ class _Retired:
 
 
 def _quoted(text: str) -> str:
-    from urllib.parse import quote  # not above: only programs of several processes need it
+    from urllib.parse import quote  # imported lazily: only programs of several processes need it
 
     return quote(text, safe="")
 

@@ -258,8 +258,7 @@ def own_item(files: Mapping[str, FileRecord]) -> ItemRecord | None:
 
 def own_shares(files: Mapping[str, FileRecord]) -> list[ItemRecord]:
     """Return the trees of single processes inside a tree's folder, in the order of the processes."""
-    own = own_item(files)
-    return [] if own is None else own.shares()
+    return [] if (own := own_item(files)) is None else own.shares()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -348,12 +347,8 @@ class CheckpointRecord:
 
     def _items_document(self) -> dict[str, Any]:
         return {
-            name: {
-                "folder": item.folder,
-                "kind": item.kind,
-                "files": {path: _file_document(file) for path, file in item.files.items()},
-            }
-            for name, item in self.items.items()
+            name: {"folder": folder, "kind": kind, "files": {path: _file_document(one) for path, one in files.items()}}
+            for name, (folder, kind, files) in self.items.items()
         }
 
     @classmethod

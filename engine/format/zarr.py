@@ -159,12 +159,7 @@ def encode_array_metadata(
     """Encode the ``zarr.json`` of an array whose chunks are little endian and followed by their checksum."""
     if len(shape) != len(chunk_shape) or min(chunk_shape, default=1) < 1 or min(shape, default=0) < 0:
         raise ValueError(f"an array of shape {shape} cannot have chunks of shape {chunk_shape}")
-    if data_type == "bool":
-        fill: object = False
-    elif data_type.startswith("complex"):
-        fill = [0.0, 0.0]
-    else:
-        fill = 0
+    fill: object = [0.0, 0.0] if data_type.startswith("complex") else False if data_type == "bool" else 0
     codecs: list[dict[str, Any]] = [{"name": "bytes", "configuration": {"endian": "little"}}]
     if compression is not None:
         codecs.append({"name": "zstd", "configuration": {"level": compression, "checksum": False}})

@@ -60,7 +60,7 @@ class SizedItem(PreparedItem, Protocol):
 
 
 class CheckpointHandler(abc.ABC):
-    """Saves and restores one kind of object, in a folder of its own.
+    """Saves and restores one kind of object, in its own folder.
 
     Attributes:
         kind: Name in the commit record of what this handler writes.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ..checkpoint import CopiedFiles, CopyProgress, Throttle, copied_step, copy_witness, write_record
@@ -102,59 +102,95 @@ def copy_checkpoint(
     rate = None if max_bandwidth is None else bytes_per_second(max_bandwidth, name="max_bandwidth")
 
     def work() -> list[dict[str, Any]]:
-        return list(map(asdict, _copy(origin, target, overwrite, Throttle(rate), progress or UNHEARD)))
+        return list(map(asdict, _Copy(overwrite, Throttle(rate), progress or UNHEARD).run(origin, target)))
 
     about = [origin.url, target.url, overwrite]
     found = run_on_primary("copy_checkpoint", about, work, coordinator)
     return [CopyReport(**report) for report in found]
 
 
-def _copy(
-    source: Location, destination: Location, overwrite: bool, throttle: Throttle, progress: Progress
-) -> list[CopyReport]:
-    if source.overlaps(destination):
-        raise OptionError(f"{destination}: a copy of {source} cannot lie there; choose a place outside of it")
-    try:
-        record = read_record(source)
-    except CheckpointNotFoundError:
-        steps = list_steps(source)
-        if not steps:
-            raise
-        return _copy_run(source, destination, steps, overwrite, throttle, progress)
-    progress.expect(record.nbytes)
-    with Portion(progress, record.nbytes, record.nbytes) as portion:
-        return [_copy_one(source, destination, overwrite, throttle, portion, CopiedFiles())]
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    overwrite: bool
+    throttle: Throttle
+    progress: Progress
+    copied: CopiedFiles = field(default_factory=CopiedFiles)
 
+    def run(self, source: Location, destination: Location) -> list[CopyReport]:
+        if source.overlaps(destination):
+            raise OptionError(f"{destination}: a copy of {source} cannot lie there; choose a place outside of it")
+        try:
+            record = read_record(source)
+        except CheckpointNotFoundError:
+            steps = list_steps(source)
+            if not steps:
+                raise
+            return self._copy_steps(source, destination, steps)
+        self.progress.expect(record.nbytes)
+        with Portion(self.progress, record.nbytes, record.nbytes) as portion:
+            return [self._copy_one(source, destination, portion)]
 
-def _copy_one(
-    source: Location,
-    destination: Location,
-    overwrite: bool,
-    throttle: Throttle,
-    portion: Portion,
-    copied: CopiedFiles,
-) -> CopyReport:
-    progress = CopyProgress(advance=portion.advance)
+    def _copy_one(self, source: Location, destination: Location, portion: Portion) -> CopyReport:
+        progress = CopyProgress(advance=portion.advance)
 
-    def copy(record: CheckpointRecord) -> CopyReport:
-        there = found_at(destination)
-        if there is not None and there.fingerprint == record.fingerprint:
-            follow(destination, there, record)
-            copy_witness(source, destination, again=True)
-        elif there is not None and not overwrite:
-            raise CheckpointExistsError(
-                f"{destination}: another checkpoint is there; choose another path, or replace it (overwrite=True)"
+        def copy(record: CheckpointRecord) -> CopyReport:
+            there = found_at(destination)
+            if there is not None and there.fingerprint == record.fingerprint:
+                follow(destination, there, record)
+                copy_witness(source, destination, again=True)
+            elif there is not None and not self.overwrite:
+                raise CheckpointExistsError(
+                    f"{destination}: another checkpoint is there; choose another path, or replace it (overwrite=True)"
+                )
+            else:
+                with copied_step(
+                    source,
+                    destination,
+                    record,
+                    overwrite=self.overwrite,
+                    throttle=self.throttle,
+                    progress=progress,
+                    copied=self.copied,
+                ):
+                    pass  # nothing is left to check before the commit
+            return CopyReport(
+                source=str(source), path=str(destination), step=record.step, bytes=record.nbytes, sent=progress.sent
             )
-        else:
-            with copied_step(
-                source, destination, record, overwrite=overwrite, throttle=throttle, progress=progress, copied=copied
-            ):
-                pass  # nothing is left to check before the commit
-        return CopyReport(
-            source=str(source), path=str(destination), step=record.step, bytes=record.nbytes, sent=progress.sent
-        )
 
-    return read_steadily(source, copy)
+        return read_steadily(source, copy)
+
+    def _copy_steps(self, source: Location, destination: Location, steps: list[StepEntry]) -> list[CopyReport]:
+        ownership = Ownership(destination, SystemClock())
+        ownership.take()
+        done, damaged = [], []
+        there = {(one.series, one.step): one.location.name for one in step_folders(destination)}
+        sizes = [0 if entry.record is None else entry.record.nbytes for entry in steps]
+        self.progress.expect(sum(sizes))
+        try:
+            for entry, nbytes in zip(steps, sizes, strict=True):
+                with Portion(self.progress, nbytes, nbytes) as portion:
+                    try:
+                        if entry.error is not None:
+                            raise entry.error
+                        ownership.check()
+                        target = destination / there.get((entry.series, entry.step), entry.location.name)
+                        done.append(self._copy_one(entry.location, target, portion))
+                        # The record of the entry has the metrics of other programs as well.
+                        if (copied := found_at(target)) is not None and entry.record is not None:
+                            follow(target, copied, replace(copied, metrics=entry.record.metrics))
+                    except CheckpointNotFoundError:  # the run has deleted the step meanwhile
+                        continue
+                    except DamagedCheckpointError as error:
+                        damaged.append(f"step {entry.step}: {error}")
+            store_metadata(destination, stored_metadata(source))
+            copy_options(source, destination)
+        finally:
+            ownership.release()
+        if damaged:
+            raise DamagedCheckpointError(
+                itemized(f"{source}: damaged steps were not copied; the {len(done)} others were:", damaged)
+            )
+        return done
 
 
 def found_at(location: Location) -> CheckpointRecord | None:
@@ -172,45 +208,3 @@ def follow(location: Location, record: CheckpointRecord, original: CheckpointRec
         location.check_not_link()
         write_record(location, changed)
     return changed
-
-
-def _copy_run(
-    source: Location,
-    destination: Location,
-    steps: list[StepEntry],
-    overwrite: bool,
-    throttle: Throttle,
-    progress: Progress,
-) -> list[CopyReport]:
-    ownership = Ownership(destination, SystemClock())
-    ownership.take()
-    done, damaged = [], []
-    copied_files = CopiedFiles()
-    there = {(one.series, one.step): one.location.name for one in step_folders(destination)}
-    sizes = [0 if entry.record is None else entry.record.nbytes for entry in steps]
-    progress.expect(sum(sizes))
-    try:
-        for entry, nbytes in zip(steps, sizes, strict=True):
-            with Portion(progress, nbytes, nbytes) as portion:
-                try:
-                    if entry.error is not None:
-                        raise entry.error
-                    ownership.check()
-                    target = destination / there.get((entry.series, entry.step), entry.location.name)
-                    done.append(_copy_one(entry.location, target, overwrite, throttle, portion, copied_files))
-                    # The record of the entry has the metrics of other programs as well.
-                    if (copied := found_at(target)) is not None and entry.record is not None:
-                        follow(target, copied, replace(copied, metrics=entry.record.metrics))
-                except CheckpointNotFoundError:  # the run has deleted the step meanwhile
-                    continue
-                except DamagedCheckpointError as error:
-                    damaged.append(f"step {entry.step}: {error}")
-        store_metadata(destination, stored_metadata(source))
-        copy_options(source, destination)
-    finally:
-        ownership.release()
-    if damaged:
-        raise DamagedCheckpointError(
-            itemized(f"{source}: damaged steps were not copied; the {len(done)} others were:", damaged)
-        )
-    return done

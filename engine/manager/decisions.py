@@ -30,7 +30,6 @@ _logger = logging.getLogger("holdfast")
 
 
 def median(values: Iterable[float]) -> float:
-    """Return the median of some numbers, at least one."""
     import statistics  # not above: it imports random and decimal, and a listing of checkpoints needs no median
 
     return statistics.median(values)
@@ -132,12 +131,8 @@ class OnBest:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """Saves the steps that the observer of a run asks for."""
-
+class Wanted(SavePolicy):
     observer: Observer
-    interval_secs: ClassVar[None] = None
-    reads_metrics: ClassVar[bool] = False
 
     def reason(self, moment: Moment) -> str | None:
         return self.observer.wants(moment.step)
@@ -171,20 +166,18 @@ class SyncSchedule:
         self._answer: tuple[int, Decision] | None = None
         self._last: tuple[int, float] | None = None  # the step and the monotonic clock of the last agreement
 
-    def asks(self, step: int, metrics: Mapping[str, Any] | None) -> bool:
-        """Whether time or metrics may decide at this step."""
+    def asks(self, step: int, metrics: Mapping[str, Any] | None, previous: int | None) -> bool:
+        """Whether time, metrics or the end of the last save may decide at this step."""
         if self.reads_metrics and metrics is not None:
             return True
-        return bool(self._timed) and (self._next is None or step >= self._next)
-
-    def asks_outcome(self, step: int, previous: int | None) -> bool:
-        """Whether to ask at this step how the last save ended; not if the next save is due anyway."""
+        if self._timed and (self._next is None or step >= self._next):
+            return True
         if not self._counts_steps or self._outcome is None or step < self._outcome[0]:
             return False
+        # How the last save ended does not matter if the next one is due anyway.
         return not any(trigger.reason(Moment(step=step, previous=previous)) for trigger in self.certain)
 
     def save_began(self, step: int) -> None:
-        """Note that a save has begun, and ask from the next step on how it ends."""
         self._outcome = step + 1, 1
 
     def next_step(self, step: int, now: float, since: float) -> int | None:
@@ -234,7 +227,6 @@ class StepPace:
             (self._without if save is None else self._during).append((now - last[1]) / (step - last[0]))
 
     def save_begins(self) -> None:
-        """Begin to measure a save."""
         self._usual = tuple(self._without)
         self._during = []
 
@@ -272,7 +264,6 @@ class SaveDecisions:
         self._failed: bool | None = False  # whether the last save failed; None while it is under way
 
     def restored(self, step: int) -> None:
-        """Note that the run resumes from a step."""
         self._last = self._before = step, self._last[1]
 
     def deleted(self, newest: int) -> None:
@@ -282,7 +273,6 @@ class SaveDecisions:
             self._last = self._before = newest, now
 
     def save_begins(self, step: int) -> None:
-        """Note that a save begins."""
         self._starts_at(step)
         self._before, self._last = self._last, (step, self._clock.monotonic())
         self._pace.save_begins()
@@ -309,7 +299,7 @@ class SaveDecisions:
         asked = step, metrics, earlier, saved
         if self._processes.alone:
             return decide(self._triggers, self._moment(*asked))
-        if self._schedule.asks(step, metrics) or self._schedule.asks_outcome(step, self._last[0]):
+        if self._schedule.asks(step, metrics, self._last[0]):
             return self._agree(*asked)
         decision = decide(self._schedule.certain, self._moment(*asked))
         answer = self._schedule.answer(step)  # None if nothing was agreed at this step
@@ -321,13 +311,11 @@ class SaveDecisions:
             self._last = step - 1, self._last[1]
 
     def _moment(self, step: int, metrics: Mapping[str, Any] | None, earlier: Sequence[StepInfo], saved: bool) -> Moment:
-        """Return what triggers see at a step."""
         previous, last = self._last
         now = self._clock.monotonic()
         return Moment(step=step, previous=previous, now=now, last=last, metrics=metrics, earlier=earlier, saved=saved)
 
     def _agree(self, step: int, *others: Any) -> Decision:
-        """Decide as process 0 does."""
         what = f"decision at step {step}"
         save, reason, following, failed = self._processes.decide(what, self._decide_for_all, step, *others)
         if failed:
@@ -386,7 +374,6 @@ class AbandonedSteps:
         self._began = True
 
     def saved(self, step: int) -> None:
-        """Note that a step was committed."""
         self._left -= {step}
 
     def warn(self, later: Sequence[int]) -> None:
@@ -401,10 +388,8 @@ class AbandonedSteps:
 
     def _warn(self, what: str, origin: int | str = "step") -> None:
         if self._warns:
-            _logger.warning(
+            text = (
                 "%s: %s. Until then they count as the newest, for retention and for the next resume. Delete them with "
-                "delete_after(%s) before the run continues, or use another directory to keep both",
-                self._directory,
-                what,
-                origin,
+                "delete_after(%s) before the run continues, or use another directory to keep both"
             )
+            _logger.warning(text, self._directory, what, origin)

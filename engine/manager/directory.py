@@ -182,9 +182,12 @@ class IndexedStep:
     location: Location | None = None  # its folder, if another library wrote it
 
     @property
-    def is_stray(self) -> bool:
-        """Whether the folder has files, and is no checkpoint, not even a damaged one."""
+    def is_none(self) -> bool:
+        """Whether this is no checkpoint, not even a damaged one."""
         return self.error is None and self.info is None
+
+
+_NO_STEP = IndexedStep()  # in the index, it stands for a folder with the name of a step that has other files
 
 
 def _indexed(step: int, record: CheckpointRecord, location: Location | None = None) -> IndexedStep:
@@ -235,12 +238,13 @@ class RunDirectory:
 
     def step_location(self, step: int) -> Location:
         """Return the folder of a step, whether it exists or not."""
-        known = self._index.get(step)
         name = self._names.get(step) or step_folder(self._series, step, self._width)
-        return (known and known.location) or self.location / name
+        return self._known(step).location or self.location / name
+
+    def _known(self, step: int) -> IndexedStep:
+        return self._index.get(step, _NO_STEP)
 
     def stored_metadata(self) -> Mapping[str, Any] | None:
-        """Return the facts about the run that are stored beside the steps."""
         found = stored_metadata(self.location)
         with self._lock:
             is_foreign = any(known.location is not None for known in self._index.values())
@@ -282,7 +286,7 @@ class RunDirectory:
         with self._lock:
             for step, known in self._index.items():
                 found = index.get(step)
-                if found is None and known.is_stray:
+                if found is None and known.is_none:
                     index[step] = known
                 elif found and found.record and known.error and known.record and not forget:  # its data was damaged
                     index[step] = known if found.record.identity == known.record.identity else found
@@ -296,10 +300,9 @@ class RunDirectory:
             self._put(step, None if record is None else _indexed(step, with_late(record, late)))
 
     def add_strays(self, steps: Iterable[int]) -> None:
-        """Note the steps whose folders are no checkpoints."""
         with self._lock:
             for step in steps:
-                self._put(step, IndexedStep())
+                self._put(step, _NO_STEP)
 
     def _put(self, step: int, known: IndexedStep | None) -> None:
         self._infos = None
@@ -312,7 +315,7 @@ class RunDirectory:
         """Note that the data of a step is damaged: the step is not listed any more, and may be replaced."""
         error = DamagedCheckpointError(damage, unreadable=unreadable)
         with self._lock:
-            self._put(step, replace(self._index.get(step, IndexedStep()), error=error, info=None))
+            self._put(step, replace(self._known(step), error=error, info=None))
 
     def add_late_metrics(self) -> None:
         """Add the metrics that other programs have recorded since the directory was read."""
@@ -339,11 +342,10 @@ class RunDirectory:
 
     def known_record(self, step: int) -> CheckpointRecord | None:
         """Return the commit record of a step as it was last read; None if it is not there, or damaged."""
-        known = self._index.get(step)
-        return known.record if known is not None and known.info is not None else None
+        known = self._known(step)
+        return None if known.info is None else known.record
 
     def has_item(self, item: str, step: int) -> bool:
-        """Return whether a step is there, and has an item."""
         record = self.known_record(step)
         return record is not None and item in record.items
 
@@ -364,28 +366,24 @@ class RunDirectory:
     def steps_and_damaged(self) -> list[int]:
         """Return the committed steps and the damaged ones, in ascending order."""
         with self._lock:
-            return sorted(step for step, known in self._index.items() if not known.is_stray)
+            return sorted(step for step, known in self._index.items() if not known.is_none)
 
     def is_damaged(self, step: int) -> bool:
-        known = self._index.get(step)
-        return known is not None and known.error is not None
+        return self._known(step).error is not None
 
     def is_stray(self, step: int) -> bool:
-        """Return whether the folder of a step has files, and is no checkpoint."""
-        known = self._index.get(step)
-        return known is not None and known.is_stray
+        return step in self._index and self._known(step).is_none
 
     def __contains__(self, step: Any) -> bool:
-        known = self._index.get(step)
-        return known is not None and known.info is not None
+        return self._known(step).info is not None
 
     def open_step(self, step: int) -> StoredItems:
         """Return the items of a step, of another place or of the directory."""
         if (held := self.held_elsewhere().get(step)) is not None:
             return OwnItems(*held)
-        record, known = self.record(step), self._index.get(step)
-        if known is not None and known.location is not None:
-            return OtherItems(open_at(known.location))
+        record = self.record(step)
+        if (place := self._known(step).location) is not None:
+            return OtherItems(open_at(place))
         return OwnItems(self.step_location(step), record)
 
     def may_read_again(self, step: int, stored: StoredItems, attempts: int) -> bool:
@@ -419,16 +417,16 @@ class RunDirectory:
 
     def stored_record(self, step: int) -> CheckpointRecord:
         """Return the commit record of a step of the directory, or its summary, which the others of its save know."""
-        if step not in self and not self.is_damaged(step):  # another program may have saved it since
+        if self._known(step).is_none:  # another program may have saved it since
             found = self._look(step)
             if found is not None and found.error is not None:
                 raise found.error
             if found is not None and found.record is not None:
                 self.add(step, found.record)
-        known = self._index.get(step)
-        if known is not None and known.error is not None:
+        known = self._known(step)
+        if known.error is not None:
             raise copy.copy(known.error)
-        if known is not None and known.record is not None:
+        if known.record is not None:
             return known.record
         steps = self.steps()
         there = f"there are {shortened_steps(steps)}" if steps else "there is none at all"
@@ -553,7 +551,6 @@ class RunDirectory:
                 self._store(identity.with_branches(self._series, branches))
 
     def keep_partial(self, step: int) -> None:
-        """Leave an interrupted copy of a step for the next attempt."""
         self._partial.add(step)
 
     def sweep_partial(self, *, besides: int | None = None) -> None:
@@ -605,7 +602,6 @@ class RunDirectory:
             lock.release()
 
     def change(self, step: int, *, pinned: bool | None = None, metrics: Mapping[str, Any] | None = None) -> None:
-        """Replace the commit record of a step, atomically."""
         with self._changing:
             record = self.record(step) if self._writes else self.stored_record(step)
             # What other programs have added becomes a part of the record, or it would count as later than ``metrics``.
@@ -627,7 +623,7 @@ class RunDirectory:
         """Delete a step, whole or damaged, and note it for the mirror if that must delete it, too."""
         with self._changing:
             if not (self.is_damaged(step) or self.is_stray(step)):
-                self.stored_record(step)  # raises an error if there is none
+                self.stored_record(step)  # raises an error if there is no such step
             if mirror:
                 self._add_tombstone(step)
             self._delete(step)
@@ -663,8 +659,7 @@ class RunDirectory:
 
     def make_room(self, step: int, *, replaces: bool = False) -> None:
         """Rename a folder that the disk fails to read now, or that can have no record; remove a link to be replaced."""
-        known, place = self._index.get(step), self.step_location(step)
-        error = None if known is None else known.error
+        error, place = self._known(step).error, self.step_location(step)
         # No record can be written where a directory, a pipe or a link lies.
         is_blocked = place.is_local and isinstance(error, DamagedCheckpointError) and not (place / RECORD).is_file()
         if not (is_blocked or is_unreadable(error) or place in self._unswept):

@@ -126,7 +126,7 @@ class RunEvents:
         with self._only_logged():
             self._observer.event({**event, "directory": self._directory.url, "process": self._process})
             if self._file is not None:
-                _append(self._file, json.dumps(finite(event), default=str))
+                _append(self._file, event)
 
     @contextlib.contextmanager
     def _only_logged(self) -> Iterator[None]:
@@ -214,15 +214,15 @@ def few(metrics: Mapping[str, Any] | None) -> dict[str, Any] | None:
 _rotating = Lock()
 
 
-def _append(path: Path, text: str) -> None:
-    """Append a line; a file beyond its limit is rotated, and one rotated file is kept."""
+def _append(path: Path, event: Event) -> None:
+    """Append an event; a file beyond its limit is rotated, and one rotated file is kept."""
     if _size(path) > _LIMIT and _rotating.acquire(blocking=False):
         try:
             if _size(path) > _LIMIT:  # unless another thread has rotated it meanwhile
                 path.replace(path.with_name(ROTATED))
         finally:
             _rotating.release()
-    append_line(path, text)
+    append_line(path, json.dumps(finite(event), default=str))
 
 
 def read_events(path: Path, offset: int = 0) -> tuple[list[dict[str, Any]], int]:
@@ -268,7 +268,7 @@ def has_finished(path: Path) -> bool:
 def append_after_death(path: Path, event: Event) -> None:
     """Append an event to the file of a run whose process is dead."""
     _cut_torn_line(path)
-    _append(path, json.dumps(finite(event), default=str))
+    _append(path, event)
 
 
 def _size(path: Path) -> int:

@@ -17,7 +17,7 @@ import re
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from ..clock import Duration, format_duration, seconds
 from ..errors import OptionError
@@ -174,8 +174,6 @@ class Loss:
 
 @dataclass(slots=True)
 class _Start:
-    """One start of the program."""
-
     began: float
     last: float  # the time of its last event
     word: str = ""  # how it has ended, if an event says so
@@ -350,7 +348,7 @@ class Experience:
 
 
 @dataclass
-class LearnedInterval:
+class LearnedInterval(SavePolicy):
     """A trigger that saves at the interval that loses least by the events of the run, within bounds.
 
     The first save comes after the least interval, because only a save shows what one costs.
@@ -358,7 +356,6 @@ class LearnedInterval:
 
     least: float
     greatest: float
-    reads_metrics: ClassVar[bool] = False
     experience: Experience = field(default_factory=Experience, compare=False, repr=False)
     # The current trigger. Events arrive on the thread that saves, and replace it as a whole.
     _now: Every = field(init=False, compare=False, repr=False)

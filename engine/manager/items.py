@@ -75,7 +75,6 @@ class ItemSet:
         return sorted(asked.difference(stored.names))
 
     def to_save(self, content: StepContent, not_due: Collection[str]) -> dict[str, ItemToSave]:
-        """Pair each item with what saves it."""
         values, arguments = self._by_name(content.items, content.kwargs)
         needed = self._checkpointers.keys() - self._optional
         if not isinstance(values, Mapping) or not needed <= values.keys() <= self._checkpointers.keys():
@@ -124,7 +123,6 @@ class ItemSet:
     def restore(
         self, stored: StoredItems, items: Any, kwargs: Mapping[str, Any], shared: SharedReads | None = None
     ) -> Any:
-        """Read items back."""
         asked, arguments = self._asked(items, kwargs)
         templates = asked or {}
         found = {}
@@ -148,7 +146,6 @@ class ItemSet:
     def _asked(
         self, items: Any, kwargs: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any] | None, Mapping[str, Mapping[str, Any]]]:
-        """Return the templates and the arguments by item."""
         templates, arguments = self._by_name(items, kwargs)
         if templates is not None and not isinstance(templates, Mapping):
             raise OptionError(

@@ -30,13 +30,12 @@ from ..storage import CORES, TEMPORARY_PREFIX, DataReader, Location, ScatteredFi
 from .directory import RunDirectory
 from .events import described
 from .options import Local
-from .ownership import OPTIONS, LocalBranch, RunIdentity
-from .peers import Peer, PeerServer, RemoteReader, check_private, own_address
+from .ownership import OPTIONS, LocalBranch
+from .peers import PATIENCE, Peer, PeerServer, RemoteReader, check_private, own_address
 
 _logger = logging.getLogger("holdfast")
 
 _TOKEN = re.compile(r"[0-9a-f]{1,64}")
-_PATIENCE = 30.0  # seconds in which another host must send or take the next bytes
 
 OWN = "own"  # the folder of what the processes of a host have written
 COPIES = "copies"  # the folder of what other hosts have sent
@@ -90,7 +89,6 @@ class WholeStep:
 
 
 def files_of(record: CheckpointRecord) -> Iterator[tuple[str, FileRecord]]:
-    """Generate the files of a checkpoint by their path in its folder."""
     for item in record.items.values():
         yield from item.paths.items()
 
@@ -158,7 +156,7 @@ class LocalHosts:
         self._options = options
         self._run = run
         self._processes = processes
-        self._patience = min(_PATIENCE, processes.timeout / 4)
+        self._patience = min(PATIENCE, processes.timeout / 4)
         self._server: PeerServer | None = None
         self.further: set[int] = set()  # whole steps that count, and are read if they are needed
         self.left: set[int] = set()  # whole steps that do not count
@@ -229,16 +227,17 @@ class LocalHosts:
                 )
         return {
             "hosts": list(hosts.values()),
-            "run": self._folder_name(self._run.identity),
+            "run": self._folder_name(),
             "place": self._place_name(),
             "token": os.urandom(32).hex(),
             "attempt": os.urandom(4).hex(),
             "branches": self._run.branches,
         }
 
-    def _folder_name(self, identity: RunIdentity) -> str | None:
+    def _folder_name(self) -> str | None:
         """Return the name of the folder of the run; None while the directory of the run is new."""
-        return f"{identity.run}.{self._place_name()}" if identity.run and _TOKEN.fullmatch(identity.run) else None
+        run = self._run.identity.run
+        return f"{run}.{self._place_name()}" if run and _TOKEN.fullmatch(run) else None
 
     def _place_name(self) -> str:
         # A copy of a directory has the identity of the original, and is a run of its own, as is one of another prefix.
@@ -254,7 +253,6 @@ class LocalHosts:
             check_private(os.fspath(self.root / name), shared=False)
 
     def _held(self) -> dict[str, HeldStep]:
-        """Return what this host has of the steps of the run, by folder."""
         found: dict[str, HeldStep] = {}
         if self.program.run is None:
             return found
@@ -285,10 +283,10 @@ class LocalHosts:
         """Return the local steps that this run may have saved under another identity or path, and why they are left."""
         found = {}
         for entry in self.root.entries():
-            run, _, place = entry.name.partition(".")
+            run, _, path = entry.name.partition(".")
             if entry.name == self.program.run:
                 continue
-            if place == self.program.place:
+            if path == self.program.place:
                 why = (
                     f"{self._run.location / OPTIONS} does not name its run: the file was damaged or removed, or it is "
                     "a step of another run, which was saved in this directory before"
@@ -301,9 +299,11 @@ class LocalHosts:
                 )
             else:
                 continue
-            for folder in (*folders_in(self.root / entry.name / COPIES), *folders_in(self.root / entry.name / OWN)):
-                if (folder / RECORD).is_there():
-                    found[step_of(folder.name)] = f"{folder} is left: {why}"
+            for where in (COPIES, OWN):
+                place = self.root / entry.name / where
+                for folder in [place / one.name for one in place.entries() if one.is_directory]:
+                    if not folder.is_link() and (folder / RECORD).is_there():
+                        found[step_of(folder.name)] = f"{folder} is left: {why}"
         return found
 
     def _first_choice(self, processes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -421,13 +421,8 @@ class LocalHosts:
         met = parallel_map(is_met, here, CORES)
         damaged = [path for (path, _), good in zip(here, met, strict=True) if not good]
         if damaged:
-            _logger.warning(
-                "%s: %d files of the local step %d are damaged on this host, such as %s",
-                self.root,
-                len(damaged),
-                step.step,
-                damaged[0],
-            )
+            text = "%s: %d files of the local step %d are damaged on this host, such as %s"
+            _logger.warning(text, self.root, len(damaged), step.step, damaged[0])
         return damaged
 
     def opened(self, step: WholeStep) -> tuple[Location, CheckpointRecord]:
@@ -435,13 +430,10 @@ class LocalHosts:
         having = {host for places in step.holders.values() for host, _ in places}
         missing = [host.name for number, host in enumerate(self.program.hosts) if number not in having]
         if self._processes.is_primary:
-            _logger.info(
-                "%s: step %d (%s) is whole in the local places of the hosts%s",
-                self._run.location,
-                step.step,
-                format_size(step.record.nbytes),
-                f", and on {', '.join(missing)} there is nothing of it" if missing else "",
-            )
+            size = format_size(step.record.nbytes)
+            lost = f", and on {', '.join(missing)} there is nothing of it" if missing else ""
+            text = "%s: step %d (%s) is whole in the local places of the hosts%s"
+            _logger.info(text, self._run.location, step.step, size, lost)
         return self._location_of(step), step.record
 
     # ---- reading
@@ -467,10 +459,11 @@ class LocalHosts:
     def make_folder(self, rendezvous: Rendezvous | None) -> Location | None:
         """Make the folder of the run on all hosts; raise StorageError on all processes if one cannot."""
         # A process that has failed before takes no part in this, so it belongs to the local save, which that one knows.
-        name = self._folder_name(self._run.identity) if self._processes.is_primary else None
+        timeout = self._processes.timeout
+        name = self._folder_name() if self._processes.is_primary else None
         if rendezvous is not None:
             mine = json.dumps(name).encode() if self._processes.is_primary else None
-            name = json.loads(rendezvous.broadcast("run", mine, self._processes.timeout))
+            name = json.loads(rendezvous.broadcast("run", mine, timeout))
         problem = space = None
         if name is None:  # the file that identifies the run is damaged
             problem = f"{self._run.location}: the identity of the run is not known"
@@ -488,7 +481,6 @@ class LocalHosts:
                 problem = described(error)
         mine = b"" if problem is None else f"process {self._processes.index}: {problem}".encode()
         if rendezvous is not None:
-            timeout = self._processes.timeout
             mine = rendezvous.summarize("folders", mine, timeout, lambda texts: next(filter(None, texts), b""))
         if mine:
             raise StorageError(mine.decode())
@@ -503,12 +495,6 @@ class LocalHosts:
             peer.close()
         if self._server is not None:
             self._server.close()
-
-
-def folders_in(place: Location) -> list[Location]:
-    """Return the folders of local steps in a place; nothing else there is ours."""
-    found = [place / entry.name for entry in place.entries() if entry.is_directory]
-    return [folder for folder in found if not folder.is_link()]
 
 
 def record_of(folder: Location) -> CheckpointRecord | None:

@@ -16,20 +16,21 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ..checkpoint import BackgroundSave, ItemToSave, Save, leave_save
-from ..clock import Clock, seconds
-from ..distributed import ProcessGroup, Rendezvous, missed_a_process
+from ..clock import seconds
+from ..distributed import Rendezvous, missed_a_process
 from ..errors import OwnershipError, PeerFailedError, StorageError
 from ..forks import Lock
 from ..format import RECORD, CheckpointRecord
 from ..storage import Buffer, Location, parallel_map
-from .directory import RunDirectory
-from .events import RunEvents, described
+from .events import described
 from .intervals import passes
 from .items import PendingSave
 from .local_steps import COPIES, OWN, LocalHosts, WholeStep, files_in, is_on_line, sequence_of
-from .options import CheckpointManagerOptions, Local, LocalStatus
+from .options import Local, LocalStatus
 from .ownership import LocalBranch
+from .peers import PIECE
 from .places import Point, StepPlace
+from .run import Run
 
 _logger = logging.getLogger("holdfast")
 
@@ -39,7 +40,6 @@ OnCommit = Callable[[Location, CheckpointRecord], None]
 _KEPT = 2  # local steps
 _BRANCHES = 8  # more than there are parts of the history with one of the kept steps
 _SENDERS = 4  # files that a host sends at a time
-_PIECE = 1 << 20
 _SILENCE = 60.0  # seconds between two events that tell of local saves
 
 
@@ -57,28 +57,17 @@ class LocalTier(StepPlace):
     # of the program shows that it has gone back. A save takes the history when it begins, and process 0 notes it right
     # before the commit. Until then, the steps of a branch that was left count.
 
-    def __init__(
-        self,
-        options: CheckpointManagerOptions,
-        run: RunDirectory,
-        processes: ProcessGroup,
-        clock: Clock,
-        events: RunEvents,
-    ) -> None:
-        assert options.local is not None
-        self._options: Local = options.local
-        self._run = run
-        self._processes = processes
-        self._clock = clock
-        self._events = events
+    def __init__(self, options: Local, run: Run) -> None:
+        self._options = options
+        self._run, self._processes, self._clock, self._events = run.steps, run.processes, run.clock, run.events
         self.reason = f"every {self._options.every} steps"
         self._previous: int | None = None  # the step after which the next local save is due
-        self._reached: int | None = None  # the last step of the program that this has seen
+        self._seen: int | None = None  # the last step of the program that this has seen
         self._before: int | None = None  # the step before, unless the run has gone back since
         self._newest = -1  # the largest local step of the history
         # The step of a restore since then, and whether it was a local one: perhaps the program only looks at it.
         self._restored: tuple[int, bool] | None = None
-        self._background = BackgroundSave(seconds(options.save_timeout_secs))
+        self._background = BackgroundSave(seconds(run.options.save_timeout_secs))
         self._lost: Exception | None = None  # of a save that has missed a process, or the store: the next would, too
         self._error: str | None = None
         self._warned: set[str] = set()
@@ -86,7 +75,7 @@ class LocalTier(StepPlace):
         self._told: float | None = None  # the monotonic clock at that event
         self._kept: dict[str, int] = {}  # the local steps that count, by their folder, in ascending order
         self._space: Location | None = None  # the folder of the run; None until this run has its directory
-        self._hosts = LocalHosts(self._options, run, processes)
+        self._hosts = LocalHosts(options, run.steps, run.processes)
         self._sequence = self._hosts.sequence
         self._history = LocalHistory(0, ())
         self._continue_after(-1, ())
@@ -125,24 +114,24 @@ class LocalTier(StepPlace):
 
     def due(self, step: int) -> bool:
         """Return whether a local save is due at a step."""
-        self._reach(step)
+        self._see(step)
         if self._previous is None:
             self._previous = step - 1
         return passes(self._options.every, step, self._previous)
 
     def restored(self, step: int) -> dict[str, Any]:
         is_local = step in self.held
-        if self._reached is None:
+        if self._seen is None:
             self._previous = step
             self._continue_after(step, self._hosts.program.branches if is_local else ())
         else:
             self._restored = step, is_local
         return {"local": True, "peer_bytes": self.bytes_from_peers} if is_local else {}
 
-    def _reach(self, step: int, *, again: bool = False) -> None:
+    def _see(self, step: int, *, again: bool = False) -> None:
         """Take a step of the program, and change the history if the run has gone back, or saves a step ``again``."""
         # The steps are the same on all processes, and decide which local saves are due; a restore may be of one only.
-        last, self._reached = self._reached, step
+        last, self._seen = self._seen, step
         restored, self._restored = self._restored, None
         if last is None or step > last:
             self._before = last
@@ -200,8 +189,8 @@ class LocalTier(StepPlace):
     def reached(self, point: Point, step: int) -> None:
         if point == "saving":
             self.held = {held: found for held, found in self.held.items() if held < step}
-            before, last = self._history, self._reached
-            self._reach(step, again=True)
+            before, last = self._history, self._seen
+            self._see(step, again=True)
             # If the step is saved once more, the local one counts until the commit; then that of the directory does.
             self._saving = before if step == last else self._history, self._history
         elif point == "commit":
@@ -367,14 +356,9 @@ class LocalTier(StepPlace):
         if missed_a_process(error):
             self._lost = error
         self._events.write("local_failed", step=step, error=self._error)
-        _logger.log(
-            logging.DEBUG if kind in self._warned else logging.WARNING,
-            "%s: the local save of step %d failed; training continues, and its steps are in %s: %s",
-            self._hosts.root,
-            step,
-            self._run.location,
-            error,
-        )
+        level = logging.DEBUG if kind in self._warned else logging.WARNING
+        text = "%s: the local save of step %d failed; training continues, and its steps are in %s: %s"
+        _logger.log(level, text, self._hosts.root, step, self._run.location, error)
         self._warned.add(kind)
 
     def _send_copies(self, folder: str) -> int:
@@ -429,8 +413,8 @@ class LocalTier(StepPlace):
 def _pieces(file: Location, size: int) -> Iterator[memoryview]:
     buffer = Buffer()
     with file.open_data(cached=True) as reader:
-        for start in range(0, size, _PIECE):
-            yield reader.read(start, min(_PIECE, size - start), buffer).data
+        for start in range(0, size, PIECE):
+            yield reader.read(start, min(PIECE, size - start), buffer).data
 
 
 def _on_line(kept: Mapping[str, int], history: LocalHistory) -> dict[str, int]:

@@ -23,7 +23,7 @@ from .intervals import LearnedInterval
 from .items import ItemSet, StepContent
 from .metrics import as_given, plain_metrics
 from .mirror import MirrorStatus, RunMirror
-from .options import CheckpointManagerOptions, LocalStatus, mirror_of, save_triggers, shown_call
+from .options import CheckpointManagerOptions, LocalStatus, Mirror, mirror_of, save_triggers, shown_call
 from .ownership import stored_options
 from .resuming import Peek, Restored, StepRestorer
 from .retention import best, newest_with
@@ -111,15 +111,14 @@ class CheckpointManager(ExplainsNames):
         self._steps, self._background, self.events = self._run.steps, self._run.background, self._run.events
         self._mirror: RunMirror | None = None  # None without one, and for a manager that only reads
         self._local: LocalTier | None = None  # the local steps of the hosts; None as above
-        parts = self._steps, self.processes, self._clock, self.events
-        if mirrored is not None and writes:
-            self._mirror = RunMirror(mirrored, self.options, *parts)
+        if mirror is not None and mirrored is not None and writes:
+            self._mirror = RunMirror(mirrored, mirror, self._run)
             self._run.add_place(self._mirror)
         if self.options.local is not None and writes:
             from .local_tier import LocalTier  # needs sockets, which take longer to import than a small save
 
             self._run.compare_options()
-            self._local = LocalTier(self.options, *parts)
+            self._local = LocalTier(self.options.local, self._run)
             self._run.add_place(self._local)
         self.observer.joins(self.processes.index, self.processes.count)
         triggers = (*save_triggers(self.options), Wanted(self.observer))
@@ -507,7 +506,7 @@ class CheckpointManager(ExplainsNames):
         self._saves.record_metrics(step, plain_metrics(metrics))
 
     def pin(self, step: int) -> None:
-        """Keep a step until it is unpinned, also if no rule keeps it."""
+        """Keep a step until it is unpinned, even if no rule keeps it."""
         self._run.change(f"pin {step}", partial(self._steps.change, step, pinned=True))
 
     def unpin(self, step: int) -> None:
@@ -695,8 +694,7 @@ def settle_mirror(manager: CheckpointManager) -> bool:
     url = manager._steps.identity.mirror
     if manager._mirror is not None or url is None or not manager.processes.is_primary:
         return True
-    place, options = as_location(url, writes=True), replace(manager.options, mirror=url)
-    return RunMirror(place, options, manager._steps, manager.processes, manager._clock, manager.events).settle()
+    return RunMirror(as_location(url, writes=True), Mirror(url), manager._run).settle()
 
 
 def best_step_in(directory: Location) -> int:

@@ -223,14 +223,11 @@ class MetricWatch:
                 given = "metrics of which best_fn makes" if computed else f"a metric {missing} that is"
                 what = f"with {given} {_kind(value)}, and best_fn ranks checkpoints by a number"
                 about = about if computed and value is None else ""
-            _logger.warning(
+            text = (
                 "%s: step %d was reported %s%s. A step without it is never the best, and save_on_best does not save "
-                "it. All is well if it comes later, such as from an evaluation",
-                self._where,
-                step,
-                what,
-                about,
+                "it. All is well if it comes later, such as from an evaluation"
             )
+            _logger.warning(text, self._where, step, what, about)
 
 
 def _kind(value: Any) -> str:

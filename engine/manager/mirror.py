@@ -17,13 +17,11 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..checkpoint import CopiedFiles, CopyProgress, Throttle, copied_step, copy_witness
-from ..clock import Clock, bytes_per_second, seconds
-from ..distributed import ProcessGroup
+from ..clock import bytes_per_second, seconds
 from ..errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -40,10 +38,10 @@ from ..storage import Helper, Location
 from .copying import follow
 from .decisions import Moment, decide
 from .directory import RunDirectory
-from .events import RunEvents
-from .options import CheckpointManagerOptions, Mirror, mirror_of, save_triggers
+from .options import KEEP_PERIODS, CheckpointManagerOptions, Mirror, save_triggers
 from .ownership import NO_LOCAL_STEPS, RunIdentity, stored_options
 from .places import Point, StepPlace
+from .run import Run
 
 _logger = logging.getLogger("holdfast")
 
@@ -80,16 +78,7 @@ class MirrorStatus:
 class _Copying:
     """The copy of a step: its throttle, its progress, and its rate while no save makes it wait."""
 
-    def __init__(
-        self,
-        step: int,
-        record: CheckpointRecord,
-        rate: float | None,
-        *,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._now = now
-        self.step = step
+    def __init__(self, record: CheckpointRecord, rate: float | None) -> None:
         self.record = record
         self.throttle = Throttle(rate)
         self.progress = CopyProgress()
@@ -98,7 +87,7 @@ class _Copying:
 
     def measure(self, yes: bool) -> None:
         """Begin to measure the rate, or stop."""
-        now = self._now(), self.progress.arrived
+        now = time.monotonic(), self.progress.arrived
         if self._since is not None:
             self._seconds += now[0] - self._since[0]
             self._bytes += now[1] - self._since[1]
@@ -115,8 +104,7 @@ class _Obsolete(Exception):  # noqa: N818 - no error
 
 
 def _mirror_options(mirror: Mirror, run: CheckpointManagerOptions) -> CheckpointManagerOptions:
-    """Return the options of the directory of the mirror, given those of the run."""
-    own = {name: getattr(mirror, name) for name in ("max_to_keep", "keep_latest", "keep_period", "keep_time_interval")}
+    own = {name: getattr(mirror, name) for name in KEEP_PERIODS}
     is_limited = any(value is not None for value in own.values())
     kept: dict[str, Any] = {**own, "keep_steps": (), "keep": None} if is_limited else {"keep": run.policies()[1]}
     return replace(
@@ -135,32 +123,17 @@ class RunMirror(StepPlace):
 
     writes_directory = True
 
-    def __init__(
-        self,
-        location: Location,
-        options: CheckpointManagerOptions,
-        run: RunDirectory,
-        processes: ProcessGroup,
-        clock: Clock,
-        events: RunEvents,
-    ) -> None:
-        mirror = mirror_of(options)
-        assert mirror is not None
-        if location.overlaps(run.location):
-            raise OptionError(f"mirror={location} and the directory {run.location} must not contain each other")
+    def __init__(self, location: Location, mirror: Mirror, run: Run) -> None:
         self.location = location
         self.identity = RunIdentity(mirror=location.url)
-        self._limit = seconds(mirror.wait_secs, name="wait_secs")
-        self._run = run
-        self._options = _mirror_options(mirror, options)
+        self._run, self._processes, self._clock, self._events = run.steps, run.processes, run.clock, run.events
+        if location.overlaps(self._run.location):
+            raise OptionError(f"mirror={location} and the directory {self._run.location} must not contain each other")
+        self._limit = seconds(mirror.wait_secs)  # seconds that the end of the run waits
+        self._options = _mirror_options(mirror, run.options)
         self._triggers = save_triggers(self._options)
-        self._clock = clock
-        self._events = events
-        self._processes = processes
-        limit = mirror.max_bandwidth
-        self._bandwidth = None if limit is None else bytes_per_second(limit, name="max_bandwidth")
+        self._bandwidth = None if mirror.max_bandwidth is None else bytes_per_second(mirror.max_bandwidth)
         self._far: RunDirectory | None = None
-        self._acquired = False
         self._changes = False  # whether this run changes the mirror, or is about to: then only its thread reads it
         # A listing of another thread must not undo what was deleted since it began.
         self._looking = Lock(reentrant=True)
@@ -217,9 +190,8 @@ class RunMirror(StepPlace):
         return True
 
     def fetch(self, step: int, overwrite: bool) -> bool:
-        found: bool = self._processes.decide(
-            f"fetch step {step}", self._copy_here, step, overwrite, work_timeout=_FETCH
-        )
+        what = f"fetch step {step}"
+        found: bool = self._processes.decide(what, self._copy_here, step, overwrite, work_timeout=_FETCH)
         if found and not self._processes.is_primary:
             self._run.reload()
         return found
@@ -291,14 +263,11 @@ class RunMirror(StepPlace):
         if not self._run.tombstones:
             _logger.warning("%s: pins are not copied to this mirror now (%s); the next run does it", self.location, why)
             return
-        _logger.warning(
+        text = (
             "%s: %s of %s were deleted, and are still in this mirror (%s). The next run in that directory deletes them "
-            "here before it resumes; a run in an empty directory would resume from them",
-            self.location,
-            self._run.tombstones,
-            self._run.location,
-            why,
+            "here before it resumes; a run in an empty directory would resume from them"
         )
+        _logger.warning(text, self.location, self._run.tombstones, self._run.location, why)
 
     def settle(self) -> bool:
         """Bring deletions and pins to the mirror on this thread, under its own rules; return whether that was done."""
@@ -326,7 +295,7 @@ class RunMirror(StepPlace):
         return MirrorStatus(
             path=str(self.location),
             step=None if self._far is None else max(self._far.steps(), default=None),
-            copying=None if copying is None else copying.step,
+            copying=None if copying is None else copying.record.step,
             bytes_left=self._bytes_left(),
             bytes_per_second=self._rate,
             error=self._error,
@@ -336,7 +305,7 @@ class RunMirror(StepPlace):
         """Copy the newest step, due or not; within a time that is given, in seconds, only if it is long enough."""
         limit = self._limit if timeout is None else timeout
         if self._ending.is_set() and self._has_finished:  # steps after the save of a preemption were recorded since
-            late = Helper(self._refresh_newest, "holdfast-mirror", daemon=True)
+            late = Helper(lambda: self._refresh(self._newest()), "holdfast-mirror", daemon=True)
             late.start()
             late.join(limit)
         elif self._thread is None:  # the manager has only read
@@ -373,23 +342,18 @@ class RunMirror(StepPlace):
 
     def _tell(self) -> None:
         """Log where the newest step is, if the mirror lacks it."""
-        if (lacking := self._lacking()) is None:
+        if (record := self._lacking()) is None:
             return
-        step, record = lacking
+        step = _step_of(record)
         there, place = self.status().step, self._run.step_location(step)
-        _logger.warning(
-            "step %d is in %s, and not in the mirror %s, where %s%s: %d of its %d bytes are missing there. Run the "
-            "same program again in this directory, or copy it: holdfast cp %s %s",
-            step,
-            place,
-            self.location,
-            "there is no step" if there is None else f"the newest is step {there}",
-            f" ({self._error})" if self._error else "",
-            self._bytes_left(),
-            record.nbytes,
-            place,
-            self.location / place.name,
+        newest = "there is no step" if there is None else f"the newest is step {there}"
+        why = f" ({self._error})" if self._error else ""
+        text = (
+            f"step {step} is in {place}, and not in the mirror {self.location}, where {newest}{why}: "
+            f"{self._bytes_left()} of its {record.nbytes} bytes are missing there. Run the same program again in this "
+            f"directory, or copy it: holdfast cp {place} {self.location / place.name}"
         )
+        _logger.warning("%s", text)
 
     # ---- the thread
 
@@ -446,51 +410,51 @@ class RunMirror(StepPlace):
 
     def _check_copying(self, copying: _Copying) -> None:
         newest = self._newest()
-        is_last = not self._final or newest is None or newest[0] == copying.step
-        if self._ending.is_set() or not is_last or not self._is_here(copying.step, copying.record):
+        is_last = not self._final or newest is None or newest.step == copying.record.step
+        if self._ending.is_set() or not is_last or not self._is_here(copying.record):
             raise _Obsolete
 
     def _round(self, final: bool) -> None:
-        """Bring the mirror up to date."""
         far = self._acquire()
         while True:
             self._delete_covered(far)  # before a step that was deleted meanwhile, and saved again, is copied
             self._follow(far)
-            if (found := self._next(far, final or self._final)) is None:
+            if (record := self._next(far, final or self._final)) is None:
                 break
-            before = max((step for step in far.steps() if step < found[0]), default=None)
-            self._copy(far, *found)
-            self._refresh(before)
+            before = max((step for step in far.steps() if step < _step_of(record)), default=-1)
+            self._copy(far, record)
+            self._refresh(self._run.known_record(before))
         if final or self._final:
-            self._refresh_newest()
+            self._refresh(self._newest())
 
     def _delete_covered(self, far: RunDirectory) -> None:
         """Delete the steps that the run has deleted explicitly and not saved again, the latest first."""
         tombstones = self._run.settled_tombstones()
         for step in reversed(far.steps_and_damaged()) if tombstones else ():
             record = far.record(step) if step in far else None
-            if tombstones.cover(step, record) and (record is None or not self._is_here(step, record)):
+            if tombstones.cover(step, record) and (record is None or not self._is_here(record)):
                 far.delete(step)
         self._run.clear_tombstones(tombstones)
         self._changed()
 
-    def _next(self, far: RunDirectory, final: bool) -> tuple[int, CheckpointRecord] | None:
+    def _next(self, far: RunDirectory, final: bool) -> CheckpointRecord | None:
         """Return the step to copy: the newest one, if it is due and not there."""
-        newest = self._lacking()
-        if newest is None or newest[1].fingerprint in self._refused:
+        record = self._lacking()
+        if record is None or record.fingerprint in self._refused:
             return None
-        step, record = newest
+        step = _step_of(record)
         before = max((one for one in far.steps() if one < step), default=None)
         if final or before is None or step in far.steps_and_damaged():
-            return newest
+            return record
         moment = Moment(step=step, previous=before, now=record.time, last=far.record(before).time)
-        return newest if decide(self._triggers, moment) else None
+        return record if decide(self._triggers, moment) else None
 
-    def _copy(self, far: RunDirectory, step: int, record: CheckpointRecord) -> None:
+    def _copy(self, far: RunDirectory, record: CheckpointRecord) -> None:
+        step = _step_of(record)
         far.sweep_partial(besides=step)
         far.make_room(step, replaces=True)
         began = time.monotonic()
-        copying = _Copying(step, record, self._bandwidth)
+        copying = _Copying(record, self._bandwidth)
         with self._wake:
             self._copying = copying
             self._changed()
@@ -510,7 +474,7 @@ class RunMirror(StepPlace):
                 self._check_copying(copying)
                 far.ownership.check()
         except DamagedCheckpointError as error:
-            if not self._is_here(step, record):
+            if not self._is_here(record):
                 raise _Obsolete from error
             self._refused.add(record.fingerprint)
             _logger.warning(
@@ -542,15 +506,11 @@ class RunMirror(StepPlace):
                     far.ownership.check()
                     far.add(info.step, follow(far.step_location(info.step), copy, original))
 
-    def _refresh(self, step: int | None) -> None:
+    def _refresh(self, record: CheckpointRecord | None) -> None:
         """Copy what the witness has recorded of the steps after one, since that was copied."""
-        far, record = self._far, None if step is None else self._run.known_record(step)
-        if far is not None and step is not None and record is not None and _is_copy(far.known_record(step), record):
-            copy_witness(self._run.step_location(step), far.step_location(step), again=True)
-
-    def _refresh_newest(self) -> None:
-        newest = self._newest()
-        self._refresh(None if newest is None else newest[0])
+        if self._far is not None and record is not None and _is_same(self._far, record):
+            step = _step_of(record)
+            copy_witness(self._run.step_location(step), self._far.step_location(step), again=True)
 
     def _look(self) -> RunDirectory:
         """Return the steps in the mirror, read again unless this run writes there."""
@@ -568,7 +528,7 @@ class RunMirror(StepPlace):
             same = ours == theirs.run or not far.steps_and_damaged()
         else:  # a common step decides
             common = [step for step in far.steps() if step in self._run]
-            same = any(self._is_here(step, far.record(step)) for step in common)
+            same = any(self._is_here(far.record(step)) for step in common)
             same = same or not (common or (theirs.run is not None and self._run.steps()))
         if not same:
             self._foreign = True
@@ -591,51 +551,47 @@ class RunMirror(StepPlace):
 
     def _is_lost(self) -> bool:
         """Whether another run has taken the mirror over, or the mirror never belonged to this run."""
-        return self._foreign or (self._acquired and self._far is not None and not self._far.ownership.held)
+        return self._foreign or (self._changes and self._far is not None and not self._far.ownership.held)
 
     def _acquire(self) -> RunDirectory:
         """Take ownership of the mirror; an interrupted copy of the newest step stays, and is completed."""
-        with self._looking:
-            far = self._look()
-            if not self._acquired:
+        if not self._changes:
+            with self._looking:
+                far = self._look()
                 self._check_same_run(far)
                 self._changes = True
-        if not self._acquired:  # this may take long, and others only look
-            newest = self._newest()
             belongs = RunIdentity(run=self._run.identity.run, directory=self._run.location.url)
-            try:
-                far.acquire(self._run.stored_metadata(), belongs, partial=None if newest is None else newest[1])
-                self._acquired = True
-            finally:
-                self._changes = self._acquired
+            try:  # this may take long, and others only look
+                far.acquire(self._run.stored_metadata(), belongs, partial=self._newest())
+            except BaseException:
+                self._changes = False
+                raise
+        far = self._look()
         far.ownership.check()
         return far
 
     # ---- the steps in both places
 
-    def _newest(self) -> tuple[int, CheckpointRecord] | None:
+    def _newest(self) -> CheckpointRecord | None:
         """Return the step that the run saved last, else its newest: later steps are of another branch."""
-        for step in (self._run.last_saved, max(self._run.steps(), default=None)):
-            if step is not None and (record := self._run.known_record(step)) is not None:
-                return step, record
-        return None
+        saved, newest = self._run.last_saved, max(self._run.steps(), default=-1)
+        return (None if saved is None else self._run.known_record(saved)) or self._run.known_record(newest)
 
-    def _is_here(self, step: int, record: CheckpointRecord) -> bool:
-        return _is_copy(self._run.known_record(step), record)
+    def _is_here(self, record: CheckpointRecord) -> bool:
+        return _is_same(self._run, record)
 
-    def _lacking(self) -> tuple[int, CheckpointRecord] | None:
+    def _lacking(self) -> CheckpointRecord | None:
         """Return the newest step of the run, unless the mirror has it, as far as it is known."""
         newest = self._newest()
-        is_there = newest and self._far is not None and _is_copy(self._far.known_record(newest[0]), newest[1])
-        return None if is_there else newest
+        return None if newest is not None and self._far is not None and _is_same(self._far, newest) else newest
 
     def _bytes_left(self) -> int:
         lacking, copying = self._lacking(), self._copying
         if lacking is None:
             return 0
-        if copying is not None and copying.step == lacking[0] and copying.progress.total:
+        if copying is not None and copying.record.step == lacking.step and copying.progress.total:
             return copying.progress.total - copying.progress.done
-        return lacking[1].nbytes
+        return lacking.nbytes
 
     # ---- errors
 
@@ -652,18 +608,20 @@ class RunMirror(StepPlace):
             return
         self._warned.add(kind)
         self._events.write("mirror_failed", mirror=str(self.location), error=self._error)
-        _logger.warning(
-            "%s: the mirror failed, and %s; training continues, and its steps are in %s: %s%s",
-            self.location,
-            then,
-            self._run.location,
-            "" if isinstance(error, (StorageError, OwnershipError, OptionError)) else f"{kind}: ",
-            error,
-        )
+        what = "" if isinstance(error, (StorageError, OwnershipError, OptionError)) else f"{kind}: "
+        text = "%s: the mirror failed, and %s; training continues, and its steps are in %s: %s%s"
+        _logger.warning(text, self.location, then, self._run.location, what, error)
 
 
-def _is_copy(known: CheckpointRecord | None, record: CheckpointRecord) -> bool:
+def _is_same(steps: RunDirectory, record: CheckpointRecord) -> bool:
+    """Return whether a directory has the step of a record, or a copy of it."""
+    known = steps.known_record(_step_of(record))
     return known is not None and known.fingerprint == record.fingerprint
+
+
+def _step_of(record: CheckpointRecord) -> int:
+    assert record.step is not None
+    return record.step
 
 
 _open: weakref.WeakSet[RunMirror] = weakref.WeakSet()

@@ -35,6 +35,8 @@ from .retention import (
 )
 
 _ONLY_MANAGERS = ": only CheckpointManagerOptions takes it"
+_SAVE_PERIODS = ("save_interval_steps", "save_interval_secs")
+KEEP_PERIODS = ("max_to_keep", "keep_latest", "keep_period", "keep_time_interval")
 
 BestFn = str | Callable[[Any], float]
 BestMode = Literal["max", "min"]
@@ -299,15 +301,21 @@ class ProgramPolicies(CheckpointOptions):
 
     def __post_init__(self) -> None:
         saves, keeps = self.policies()
-        for name, given, kind in (("save", saves, SavePolicy), ("keep", keeps, KeepPolicy)):
+        for name, given, kind, others in (
+            ("save", saves, SavePolicy, _SAVE_PERIODS),
+            ("keep", keeps, KeepPolicy, KEEP_PERIODS),
+        ):
             for policy in given:
                 if not isinstance(policy, kind) or isinstance(policy, type):
                     raise OptionError(
                         f"{name}={policy!r} must be a hf.{kind.__name__}, such as hf.Every(steps=100, keep=5), or a "
                         "list of them"
                     )
-        _refuse_beside("save", saves, self, ("save_interval_steps", "save_interval_secs"))
-        _refuse_beside("keep", keeps, self, ("max_to_keep", "keep_latest", "keep_period", "keep_time_interval"))
+            also = [f"{other}={value!r}" for other in others if (value := getattr(self, other)) is not None]
+            if also and any(isinstance(policy, Every) for policy in given):
+                raise OptionError(
+                    f"{', '.join(also)} and policies of {name}= say the same: add hf.Every(...) to the list of policies"
+                )
         super().__post_init__()
 
     def policies(self) -> tuple[tuple[SavePolicy, ...], tuple[KeepPolicy, ...]]:
@@ -323,13 +331,6 @@ def listed_policies(policies: Any) -> tuple[Any, ...]:
     if policies is None:
         return ()
     return tuple(policies) if isinstance(policies, Iterable) else (policies,)
-
-
-def _refuse_beside(name: str, policies: Sequence[object], options: CheckpointOptions, others: Iterable[str]) -> None:
-    also = [other for other in others if getattr(options, other) is not None]
-    if also and any(isinstance(policy, Every) for policy in policies):
-        given = ", ".join(f"{other}={getattr(options, other)!r}" for other in also)
-        raise OptionError(f"{given} and policies of {name}= say the same: add hf.Every(...) to the list of policies")
 
 
 @explains_options
@@ -357,7 +358,7 @@ class CheckpointManagerOptions(ProgramPolicies):
         keep_time_interval: Keep every checkpoint that was saved at least this long after the last one that this rule
             keeps; roughly one an hour for ``"1h"``.
         keep_steps: Keep the checkpoints of these steps.
-        mirror: A second place, such as ``s3://bucket/run``, or a ``Mirror`` with an interval and limits of its own:
+        mirror: A second place, such as ``s3://bucket/run``, or a ``Mirror`` with its own interval and limits:
             steps are copied there in the background, and a run resumes from the newest step of both places.
         local: A ``Local``: saves every few steps into the memory or on the disk of each host, with copies on other
             hosts. A run resumes from these if they are newer than what is in the directory.
@@ -423,12 +424,11 @@ def mirror_of(options: CheckpointOptions) -> Mirror | None:
 
 def has_triggers(options: CheckpointOptions) -> bool:
     """Return whether any option sets when to save; otherwise the default trigger holds."""
-    given = options.save_interval_steps, options.save_interval_secs
-    return any(value is not None for value in given) or options.save_on_best or bool(options.policies()[0])
+    has_period = any(getattr(options, name) is not None for name in _SAVE_PERIODS)
+    return has_period or options.save_on_best or bool(options.policies()[0])
 
 
 def save_triggers(options: CheckpointOptions) -> tuple[SavePolicy, ...]:
-    """Return what makes a save due."""
     if not has_triggers(options):
         return save_triggers(replace(options, **options.DEFAULT_TRIGGER))
     found: list[SavePolicy] = [*options.policies()[0]]

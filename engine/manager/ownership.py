@@ -61,7 +61,6 @@ class Ownership:
 
     @property
     def held(self) -> bool:
-        """Whether this process is the owner."""
         return self._process == os.getpid() and not self._lost
 
     def check_usable(self) -> None:
@@ -130,7 +129,6 @@ class Ownership:
         )
 
     def _stored_token(self) -> str | None:
-        """Return the token in the file; None if the file is missing or damaged."""
         place = self._directory / OWNER
         try:
             content = place.read_own(limit=_LIMIT)
@@ -150,7 +148,6 @@ class Ownership:
             )
 
     def release(self) -> None:
-        """Release ownership."""
         with FileLock.handover:
             if _owners.get(self._key) is self:
                 del _owners[self._key]

@@ -8,7 +8,6 @@ begins with the token of the program, paths stay below the folder, and nothing w
 from __future__ import annotations
 
 import contextlib
-import errno
 import hmac
 import json
 import logging
@@ -27,9 +26,7 @@ from numpy.typing import NDArray
 
 from ..errors import (
     DamagedCheckpointError,
-    ObjectNotFoundError,
     StorageError,
-    StorageFullError,
     StoragePermissionError,
     StorageUnavailableError,
 )
@@ -41,24 +38,17 @@ PIECE = 1 << 20  # bytes of the body of a frame, at most
 
 _FRAME = struct.Struct("<III")  # lengths of head and body, and the crc32c of both
 _HEAD = 64 << 10  # bytes of the head of a frame, at most
-_TIMEOUT = 30.0  # seconds in which a peer must send or take the next bytes
+PATIENCE = 30.0  # seconds in which a peer must send or take the next bytes
 _STRANGERS = 64  # connections that have not said the token yet, at most; more must wait
 _HELLO = 1 << 10  # bytes of the head of a frame that has the token
 _IDLE = 300.0  # seconds after which a connection without requests is closed
-_KINDS: Mapping[str, type[StorageError | DamagedCheckpointError]] = {
-    "missing": ObjectNotFoundError,
-    "full": StorageFullError,
-    "damaged": DamagedCheckpointError,
-    "failed": StorageError,
-}
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class PeerServer:
     """Serves the files below a folder to peers that say the token first, and stores the files that they send."""
 
-    def __init__(self, root: str, token: str, host: str, *, timeout: float = _TIMEOUT) -> None:
+    def __init__(self, root: str, token: str, host: str, *, timeout: float = PATIENCE) -> None:
         self._root = root
         self._token = token
         self._timeout = timeout
@@ -78,7 +68,6 @@ class PeerServer:
         threading.Thread(target=self._accept, name="holdfast-peers", daemon=True).start()
 
     def close(self) -> None:
-        """Stop listening, and end all connections."""
         with self._lock:
             self._closed = True
             ended = [self._listener, *self._connections]
@@ -171,7 +160,7 @@ class PeerServer:
 class Peer:
     """Another host that serves files; several threads may ask it at a time, each with a connection of its own."""
 
-    def __init__(self, name: str, address: tuple[str, int], token: str, *, timeout: float = _TIMEOUT) -> None:
+    def __init__(self, name: str, address: tuple[str, int], token: str, *, timeout: float = PATIENCE) -> None:
         self._name = name
         self._address = address
         self._token = token
@@ -181,7 +170,7 @@ class Peer:
         self.bytes_read = 0
 
     def read(self, path: str, offset: int, memory: memoryview) -> None:
-        """Fill memory with a range of a file; DamagedCheckpointError: the file is shorter, or a checksum differs."""
+        """Fill memory with a range of a file; raise StorageError if the host does not have it."""
         asked = {"do": "read", "path": path, "offset": offset, "length": len(memory)}
 
         def work(connection: socket.socket) -> None:
@@ -199,7 +188,7 @@ class Peer:
             self.bytes_read += len(memory)
 
     def write(self, path: str, size: int, pieces: Callable[[], Iterable[memoryview]]) -> None:
-        """Send a file of so many bytes, which the host then stores; StorageFullError: it has no room for it."""
+        """Send a file of so many bytes, which the host then stores; raise StorageError if it cannot."""
 
         def work(connection: socket.socket) -> None:
             _send(connection, {"do": "write", "path": path, "size": size})
@@ -280,8 +269,6 @@ class RemoteReader(DataReader):
 def check_private(path: str, *, shared: bool) -> None:
     """Raise StoragePermissionError if another user of the host can put files into a folder, if that is there."""
     # A shared folder may belong to root, and be one like /dev/shm, where users cannot exchange files of others.
-    if not hasattr(os, "geteuid"):
-        return
     owners = {os.geteuid(), 0} if shared else {os.geteuid()}
     try:
         found = os.lstat(path)
@@ -354,7 +341,6 @@ def _exactly(connection: socket.socket, memory: memoryview, deadline: float | No
 
 
 def _pieces(connection: socket.socket, size: int) -> Iterator[memoryview]:
-    """Generate the bodies of the frames that make up a file."""
     left = size
     while left > 0:
         _, body = _receive(connection)
@@ -376,7 +362,6 @@ def _opened(place: str, flags: int) -> Iterator[int]:
 
 
 def _read(descriptor: int, offset: int, length: int) -> Iterator[bytes]:
-    """Generate a range of a file in pieces."""
     if offset < 0 or length < 0:
         raise ValueError(f"bytes {offset} to {offset + length} are no range")
     end = offset + length
@@ -389,15 +374,10 @@ def _read(descriptor: int, offset: int, length: int) -> Iterator[bytes]:
 
 
 def _failure(error: Exception) -> dict[str, Any]:
-    kind = "damaged" if isinstance(error, DamagedCheckpointError) else "failed"
-    if isinstance(error, FileNotFoundError):
-        kind = "missing"
-    elif isinstance(error, OSError) and error.errno in _FULL:
-        kind = "full"
-    return {"error": str(error)[:4000] or type(error).__name__, "kind": kind}
+    return {"error": str(error)[:4000] or type(error).__name__}
 
 
 def _check(head: Mapping[str, Any], name: str) -> None:
     """Raise the error that a peer has reported."""
     if "error" in head:
-        raise _KINDS.get(str(head.get("kind")), StorageError)(f"{name}: {head['error']}")
+        raise StorageError(f"{name}: {head['error']}")

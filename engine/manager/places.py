@@ -49,7 +49,7 @@ class StepPlace:
         return False
 
     def elsewhere(self, step: object) -> str:
-        """Return, for the end of a sentence, where this place has a step that it does not let the run read; or ""."""
+        """Return the end of a sentence that says where this place has a step that the run cannot read; or ""."""
         return ""
 
     def restored(self, step: int) -> dict[str, Any]:

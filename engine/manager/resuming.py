@@ -80,7 +80,6 @@ class StepRestorer:
     abandoned: AbandonedSteps
 
     def restore_step(self, step: int, items: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Read one step."""
         began = time.perf_counter()
         self._fetch_missing(step)
         # A program may restore a step on one process, so reads are shared only where its options ask for that.
@@ -256,7 +255,6 @@ class StepRestorer:
         return steps[::-1]
 
     def structure(self, step: int, attempt: int = 1) -> Any:
-        """Return a description of every leaf of a step."""
         stored = self.run.steps.open_step(step)
         try:
             return self.items.structure(stored)

@@ -58,7 +58,6 @@ class StepInfo:
 
 
 def info_of(step: int, record: CheckpointRecord) -> StepInfo:
-    """Return the step of a commit record as the rules see it."""
     return StepInfo(
         step=step, time=record.time, metrics=record.metrics, pinned=record.pinned, items=frozenset(record.items)
     )
@@ -146,24 +145,18 @@ class KeepItem:
 
 @dataclass(frozen=True)
 class KeepPinned:
-    """Keeps the pinned steps."""
-
     def kept(self, steps: Sequence[StepInfo]) -> dict[int, str]:
         return {info.step: "pinned" for info in steps if info.pinned}
 
 
 @dataclass(frozen=True)
 class KeepWithoutMetrics:
-    """Keeps the steps without any metrics."""
-
     def kept(self, steps: Sequence[StepInfo]) -> dict[int, str]:
         return {info.step: "no metrics" for info in steps if not info.metrics}
 
 
 @dataclass(frozen=True)
 class KeepSteps:
-    """Keeps the chosen steps that exist."""
-
     steps: Collection[int]
 
     def kept(self, steps: Sequence[StepInfo]) -> dict[int, str]:

@@ -118,27 +118,19 @@ class Run:
         """Compare, once, the options that decide which calls the processes make together."""
         if self._compared:
             return
-        options = self.options
-        mirror = mirror_of(options)
-        self.processes.compare(
-            "the options of the managers",
-            {
-                "directory": self.steps.location.url,
-                "save_interval_steps": options.save_interval_steps,
-                "save_interval_secs": str(options.save_interval_secs),
-                "save_on_best": options.save_on_best,
-                "save": [
-                    str(policy) if isinstance(policy, Every) else type(policy).__qualname__
-                    for policy in options.policies()[0]
-                ],
-                "item_intervals": dict(options.item_intervals),
-                "load_and_broadcast": options.load_and_broadcast,
-                "step_prefix": options.step_prefix,
-                "step_name_width": options.step_name_width,
-                "mirror": None if mirror is None else str(mirror.url),
-                "local": None if options.local is None else [options.local.every, options.local.copies],
-            },
-        )
+        options, mirror, local = self.options, mirror_of(self.options), self.options.local
+        policies = options.policies()[0]
+        plain = ("save_interval_steps", "save_on_best", "load_and_broadcast", "step_prefix", "step_name_width")
+        compared = {
+            **{name: getattr(options, name) for name in plain},
+            "directory": self.steps.location.url,
+            "save_interval_secs": str(options.save_interval_secs),
+            "save": [str(one) if isinstance(one, Every) else type(one).__qualname__ for one in policies],
+            "item_intervals": dict(options.item_intervals),
+            "mirror": None if mirror is None else str(mirror.url),
+            "local": None if local is None else [local.every, local.copies],
+        }
+        self.processes.compare("the options of the managers", compared)
         self._compared = True
 
     def report_interval(self) -> None:

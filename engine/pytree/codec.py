@@ -20,7 +20,7 @@ import numpy as np
 from ..errors import StateError
 from .containers import expand
 from .jax_leaves import is_key
-from .leaves import PLAIN, is_jax_array, is_torch_tensor, loaded
+from .leaves import PLAIN, is_jax_array, is_torch_tensor, jax, loaded, torch
 from .torch_leaves import STRIDES, is_dense, tensor_of, with_strides
 
 _TORCH = "torch.Tensor"
@@ -78,7 +78,6 @@ def encode_state(value: Any) -> Any:
         return {_TORCH: value.detach().clone()} | ({} if value.is_contiguous() else {STRIDES: list(value.stride())})
     if is_jax_array(value):
         if is_key(value):
-            jax: Any = loaded("jax")
             return {_KEY: jax.random.key_data(value), "impl": str(jax.random.key_impl(value))}
         return {_JAX: value}
     contents = None if isinstance(value, type) else expand(value)
@@ -92,24 +91,17 @@ def encode_state(value: Any) -> Any:
 
 def _saved_by_torch(value: Any) -> Any:
     """Return a value that is no array, such as a dtype, in torch's own format, or as it is if that would not load."""
-    torch: Any = loaded("torch")
     kind = type(value)
     is_known = kind.__module__.partition(".")[0] == "torch"
-    if torch is None or not (is_known or kind in torch.serialization.get_safe_globals()):
+    if loaded("torch") is None or not (is_known or kind in torch.serialization.get_safe_globals()):
         return value
     content = io.BytesIO()
     try:
         torch.save(value.detach() if is_torch_tensor(value) else value, content)
-        _loaded_by_torch(content.getvalue())
+        torch.load(io.BytesIO(content.getvalue()), weights_only=True)
     except Exception:  # torch raises errors of many kinds, which the refusal of the leaf replaces
         return value
     return {_SAVED: content.getvalue()}
-
-
-def _loaded_by_torch(content: bytes) -> Any:
-    import torch
-
-    return torch.load(io.BytesIO(content), weights_only=True)
 
 
 def _like(original: Any, entries: dict[Any, Any]) -> Any:
@@ -126,15 +118,11 @@ def decode_state(value: Any) -> Any:
             found = value[_TORCH] if is_torch_tensor(value[_TORCH]) else tensor_of(np.asarray(value[_TORCH]))
             return with_strides(found, value.get(STRIDES))
         if value.keys() == {_JAX}:
-            import jax.numpy as jnp
-
-            return jnp.asarray(value[_JAX])
+            return jax.numpy.asarray(value[_JAX])
         if value.keys() == {_KEY, "impl"}:
-            import jax
-
             return jax.random.wrap_key_data(jax.numpy.asarray(value[_KEY]), impl=value["impl"])
         if value.keys() == {_SAVED}:
-            return _loaded_by_torch(value[_SAVED])
+            return torch.load(io.BytesIO(value[_SAVED]), weights_only=True)
         if value.keys() == {_BYTES} and isinstance(value[_BYTES], bytes):
             return bytearray(value[_BYTES])
         if value.keys() == {_PAIRS}:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from .leaves import StaticLeaf, loaded
+from .leaves import StaticLeaf, jax, loaded, nnx
 
 _FACTORIES: dict[Any, str] = {kind: kind.__name__ for kind in (bool, dict, float, int, list, set, str, tuple)}
 # Default factories that a document can name; others are not stored.
@@ -34,15 +34,14 @@ def expand(value: object, objects: NnxObjects | None = None) -> Contents | None:
         return opener(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         namedtuple: Any = type(value)
-        jax = loaded("jax")
-        if jax is not None and _has_own_children(value, jax) and (contents := _open_registered(value, jax)) is not None:
+        if loaded("jax") is not None and _has_own_children(value) and (contents := _open_registered(value)) is not None:
             return contents
         return Contents("namedtuple", list(value._fields), list(value), namedtuple._make, class_name(value))
     if is_nnx(value):
         return _open_nnx(value, objects or NnxObjects())
     # Built-in types are not looked up: only classes can be registered with jax.
-    jax = loaded("jax") if type(value).__module__ != "builtins" else None
-    if jax is not None and (contents := _open_registered(value, jax)) is not None:
+    is_registrable = type(value).__module__ != "builtins" and loaded("jax") is not None
+    if is_registrable and (contents := _open_registered(value)) is not None:
         return contents
     for base, kind in _SUBCLASSES:
         if isinstance(value, base):
@@ -115,14 +114,11 @@ def opens_as(subclass: type, kind: str) -> None:
 
 def is_nnx(value: object) -> bool:
     """Return whether a value is an nnx object, such as a Module, an Optimizer or Rngs."""
-    nnx = loaded("flax.nnx")
-    return nnx is not None and isinstance(value, _types(nnx)) and not isinstance(value, nnx.Variable)
-
-
-def _types(nnx: Any) -> tuple[type, ...]:
+    if loaded("flax.nnx") is None:
+        return False
     # Module, Optimizer and Rngs share this base under a name that differs between releases.
     base = getattr(nnx, "Pytree", None) or getattr(nnx, "Object", None) or nnx.Module
-    return (base, nnx.Module, nnx.Optimizer)
+    return isinstance(value, (base, nnx.Module, nnx.Optimizer)) and not isinstance(value, nnx.Variable)
 
 
 class NnxObjects:
@@ -134,7 +130,6 @@ class NnxObjects:
 
     def state_of(self, value: Any) -> tuple[int, dict[Any, Any]]:
         """Return the number of an object in the tree and the variables that no object before it has, by their keys."""
-        nnx: Any = loaded("flax.nnx")
         number = len(self._objects)
         self._objects.append(value)
         state = nnx.state(tuple(self._objects))
@@ -142,7 +137,6 @@ class NnxObjects:
 
     def build(self, number: int, keys: list[Any], children: list[Any]) -> Any:
         """Return a copy of an object, which may be abstract, with these variables."""
-        nnx: Any = loaded("flax.nnx")
         if self._copies is None:
             self._copies = nnx.clone(tuple(self._objects))
         if keys:
@@ -157,13 +151,13 @@ def _open_nnx(value: object, objects: NnxObjects) -> Contents:
     return Contents("node", keys, list(variables.values()), partial(objects.build, number, keys), class_name(value))
 
 
-def _has_own_children(value: tuple[Any, ...], jax: Any) -> bool:
+def _has_own_children(value: tuple[Any, ...]) -> bool:
     """Return whether a named tuple is registered with jax with other children than its fields."""
     children = jax.tree_util.tree_leaves(value, is_leaf=lambda inner: inner is not value)
     return len(children) != len(value) or not all(map(operator.is_, children, value))
 
 
-def _open_registered(value: object, jax: Any) -> Contents | None:
+def _open_registered(value: object) -> Contents | None:
     """Open one level of a type that is registered with jax; static fields stay in the treedef."""
     children, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda inner: inner is not value)
     if len(children) == 1 and children[0][0] == ():

@@ -201,33 +201,28 @@ class KnownLeaves:
     ) -> None:
         self._pinned_bytes = pinned_bytes
         self.types = list(map(type, values))
-        self.tensors: list[int] = []  # small ones, on the host
-        self.arrays: list[int] = []  # numpy arrays
-        self.whole: list[int] = []  # jax arrays on one device
-        self.plain: list[int] = []  # numbers and None
-        self.others: list[int] = []
+        groups: dict[str, list[int]] = {kind: [] for kind in ("array", "tensor", "jax", "plain", "other")}
         kinds: dict[type, str] = {}
         for position, (value, leaf, copied) in enumerate(zip(values, leaves, is_copied, strict=True)):
             kind = kinds.get(type(value)) or kinds.setdefault(type(value), _kind(value))
-            group = self.others
-            if kind == "array" and copied:
-                group = self.arrays
-            elif kind == "tensor" and copied and is_small(value):
-                group = self.tensors
-            elif kind == "jax" and is_whole(value.sharding):
-                group = self.whole
-            elif kind == "plain" and (type(value) is not int or isinstance(leaf, ArrayLeaf)):
-                group = self.plain  # an int of more than 64 bits is another kind of leaf
-            group.append(position)
+            is_alone = (
+                (kind == "array" and not copied)
+                or (kind == "tensor" and not (copied and is_small(value)))
+                or (kind == "jax" and not is_whole(value.sharding))
+                or (kind == "plain" and type(value) is int and isinstance(leaf, ValueLeaf))  # of more than 64 bits
+            )
+            groups["other" if is_alone else kind].append(position)
+        # Arrays of numpy, small tensors on the host, arrays of jax on one device, and numbers and None.
+        self.arrays, self.tensors, self.whole, self.plain, self.others = groups.values()
         self.tensor_facts = small_facts([values[position] for position in self.tensors])
         self._arrays = [_ARRAY_FACTS(values[position]) for position in self.arrays]
         self._whole = WholeArrays([values[position] for position in self.whole])
         self._others = [_facts(leaves[position]) for position in self.others]
-        self._held: dict[int, ArrayLeaf] = {}
-        for position in self.whole:
-            leaf = leaves[position]
-            assert isinstance(leaf, ArrayLeaf)
-            self._held[position] = ArrayLeaf(leaf.dtype, leaf.shape, [], False, leaf.details)
+        self._held = {
+            position: ArrayLeaf(leaf.dtype, leaf.shape, [], False, leaf.details)
+            for position in self.whole
+            if isinstance(leaf := leaves[position], ArrayLeaf)
+        }
 
     def take(self, values: Sequence[Any]) -> TakenLeaves | None:
         """Return the leaves of a tree, ready to be copied or held; None if they are not like those known."""
@@ -273,7 +268,7 @@ _ARRAY_FACTS = attrgetter("dtype", "shape")
 
 
 def _kind(value: Any) -> str:
-    """Return the group that a leaf of this type may belong to, or ""."""
+    """Return the group that a leaf of this type may belong to."""
     if type(value) is np.ndarray:
         return "array"
     if type(value) in (bool, int, float, complex, type(None)):

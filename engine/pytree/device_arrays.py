@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .leaves import Piece, required
+from .leaves import Piece, torch
 
 _logger = logging.getLogger("holdfast")
 
@@ -43,7 +43,7 @@ FIRST_BYTES = 256 << 20  # bytes that are waited for first; then twice as many, 
 
 def streams_of(device: Any) -> Any:
     """Return the module of torch with the streams and events of a device, such as ``torch.cuda``."""
-    return getattr(required("torch"), device.type)
+    return getattr(torch, device.type)
 
 
 class DeviceArray:
@@ -76,7 +76,6 @@ class DeviceArray:
 
 def is_copied_later(tensor: Any) -> bool:
     """Whether a tensor is an ordinary one on such a device, whose copy a snapshot can start."""
-    torch: Any = required("torch")
     if tensor.device.type not in ACCELERATORS or type(tensor) is not torch.Tensor or not tensor.numel():
         return False
     if torch._C._len_torch_dispatch_stack():  # a mode may turn a copy into something else
@@ -185,7 +184,6 @@ class PinnedMemory:
             size //= 2
             if size < LEAST_ROOM_BYTES:
                 return False
-        torch: Any = required("torch")
         try:
             with torch.inference_mode(False):
                 block = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -210,7 +208,6 @@ class PinnedMemory:
 
     def start(self, copies: Sequence[Copy]) -> Arrival:
         """Start copies. Those to memory that is not pinned are done on return."""
-        torch: Any = required("torch")
         with contextlib.suppress(RuntimeError):  # an error of the last save is not one of this save
             self._last.wait()  # an interrupted save has not waited for its copies
         arrival = self._last = Arrival()
@@ -278,7 +275,6 @@ class PinnedMemory:
 
     def _gather(self, device: Any, run: Sequence[_Started]) -> None:
         """Copy small tensors with neighbouring places at once: put together on the device as they will lie there."""
-        torch: Any = required("torch")
         first, end = run[0].address, run[-1].end
         together = torch.empty(end - first, dtype=torch.uint8, device=device)
         groups: dict[Any, tuple[list[Any], list[Any]]] = {}

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from .jax_leaves import is_key, is_tracer
-from .leaves import is_jax_array, loaded
+from .leaves import is_jax_array, jax, loaded
 
 _EVEN = 0x3C6EF372  # It makes the weights of the words of a checksum odd, so that no single change is lost.
 
@@ -25,8 +25,7 @@ def differing_replicas(names: Sequence[str], values: Sequence[Any]) -> Iterator[
     With each come the devices that hold the replica that a save writes, and those that hold others. Each device
     computes a checksum of what it holds.
     """
-    jax: Any = loaded("jax")
-    if jax is None:
+    if loaded("jax") is None:
         return
     sums: list[tuple[str, Any]] = []
     on_one_device = jax.sharding.SingleDeviceSharding
@@ -50,7 +49,6 @@ def differing_replicas(names: Sequence[str], values: Sequence[Any]) -> Iterator[
 
 def _checksums(replicas: Sequence[Any]) -> Any:
     """Return a scalar with another value on each device, if the replicas, one on each device, differ."""
-    jax: Any = loaded("jax")
     mesh = jax.sharding.Mesh(np.array([next(iter(one.devices())) for one in replicas]), "replicas")
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     array = jax.make_array_from_single_device_arrays(replicas[0].shape, sharding, list(replicas))
@@ -62,7 +60,6 @@ def _checksums(replicas: Sequence[Any]) -> Any:
 
 @cache
 def _compiled() -> Any:
-    jax: Any = loaded("jax")
     jnp: Any = jax.numpy
 
     def checksum(array: Any) -> Any:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DamagedCheckpointError, UnsupportedLeafError
+from ..forks import Lock
 from .containers import NnxObjects, expand
 from .leaves import (
     MIXED,
@@ -214,8 +215,7 @@ class Outline:
     """
 
     def __init__(self, structure: TreeDef | None) -> None:
-        self.structure = None if structure is None else _without_values(structure)
-        self._root = None if self.structure is None else _Container(self.structure)
+        self.structure = None if structure is None else _Container(structure)
 
     def leaves_of(self, tree: Any) -> list[Any] | None:
         """Return the leaves of a tree in the order of `flatten`; None if its containers differ.
@@ -223,31 +223,28 @@ class Outline:
         A value in the place of a leaf is returned unchecked, even if it is a container: compare its type.
         """
         leaves: list[Any] = []
-        if self._root is None:
-            leaves.append(tree)
-        elif not self._root.collect(tree, leaves, NnxObjects()):
-            return None
-        return leaves
+        if self.structure is None:
+            return [tree]
+        return leaves if self.structure.collect(tree, leaves, NnxObjects()) else None
 
 
 # Types that `_Container` opens itself; `expand` opens all others.
 _EXACT: dict[str, type] = {"dict": dict, "list": list, "tuple": tuple, "ordered_dict": OrderedDict}
 
 
-class _Container:
-    """One container of an outline."""
+class _Container(TreeDef):
+    """One container of an outline, a structure for documents only: what builds a container may refer to its arrays."""
 
-    __slots__ = ("children", "keys", "kind", "label", "size", "type", "type_of", "types")
+    __slots__ = ("are_leaves", "type", "type_of", "types")
 
     def __init__(self, node: TreeDef) -> None:
+        children: list[TreeDef | None] = [None if child is None else _Container(child) for child in node.children]
+        super().__init__(node.kind, None if node.keys is None else [*node.keys], children, list, node.label)
         self.type = _EXACT.get(node.kind) if node.label is None else None
-        self.kind, self.label, self.keys = node.kind, node.label, node.keys
         # 1, True and np.int64(1) are equal.
         self.type_of = _types_in if node.keys is not None and any(isinstance(key, tuple) for key in node.keys) else type
         self.types = None if node.keys is None else list(map(self.type_of, node.keys))
-        self.size = len(node.children)
-        children = [None if child is None else _Container(child) for child in node.children]
-        self.children = children if any(child is not None for child in children) else None  # None if all are leaves
+        self.are_leaves = all(child is None for child in children)
 
     def collect(self, value: Any, leaves: list[Any], objects: NnxObjects) -> bool:
         """Append the leaves of a container; return whether it is like this one."""
@@ -264,15 +261,17 @@ class _Container:
             keys, values = None, value
         else:
             keys, values = list(value), value.values()
-        if len(values) != self.size or keys != self.keys or (keys and list(map(self.type_of, keys)) != self.types):
+        if len(values) != len(self.children) or keys != self.keys:
             return False
-        if self.children is None:
+        if keys and list(map(self.type_of, keys)) != self.types:
+            return False
+        if self.are_leaves:
             leaves.extend(values)
             return True
         for child, known in zip(values, self.children, strict=True):
             if known is None:
                 leaves.append(child)
-            elif not known.collect(child, leaves, objects):
+            elif isinstance(known, _Container) and not known.collect(child, leaves, objects):
                 return False
         return True
 
@@ -281,13 +280,9 @@ def _types_in(key: object) -> object:
     return tuple(map(_types_in, key)) if isinstance(key, tuple) else type(key)
 
 
-def _without_values(node: TreeDef) -> TreeDef:
-    """Return a structure for documents only: what builds a container may refer to it and the arrays in it."""
-    children = [None if child is None else _without_values(child) for child in node.children]
-    return TreeDef(node.kind, None if node.keys is None else list(node.keys), children, list, node.label)
-
-
-_is_paused = False
+_lock = Lock()
+_holders = 0
+_was_enabled = False
 
 
 @contextmanager
@@ -297,26 +292,30 @@ def collection_paused() -> Iterator[None]:
     Ten thousand leaves mean some thirty thousand new objects, none of them garbage. With a framework loaded, the full
     collections that they start take several times as long as the work itself.
     """
-    global _is_paused
-    if not gc.isenabled():
-        yield
-        return
-    _is_paused = True
-    gc.disable()
+    global _holders, _was_enabled
+    with _lock:
+        if _holders == 0:
+            _was_enabled = gc.isenabled()
+            gc.disable()
+        _holders += 1
     try:
         yield
     finally:
+        with _lock:
+            _holders -= 1
+            if _holders == 0 and _was_enabled:
+                gc.enable()
+
+
+def _end_pauses() -> None:
+    """Collect garbage again in a forked process, where the threads that paused it do not go on."""
+    global _holders
+    if _holders and _was_enabled:
         gc.enable()
-        _is_paused = False
+    _holders = 0
 
 
-def _end_pause() -> None:
-    """Collect garbage again in a forked process, where the thread that paused it does not go on."""
-    if _is_paused:
-        gc.enable()
-
-
-os.register_at_fork(after_in_child=_end_pause)
+os.register_at_fork(after_in_child=_end_pauses)
 
 
 # ---- long sequences of numbers
@@ -336,21 +335,32 @@ _MIXED_WIDTH = 9
 
 
 class PackedNumbers:
-    """A list, tuple or deque of numbers as one leaf of a tree: a copy, which later changes do not touch."""
+    """A list, tuple or deque of numbers as one leaf of a tree: a copy, which later changes do not touch.
 
-    __slots__ = ("array", "details")
+    The array is made on demand, as a walk over live objects only tests whether a sequence is packed.
+    """
 
-    def __init__(self, array: NDArray[Any], details: Details) -> None:
-        self.array = array
-        self.details = details
+    __slots__ = ("_array", "_details", "_items")
+
+    def __init__(self, items: list[Any] | None, array: NDArray[Any] | None, details: Details) -> None:
+        self._items = items
+        self._array = array
+        self._details = details
 
     def describe(self) -> ArrayLeaf:
-        array = self.array
-        return ArrayLeaf(array.dtype, array.shape, [Piece((0,) * array.ndim, array)], False, self.details)
+        array = self._array
+        if array is None:
+            assert self._items is not None
+            array = self._array = _array(str(self._details["elements"]), self._items)
+            self._items = None
+        return ArrayLeaf(array.dtype, array.shape, [Piece((0,) * array.ndim, array)], False, self._details)
 
     def unpack(self) -> Any:
         """Return a new sequence with the same elements."""
-        return _unpacked(self.details, self.array)
+        if self._items is not None:
+            return _built(self._details, list(self._items))
+        assert self._array is not None
+        return _built(self._details, _elements(self._details, self._array))
 
 
 def pack_numbers(value: object) -> PackedNumbers | None:
@@ -359,33 +369,53 @@ def pack_numbers(value: object) -> PackedNumbers | None:
     if sequence is None or len(value) < PACKED_FROM:  # type: ignore[arg-type]  # it is one of the three
         return None
     items: list[Any] = list(value)  # type: ignore[call-overload]
-    kinds = set(map(type, items))
-    kind: Any = next(iter(kinds))
-    try:
-        if len(kinds) > 1:
-            elements, array = MIXED, _mixed(items) if kinds <= set(_MIXED_TYPES) else None
-        elif kind in _ELEMENTS:
-            elements, array = _ELEMENTS[kind], np.array(items, _DTYPES[_ELEMENTS[kind]])
-        else:
-            is_numpy = issubclass(kind, np.bool_ | np.number) and kind not in (np.longdouble, np.clongdouble)
-            elements, array = _NUMPY, np.array(items) if is_numpy else None
-    except OverflowError:  # an integer of more than 64 bits
+    packed = _packed(items, set(map(type, items)))
+    if packed is None:
         return None
-    if array is None:
-        return None
+    elements, array = packed
     details: Details = {"kind": NUMBERS, "sequence": sequence, "elements": elements}
     if isinstance(value, deque) and value.maxlen is not None:
         details["maxlen"] = value.maxlen
-    return PackedNumbers(array, details)
+    return PackedNumbers(items, array, details)
+
+
+def _packed(items: list[Any], kinds: set[Any]) -> tuple[str, NDArray[Any] | None] | None:
+    """Return the name of the elements if they can be packed, and the array where the test needed it."""
+    try:
+        if len(kinds) == 1:
+            (kind,) = kinds
+            if kind in _ELEMENTS:
+                return _ELEMENTS[kind], _array(_ELEMENTS[kind], items) if kind is int else None
+            if issubclass(kind, np.bool_ | np.number) and kind not in (np.longdouble, np.clongdouble):
+                return _NUMPY, None
+        elif kinds <= set(_MIXED_TYPES):
+            far = int in kinds and bool((np.abs(np.fromiter(items, "<f8", len(items))) >= 1 << 63).any())
+            return MIXED, _mixed(items) if far else None
+    except OverflowError:  # an integer of more than 64 bits
+        pass
+    return None
+
+
+def _array(elements: str, items: list[Any]) -> NDArray[Any]:
+    if elements == MIXED:
+        return _mixed(items)
+    return np.array(items, _DTYPES.get(elements))
 
 
 def _mixed(items: list[Any]) -> NDArray[Any]:
-    types = np.array([_MIXED_TYPES.index(type(item)) for item in items], np.uint8)
-    values, bits = np.array(items, object), np.empty(len(items), "<i8")
-    are_floats = types == _MIXED_TYPES.index(float)
-    bits[are_floats] = values[are_floats].astype("<f8").view("<i8")
-    bits[~are_floats] = values[~are_floats].astype("<i8")
-    return np.hstack((types[:, None], bits[:, None].view(np.uint8)))
+    codes: dict[Any, int] = {kind: code for code, kind in enumerate(_MIXED_TYPES)}
+    types = np.frombuffer(bytes([codes[type(item)] for item in items]), np.uint8)
+    values = np.fromiter(items, "<f8", len(items))
+    bits = values.view("<i8")
+    whole = types != codes[float]
+    exact = whole & (np.abs(values) < 1 << 53)  # a float holds these integers exactly
+    bits[exact] = values[exact].astype("<i8")
+    rest = np.flatnonzero(whole & ~exact)
+    bits[rest] = np.array([items[index] for index in rest.tolist()], "<i8")
+    found = np.empty((len(items), _MIXED_WIDTH), np.uint8)
+    found[:, 0] = types
+    found[:, 1:] = bits[:, None].view(np.uint8)
+    return found
 
 
 def pack_tree(tree: Any, depth: int = 0) -> Any:
@@ -416,14 +446,16 @@ def unpack_numbers(details: Details, array: NDArray[Any], name: str) -> Any:
         )
     if mixed and len(array) and (last := int(array[:, 0].max())) >= len(_MIXED_TYPES):
         raise DamagedCheckpointError(f"leaf {format_path(name)}: type {last} of an element is unknown")
-    return _unpacked(details, array)
+    return _built(details, _elements(details, array))
 
 
-def _unpacked(details: Details, array: NDArray[Any]) -> Any:
+def _elements(details: Details, array: NDArray[Any]) -> list[Any]:
     if details["elements"] == _NUMPY:
-        items = list(array)
-    else:
-        items = _unmixed(array) if details["elements"] == MIXED else array.tolist()
+        return list(array)
+    return _unmixed(array) if details["elements"] == MIXED else array.tolist()
+
+
+def _built(details: Details, items: list[Any]) -> Any:
     if details["sequence"] == "deque":
         return deque(items, details.get("maxlen"))
     return tuple(items) if details["sequence"] == "tuple" else items

@@ -142,12 +142,10 @@ def encode_value(value: Any) -> Details:
     if isinstance(value, complex):
         return {"kind": "complex", "value": [value.real.hex(), value.imag.hex()]}
     if isinstance(value, set | frozenset):
-        elements = []
         for element in value:
             if not is_python_value(element) or isinstance(element, set | frozenset):
                 raise LeafProblem(f"is a {type(value).__name__} with an element of type {type(element).__name__}")
-            elements.append(encode_value(element))
-        elements.sort(key=repr)  # the same set always gives the same document
+        elements = sorted(map(encode_value, value), key=repr)  # the same set always gives the same document
         return {"kind": "frozenset" if isinstance(value, frozenset) else "set", "value": elements}
     raise LeafProblem(f"is of type {type(value).__name__}")
 

@@ -28,9 +28,8 @@ from .leaves import (
     Part,
     Piece,
     PinnedLeaf,
+    jax,
     joined_parts,
-    loaded,
-    required,
 )
 
 _logger = logging.getLogger("holdfast")
@@ -42,13 +41,11 @@ _ORIGINS = [(0,) * axes for axes in range(65)]
 
 def is_key(value: Any) -> bool:
     """Whether a jax array, tracer or `jax.ShapeDtypeStruct` is one of typed PRNG keys."""
-    jax: Any = loaded("jax")
     return not isinstance(value.dtype, np.dtype) and bool(jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key))
 
 
 def is_tracer(value: Any) -> bool:
     """Whether a jax array is a tracer, which stands for a value inside a transformation."""
-    jax: Any = loaded("jax")
     return isinstance(value, jax.core.Tracer)
 
 
@@ -59,11 +56,10 @@ class JaxDescriber:
     """
 
     def __init__(self, values: Sequence[Any], pinned_bytes: int = 0) -> None:
-        self._jax: Any = required("jax")
         self._shardings: dict[int, _ShardingInfo] = {}
         self._hosted: dict[int, list[Any]] = {}  # what each device has of an array, by the id of that
         parts: list[tuple[int, Any]] = []
-        if self._jax.default_backend() != "cpu" or "cpu" in PINNED_PLATFORMS:
+        if jax.default_backend() != "cpu" or "cpu" in PINNED_PLATFORMS:
             for value in values:
                 with contextlib.suppress(LeafProblem):  # raised again for the leaf
                     parts += [(id(value), part) for part in self._parts(self._data_of(value))]
@@ -110,15 +106,15 @@ class JaxDescriber:
             leaf = self._described(self._data_of(value), self._fetched(value))
         except RuntimeError as error:
             raise _deleted(value, error) from error
-        leaf.details = {**leaf.details, "kind": "key", "impl": str(self._jax.random.key_impl(value))}
+        leaf.details = {**leaf.details, "kind": "key", "impl": str(jax.random.key_impl(value))}
         return leaf
 
     def _data_of(self, value: Any) -> Any:
         """Return the jax array in typed keys. With jax 0.5, keys may hold the numpy array that they were made of."""
         if not is_key(value):
             return value
-        data = self._jax.random.key_data(value)
-        return self._jax.numpy.asarray(data) if isinstance(data, np.ndarray) else data
+        data = jax.random.key_data(value)
+        return jax.numpy.asarray(data) if isinstance(data, np.ndarray) else data
 
     def _sharding(self, value: Any) -> _ShardingInfo:
         """Return the facts of an array's sharding. Most arrays of a tree share a few sharding objects."""
@@ -172,8 +168,6 @@ class HostCopies:
     """Copies to the host that are under way: jax arrays in pinned memory, as far as `pinned_bytes` go, or numpy's."""
 
     def __init__(self, arrays: Sequence[Any], pinned_bytes: int) -> None:
-        jax: Any = loaded("jax")
-        self._jax = jax
         self._arrays = arrays
         self._pinned: dict[int, Any] = {}  # copies by the position of the array
         self.pinned_bytes = pinned_bytes
@@ -194,7 +188,7 @@ class HostCopies:
         try:
             sources = [arrays[number] for number in chosen]
             shardings = [array.sharding.with_memory_kind("pinned_host") for array in sources]
-            self._pinned = dict(zip(chosen, self._jax.device_put(sources, shardings), strict=True))
+            self._pinned = dict(zip(chosen, jax.device_put(sources, shardings), strict=True))
         except RuntimeError as error:
             self._go_without(error)
 
@@ -202,13 +196,13 @@ class HostCopies:
         """Return the copies, once all are there: then the program may donate the originals."""
         if self._pinned:
             try:
-                self._jax.block_until_ready(list(self._pinned.values()))
+                jax.block_until_ready(list(self._pinned.values()))
             except RuntimeError as error:
                 self._go_without(error)
         pinned = self._pinned
         if not self._arrays:  # jax may not be loaded
             return []
-        with self._jax.transfer_guard("allow"):
+        with jax.transfer_guard("allow"):
             if not pinned:
                 return list(map(np.asarray, self._arrays))
             return [
@@ -220,7 +214,7 @@ class HostCopies:
             raise error
         _logger.warning("this save blocks for longer, as jax could not copy to pinned memory: %s", str(error))
         self._pinned = {}
-        with self._jax.transfer_guard("allow"):
+        with jax.transfer_guard("allow"):
             for array in self._arrays:
                 array.copy_to_host_async()
 
@@ -274,7 +268,6 @@ def _describe_sharding(sharding: Any) -> Details:
 
 
 def _all_devices() -> list[int]:
-    jax: Any = loaded("jax")
     return [int(device.id) for device in jax.devices()]
 
 
@@ -329,7 +322,6 @@ def implementation_of(key: Any) -> Any:
 @lru_cache(maxsize=16)
 def _key_data(key_dtype: Any) -> tuple[np.dtype[Any], tuple[int, ...], Any]:
     """Return dtype and shape of one key's data, and its implementation."""
-    jax: Any = loaded("jax")
     found: list[Any] = []
 
     def trace(key: Any) -> Any:
@@ -350,7 +342,6 @@ def template_sharding(template: Any) -> Any:
     """Return the sharding of the array that takes the place of a template; None leaves it to jax."""
     # An array that was never placed explicitly may move freely; a device would pin it.
     sharding = template.sharding if getattr(template, "committed", True) else None
-    jax: Any = loaded("jax")
     if not isinstance(sharding, jax.sharding.NamedSharding) or not isinstance(sharding.mesh, jax.sharding.AbstractMesh):
         return sharding
     if not sharding.mesh.axis_names:
@@ -363,7 +354,6 @@ def template_sharding(template: Any) -> Any:
 
 def on_saved_devices(abstract: AbstractSharding, saved: Details) -> Any:
     """Return the sharding on the mesh that was saved, if its devices are here, or else on one of all devices."""
-    jax: Any = loaded("jax")
     mesh = abstract.sharding.mesh
     numbers = _saved_devices(saved, mesh)
     if numbers is not None:
@@ -391,13 +381,11 @@ def _saved_devices(saved: Details, mesh: Any) -> tuple[int, ...] | None:
 
 
 def _on(mesh: Any, sharding: Any) -> Any:
-    jax: Any = loaded("jax")
     return jax.sharding.NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
 
 
 @lru_cache(maxsize=16)
 def _mesh_of(abstract: Any, numbers: tuple[int, ...]) -> Any:
-    jax: Any = loaded("jax")
     devices = {int(device.id): device for device in jax.devices()}
     places = np.empty(len(numbers), object)
     places[:] = [devices[number] for number in numbers]
@@ -407,7 +395,6 @@ def _mesh_of(abstract: Any, numbers: tuple[int, ...]) -> Any:
 
 @lru_cache(maxsize=16)
 def _mesh_of_all_devices(abstract: Any) -> Any:
-    jax: Any = loaded("jax")
     return jax.make_mesh(abstract.axis_sizes, abstract.axis_names, axis_types=abstract.axis_types)
 
 
@@ -415,7 +402,6 @@ def narrowed(dtype: np.dtype[Any]) -> np.dtype[Any] | None:
     """Return the dtype that jax would use now in place of a 64-bit one, or None if it would use this one."""
     if dtype.itemsize < 8:
         return None
-    jax: Any = loaded("jax")
     actual = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
     return None if actual == dtype.newbyteorder("=") else actual
 
@@ -452,7 +438,6 @@ class NewArray(NamedTuple):
 
 def put(new: Sequence[NewArray]) -> list[Any]:
     """Make jax arrays, all in one call."""
-    jax: Any = required("jax")
     hosts: list[NDArray[Any]] = []
     shardings: list[Any] = []
     for sharding, shape, _, arrays, *_ in new:
@@ -489,14 +474,12 @@ def weakened(array: Any) -> Any:
 @contextlib.contextmanager
 def _unguarded() -> Iterator[None]:
     """Allow what a program forbids in its own code: transfers, and NaN, which was saved as it was."""
-    jax: Any = required("jax")
     with jax.transfer_guard("allow"), jax.debug_nans(False), jax.debug_infs(False):
         yield
 
 
 @lru_cache(maxsize=64)
 def _weakening(sharding: Any) -> Any:
-    jax: Any = required("jax")
     convert = importlib.import_module("jax.extend.core.primitives").convert_element_type_p
 
     def weak(array: Any) -> Any:

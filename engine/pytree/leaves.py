@@ -61,22 +61,42 @@ def required(name: str) -> Any:
         raise OptionError(f"{name} arrays are asked for, and {name} cannot be imported: {error}") from error
 
 
+class _Framework:
+    """A framework by its name: what is used of it is imported then, unless the program has done so."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # those who look at any object ask for such names
+            raise AttributeError(name)
+        found = getattr(sys.modules.get(self._name) or required(self._name), name)
+        if isinstance(found, type) or not callable(found):  # a program may replace functions
+            setattr(self, name, found)
+        return found
+
+
+jax: Any = _Framework("jax")
+nnx: Any = _Framework("flax.nnx")
+torch: Any = _Framework("torch")
+
+
 def is_torch_tensor(value: object) -> bool:
     """Whether the value is a torch tensor (parameters and other subclasses included)."""
-    torch = loaded("torch")
-    return torch is not None and isinstance(value, torch.Tensor)
+    found = loaded("torch")
+    return found is not None and isinstance(value, found.Tensor)
 
 
 def is_jax_array(value: object) -> bool:
     """Whether the value is a jax array, a typed PRNG key, or the tracer of one."""
-    jax = loaded("jax")
-    return jax is not None and isinstance(value, jax.Array)
+    found = loaded("jax")
+    return found is not None and isinstance(value, found.Array)
 
 
 def is_jax_abstract(value: object) -> bool:
     """Whether the value is a `jax.ShapeDtypeStruct`: a shape, a dtype and perhaps a sharding, without data."""
-    jax = loaded("jax")
-    return jax is not None and isinstance(value, jax.ShapeDtypeStruct)
+    found = loaded("jax")
+    return found is not None and isinstance(value, found.ShapeDtypeStruct)
 
 
 class Box(NamedTuple):
@@ -180,7 +200,7 @@ class PinnedLeaf(ArrayLeaf):
 
     def to_numpy(self) -> None:
         """Make them numpy arrays, which takes another copy, in the background."""
-        with required("jax").transfer_guard("allow"):
+        with jax.transfer_guard("allow"):
             for piece in self.pieces:
                 piece.array = np.asarray(piece.array)
 

@@ -196,7 +196,9 @@ class Pattern:
     def _after(self, places: Collection[int], key: str) -> set[int]:
         found: set[int] = set()
         for place in places:
-            matches = self._keys[place] if place < len(self._keys) else _never
+            if place == len(self._keys):
+                continue
+            matches = self._keys[place]
             if matches is None:
                 found.update(self._skipped[place])
             elif matches(key):
@@ -228,10 +230,6 @@ class Pattern:
 
 def _matcher(key: str) -> Callable[[str], object]:
     return re.compile(fnmatch.translate(key)).fullmatch if set(key) & _WILD else key.__eq__
-
-
-def _never(_: str) -> None:
-    return None
 
 
 def _nearest(pattern: Pattern, paths: Sequence[Sequence[str]]) -> str | None:

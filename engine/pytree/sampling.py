@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .jax_leaves import is_key
-from .leaves import is_jax_array, is_torch_tensor, loaded
+from .leaves import is_jax_array, is_torch_tensor, jax, torch
 from .torch_leaves import is_dense
 
 _ELEMENTS = 64  # of a leaf that are read
@@ -84,7 +84,6 @@ class Sampler:
 
     def __init__(self) -> None:
         self._views: dict[int, _View] = {}  # by place
-        self._gathers: dict[Any, Any] = {}  # compiled functions of jax, by strides
 
     def take(self, leaves: Sequence[Any]) -> Samples:
         """Begin to take samples of leaves: arrays of numpy, torch or jax, or numbers; others have none."""
@@ -119,7 +118,7 @@ class Sampler:
             samples._devices.setdefault(entries[0][1].device.type, entries[0][0])
             samples._groups.append(_gathered_by_torch(entries))
         for entries in of_jax.values():
-            samples._groups += self._gathered_by_jax(entries[:_ON_DEVICES])
+            samples._groups += gathered_by_jax(entries[:_ON_DEVICES])
         return samples
 
     def _part_of(self, place: int, tensor: Any) -> tuple[Any, Any]:
@@ -142,32 +141,20 @@ class Sampler:
         self._views[place] = _View(id(tensor), address, size, group, *((view, part) if is_known else (None, None)))
         return group, part
 
-    def _gathered_by_jax(self, entries: list[tuple[int, Any]]) -> list[_Group]:
-        """Gather elements on the device: one compiled function for all arrays, and one copy for each dtype."""
-        import jax
 
-        groups: dict[Any, list[tuple[int, Any]]] = {}
-        for place, array in entries:
-            groups.setdefault(array.dtype, []).append((place, array))
-        strides = [[_stride(array.size) for _, array in group] for group in groups.values()]
-        gather = self._gathers.get(key := repr(strides))
-        if gather is None:
-
-            def run(arrays: list[list[Any]]) -> Any:
-                parts = [
-                    [array.reshape(-1)[::stride] for array, stride in zip(*of_dtype, strict=True)]
-                    for of_dtype in zip(arrays, strides, strict=True)
-                ]
-                return [jax.numpy.concatenate(part) for part in parts]
-
-            gather = self._gathers[key] = jax.jit(run)
-        found = gather([[array for _, array in group] for group in groups.values()])
-        gathered = []
-        for one, group, steps in zip(found, groups.values(), strides, strict=True):
-            one.copy_to_host_async()
-            counts = tuple(-(-array.size // stride) for (_, array), stride in zip(group, steps, strict=True))
-            gathered.append(_Group([place for place, _ in group], counts, partial(np.asarray, one), one.is_ready))
-        return gathered
+def gathered_by_jax(entries: list[tuple[int, Any]]) -> list[_Group]:
+    """Gather elements on the device: one compiled function for all arrays, and one copy for each dtype."""
+    groups: dict[Any, list[tuple[int, Any]]] = {}
+    for place, array in entries:
+        groups.setdefault(array.dtype, []).append((place, array))
+    strides = tuple(tuple(_stride(array.size) for _, array in group) for group in groups.values())
+    found = _compiled_gather()([[array for _, array in group] for group in groups.values()], strides)
+    gathered = []
+    for one, group, steps in zip(found, groups.values(), strides, strict=True):
+        one.copy_to_host_async()
+        counts = tuple(-(-array.size // stride) for (_, array), stride in zip(group, steps, strict=True))
+        gathered.append(_Group([place for place, _ in group], counts, partial(np.asarray, one), one.is_ready))
+    return gathered
 
 
 _KINDS: dict[type, str] = {bool: "number", int: "number", float: "number"}  # of classes of leaves
@@ -179,7 +166,7 @@ def _kind_of(leaf: Any) -> str:
         kind = "array" if isinstance(leaf, np.ndarray) else "number"
     elif is_torch_tensor(leaf):
         kind = "torch"
-    elif is_jax_array(leaf) and not isinstance(leaf, loaded("jax").core.Tracer):  # type: ignore[union-attr]
+    elif is_jax_array(leaf) and not isinstance(leaf, jax.core.Tracer):
         kind = "jax"
     return _KINDS.setdefault(type(leaf), kind)
 
@@ -198,7 +185,7 @@ def _view_of(tensor: Any) -> Any:
 def _first_part(array: Any) -> tuple[Any, Any, str]:
     """Return the first part of an array of jax on a device of this process, that device, and the kind of all."""
     if not isinstance(array.dtype, np.dtype) and is_key(array):
-        array = loaded("jax").random.key_data(array)  # type: ignore[union-attr]
+        array = jax.random.key_data(array)
     device, *others = array.sharding.device_set
     if not others:
         return array, device, device.platform
@@ -219,7 +206,6 @@ def _add_array(on_host: dict[Any, list[tuple[int, Any]]], place: int, array: NDA
 
 
 def _gathered_by_torch(entries: list[tuple[int, Any]]) -> _Group:
-    torch: Any = loaded("torch")
     with torch.no_grad():
         flat = torch.cat([view for _, view in entries])
         if flat.dtype.is_floating_point and flat.dtype not in (torch.float16, torch.float32, torch.float64):
@@ -317,7 +303,6 @@ def size_of(leaf: Any) -> int:
 def full_sum(leaf: Any) -> Any:
     """Return the sum of the bits of all elements, perhaps on their device, or None for other leaves than arrays."""
     if is_torch_tensor(leaf):
-        torch: Any = loaded("torch")
         local = leaf.to_local() if hasattr(leaf, "to_local") else leaf
         widths = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         if not is_dense(local) or not _address(local) or local.element_size() not in widths or local.is_conj():
@@ -333,8 +318,16 @@ def full_sum(leaf: Any) -> Any:
 
 
 @functools.cache
+def _compiled_gather() -> Any:
+    def gather(arrays: list[list[Any]], strides: tuple[tuple[int, ...], ...]) -> list[Any]:
+        pairs = (zip(*of_dtype, strict=True) for of_dtype in zip(arrays, strides, strict=True))
+        return [jax.numpy.concatenate([array.reshape(-1)[::stride] for array, stride in pair]) for pair in pairs]
+
+    return jax.jit(gather, static_argnums=1)
+
+
+@functools.cache
 def _compiled_sum() -> Any:
     """Return the function of jax, one for all sums: each new function would be compiled again."""
-    import jax
 
     return jax.jit(lambda one: jax.lax.bitcast_convert_type(one, _WIDTHS[one.dtype.itemsize]).sum())

@@ -7,6 +7,7 @@ apply from the first axis of the mesh to the last: each divides what the ones be
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import re
@@ -23,7 +24,17 @@ from numpy.typing import NDArray
 from ..forks import cached_property
 from .device_arrays import DeviceArray, is_copied_later
 from .host_leaves import native
-from .leaves import ArrayLeaf, Box, Details, LeafProblem, Part, Piece, Saved, joined_parts, loaded, required
+from .leaves import (
+    ArrayLeaf,
+    Box,
+    Details,
+    LeafProblem,
+    Part,
+    Piece,
+    Saved,
+    joined_parts,
+    torch,
+)
 
 _COMMON_TYPES = {"uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "bool"} | {
     "float16", "float32", "float64", "complex64", "complex128",
@@ -45,28 +56,30 @@ class TorchDescriber:
     """Describes the tensors of one tree; a snapshot that follows copies, ``later``, what it can."""
 
     def __init__(self, values: Sequence[Any], *, later: bool = False) -> None:
-        self._torch: Any = loaded("torch")
         self._later = later
         self._copies: dict[int, Any] = {}
         self._devices: set[Any] = set()
         self._left = BYTES_AT_ONCE
         self._axes: dict[Mesh, set[int]] = {}  # axes of each root mesh over which DTensors of the tree are spread
         for value in values:
-            self._prepare(value)
+            with contextlib.suppress(LeafProblem):  # raised again for the leaf
+                self._prepare(value)
 
     def _prepare(self, value: Any) -> None:
         if is_dtensor(value) and (place := _place_in_root(value.device_mesh)) is not None:
             self._axes.setdefault(place[0], set()).update(place[1])
-        if value.device.type not in HOST_DEVICES and _why_not(value) is None:
-            own = self._own(value) if is_dtensor(value) else value.detach()
-            if self._later and is_copied_later(own):
-                self._copies[id(value)] = tensor_encoding(value.dtype).on_device(own)
-                return
-            overlaps = value.device.type in ASYNCHRONOUS_DEVICES and own.nbytes <= self._left
-            self._copies[id(value)] = own.to("cpu", non_blocking=overlaps)
-            if overlaps:
-                self._left -= own.nbytes
-                self._devices.add(value.device)
+        if value.device.type in HOST_DEVICES:
+            return
+        _check(value)
+        own = self._own(value) if is_dtensor(value) else value.detach()
+        if self._later and is_copied_later(own):
+            self._copies[id(value)] = tensor_encoding(value.dtype).on_device(own)
+            return
+        overlaps = value.device.type in ASYNCHRONOUS_DEVICES and own.nbytes <= self._left
+        self._copies[id(value)] = own.to("cpu", non_blocking=overlaps)
+        if overlaps:
+            self._left -= own.nbytes
+            self._devices.add(value.device)
 
     def describe(self, value: Any) -> ArrayLeaf:
         array, volatile, encoding = self._array(value, value)
@@ -80,7 +93,7 @@ class TorchDescriber:
         sharding = self._sharding(value)
         array, volatile, encoding = self._array(value, self._own(value))
         shape, parts = sharding.shape, sharding.parts()
-        share = sharding.share(self._rank)
+        share = sharding.share(int(torch.distributed.get_rank()))
         pieces = []
         if share is not None:
             found = array.shape[: len(shape)]
@@ -93,7 +106,8 @@ class TorchDescriber:
         details: Details = {**encoding.details, "sharding": sharding.describe()}
         if value.requires_grad:
             details["requires_grad"] = True
-        return ArrayLeaf(array.dtype, shape, pieces, volatile, details, parts if self._count > 1 else None)
+        is_alone = int(torch.distributed.get_world_size()) == 1
+        return ArrayLeaf(array.dtype, shape, pieces, volatile, details, None if is_alone else parts)
 
     def _sharding(self, value: Any) -> DTensorSharding:
         """Return the sharding of a DTensor among all processes that have it, however many meshes it is on."""
@@ -107,21 +121,11 @@ class TorchDescriber:
         copies = tuple([Division(None)] * len(more))
         return DTensorSharding(_repeated(sharding.mesh, place[0], more), copies + sharding.divisions, sharding.shape)
 
-    @cached_property
-    def _rank(self) -> int:
-        return int(self._torch.distributed.get_rank())
-
-    @cached_property
-    def _count(self) -> int:
-        return int(self._torch.distributed.get_world_size())
-
     def _array(self, value: Any, own: Any) -> tuple[NDArray[Any], bool, TensorEncoding]:
         """Return the elements of a tensor, or of this process's part of it, and whether they can still change."""
-        problem = _why_not(value)
-        if problem is not None:
-            raise LeafProblem(problem)
+        _check(value)
         for device in self._devices:
-            getattr(self._torch, device.type).synchronize(device)
+            getattr(torch, device.type).synchronize(device)
         self._devices.clear()
         tensor = self._copies.get(id(value))  # kept, as the same tensor may be two leaves
         encoding = tensor_encoding(value.dtype)
@@ -142,7 +146,7 @@ class TorchDescriber:
 
     def _own(self, value: Any) -> Any:
         """Return the tensor in this process's memory that belongs to a DTensor."""
-        with self._torch.no_grad():
+        with torch.no_grad():
             own = value.to_local().detach()
         # The result of a collective operation may still be on its way.
         return own.trigger_wait() if hasattr(own, "trigger_wait") else own
@@ -155,22 +159,22 @@ def _check_memory(tensor: Any) -> None:
         )
 
 
-def _why_not(value: Any) -> str | None:
-    torch: Any = loaded("torch")
+def _check(value: Any) -> None:
     if value.layout is not torch.strided:
-        return f"is a tensor of layout {value.layout}; store its indices and values, or value.to_dense()"
+        raise LeafProblem(f"is a tensor of layout {value.layout}; store its indices and values, or value.to_dense()")
     if value.is_quantized:
-        return "is a quantized tensor; store value.int_repr(), its scale and its zero point"
+        raise LeafProblem("is a quantized tensor; store value.int_repr(), its scale and its zero point")
     if value.is_nested:
-        return "is a nested tensor; store value.unbind()"
+        raise LeafProblem("is a nested tensor; store value.unbind()")
     if value.is_meta:
-        return "is on the meta device, it has no values"
+        raise LeafProblem("is on the meta device, it has no values")
     name = type(value).__name__
     if name == "ShardedTensor":
-        return "is a ShardedTensor; have DTensors in its place: with FSDP2, or with a device mesh given to FSDP"
+        raise LeafProblem(
+            "is a ShardedTensor; have DTensors in its place: with FSDP2, or with a device mesh given to FSDP"
+        )
     if name.startswith("Uninitialized"):
-        return "is not initialized yet; run the module once"
-    return None
+        raise LeafProblem("is not initialized yet; run the module once")
 
 
 class TensorEncoding(NamedTuple):
@@ -183,7 +187,6 @@ class TensorEncoding(NamedTuple):
 
     def to_numpy(self, tensor: Any) -> NDArray[Any]:
         """Return a view of a tensor that has neither gradient nor conjugate nor negative bit."""
-        torch: Any = loaded("torch")
         if self.paired:
             return np.asarray(torch.view_as_real(tensor).numpy())
         if self.carrier is None:
@@ -192,7 +195,6 @@ class TensorEncoding(NamedTuple):
 
     def on_device(self, tensor: Any) -> DeviceArray:
         """Return the elements of a tensor on an accelerator, which is like one for `to_numpy`."""
-        torch: Any = loaded("torch")
         found = torch.view_as_real(tensor) if self.paired else tensor
         # Integers have every bit pattern of a dtype, and torch has all operations for those of these sizes.
         carrier = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}.get(self.stored.itemsize)
@@ -200,7 +202,6 @@ class TensorEncoding(NamedTuple):
 
     def to_tensor(self, array: NDArray[Any]) -> Any:
         """Make a tensor of writable memory in native byte order."""
-        torch: Any = loaded("torch")
         if self.paired:
             return torch.view_as_complex(torch.from_numpy(np.ascontiguousarray(array)))
         if self.carrier is None:
@@ -210,22 +211,22 @@ class TensorEncoding(NamedTuple):
 
 @lru_cache(maxsize=128)
 def tensor_encoding(dtype: Any) -> TensorEncoding:
-    torch: Any = loaded("torch")
     name = str(dtype).removeprefix("torch.")
+    carrier = variant = None
     if name in _PAIRED:
-        details = {"kind": "torch", "torch_dtype": name}
-        return TensorEncoding(dtype, np.dtype(_PAIRED[name]), None, True, name, details)
-    if name in _COMMON_TYPES:
-        return TensorEncoding(dtype, np.dtype(name), None, False, None, {"kind": "torch"})
-    carrier = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}[dtype.itemsize]
-    import ml_dtypes  # not above: most programs without torch need nothing of it
+        stored, variant = np.dtype(_PAIRED[name]), name
+    elif name in _COMMON_TYPES:
+        stored = np.dtype(name)
+    else:
+        import ml_dtypes  # not above: most programs without torch need nothing of it
 
-    extended: Any = getattr(ml_dtypes, name, None)
-    if extended is not None and name.startswith(("float", "bfloat")):
-        return TensorEncoding(dtype, np.dtype(extended), carrier, False, None, {"kind": "torch"})
-    # Integers of less than 8 bits, packed numbers and the like: for torch they are bytes without operations.
-    details = {"kind": "torch", "torch_dtype": name}
-    return TensorEncoding(dtype, np.dtype(f"uint{8 * dtype.itemsize}"), carrier, False, name, details)
+        carrier = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}[dtype.itemsize]
+        is_number = name.startswith(("float", "bfloat")) and hasattr(ml_dtypes, name)
+        # Integers of less than 8 bits, packed numbers and the like: for torch they are bytes without operations.
+        stored = np.dtype(getattr(ml_dtypes, name) if is_number else f"uint{8 * dtype.itemsize}")
+        variant = None if is_number else name
+    details = {"kind": "torch"} if variant is None else {"kind": "torch", "torch_dtype": variant}
+    return TensorEncoding(dtype, stored, carrier, name in _PAIRED, variant, details)
 
 
 # ---- many small tensors in the host's memory, checked and copied together
@@ -237,7 +238,6 @@ _FACTS = attrgetter("dtype", "shape", "requires_grad", "layout", "is_cpu")
 
 def is_small(value: Any) -> bool:
     """Whether a tensor that `TorchDescriber.describe` has described can be copied by `copy_tensors`."""
-    torch: Any = loaded("torch")
     if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.device.type not in HOST_DEVICES:
         return False
     if not 0 < value.numel() < _SMALL:
@@ -252,7 +252,6 @@ def small_facts(tensors: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 def have_facts(tensors: Sequence[Any], facts: Sequence[tuple[Any, ...]]) -> bool:
     """Whether tensors of the same types as others have the facts of those, and memory."""
-    torch: Any = loaded("torch")
     # A dispatch mode, such as that of fake tensors, may turn a copy into something else.
     if torch._C._len_torch_dispatch_stack():
         return False
@@ -265,20 +264,17 @@ def tensors_over(arrays: Sequence[NDArray[Any]], facts: Sequence[tuple[Any, ...]
     """Return tensors of the dtypes in the facts over memory, to copy to."""
     if not arrays:
         return []  # torch may not be loaded
-    torch: Any = loaded("torch")
     with torch.inference_mode(False):  # tensors made in that mode could not be written outside of it
         return [tensor_encoding(fact[0]).to_tensor(array) for array, fact in zip(arrays, facts, strict=True)]
 
 
 def copy_tensors(targets: list[Any], sources: list[Any]) -> None:
     """Copy tensors to those of `tensors_over`, which have the same shapes and dtypes."""
-    torch: Any = loaded("torch")
     with torch.no_grad():
         torch._foreach_copy_(targets, sources)
 
 
 def torch_name(dtype: np.dtype[Any]) -> str | None:
-    torch: Any = required("torch")
     name = dtype.name
     found = getattr(torch, name, None)
     if dtype.kind not in "biufcV" or not isinstance(found, torch.dtype):
@@ -292,7 +288,6 @@ def torch_name(dtype: np.dtype[Any]) -> str | None:
 
 def tensor_like(saved: Saved) -> Any | None:
     """Return a tensor without memory like a saved array; None where torch has no such dtype, or no operations on it."""
-    torch: Any = required("torch")
     name = saved.variant or (None if saved.dtype is None else torch_name(saved.dtype))
     dtype = getattr(torch, name or "", None)
     if saved.shape is None or not isinstance(dtype, torch.dtype) or _TINY.fullmatch(str(name)):
@@ -302,7 +297,6 @@ def tensor_like(saved: Saved) -> Any | None:
 
 def is_dense(tensor: Any) -> bool:
     """Return whether a tensor is an array of numbers: not sparse, quantized or nested."""
-    torch: Any = loaded("torch")
     return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 
@@ -316,9 +310,8 @@ def tensor_of(array: NDArray[Any], *, copy: bool = True) -> Any:
 
 def template_facts(value: Any) -> tuple[Any, ...]:
     """Return kind, stored shape, stored dtype and variant of a leaf of a template."""
-    problem = None if value.is_meta else _why_not(value)
-    if problem is not None:
-        raise LeafProblem(problem)
+    if not value.is_meta:
+        _check(value)
     encoding = tensor_encoding(value.dtype)
     return "torch", (*value.shape, 2) if encoding.paired else tuple(value.shape), encoding.stored, encoding.variant
 
@@ -344,7 +337,6 @@ def put(
     arrays: Sequence[NDArray[Any]], shape: tuple[int, ...], template: Any, name: str | None = None, strides: Any = None
 ) -> Any:
     """Make a tensor like a template of its `local_boxes`, or of the whole array: without a copy on the CPU."""
-    torch: Any = required("torch")
     dtype = template.dtype if name is None else getattr(torch, name)
     if template is None:
         return with_strides(_moved(arrays[0], dtype, torch.device("cpu")), strides)
@@ -380,7 +372,6 @@ def with_strides(tensor: Any, strides: Any) -> Any:
     """Return a tensor with the strides that it was saved with, on which the rounding of the next steps may depend."""
     if strides is None or not is_permuted(tensor.shape, strides):
         return tensor
-    torch: Any = loaded("torch")
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
@@ -389,7 +380,6 @@ def _sharding_like(template: Any, shape: tuple[int, ...]) -> DTensorSharding:
 
 
 def _share(template: Any, shape: tuple[int, ...]) -> Share | None:
-    torch: Any = required("torch")
     return _sharding_like(template, shape).share(int(torch.distributed.get_rank()))
 
 
@@ -417,7 +407,6 @@ def _moved(array: NDArray[Any], dtype: Any, device: Any) -> Any:
 
 
 def _finished(tensor: Any, template: Any) -> Any:
-    torch: Any = required("torch")
     differentiable = tensor.dtype.is_floating_point or tensor.dtype.is_complex  # a cast to integers has no gradient
     needs_gradient = template.requires_grad and differentiable
     if isinstance(template, torch.nn.Parameter):
@@ -584,7 +573,6 @@ def _mesh(mesh: Any) -> Mesh:
 def _place_in_root(mesh: Any) -> tuple[Mesh, frozenset[int]] | None:
     """Return the root of a mesh, and the axes of it that the mesh covers whole; None if it covers parts of some."""
     if mesh not in _places:
-        torch: Any = loaded("torch")
         get = getattr(mesh, "_get_root_mesh", None)  # a function of the module in earlier versions of torch
         found = torch.distributed.device_mesh._mesh_resources.get_root_mesh(mesh) if get is None else get()
         root, own = _mesh(found), _mesh(mesh)

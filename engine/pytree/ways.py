@@ -24,7 +24,7 @@ import numpy as np
 
 from .containers import expand, is_nnx
 from .jax_leaves import is_key
-from .leaves import PLAIN, is_jax_array, is_torch_tensor, loaded
+from .leaves import PLAIN, is_jax_array, is_torch_tensor, loaded, nnx, torch
 
 MISSING: Any = object()
 """What a way leads to that has ended, as an entry or an attribute is gone."""
@@ -159,19 +159,17 @@ class Ways:
 
 def _children(value: Any) -> list[_Child]:
     """Return what a way leads on to from an object: nothing from an array."""
-    torch: Any = loaded("torch")
     if type(value) is dict or isinstance(value, Mapping):
         return [_Child(str(key), operator.getitem, key, one) for key, one in [*value.items()]]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        pairs = zip(value._fields, value, strict=True)
-        return [_Child(name, operator.getitem, index, one) for index, (name, one) in enumerate(pairs)]
     if isinstance(value, list | tuple | deque):
-        return [_Child(str(index), operator.getitem, index, one) for index, one in enumerate([*value])]
+        names = getattr(value, "_fields", None) or map(str, range(len(value)))
+        pairs = zip(names, [*value], strict=True)
+        return [_Child(name, operator.getitem, index, one) for index, (name, one) in enumerate(pairs)]
     if _is_array(value) or isinstance(value, _CLOSED):
         return []
-    if torch is not None and isinstance(value, torch.nn.Module):
+    if loaded("torch") is not None and isinstance(value, torch.nn.Module):
         return list(_of_module(value))
-    if torch is not None and isinstance(value, torch.optim.Optimizer):
+    if loaded("torch") is not None and isinstance(value, torch.optim.Optimizer):
         return list(_of_optimizer(value))
     if is_nnx(value):
         return [_Child(name, getattr, name, one) for name, one in [*vars(value).items()] if _is_open(name, one)]
@@ -228,8 +226,7 @@ def _value_of(variable: Any, _: object) -> Any:
 
 def _is_variable(value: Any) -> bool:
     """Return whether an object is a variable of nnx or of Keras, which holds one array."""
-    nnx: Any = loaded("flax.nnx")
-    if nnx is not None and isinstance(value, nnx.Variable):
+    if loaded("flax.nnx") is not None and isinstance(value, nnx.Variable):
         return True
     return type(value).__module__.startswith("keras.") and hasattr(value, "value") and hasattr(value, "assign")
 
@@ -263,15 +260,14 @@ def _rank(child: _Child) -> int:
 
 def _attributes(value: Any) -> list[str]:
     """Return the names of attributes that may be plain values, of objects that are not those of a library."""
-    torch: Any = loaded("torch")
-    is_schedule = torch is not None and isinstance(value, torch.optim.lr_scheduler.LRScheduler)
+    is_schedule = loaded("torch") is not None and isinstance(value, torch.optim.lr_scheduler.LRScheduler)
     is_closed = type(value).__module__.partition(".")[0] in (*_LIBRARIES, *_LOADERS)
     if (is_closed and not is_schedule) or _is_variable(value):
         return []
     own = getattr(value, "__dict__", None)
     if not isinstance(own, dict):
         return []
-    is_module = torch is not None and isinstance(value, torch.nn.Module)
+    is_module = loaded("torch") is not None and isinstance(value, torch.nn.Module)
     known = _attributes_of_modules(sys.modules.get("lightning.pytorch")) if is_module else ()
     return [name for name in [*own] if isinstance(name, str) and name not in known and not name.startswith(_INTERNAL)]
 
@@ -279,7 +275,6 @@ def _attributes(value: Any) -> list[str]:
 @functools.cache
 def _attributes_of_modules(lightning: Any) -> frozenset[str]:
     """Return the attributes that every module has: those of torch, and of Lightning where that is imported."""
-    torch: Any = loaded("torch")
     kinds = [torch.nn.Module, *([lightning.LightningModule] if hasattr(lightning, "LightningModule") else [])]
     return frozenset(name for kind in kinds for name in vars(kind()))
 
@@ -337,14 +332,13 @@ def _text_of(value: Any, depth: int) -> str | None:
 
 
 def _state_of_generator(value: Any) -> Any:
-    torch: Any = loaded("torch")
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         return value.getstate()
     if isinstance(value, np.random.Generator):
         return value.bit_generator.state
     if isinstance(value, np.random.RandomState):
         return value.get_state(legacy=False)
-    return value.get_state().tolist() if torch is not None and isinstance(value, torch.Generator) else None
+    return value.get_state().tolist() if loaded("torch") is not None and isinstance(value, torch.Generator) else None
 
 
 def leaves_of(value: Any, most: int = 1000) -> tuple[list[Any], str]:

@@ -153,13 +153,13 @@ def _compare_leaves(
     return found_values.report(item, path, math.prod(saved.shape))
 
 
-def slabs(shape: tuple[int, ...], itemsize: int, part: int = _PART) -> Iterator[Box]:
-    """Divide an array along its first axis into boxes of ``part`` bytes, each of which is in memory at a time."""
+def slabs(shape: tuple[int, ...], itemsize: int) -> Iterator[Box]:
+    """Divide an array along its first axis into boxes, each of which is in memory at a time."""
     row = math.prod(shape[1:]) * itemsize
-    if not shape or math.prod(shape) * itemsize <= part:
+    if not shape or math.prod(shape) * itemsize <= _PART:
         yield Box((0,) * len(shape), shape)
         return
-    rows = max(1, part // max(1, row))
+    rows = max(1, _PART // max(1, row))
     for start in range(0, shape[0], rows):
         stop = min(shape[0], start + rows)
         yield Box((start, *(0,) * (len(shape) - 1)), (stop, *shape[1:]))
@@ -242,8 +242,8 @@ def _short(value: Any) -> str:
 # ---- statistics of the values of each leaf, computed in one pass over its data
 
 
-_BATCH = 32 << 20  # bytes
-_LEAST = 8 << 10
+_BATCH = 32 << 20  # bytes of leaves that are read together
+_LEAST = 8 << 10  # bytes that each of them counts at least, which bounds a batch of tiny leaves
 _NO_NUMBERS = (UnsupportedLeafError, TypeError, ValueError)  # errors of elements such as those of opaque dtypes
 
 
@@ -267,15 +267,10 @@ def leaf_statistics(
     checkpoint: CheckpointSource,
     select: Patterns | None = None,
     progress: Progress = UNHEARD,
-    *,
-    batch: int = _BATCH,
-    least: int = _LEAST,
-    part: int = _PART,
 ) -> Iterator[LeafStatistics]:
     """Yield numbers about every leaf that holds numbers, in the order of the trees.
 
-    Small leaves are read together, up to ``batch`` bytes; each counts ``least`` bytes or more, which bounds a batch of
-    tiny leaves. A larger leaf is read alone, in parts of ``part`` bytes.
+    Small leaves are read together, and a larger one alone, in parts.
 
     Sums are taken in float64; means and deviations of the parts of an array are merged as in Chan, Golub and LeVeque,
     "Algorithms for computing the sample variance" (1983). Of complex elements, the absolute values count.
@@ -289,8 +284,8 @@ def leaf_statistics(
     ]
     progress.expect(sum(leaf.nbytes for _, _, leaves in wanted for leaf in leaves))
     for item, tree, leaves in wanted:
-        for together in batches(leaves, lambda leaf: max(leaf.nbytes, least), batch):
-            for leaf, found in zip(together, _read(tree, together, progress, part), strict=True):
+        for together in batches(leaves, lambda leaf: max(leaf.nbytes, _LEAST), _BATCH):
+            for leaf, found in zip(together, _read(tree, together, progress), strict=True):
                 if found is not None:
                     yield found.report(item, leaf_path(item, leaf.name), math.prod(leaf.saved.shape or ()))
 
@@ -299,20 +294,20 @@ def _is_array(leaf: SavedLeaf) -> bool:
     return leaf.saved.dtype is not None and leaf.saved.shape is not None and leaf.saved.dtype.kind not in "SUOMm"
 
 
-def _read(tree: TreeSource, leaves: list[SavedLeaf], progress: Progress, size: int) -> list[_Running | None]:
+def _read(tree: TreeSource, leaves: list[SavedLeaf], progress: Progress) -> list[_Running | None]:
     """Return the statistics of small leaves or of any single one; None for one whose elements are not numbers."""
     found = [_Running() for _ in leaves]
     forms = [(leaf.saved.shape or (), np.dtype(leaf.saved.dtype).itemsize) for leaf in leaves]
     nbytes = sum(leaf.nbytes for leaf in leaves)
     with Portion(progress, nbytes, nbytes) as portion:
         try:
-            for boxes in zip(*(slabs(*form, size) for form in forms), strict=True):
+            for boxes in zip(*(slabs(*form) for form in forms), strict=True):
                 parts = tree.read_boxes(leaves, [[box] for box in boxes])
                 for running, (part,) in zip(found, parts, strict=True):
                     running.add(part)
                     portion.advance(part.nbytes)
         except _NO_NUMBERS:
-            return [None] if len(leaves) == 1 else [_read(tree, [leaf], UNHEARD, size)[0] for leaf in leaves]
+            return [None] if len(leaves) == 1 else [_read(tree, [leaf], UNHEARD)[0] for leaf in leaves]
     return list(found)
 
 
@@ -339,11 +334,13 @@ class _Running:
         with np.errstate(over="ignore"):
             self._norm = math.hypot(self._norm, float(np.linalg.norm(values.reshape(-1))))
             mean = float(values.mean())
+            if math.isinf(mean):  # The sum is out of range, and the mean is not.
+                mean = float((values / values.size).sum())
             squares = float(np.square(values - mean).sum())
         total = self._count + values.size
-        distance = mean - self._mean
-        self._squares += squares + distance * distance * self._count * values.size / total
-        self._mean += distance * values.size / total
+        share, distance = values.size / total, mean - self._mean
+        self._squares += squares + distance * distance * self._count * share
+        self._mean = self._mean * (1 - share) + mean * share
         self._count = total
 
     def report(self, item: str, path: str, size: int) -> LeafStatistics:

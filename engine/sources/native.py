@@ -10,19 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..arrays import TreeReader, TreeSource, naming, open_folder
 from ..clock import UNHEARD, Portion, Progress
-from ..errors import (
-    CheckpointNotFoundError,
-    DamagedCheckpointError,
-    HoldfastError,
-    OptionError,
-)
-from ..format import (
-    OWN_FOLDER,
-    CheckpointRecord,
-    FileRecord,
-    ItemRecord,
-    own_shares,
-)
+from ..errors import CheckpointNotFoundError, DamagedCheckpointError, HoldfastError, OptionError
+from ..forks import cached_property
+from ..format import OWN_FOLDER, CheckpointRecord, FileRecord, ItemRecord, own_shares
 from ..pytree import Patterns, format_path, unescape_key
 from ..steps import StepEntry, has_changed, has_record, read_again, read_record
 from ..storage import Location, max_concurrency, parallel_map
@@ -48,21 +38,11 @@ class NativeCheckpoint(CheckpointSource):
         self.items = {name: item.kind for name, item in self.parts.items()}
         self.step = self.record.step
         self.reason = self.record.reason
+        self.time, self.metrics = self.record.time, self.record.metrics
+        self.custom_metadata = self.record.custom_metadata
         self._opened: tuple[str, Location, Files] | None = None  # the item that was opened last
 
-    @property
-    def time(self) -> float | None:
-        return self.record.time
-
-    @property
-    def metrics(self) -> Mapping[str, Any] | None:
-        return self.record.metrics
-
-    @property
-    def custom_metadata(self) -> Mapping[str, Any] | None:
-        return self.record.custom_metadata
-
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return self.record.nbytes
 

@@ -203,7 +203,18 @@ class ArrayHandle:
     Attributes:
         shape: Its shape.
         dtype: The type of its elements.
+        ndim: The number of axes.
+        size: The number of elements.
+        itemsize: Bytes of an element.
+        nbytes: Bytes of all elements.
+        read_only: True: handles do not write.
     """
+
+    ndim: int
+    size: int
+    itemsize: int
+    nbytes: int
+    read_only: bool = True
 
     def __init__(
         self,
@@ -220,6 +231,8 @@ class ArrayHandle:
         self._chunks = chunks
         self.shape: tuple[int, ...] = leaf.saved.shape
         self.dtype: np.dtype[Any] = leaf.saved.dtype
+        self.ndim, self.size = len(self.shape), math.prod(self.shape)
+        self.itemsize, self.nbytes = self.dtype.itemsize, leaf.nbytes
 
     def _open(self) -> _OpenTree:
         if self._opened is not None:
@@ -266,34 +279,9 @@ class ArrayHandle:
         return tuple(map(len, self._grid()))
 
     @property
-    def read_only(self) -> bool:
-        """True: handles do not write."""
-        return True
-
-    @property
     def sharding(self) -> str:
         """How it was divided among devices, as text for users; ``""`` if it was not."""
         return self._leaf.saved.sharding_text
-
-    @property
-    def ndim(self) -> int:
-        """The number of axes."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """The number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element."""
-        return self.dtype.itemsize
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all elements."""
-        return self.size * self.itemsize
 
     @property
     def nchunks(self) -> int:

@@ -11,15 +11,16 @@ import contextlib
 import datetime
 import errno
 import functools
+import importlib.util
 import logging
 import os
 import queue
 import re
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,18 +29,19 @@ from ..errors import (
     DamagedCheckpointError,
     HoldfastError,
     ObjectNotFoundError,
+    OptionError,
     StorageConflictError,
     StorageError,
     StoragePermissionError,
     StorageUnavailableError,
 )
 from ..forks import Lock
+from ..installed import install_command
 from . import object_store
 from .backend import FileIdentity, Segment
 from .buffers import aligned_empty
 from .object_store import BY_NAME, GARBLED, UNKNOWN_SIZE, ObjectStoreBackend, failing_parts, file_parts, time_limit
-from .services import Service, check_installed
-from .status import map_obstore_error
+from .status import check_header, map_obstore_error
 
 T = TypeVar("T")
 
@@ -67,7 +69,7 @@ _loops: list[tuple[int, asyncio.AbstractEventLoop]] = []  # one at most, with th
 _conditional: dict[str, bool] = {}  # whether each service honours conditions
 
 
-def open_cloud(service: type[Service], root: str) -> CloudBackend:
+def open_cloud(service: type[CloudBackend], root: str) -> CloudBackend:
     """Return the backend of a bucket or container: the same object for the same settings."""
     for package in service.packages:
         check_installed(package, root, service.extra)
@@ -76,28 +78,53 @@ def open_cloud(service: type[Service], root: str) -> CloudBackend:
 
 @functools.lru_cache(maxsize=64)
 def _open_cloud(service: Any, root: str, settings: object) -> CloudBackend:  # noqa: ARG001 - in the key
-    return CloudBackend(service(root))
+    found: CloudBackend = service(root)
+    return found
+
+
+def check_installed(package: str, root: str, extra: str) -> None:
+    """Raise OptionError unless a package is installed."""
+    with contextlib.suppress(ModuleNotFoundError):  # the parent of a package may be missing
+        if importlib.util.find_spec(package) is not None:
+            return
+    raise OptionError(f"{root} needs {package.partition('.')[0]}: {install_command(extra)}")
 
 
 class CloudBackend(ObjectStoreBackend):
-    """A bucket or container of a service that obstore reaches."""
+    """A bucket or container of a service that obstore reaches; each service is a subclass."""
 
-    def __init__(self, service: Service) -> None:
-        super().__init__(service.root, is_remote=True)
-        self._service = service
+    extra: ClassVar[str]  # of the package, which it needs
+    packages: ClassVar[tuple[str, ...]] = ("obstore",)  # those of the extra without which nothing works
+    variables: ClassVar[tuple[str, ...]]  # how the names of environment variables that it reads begin, in capitals
+    secrets: ClassVar[re.Pattern[str]]  # the variables whose values go into headers, in capitals
+    is_conditional: ClassVar[bool] = True  # whether the service is known to refuse to create an object that exists
+    lacks: ClassVar[frozenset[str]] = frozenset()  # what it is known not to do: "copy", "remove" several, "range"
+
+    def __init__(self, root: str, address: str = "") -> None:
+        super().__init__(root, is_remote=True)
+        self._address = address  # of the service, which other buckets may share; "" for the usual one of a URL
+        self._place: tuple[object, ...] = (root, address)  # equal for all URLs of one bucket
+        self._bucket = root.partition("://")[2]
         # These are shared with the snapshots of this backend.
         self._stores: dict[bool, tuple[float, Any]] = {}  # by ``once``, with the end of their use
         self._opening = Lock()
-        self._lacks: set[str] = set()  # what the service was found not to do: "copy", "remove", "range"
+        self._lacks = set(self.lacks)
 
     def __eq__(self, other: object) -> bool:
-        """Whether both reach the same container, by URLs that may differ."""
-        if not isinstance(other, CloudBackend) or self._listing is not other._listing:
-            return False
-        return self._service.place == other._service.place
+        return isinstance(other, CloudBackend) and self._listing is other._listing and self._place == other._place
 
     def __hash__(self) -> int:
-        return hash(self._service.place)
+        return hash(self._place)
+
+    @classmethod
+    def settings(cls) -> tuple[tuple[str, str], ...]:
+        """Return the environment variables that the service reads, in a fixed order."""
+        found = {name: value for name, value in os.environ.items() if name.upper().startswith(cls.variables)}
+        return tuple(sorted(found.items()))
+
+    def connect(self, options: Mapping[str, Any], client: Any, *, once: bool) -> Any:
+        """Return a store of obstore with ``client``, the options of its HTTP client; ``once``: for single attempts."""
+        raise NotImplementedError
 
     # ---- reads
 
@@ -196,7 +223,7 @@ class CloudBackend(ObjectStoreBackend):
 
     # ---- writes
 
-    def write_object(self, key: str, data: bytes) -> None:
+    def write_bytes(self, key: str, data: bytes, *, atomic: bool) -> None:
         self._put(key, data, len(data))
 
     def _put(self, key: str, body: Any, size: int, **options: Any) -> None:
@@ -261,7 +288,7 @@ class CloudBackend(ObjectStoreBackend):
                 raise
 
     def remove_together(self, names: Sequence[str]) -> bool:
-        if not self._service.deletes_together or "remove" in self._lacks:
+        if "remove" in self._lacks:
             return False
         try:
             self._try(names[0], "remove", lambda store, obstore: obstore.delete_async(store, list(names)))
@@ -274,7 +301,7 @@ class CloudBackend(ObjectStoreBackend):
     # ---- copies
 
     def can_share(self) -> bool:
-        return self._service.copies and "copy" not in self._lacks
+        return "copy" not in self._lacks
 
     def share(self, key: str, target: str, known: FileIdentity) -> FileIdentity:
         if self.can_share() and self._is_copied(key, target):
@@ -300,10 +327,9 @@ class CloudBackend(ObjectStoreBackend):
 
     def honours_conditions(self, key: str, data: bytes | None) -> bool:
         # Each service is asked once; one that ignores conditions writes the data again.
-        address = self._service.address
-        if self._service.is_conditional:
+        if self.is_conditional:
             return True
-        if address not in _conditional and data is not None:
+        if self._address not in _conditional and data is not None:
             try:
                 # If the first one succeeds, the object may have been missing.
                 found = not all(self.write_where(key, data, None) for _ in range(2))
@@ -313,8 +339,8 @@ class CloudBackend(ObjectStoreBackend):
                 found = False
             if not found:
                 _logger.info("%s: no conditional writes here; two saves to one path are not kept apart", self._root)
-            _conditional[address] = found
-        return _conditional.get(address, False)
+            _conditional[self._address] = found
+        return _conditional.get(self._address, False)
 
     def read_generation(self, key: str) -> tuple[bytes | None, dict[str, Any] | None]:
         try:
@@ -392,8 +418,10 @@ class CloudBackend(ObjectStoreBackend):
                         client["root_certificate"] = file.read()
                 most = 0 if once else object_store.RETRIES
                 retries = {"max_retries": most, "retry_timeout": _NEVER, "backoff": BACKOFF}
-                self._service.check()
-                store = self._service.connect({"retry_config": retries}, client, once=once)
+                for name, value in self.settings():
+                    if self.secrets.fullmatch(name.upper()):
+                        check_header(self._root, name, value)
+                store = self.connect({"retry_config": retries}, client, once=once)
                 lasting = _ANONYMOUS if store.config.get("skip_signature") else float("inf")
                 self._stores[once] = time.monotonic() + lasting, store
             return store
@@ -405,11 +433,6 @@ class CloudBackend(ObjectStoreBackend):
         from obstore.exceptions import BaseError
 
         return (BaseError, ValueError, OSError)
-
-    def _advice(self, kind: type[HoldfastError]) -> str:
-        with contextlib.suppress(Exception):  # what cannot be read is told by the error itself
-            return self._service.advice(kind)
-        return ""
 
 
 def _checked(meta: Any) -> Any:

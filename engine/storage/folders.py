@@ -33,7 +33,7 @@ class FolderInMemory(ObjectStoreBackend):
     def list_objects(self, key: str, *, itself: bool) -> list[str]:
         return sorted(self.files)
 
-    def write_object(self, key: str, data: bytes) -> None:
+    def write_bytes(self, key: str, data: bytes, *, atomic: bool) -> None:
         self.files[key] = data
 
     def write_data(self, key: str, size: int, segments: Sequence[Segment]) -> None:

@@ -272,12 +272,6 @@ class FsspecBackend(ObjectStoreBackend):
         return bytes(self._do(key, "read", read, stop - start))
 
     def write_bytes(self, key: str, data: bytes, *, atomic: bool) -> None:
-        self._write(key, bytes(data), atomic=atomic)
-
-    def write_object(self, key: str, data: bytes) -> None:
-        self._write(key, data, atomic=True)
-
-    def _write(self, key: str, data: bytes, *, atomic: bool) -> None:
         def write(fs: Any, path: str) -> None:
             if self._whole:
                 fs.pipe_file(path, data)

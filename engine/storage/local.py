@@ -56,6 +56,8 @@ _FEW = 32  # so many for each thread
 _AWAY = "move it away"  # advice where something else lies in the place of one of our files
 _FICLONE = 0x40049409  # the request of ioctl_ficlone(2)
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
+_AHEAD: int = getattr(os, "POSIX_FADV_SEQUENTIAL", 0)  # large reads are then about as fast as direct ones
+_WRITE_BACK: int = getattr(os, "POSIX_FADV_DONTNEED", 0)  # begins to write; the sync at the end finds it written
 _FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # macOS, whose fsync(2) leaves data in the drive's cache
 _blocks = BlockPool(BLOCK, THREADS)
 
@@ -125,7 +127,7 @@ class LocalBackend:
                     while rest:
                         rest = rest[file.write(rest) :]
                     if before or not sync:
-                        _begin_writeback(descriptor)
+                        _advise(descriptor, _WRITE_BACK)
                     if before:
                         sync_all([*before, target])
                     if sync and (not before or _FULL_SYNC is not None):
@@ -214,7 +216,7 @@ class LocalBackend:
             if sync:
                 os.fsync(descriptor)
             else:
-                _begin_writeback(descriptor)
+                _advise(descriptor, _WRITE_BACK)
 
     def open_data(self, key: str, size: int | None, *, cached: bool | None) -> DataReader:
         return LocalDataReader(key, cached=cached)
@@ -288,7 +290,7 @@ class LocalDataReader(DataReader):
             descriptor, self._size = _open_regular(path, _open if cached else _open_direct)
         self._descriptor = descriptor
         if cached:
-            _read_ahead(descriptor)
+            _advise(descriptor, _AHEAD)
         if cached is None and is_direct(descriptor):
             with contextlib.suppress(OSError):  # a file system without locks
                 # Readers of one file see each other by a read lock: then the page cache reads for all of them once.
@@ -312,7 +314,7 @@ class LocalDataReader(DataReader):
             if self._looks_out and _lock_request(self._descriptor, _GET_LOCK, fcntl.F_WRLCK) != fcntl.F_UNLCK:
                 self._looks_out = False
                 _make_buffered(self._descriptor)
-                _read_ahead(self._descriptor)
+                _advise(self._descriptor, _AHEAD)
             while found < needed:
                 count = _transfer(_read_into, self._descriptor, memory[found:end].data, first + found)
                 if not count:
@@ -328,13 +330,6 @@ class LocalDataReader(DataReader):
 
     def __del__(self) -> None:
         self.close()
-
-
-def _read_ahead(descriptor: int) -> None:
-    """Have the system read far ahead into the page cache: large reads are then about as fast as direct ones."""
-    if hasattr(os, "posix_fadvise"):
-        with contextlib.suppress(OSError):
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
 
 def _lock_request(descriptor: int, request: int, kind: int) -> int:
@@ -392,11 +387,10 @@ def _sync_path(path: str, *, drive: bool = False) -> None:
             os.close(descriptor)
 
 
-def _begin_writeback(descriptor: int) -> None:
-    """Have the system begin to write a file to the disk, where it can: the sync at the end finds it written."""
+def _advise(descriptor: int, advice: int) -> None:
     if hasattr(os, "posix_fadvise"):
         with contextlib.suppress(OSError):
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(descriptor, 0, 0, advice)
 
 
 def append_line(path: str | os.PathLike[str], text: str, *, create: bool = True) -> None:

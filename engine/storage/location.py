@@ -35,6 +35,8 @@ _NO_MARK = re.compile(rf"(?:{_CLOUDS})/", re.IGNORECASE)
 _SYNONYMS = {"gcs": "gs", "s3a": "s3"}
 _KNOWN = "a path, file:///path, memory://name, s3://bucket/name, gs://bucket/name or az://container/name"
 
+Backend = LocalBackend | ObjectStoreBackend
+
 _local = LocalBackend()
 
 
@@ -114,7 +116,7 @@ def _parsed(place: str | os.PathLike[str]) -> Location:
     for mark in "?#|":
         if mark in rest:
             raise InvalidLocationError(f"{shown!r} holds {mark!r}; write %{ord(mark):02X} if it belongs to the name")
-    from urllib.parse import unquote  # not above: paths of this machine need neither it nor what it imports
+    from urllib.parse import unquote  # imported lazily: paths of this machine need neither it nor what it imports
 
     path = unquote(rest, errors="surrogateescape")
     if "\0" in path:
@@ -124,7 +126,7 @@ def _parsed(place: str | os.PathLike[str]) -> Location:
             raise InvalidLocationError(f"{shown!r} does not name an absolute path: write file:///path")
         return Location(_local, os.path.abspath(path))
     if scheme == "memory":
-        from .memory import open_memory  # not above: nothing local needs it
+        from .memory import open_memory  # imported lazily: nothing local needs it
 
         return Location(open_memory(), _object_key(shown, path))
     scheme = _SYNONYMS.get(scheme, scheme)
@@ -190,17 +192,17 @@ class Location:
     """
 
     __slots__ = ("_backend", "_key")
-    _backend: LocalBackend | ObjectStoreBackend
+    _backend: Backend
     _key: str
 
-    def __init__(self, backend: LocalBackend | ObjectStoreBackend, key: str) -> None:
+    def __init__(self, backend: Backend, key: str) -> None:
         object.__setattr__(self, "_backend", backend)
         object.__setattr__(self, "_key", key)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"locations are immutable: cannot set {name!r}")
 
-    def _writing(self) -> LocalBackend | ObjectStoreBackend:
+    def _writing(self) -> Backend:
         """Return the backend, to change something here."""
         check_write(self.url)
         return self._backend
@@ -250,7 +252,7 @@ class Location:
         Raises:
             TypeError: The location is not local.
         """
-        import pathlib  # not above: few callers need it, and it imports much
+        import pathlib  # imported lazily: few callers need it, and it imports much
 
         return pathlib.Path(self.__fspath__())
 
@@ -376,7 +378,7 @@ class Location:
         """Return this location with its listing fixed: an object store lists what lies below once, now.
 
         Reads through it see the current content; objects written through it may not be listed. The paths of objects
-        that are ``known`` to lie below are a part of the listing, also if the store leaves them out.
+        that are ``known`` to lie below are a part of the listing, even if the store leaves them out.
         """
         if isinstance(self._backend, ObjectStoreBackend):
             return Location(self._backend.snapshot(self._key, known), self._key)
@@ -461,7 +463,7 @@ class Location:
             places = [place._key for place in before]
             backend.write_bytes(self._key, data, atomic=atomic, sync=sync, before=places)
         else:
-            backend.write_bytes(self._key, data, atomic=atomic)
+            backend.write_bytes(self._key, bytes(data), atomic=atomic)
 
     def honours_conditions(self, data: bytes | None) -> bool:
         """Return whether ``write_bytes_if`` is atomic here: never on a disk; in a store, if the service supports it.
@@ -570,19 +572,11 @@ class Location:
             awaited: As for :meth:`write_data`.
             sync: As for :meth:`write_data`.
         """
-        backend = self._backend
-        if not isinstance(backend, LocalBackend):
-            parallel_map(
-                lambda file: (self / file.name).write_data(file.size, file.segments),
-                files,
-                UPLOADS,
-                name="holdfast-upload",
-            )
-            return
-        check_write(self.url)
-        for file in files:
-            _check_segments(file.size, file.segments)
-            backend.write_data((self / file.name)._key, file.size, file.segments, awaited, sync=sync)
+
+        def write(file: DataFile) -> None:
+            (self / file.name).write_data(file.size, file.segments, awaited, sync=sync)
+
+        parallel_map(write, files, 1 if self.is_local else UPLOADS, name="holdfast-upload")
 
     def open_data(self, *, size: int | None = None, cached: bool | None = False) -> DataReader:
         """Open a bulk data file for reading; use it as a context manager, or close it.

@@ -60,7 +60,7 @@ class MemoryBackend(ObjectStoreBackend):
     def object_size(self, key: str) -> int:
         return len(self.read_range(key, None))
 
-    def write_object(self, key: str, data: bytes) -> None:
+    def write_bytes(self, key: str, data: bytes, *, atomic: bool) -> None:
         self.request(key, "write", lambda: self._store.write(key, data))
 
     def write_data(self, key: str, size: int, segments: Sequence[Segment]) -> None:
@@ -68,7 +68,7 @@ class MemoryBackend(ObjectStoreBackend):
         stream = io.BytesIO(bytes(size))
         for part in file_parts(size, segments):
             stream.write(part.data)
-        self.write_object(key, stream.getvalue())
+        self.write_bytes(key, stream.getvalue(), atomic=True)
 
     def remove(self, key: str) -> None:
         self.request(key, "remove", lambda: self._store.write(key, None))

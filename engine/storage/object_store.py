@@ -113,7 +113,8 @@ class ObjectStoreBackend:
         """Return the names below a key, sorted, and the key if ``itself`` and it is an object; perhaps similar ones."""
         raise NotImplementedError
 
-    def write_object(self, key: str, data: bytes) -> None:
+    def write_bytes(self, key: str, data: bytes, *, atomic: bool) -> None:
+        """Write an object, which replaces an older one in one step and is durable then, where the system does that."""
         raise StorageError(f"{self.url(key)} is only read")
 
     def write_data(self, key: str, size: int, segments: Sequence[Segment]) -> None:
@@ -129,8 +130,16 @@ class ObjectStoreBackend:
     def read_into(
         self, key: str, offset: int, memory: Sequence[NDArray[np.uint8]], answered: Callable[[], None]
     ) -> bool:
-        """Fill memory, and call ``answered`` once the service answers; False where :meth:`read_range` has to tell."""
-        return False
+        """Fill memory with a range, and call ``answered`` once the service answers; False if that is not possible."""
+        try:
+            found = memoryview(self.read_range(key, slice(offset, offset + sum(part.size for part in memory))))
+        except DamagedCheckpointError:  # the object ends before the range does, or the server does not serve ranges
+            return False
+        for part in memory:
+            if len(found) < part.size:
+                return False
+            part.data[:], found = found[: part.size], found[part.size :]
+        return True
 
     def can_share(self) -> bool:
         return False
@@ -163,14 +172,19 @@ class ObjectStoreBackend:
         text = str(error)
         return error if without_secrets(text) == text else None
 
-    def _advice(self, kind: type[HoldfastError]) -> str:
+    def advice(self, kind: type[HoldfastError]) -> str:
         """Return what may help against an error, in brackets, or ""."""
+        return ""
+
+    def _advice(self, kind: type[HoldfastError]) -> str:
+        with contextlib.suppress(Exception):  # what cannot be read is told by the error itself
+            return self.advice(kind)
         return ""
 
     # ---- the methods of a backend
 
     def url(self, key: str) -> str:
-        from urllib.parse import quote  # not above: paths of this machine need no URL
+        from urllib.parse import quote  # imported lazily: paths of this machine need no URL
 
         path = quote(key, safe="/-_.~!$&'()*+,;=:@", errors="surrogateescape")
         return f"{self._root}{self._separator if key else ''}{path}"
@@ -215,10 +229,6 @@ class ObjectStoreBackend:
     def has_size(self, key: str, size: int) -> bool:
         return self.object_size(key) == size
 
-    def write_bytes(self, key: str, data: bytes, *, atomic: bool) -> None:
-        # Stores replace objects in one step, and answer when they are durable.
-        self.write_object(key, bytes(data))
-
     def write_bytes_if(self, key: str, data: bytes, expected: bytes | None) -> bool:
         generation = None
         if expected is not None:
@@ -243,7 +253,7 @@ class ObjectStoreBackend:
         if not names:
             raise ObjectNotFoundError(f"cannot rename {self.url(key)}: there is no such object or directory")
         for name in names:
-            self.write_object(target + name.removeprefix(key), self.read_range(name, None))
+            self.write_bytes(target + name.removeprefix(key), self.read_range(name, None), atomic=True)
         parallel_map(self.remove, names, REQUESTS)
 
     def remove_tree(self, key: str, first: str | None, last: str | None) -> None:
@@ -270,10 +280,7 @@ class ObjectStoreBackend:
     def request(
         self, key: str, action: str, start: Callable[[], _Pending], nbytes: int = 0, *, attempts: int = 1
     ) -> Any:
-        """Start a request and wait for its answer, for as long as ``nbytes`` may take.
-
-        It has failed after ``attempts`` answers that cannot be parsed, such as pages of a proxy.
-        """
+        """Start a request and wait for its answer, for as long as ``nbytes`` may take; repeat it if that is garbled."""
         for _ in range(attempts - 1):
             with contextlib.suppress(GarbledAnswerError):
                 return self._request_once(key, action, start, nbytes)
@@ -316,11 +323,10 @@ class ObjectStoreBackend:
 
     def snapshot(self, key: str, known: Collection[str] = ()) -> Self:
         """Return this store with the names below a key listed once, now, and those ``known``; reads see the present."""
-        live = copy.copy(self)
-        live._listing = None
+        found = copy.copy(self)
+        found._listing = None
         prefix = f"{key}/" if key else ""
-        found = copy.copy(live)
-        found._listing = _Listing(prefix, sorted(prefix + name for name in {*live.names(key), *known}))
+        found._listing = _Listing(prefix, sorted(prefix + name for name in {*found.names(key), *known}))
         return found
 
     def names(self, key: str) -> list[str]:
@@ -361,16 +367,22 @@ class ObjectReader(DataReader):
     def read(self, offset: int, length: int, buffer: Buffer | None = None) -> NDArray[np.uint8]:
         if self._missing is not None:  # one request suffices
             raise self._missing
-        if self._known is not None:
-            check_extent(self._backend.url(self._key), self._known, offset, length)
-        trusted = UNKNOWN_SIZE if self._known is None else _TRUSTED
-        if self._whole is None and offset >= 0 and 0 < length <= trusted:
+        url, size = self._backend.url(self._key), self._known
+        try:
+            # A length may be wrong: much memory is allocated only for what the store has.
+            trusted = UNKNOWN_SIZE if size is None else _TRUSTED
+            if not (0 <= offset <= _LONGEST_RANGE and 0 <= length <= trusted):
+                size = self.size
+            if size is not None:
+                check_extent(url, size, offset, length)
             memory = aligned_empty(length) if buffer is None else buffer.view(length)
-            if self.read_into(offset, [memory]):
-                return memory
-        value = self._fetch(offset, length)
-        memory = aligned_empty(length) if buffer is None else buffer.view(length)
-        memory.data[:] = value
+            if not self.read_into(offset, [memory]):
+                whole = self._read_whole()
+                check_extent(url, len(whole), offset, length)
+                memory.data[:] = memoryview(whole)[offset : offset + length]
+        except ObjectNotFoundError as error:
+            self._missing = error
+            raise
         return memory
 
     def read_into(self, offset: int, memory: Sequence[NDArray[np.uint8]]) -> bool:
@@ -388,22 +400,6 @@ class ObjectReader(DataReader):
     def close(self) -> None:
         self._whole = None
 
-    def _fetch(self, offset: int, length: int) -> bytes | memoryview:
-        end = offset + length
-        try:
-            if self._whole is None and 0 <= offset < end <= _LONGEST_RANGE:
-                with contextlib.suppress(DamagedCheckpointError):
-                    value = self._backend.read_range(self._key, slice(offset, end))
-                    if len(value) == length:
-                        return value
-                # The object ends before the range does, or the server does not serve ranges.
-            whole = self._read_whole()
-        except ObjectNotFoundError as error:
-            self._missing = error
-            raise
-        check_extent(self._backend.url(self._key), len(whole), offset, length)
-        return memoryview(whole)[offset:end]
-
     def _read_whole(self) -> bytes:
         with self._lock:
             if self._whole is None:
@@ -413,7 +409,7 @@ class ObjectReader(DataReader):
 
 def file_parts(size: int, segments: Sequence[Segment]) -> Iterator[NDArray[np.uint8]]:
     """Generate the bytes of a data file, the zeros between segments included."""
-    import numpy as np  # not above: a listing of checkpoints imports this module, and needs no arrays
+    import numpy as np  # imported lazily: a listing of checkpoints imports this module, and needs no arrays
 
     position = 0
     for segment in [*segments, Segment(size, 0, lambda: iter(()))]:

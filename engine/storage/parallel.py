@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from ..forks import Lock
@@ -89,8 +90,9 @@ def parallel_map(
     """
     if min(max_concurrency, len(items)) <= 1:
         return list(map(work, items))
-    stopped = threading.Event() if stop is None else stop
-    shared = _SharedWork(work, items, max_concurrency, beside, awaited, name, stopped)
+    most = min(max_concurrency, len(items))
+    at_first = most if beside is None or awaited is None else min(beside, most)
+    shared = _SharedWork(work, items, most, at_first, awaited, name, stop or threading.Event())
     shared.run()
     for helper in shared.helpers:  # one of them may start another
         helper.finish(shared.fail)
@@ -103,50 +105,46 @@ def parallel_map(
     return shared.results
 
 
+@dataclass
 class _SharedWork(Generic[T, R]):
     """The state of one :func:`parallel_map`, for all of its threads."""
 
-    def __init__(
-        self,
-        work: Callable[[T], R],
-        items: Sequence[T],
-        max_concurrency: int,
-        beside: int | None,
-        awaited: threading.Event | None,
-        name: str,
-        stopped: threading.Event,
-    ) -> None:
-        self._awaited = awaited
-        self._most = min(max_concurrency, len(items))
-        self._beside = self._most if beside is None or awaited is None else min(beside, self._most)
-        self._work, self._items, self._name, self._stopped = work, items, name, stopped
-        self._pending = iter(range(len(items)))
+    work: Callable[[T], R]
+    items: Sequence[T]
+    most: int  # threads once it is awaited
+    at_first: int  # threads before that
+    awaited: threading.Event | None
+    name: str
+    stopped: threading.Event
+
+    def __post_init__(self) -> None:
+        self._pending = iter(range(len(self.items)))
         self._lock = threading.Lock()
-        self.results: list[Any] = [None] * len(items)
+        self.results: list[Any] = [None] * len(self.items)
         self.errors: list[BaseException] = []
         self.helpers: list[Helper] = []
 
     def run(self) -> None:
         """Take one item after the other, in any of the threads."""
         try:
-            while not self._stopped.is_set():
+            while not self.stopped.is_set():
                 with self._lock:
                     number = next(self._pending, None)
                     if number is None:
                         return
                     self._start_helpers()
-                self.results[number] = self._work(self._items[number])
+                self.results[number] = self.work(self.items[number])
         except BaseException as error:  # raised by the calling thread, above
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
         self.errors.append(error)
-        self._stopped.set()
+        self.stopped.set()
 
     def _start_helpers(self) -> None:
-        awaited = self._awaited is not None and self._awaited.is_set()
-        while len(self.helpers) + 1 < (self._most if awaited else self._beside):
+        is_awaited = self.awaited is not None and self.awaited.is_set()
+        while len(self.helpers) + 1 < (self.most if is_awaited else self.at_first):
             # Plain threads: an executor refuses work once the main thread has ended, and saves continue after that.
-            name = f"{self._name}-{len(self.helpers) + 1}"
+            name = f"{self.name}-{len(self.helpers) + 1}"
             self.helpers.append(Helper(self.run, name, daemon=True))
             self.helpers[-1].start()

@@ -6,24 +6,21 @@ service's own tools, which boto3, google-auth and azure-identity read where obst
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import importlib.util
 import os
 import re
 import shlex
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from ..errors import (
     HoldfastError,
     InvalidLocationError,
     ObjectNotFoundError,
-    OptionError,
     StoragePermissionError,
     StorageUnavailableError,
 )
-from ..installed import install_command
+from .cloud import CloudBackend, check_installed
 from .status import check_header, hidden_address
 
 if TYPE_CHECKING:
@@ -48,56 +45,10 @@ class CredentialsError(ValueError):
     """Credentials cannot be used, or were not found where the settings say that they are."""
 
 
-class Service:
-    """A bucket or container, and how its store is made."""
-
-    extra: ClassVar[str]  # of the package, which it needs
-    packages: ClassVar[tuple[str, ...]] = ("obstore",)  # those of the extra without which nothing works
-    variables: ClassVar[tuple[str, ...]]  # how the names of environment variables that it reads begin, in capitals
-    secrets: ClassVar[re.Pattern[str]]  # the variables whose values go into headers, in capitals
-    is_conditional = True  # whether the service is known to refuse to create an object that exists
-    copies = True  # whether it copies objects itself
-    deletes_together = False  # whether one request may delete several objects
-
-    def __init__(self, root: str, address: str = "") -> None:
-        self.root = root  # its URL
-        self.address = address  # of the service, which other buckets may share; "" for the usual one of a URL
-        self.place: tuple[object, ...] = (root, address)  # equal for all URLs of one bucket
-        self._bucket = root.partition("://")[2]
-
-    @classmethod
-    def settings(cls) -> tuple[tuple[str, str], ...]:
-        """Return the environment variables that it reads, in a fixed order."""
-        found = {name: value for name, value in os.environ.items() if name.upper().startswith(cls.variables)}
-        return tuple(sorted(found.items()))
-
-    def check(self) -> None:
-        """Raise StoragePermissionError if a variable cannot be used."""
-        for name, value in self.settings():
-            if self.secrets.fullmatch(name.upper()):
-                check_header(self.root, name, value)
-
-    def connect(self, options: Mapping[str, Any], client: Any, *, once: bool) -> Any:
-        """Return a store of obstore with ``client``, the options of its HTTP client; ``once``: for single attempts."""
-        raise NotImplementedError
-
-    def advice(self, kind: type[HoldfastError]) -> str:
-        """Return what may help against an error, in brackets, or ""."""
-        raise NotImplementedError
-
-
-def check_installed(package: str, root: str, extra: str) -> None:
-    """Raise OptionError unless a package is installed."""
-    with contextlib.suppress(ModuleNotFoundError):  # the parent of a package may be missing
-        if importlib.util.find_spec(package) is not None:
-            return
-    raise OptionError(f"{root} needs {package.partition('.')[0]}: {install_command(extra)}")
-
-
 # ---- S3
 
 
-class S3(Service):
+class S3(CloudBackend):
     """A bucket of S3, or of a service with its protocol."""
 
     extra = "s3"
@@ -105,7 +56,6 @@ class S3(Service):
     variables = ("AWS_", "TENSORSTORE_C", "HOME")
     secrets = re.compile("AWS_ACCESS_KEY_ID|AWS_SECRET_ACCESS_KEY|AWS_SESSION_TOKEN")
     is_conditional = False
-    deletes_together = True
 
     def __init__(self, root: str) -> None:
         super().__init__(root, _named_endpoint()[1])
@@ -264,12 +214,13 @@ def _bucket_region(bucket: str) -> str:
 # ---- Google
 
 
-class Google(Service):
+class Google(CloudBackend):
     """A bucket of Google Cloud Storage."""
 
     extra = "gcs"
     variables = ("GOOGLE_", "CLOUDSDK_", "GCE_", "TENSORSTORE_", "HOME")
     secrets = re.compile("GOOGLE_AUTH_TOKEN_FOR_TESTING")
+    lacks = frozenset({"remove"})
 
     def __init__(self, root: str) -> None:
         super().__init__(root, os.environ.get("TENSORSTORE_GCS_HTTP_URL", ""))
@@ -277,19 +228,19 @@ class Google(Service):
     def connect(self, options: Mapping[str, Any], client: Any, *, once: bool) -> GCSStore:
         from obstore.store import GCSStore
 
-        config: dict[str, Any] = {"base_url": self.address} if self.address else {}
+        config: dict[str, Any] = {"base_url": self._address} if self._address else {}
         token = os.environ.get("GOOGLE_AUTH_TOKEN_FOR_TESTING")
         if token is not None:
             config["bearer_token"] = token
         else:
             provider = self._credentials()
             config |= {"skip_signature": True} if provider is None else {"credential_provider": provider}
-        client["allow_http"] = self.address.startswith("http:")
+        client["allow_http"] = self._address.startswith("http:")
         return GCSStore(self._bucket, client_options=client, **config, **options)
 
     def _credentials(self) -> Any:
         """Return the function that obstore asks for tokens; None where there is no account."""
-        check_installed("google.auth", self.root, self.extra)
+        check_installed("google.auth", self._root, self.extra)
         import google.auth
         from google.auth.exceptions import DefaultCredentialsError, GoogleAuthError, TransportError
         from obstore.auth.google import GoogleCredentialProvider
@@ -307,12 +258,12 @@ class Google(Service):
         return GoogleCredentialProvider(account)
 
     def advice(self, kind: type[HoldfastError]) -> str:
-        shown = f"{hidden_address(self.address)}, the value of TENSORSTORE_GCS_HTTP_URL"
+        shown = f"{hidden_address(self._address)}, the value of TENSORSTORE_GCS_HTTP_URL"
         source = (
             "the credentials in the file that GOOGLE_APPLICATION_CREDENTIALS names, or those that "
             "`gcloud auth application-default login` makes"
         )
-        return _advice(kind, f"asked {shown if self.address else 'storage.googleapis.com'}", source, self._bucket)
+        return _advice(kind, f"asked {shown if self._address else 'storage.googleapis.com'}", source, self._bucket)
 
 
 def _advice(kind: type[HoldfastError], asked: str, source: str, bucket: str) -> str:
@@ -326,14 +277,13 @@ def _advice(kind: type[HoldfastError], asked: str, source: str, bucket: str) -> 
 # ---- Azure
 
 
-class Azure(Service):
+class Azure(CloudBackend):
     """A container of Azure Blob Storage: its name in the account of the environment, or the URL of one in another."""
 
     extra = "azure"
     variables = ("AZURE", "AZURITE", "TENSORSTORE_C", "MSI_", "IDENTITY_", "HOME")
     secrets = re.compile("AZUR.*")
-    copies = False
-    deletes_together = True
+    lacks = frozenset({"copy"})
 
     def __init__(self, root: str) -> None:
         super().__init__(root)
@@ -341,7 +291,7 @@ class Azure(Service):
         account = settings.get("AZURE_STORAGE_ACCOUNT_NAME", "") + _AZURE_SUFFIX
         container, _, named = root.partition("://")[2].partition("@")
         services = ((name, value) for name, value in settings.items() if _AZURE_PLACES.fullmatch(name))
-        self.place = (container, named or account, *services)
+        self._place = (container, named or account, *services)
         # The URL keeps the account that it names: the environment of another process may name another one.
         self._container = container if (named or account) == account else root
 
@@ -351,7 +301,7 @@ class Azure(Service):
         settings = {name.upper(): value for name, value in self.settings()}
         config: dict[str, Any] = {}
         if not any(map(_AZURE_LOGINS.fullmatch, settings)):
-            check_installed("azure.identity", self.root, self.extra)
+            check_installed("azure.identity", self._root, self.extra)
             from obstore.auth.azure import AzureCredentialProvider
 
             config["credential_provider"] = AzureCredentialProvider()

@@ -16,13 +16,12 @@ from ...engine.peer_names import refuse_unknown
 from ...engine.pytree import Patterns
 from ...engine.storage import Place, as_location
 from ..graph import RestoreReport
-from .constructing import build
 from .constructor_spec import CtorArguments
 from .live import ARGUMENTS, LiveComponent, discovered, live_tree, paths_of
 from .names import Names, Selection, format_component_path
 from .permissions import Permissions
 from .reading import SavedComponent, descend, open_component
-from .restoring import TreeRestore, kept_values, locate
+from .restoring import TreeConstruction, TreeRestore, kept_values, locate
 from .saving import prepare
 from .states import (
     call_get_state,
@@ -98,7 +97,7 @@ class Checkpointable:
         filesystem: Any = None,
         **unknown: Never,
     ) -> str:
-        """Save this component and all below it, each into a directory of its own; one atomic checkpoint.
+        """Save this component and all below it, each into its own directory; one atomic checkpoint.
 
         In a program of several processes, process 0 saves. The others may call this, too, with the same path: they wait
         until process 0 is done.
@@ -233,7 +232,7 @@ class Checkpointable:
         """
         permissions = Permissions(trust=trust, allowed=allowed, renamed=renamed, base=Checkpointable)
         saved = open_component(as_location(path, filesystem=filesystem))
-        found = build(cls, saved, permissions=permissions, fallback=fallback, strict=strict, overrides=overrides)
+        found = TreeConstruction(saved, cls, permissions, fallback).run(overrides, strict=strict)
         assert isinstance(found, cls)
         return found
 
@@ -314,7 +313,8 @@ def _refuse_tree_above(target: LiveComponent, saved: SavedComponent) -> None:
 
 def _take(live: LiveComponent, selection: Selection, options: Mapping[str, Any]) -> dict[str, Any]:
     def ask(one: LiveComponent) -> Any:
-        return call_get_state(one.value, *selection.below(one.path), options)
+        chosen, excluded = selection.below(one.path)
+        return call_get_state(one.value, components=chosen, not_components=excluded, **options)
 
     def selected(one: LiveComponent) -> list[LiveComponent]:
         return [child for child in one.children if selection.leads_to(child.path)]

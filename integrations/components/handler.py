@@ -16,11 +16,10 @@ from ...engine.steps import read_record
 from ...engine.storage import Location
 from ..graph import Path
 from .component import Checkpointable
-from .constructing import build
 from .live import live_tree
 from .permissions import Permissions
 from .reading import NativeComponent, full_state, of_record
-from .restoring import TreeRestore, kept_values
+from .restoring import TreeConstruction, TreeRestore, kept_values
 from .saving import prepare
 
 
@@ -81,7 +80,7 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
         Args:
             item: The component.
             snapshot: Whether it may change between this call and the writing.
-            state: The state to save in the place of its own; without components that are not in it.
+            state: The state to save in place of its own; without components that are not in it.
             layout: Sizes of chunks and data files, instead of the handler's own.
             reuse: The data files of earlier steps: what has not changed is not written again.
             **kwargs: No others are known.
@@ -159,7 +158,7 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
         if keep is not None:
             raise OptionError("keep= is for a running component, and none was given; name values in overrides=")
         permissions = Permissions(trust=trust, allowed=allowed, renamed=renamed, base=Checkpointable)
-        return build(item or object, saved, permissions=permissions, strict=strict, overrides=overrides or {})
+        return TreeConstruction(saved, item or object, permissions).run(overrides or {}, strict=strict)
 
     def structure(self, directory: Location, *, files: Files | None = None, **kwargs: Any) -> Any:
         """Return the state with a description of every leaf in its place; no data is read."""

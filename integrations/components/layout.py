@@ -86,7 +86,15 @@ class Description:
     def decode(cls, content: bytes, *, source: str) -> Description:
         """Read the content of a file, which is not trusted; ``source`` is its path, for messages."""
         body = decode_document(content, _DOCUMENT, source=source)
-        _check_version(body.get("layout"), source)
+        version = body.get("layout")
+        found = re.fullmatch(r"([0-9]{1,9})\.[0-9]{1,9}", version) if isinstance(version, str) else None
+        if found is None:
+            raise DamagedCheckpointError(f"{source}: {version!r:.80} is not a version of the layout")
+        if int(found[1]) > VERSION[0]:
+            raise FormatVersionError(
+                f"{source}: the component has version {version} of the layout, and this holdfast reads up to version "
+                f"{VERSION[0]}.x; upgrade holdfast to read it"
+            )
         try:
             metadata = body["metadata"]
             if not isinstance(metadata, dict):
@@ -102,17 +110,6 @@ class Description:
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DamagedCheckpointError(f"{source} does not describe a component: {error!r:.200}") from error
-
-
-def _check_version(version: Any, source: str) -> None:
-    found = re.fullmatch(r"([0-9]{1,9})\.[0-9]{1,9}", version) if isinstance(version, str) else None
-    if found is None:
-        raise DamagedCheckpointError(f"{source}: {version!r:.80} is not a version of the layout")
-    if int(found[1]) > VERSION[0]:
-        raise FormatVersionError(
-            f"{source}: the component has version {version} of the layout, and this holdfast reads up to version "
-            f"{VERSION[0]}.x; upgrade holdfast to read it"
-        )
 
 
 def _below(name: Any) -> Path:

@@ -52,11 +52,6 @@ def named_path(name: object, owner: object) -> Path:
     return tuple(_STATE_ESCAPED if key == STATE else escape_key(key) for key in name.split("/"))
 
 
-def name_of(path: Path) -> str:
-    """Return the name that :func:`named_path` reads."""
-    return "/".join(STATE if segment == _STATE_ESCAPED else str(unescape_key(segment)) for segment in path)
-
-
 def find(text: str, known: Iterable[Path], where: str) -> Path:
     """Return the path of a known component that a user wrote."""
     paths = [path for path in known if path]
@@ -69,12 +64,11 @@ def find(text: str, known: Iterable[Path], where: str) -> Path:
 
 
 class Selection:
-    """The components that a call selects."""
+    """The components that a call selects; ``known`` has all paths, each with the one that it is saved under."""
 
     def __init__(
         self, components: Names | None, not_components: Names | None, known: Mapping[Path, Path], where: str
     ) -> None:
-        """Choose among components; ``known`` has all their paths, each with the one that it is saved under."""
         self._in = None if components is None else _filter(components, known, where)
         self._out = frozenset() if not_components is None else _filter(not_components, known, where)
 
@@ -85,10 +79,8 @@ class Selection:
 
     def leads_to(self, path: Path) -> bool:
         """Return whether a component is selected, or lies above a selected one."""
-        if self.has(path):
-            return True
         excluded = any(path[:length] in self._out for length in range(1, len(path) + 1))
-        return not excluded and self._in is not None and any(one[: len(path)] == path for one in self._in)
+        return self.has(path) or (not excluded and any(one[: len(path)] == path for one in self._in or ()))
 
     def below(self, path: Path) -> tuple[list[str] | None, list[str] | None]:
         """Return the selected and the excluded components below one, by their paths from it; None for no choice."""

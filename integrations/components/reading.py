@@ -21,6 +21,7 @@ from ...engine.pytree import (
     is_leaf,
     loaded_object,
     name_of_class,
+    unescape_key,
 )
 from ...engine.steps import has_record, read_record, read_steadily
 from ...engine.storage import Location, Place, as_location
@@ -30,7 +31,7 @@ from ..formats.torch.pickles import Name, unpickle
 from ..graph import Path, StoredGraph
 from .constructor_spec import encode_spec
 from .layout import Description, below, part_records, parts_of, record_at, whole_around
-from .names import STATE, format_component_path, name_of
+from .names import STATE, format_component_path
 from .permissions import allowed_objects
 from .states import GRAPH, read_document, stored_state
 
@@ -150,8 +151,7 @@ class RLlibComponent(RLlibDirectory):
 SavedComponent = NativeComponent | RLlibComponent
 
 
-def open_component(path: Place) -> SavedComponent:
-    location = as_location(path)
+def open_component(location: Location) -> SavedComponent:
     if has_record(location):
         return of_record(location, read_record(location))
     if location.is_local and location.exists() and not location.is_directory():
@@ -260,7 +260,7 @@ def full_state(component: SavedComponent, own: Callable[[Any], Any] = lambda one
     for path, child in component.children.items():
         if not isinstance(found, dict):
             raise DamagedCheckpointError(f"{component.location}: its state is not a dictionary, but it has components")
-        found[name_of(path)] = full_state(child, own)
+        found["/".join(str(unescape_key(segment)) for segment in path)] = full_state(child, own)
     return found
 
 

@@ -1,4 +1,4 @@
-"""The state of one component, without those of the components below it: how it is taken and restored.
+"""The state of one component, without the components below it: how it is taken and restored.
 
 A component with a ``get_state`` of its own decides what its state is. For all others it is everything that the walk of
 :mod:`~holdfast.integrations.graph` reaches from the object's attributes, up to the components below. The values that a
@@ -54,7 +54,7 @@ from ..graph import (
     walk,
 )
 from .live import LiveComponent, discovered, is_component, live_tree
-from .names import Names, format_component_path
+from .names import format_component_path
 
 _logger = logging.getLogger("holdfast")
 
@@ -102,13 +102,9 @@ def overrides(value: Any, method: str) -> bool:
     return found is not None and not hasattr(found, "inherited") and not is_optimizer(value)
 
 
-def call_get_state(
-    value: Any, components: Names | None, not_components: Names | None, options: Mapping[str, Any] | None = None
-) -> Any:
-    """Call an object's own ``get_state`` with as many of the arguments as it takes."""
-    given = {"components": components, "not_components": not_components, **(options or {})}
-    arguments = {name: names for name, names in given.items() if names is not None}
-    return value.get_state(**{name: one for name, one in arguments.items() if takes(value, name)})
+def call_get_state(value: Any, /, **given: Any) -> Any:
+    """Call an object's own ``get_state`` with those of the arguments that it takes, and that are not None."""
+    return value.get_state(**{name: one for name, one in given.items() if one is not None and takes(value, name)})
 
 
 def takes(value: Any, name: str) -> bool:
@@ -148,7 +144,7 @@ def own_states(
     """Take the states of components; ``partial`` leaves out values for parameters outside of the tree."""
 
     def ask(one: LiveComponent) -> Any:
-        return call_get_state(one.value, None, sorted(child.name for child in one.children) or None)
+        return call_get_state(one.value, not_components=sorted(child.name for child in one.children) or None)
 
     known, states = list(components), dict[Path, Any]()
     with fetched(known, ask) as take:

@@ -371,7 +371,7 @@ def _write_arrays(
     """Write leaves of a tree, and other arrays, by the names that another library gives them; they are durable then."""
     chosen = {name: leaf for name, leaf in arrays.items() if isinstance(leaf, SavedLeaf)}
     stored = PartialTree(source, chosen, source.tree)
-    loader = _Loader(stored, advance, _BATCH, _KEPT)
+    loader = _Loader(stored, advance)
     leaves: dict[str, ArrayLeaf | ValueLeaf] = {leaf.name: _host_leaf(leaf, loader) for leaf in stored.leaves}
     others = {name: array for name, array in arrays.items() if not isinstance(array, SavedLeaf)}
     leaves |= zip(others, describe(list(others), list(others.values())), strict=True)
@@ -381,19 +381,16 @@ def _write_arrays(
 
 
 class TreeSourceHandler(PyTreeCheckpointHandler):
-    """Saves a `TreeSource`; ``kept`` batches of leaves, of ``batch`` bytes each, are in memory at a time."""
+    """Saves a `TreeSource`; only some batches of its leaves are in memory at a time."""
 
-    def __init__(
-        self, advance: Callable[[int], None] = UNHEARD.advance, *, batch: int = _BATCH, kept: int = _KEPT
-    ) -> None:
+    def __init__(self, advance: Callable[[int], None] = UNHEARD.advance) -> None:
         super().__init__()
         self._advance = advance
-        self._batch, self._kept = batch, kept
 
     def prepare(self, item: Any, *, snapshot: bool, **kwargs: Any) -> PreparedItem:
         source: TreeSource = item
         source.read_leaves([leaf for leaf in source.leaves if leaf.saved.dtype is None])
-        loader = _Loader(source, self._advance, self._batch, self._kept)
+        loader = _Loader(source, self._advance)
         # Where the format stores None and a container without leaves alike, it becomes the container: nearly always, it
         # is the empty state of an optimizer, and a template has the container, too.
         kept = [OPTIONAL not in leaf.saved.details for leaf in source.leaves]
@@ -410,12 +407,11 @@ class TreeSourceHandler(PyTreeCheckpointHandler):
 class _Loader:
     """Reads leaves in batches on demand, and keeps the last few batches."""
 
-    def __init__(self, source: TreeSource, advance: Callable[[int], None], batch: int, kept: int) -> None:
+    def __init__(self, source: TreeSource, advance: Callable[[int], None]) -> None:
         self._source = source
         self._advance = advance
-        self._kept = kept
         arrays = sorted((leaf for leaf in source.leaves if leaf.saved.dtype is not None), key=lambda leaf: leaf.name)
-        self._batches = list(batches(arrays, lambda leaf: leaf.nbytes, batch))
+        self._batches = list(batches(arrays, lambda leaf: leaf.nbytes, _BATCH))
         self._batch_of = {leaf.name: number for number, batch in enumerate(self._batches) for leaf in batch}
         self._loaded: dict[int, dict[str, NDArray[Any]]] = {}
         self._reading = threading.Lock()
@@ -432,7 +428,7 @@ class _Loader:
                     pairs = zip(batch, self._source.read_leaves(batch), strict=True)
                     found = self._loaded[number] = {leaf.name: array for leaf, array in pairs if array is not None}
                     self._advance(sum(leaf.nbytes for leaf in batch))
-                    if len(self._loaded) > self._kept:
+                    if len(self._loaded) > _KEPT:
                         del self._loaded[next(iter(self._loaded))]
         return found[name]
 

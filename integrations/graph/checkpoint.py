@@ -8,6 +8,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from ...engine.arrays import Layout
@@ -34,7 +35,6 @@ from .views import COUNTER, root_view
 from .walk import check, walk
 
 _logger = logging.getLogger("holdfast")
-_TIMEOUT = 600.0  # seconds that a process waits for the others
 
 
 @dataclass(slots=True, eq=False)
@@ -317,15 +317,11 @@ class CheckpointTemplate:
         return apply
 
 
-def _following(prefix: Location, counter: int) -> int:
-    return max([counter, *numbers_of(prefix.parent, prefix.name)]) + 1
-
-
 class _GraphSaver(AsyncCheckpointer):
     """Saves graphs, numbered or not, at once or in the background."""
 
     def __init__(self) -> None:
-        super().__init__(GraphCheckpointHandler(), barrier_timeout_secs=_TIMEOUT)
+        super().__init__(GraphCheckpointHandler())
         self._number: int | None = None
 
     def put(
@@ -338,15 +334,12 @@ class _GraphSaver(AsyncCheckpointer):
         background: bool,
         layout: Layout | None,
     ) -> str:
-        kwargs = {} if layout is None else {"layout": layout}
         self.join()
         one = copy.copy(self)  # Another thread, or the handler of a signal, may save meanwhile.
         one._number, one.background = number, background
+        save = one.save if background else partial(Checkpointer.save, one)
         try:
-            if background:
-                one.save(location, item, force=overwrite, **kwargs)
-            else:
-                Checkpointer.save(one, location, item, force=overwrite, **kwargs)
+            save(location, item, force=overwrite, layout=layout)
         except CheckpointExistsError as error:
             if overwrite or not (location / RECORD).exists():
                 raise
@@ -364,8 +357,11 @@ class _GraphSaver(AsyncCheckpointer):
 
     def next_number(self, prefix: Location, counter: int) -> int:
         """Return the next free number, the same on all processes."""
-        number: int = self._processes.decide(f"number {prefix.url}", _following, prefix, counter)
-        return number
+
+        def following() -> int:
+            return max([counter, *numbers_of(prefix.parent, prefix.name)]) + 1
+
+        return int(self._processes.decide(f"number {prefix.url}", following))
 
     def _record(self, items: Mapping[str, ItemRecord]) -> CheckpointRecord:
         record = super()._record(items)

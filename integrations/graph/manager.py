@@ -23,9 +23,7 @@ from .restoration import RestoreStatus
 from .stored import GraphCheckpointHandler, StoredGraph
 from .walk import check
 
-_TIMEOUT = 600.0  # seconds that a process waits for the others to agree on a number
-
-
+_TIMEOUT = 600.0  # seconds that a process waits for the others to agree on that time
 _SINCE = "holdfast.since"  # key in the metadata of a step: when the first manager of the directory was made
 
 
@@ -36,16 +34,16 @@ class _Options(CheckpointManagerOptions):
     since: float
 
     def time_rule(self, secs: float) -> KeepPolicy:
-        return _Apart(Every(secs=secs), StepInfo(step=-1, time=self.since))
+        return _Apart(secs=secs, since=self.since)
 
 
-@dataclass(frozen=True)
-class _Apart(KeepPolicy):
-    every: Every
-    start: StepInfo
+@dataclass(frozen=True, kw_only=True)
+class _Apart(Every):
+    since: float
 
     def kept(self, steps: Sequence[StepInfo]) -> dict[int, str]:
-        return {step: why for step, why in self.every.kept([self.start, *steps]).items() if step != self.start.step}
+        start = StepInfo(step=-1, time=self.since)
+        return {step: why for step, why in super().kept([start, *steps]).items() if step >= 0}
 
 
 class CheckpointManager:
@@ -71,8 +69,8 @@ class CheckpointManager:
         mirror: A second place, such as ``s3://bucket/run``, or a `holdfast.Mirror`: checkpoints are copied there in the
             background, and `restore_or_initialize` takes the newest of both places.
 
-    Local steps (``local=`` of other managers) count the updates of a loop, and these checkpoints have numbers of their
-    own: `holdfast.CheckpointCallback` saves the same objects, and takes ``local=``.
+    Local steps (``local=`` of other managers) count the updates of a loop, and these checkpoints have their own
+    numbers: `holdfast.CheckpointCallback` saves the same objects, and takes ``local=``.
 
     Raises:
         OptionError: An option is not valid.
@@ -122,7 +120,6 @@ class CheckpointManager:
         self._counter = step_counter
         self._interval = checkpoint_interval
         self._init = init_fn
-        self._processes = ProcessGroup(f"numbers of {self._directory.url}", None, _TIMEOUT)
         self._last = last_checkpoint_step
         self._saving: tuple[int, int | None] | None = None  # number of the last save, and `_last` before that save
         self._kwargs = {} if layout is None else {"layout": layout}
@@ -193,7 +190,7 @@ class CheckpointManager:
             return None
         wanted = None if checkpoint_number is None else _number(checkpoint_number)
         # Process 0 decides for all: another process may see an older listing of the directory.
-        counter, number, left = self._processes.decide("number", self._next, wanted)
+        counter, number, left = self._steps.processes.decide("number", self._next, wanted)
         reason = f"number {number}" if step is None else f"step {step}"
         failed = None
         with numbered(self._checkpoint, counter) as item:
@@ -271,7 +268,8 @@ class CheckpointManager:
         steps = list_steps(self._directory, f"{self._name}-")
         facts = [one.record.custom_metadata or {} for one in steps if one.record is not None]
         since = float(facts[-1].get(_SINCE, 0)) if facts else clock.now() - 1
-        return float(self._processes.decide("the first manager", lambda: since))
+        processes = ProcessGroup(f"managers of {self._directory.url}", None, _TIMEOUT)
+        return float(processes.decide("the first manager", lambda: since))
 
     def _next(self, wanted: int | None) -> list[Any]:
         """Return the next counter, the number to save under, and the steps that are left behind."""

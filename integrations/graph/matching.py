@@ -5,6 +5,7 @@ Values and options of torch optimizers follow their parameters, if the program a
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
 from collections import deque
@@ -18,7 +19,7 @@ from .outside import is_kin
 from .saved import SavedGraph
 from .slots import Assignment, PartSlot, Path, Place, Slot, format_node_path
 from .tracked import Node, Part
-from .values import PlainValues, is_plain
+from .values import SEQUENCES, PlainValues, is_plain
 from .views import Branch, Edge, Leaf, View, classify, edge_at, root_view, sequence_slot
 
 _logger = logging.getLogger("holdfast")
@@ -73,10 +74,15 @@ class Matching:
                 yield from self._match([_Visit(child, edge.value, edge.view(), path, edge.place)])
         yield from self._optimizer_values(self.bindings.fresh)
 
-    def undo(self) -> None:
-        """Take back all bindings since the last call of `from_root` or `from_holder`."""
-        self.bindings.undo()
-        self.waiting.clear()
+    @contextlib.contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Take back all bindings since the last call of `from_root` or `from_holder` if the block fails."""
+        try:
+            yield
+        except BaseException:
+            self.bindings.undo()
+            self.waiting.clear()
+            raise
 
     def _match(
         self, queue: list[_Visit], *, anew: bool = False, known: _Visit | None = None, last: bool = False
@@ -117,7 +123,7 @@ class Matching:
         """Whether the checkpoint has an object in parts that is one value in the program."""
         if leaf.packed is None:
             return self.graph.nodes[number].value is None
-        is_plain = self.plain.is_sequence(number) and self.plain.below(number) is not None
+        is_plain = self.graph.nodes[number].type in SEQUENCES and self.plain.below(number) is not None
         return not is_plain and self.plain.kinds.get(number) != NUMBERS
 
     def _leaf(self, visit: _Visit, leaf: Leaf) -> Iterator[Assignment]:
@@ -145,7 +151,7 @@ class Matching:
         saved = self.graph.nodes[number].edges
         changes = view.sequence and len(view.edges) != len(saved)
         takes_arrays = self._final and changes
-        slot = _slot_of_elements(visit, arrays=takes_arrays) if self.plain.is_sequence(number) else None
+        slot = _slot_of_elements(visit, arrays=takes_arrays) if self.graph.nodes[number].type in SEQUENCES else None
         if slot is not None:
             # The program may append objects to a list later; nothing would notice objects that it appends to a deque.
             takes_arrays = takes_arrays or (isinstance(value, deque) and not value)
@@ -168,7 +174,7 @@ class Matching:
                     at = self._places.setdefault(id(found), at)  # One object has one place, the first that leads to it.
                 queue.append(_Visit(child, found, classify(found, at), below, at, within))
             elif place is not None and (covers := self.plain.below(child, arrays=self._final)) is not None:
-                add = partial(dict.__setitem__, value, self.plain.key(number, segment))
+                add = partial(dict.__setitem__, value, self.plain.keys(number).get(segment, unescape_key(segment)))
                 yield Assignment(child, Place(place.anchor, (*place.trail, segment), ..., add), below, covers)
             elif child in self.graph.with_values and (view.optimizer is None or segment != GROUPS):
                 self.waiting.append(value)

@@ -249,8 +249,7 @@ class Restoration:
         plain = PlainValues(stored, graph)
         self._matching = Matching(graph, plain, final=final)
         self._reader = ValueReader(stored, graph, plain)
-        self._has_own = stored.has_own
-        self._leaves = stored.leaves
+        self._stored = stored
         self._ignored = frozenset(ignore)
         self._filter = PathFilter(select, exclude)
         paths = {number: graph.path(number) for number, _ in graph.values()}
@@ -259,6 +258,7 @@ class Restoration:
         self.progress = RestoreProgress(wanted, str(stored.checkpoint))
         weakref.finalize(self, self.progress.end).atexit = False
         self._settled: set[Path] = set()
+        self._replaced: set[Path] = set()  # containers of plain values, which lose elements that the checkpoint lacks
         self._fresh: set[Path] = set()  # streams that the checkpoint lacks for this process
         self.retired = False  # whether a later restore has taken over all that it waits for
         self.reported: set[Path] = set()  # values whose objects a save has found
@@ -295,7 +295,7 @@ class Restoration:
         changed = []
         graph = self._matching.graph
         for number, node in enumerate(graph.nodes):
-            saved = self._leaves.get(str(node.value))
+            saved = self._stored.leaves.get(str(node.value))
             for thing, path in self._matching.bindings.objects(number):
                 if is_module(thing) and graph.has_own_states and thing.training is not node.training:
                     thing.training = node.training
@@ -365,7 +365,11 @@ class Restoration:
         for node in live.leaves():
             if node.path in self._fresh:
                 live.skipped[node.path] = _NO_STREAM
-            elif node.path in self._settled or last_writer(node.slot) >= self._number:
+            elif (
+                node.path in self._settled
+                or last_writer(node.slot) >= self._number
+                or any(node.path[:depth] in self._replaced for depth in range(1, len(node.path)))
+            ):
                 restored.append(node)
             elif isinstance(node.view, Leaf) and node.view.opened is not None and node.path in parts:
                 restored.append(node)  # a sequence by its elements, or an optimizer by its groups and parameters
@@ -396,25 +400,18 @@ class Restoration:
         self, found: Iterable[Assignment], misfits: Misfits | None = None
     ) -> tuple[list[tuple[Assignment, Any]], list[Assignment]]:
         """Return all values, read and compared with the program, and the assignments that are done already."""
-        try:
+        with self._matching.undone_on_error():
             due, known = self._sorted(found)
             values = self._reader.read_values(due, misfits)
             for one, value in values:
                 if isinstance(one.slot, MemberSlot):
                     one.slot.member(value)
-        except BaseException:
-            self._matching.undo()
-            raise
         return values, known
 
     @collection_paused()
     def _write(self, values: list[tuple[Assignment, Any]], known: list[Assignment]) -> None:
-        """Change the objects."""
-        try:
+        with self._matching.undone_on_error():
             write_slots([(one.slot, value) for one, value in values])
-        except BaseException:
-            self._matching.undo()
-            raise
         done = [one for one, _ in values]
         for one in done:
             note_writer(one.slot, self._number, self._keepers)
@@ -432,7 +429,7 @@ class Restoration:
                 number in self.progress.wanted and self._chooses(path) for number, path in one.values()
             ):
                 continue
-            if not self._has_own and isinstance(one.slot, StateSlot) and one.slot.is_stream:
+            if not self._stored.has_own and isinstance(one.slot, StateSlot) and one.slot.is_stream:
                 known.append(one)  # the checkpoint lacks it for this process, which keeps its own
                 fresh.append(one.path)
                 continue
@@ -455,6 +452,8 @@ class Restoration:
     def _note(self, *done: Assignment) -> None:
         for one in done:
             self._settled.add(one.path)
+            if one.covers is not None:
+                self._replaced.add(one.path)
             for number, path in one.values():
                 self.progress.restored.add(number)
                 self._settled.add(path)
@@ -462,13 +461,13 @@ class Restoration:
 
     def _wait(self) -> None:
         """Make holders report new objects while values wait for objects."""
-        left = len(self.progress.restored) < len(self.progress.wanted)
-        for holder in self._matching.waiting:
+        waits = not self.retired and len(self.progress.restored) < len(self.progress.wanted)
+        for holder in self._matching.waiting if waits else ():
             for target in (holder, holder.__holdfast_root__() if isinstance(holder, Node) else None):
-                if left and not self.retired and expect(target, self):
+                if expect(target, self):
                     self._holders.append(weakref.ref(target))
         self._matching.waiting.clear()
-        if not left or self.retired:
+        if not waits:
             self._stop_waiting()
 
     def _stop_waiting(self) -> None:

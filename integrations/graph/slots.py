@@ -120,24 +120,20 @@ class PartState(StateSlot):
     is_stream = False
 
 
-class MemberSlot:
+class MemberSlot(Place):
     """A member of an enumeration, saved as its name, or as the number or text that it equals."""
 
-    def __init__(self, member: Any, owner: Slot) -> None:
-        self.anchor, self.trail = owner.anchor, owner.trail
-        self._member, self._owner = member, owner
-
     def get(self) -> Any:
-        return self._member.value if is_python_value(self._member) else self._member.name
+        return self.value.value if is_python_value(self.value) else self.value.name
 
     def set(self, value: Any) -> None:
-        self._owner.set(self.member(value))
+        super().set(self.member(value))
 
     def member(self, value: Any) -> Any:
         """Return the member that a saved value stands for; raise TreeMismatchError if there is none."""
-        kind = type(self._member)
+        kind = type(self.value)
         try:
-            return kind(value) if is_python_value(self._member) else kind[value]
+            return kind(value) if is_python_value(self.value) else kind[value]
         except (KeyError, ValueError) as error:
             raise TreeMismatchError(
                 f"{'/'.join(self.trail)}: expected a member of {kind.__qualname__} (program: "
@@ -145,21 +141,12 @@ class MemberSlot:
             ) from error
 
 
-class PartSlot:
-    """A part of an immutable container; a change of the part rebuilds the container."""
+class PartSlot(Place):
+    """A part of an immutable container, which `write_slots` rebuilds once for all of its parts."""
 
     def __init__(self, owner: Slot, below: Path, value: Any) -> None:
-        self._value = value
-        self.owner = owner
-        self.below = below
-        self.anchor = owner.anchor
-        self.trail: Path = (*owner.trail, *below)
-
-    def get(self) -> Any:
-        return self._value
-
-    def set(self, value: Any) -> None:
-        self.owner.set(_replaced(self.owner.get(), {self.below: value}))
+        super().__init__(owner.anchor, (*owner.trail, *below), value)
+        self.owner, self.below = owner, below
 
 
 @dataclass(slots=True, eq=False)
@@ -179,7 +166,6 @@ class Assignment:
 
 
 def write_slots(changes: list[tuple[Slot, Any]]) -> None:
-    """Change slots; an immutable container is rebuilt once for all of its parts."""
     parts: dict[tuple[int, Path], tuple[Slot, dict[Path, Any]]] = {}
     for slot, value in sorted(changes, key=lambda change: not _begins_epoch(change[0])):
         if isinstance(slot, PartSlot):
@@ -215,7 +201,7 @@ def _replaced(value: Any, updates: dict[Path, Any]) -> Any:
 # ---- the last writer of each slot: the latest restore wins, regardless of the order in which objects are attached
 
 restore_numbers = itertools.count(1)
-_writers: dict[int, tuple[Callable[[], Any], dict[Path, int]]] = {}  # by the ids of the anchors
+_writers: dict[int, dict[Path, int]] = {}  # by the ids of the anchors, which still exist
 
 
 class Keeper:
@@ -227,28 +213,13 @@ class Keeper:
 
 def last_writer(slot: Slot) -> int:
     """Return the number of the restore that wrote to a slot last; 0 if none did."""
-    entry = _entry(slot)
-    return 0 if entry is None else entry.get(slot.trail, 0)
+    return _writers.get(id(slot.anchor), {}).get(slot.trail, 0)
 
 
 def note_writer(slot: Slot, number: int, keepers: list[Keeper]) -> None:
     anchor, key = slot.anchor, id(slot.anchor)
-    entry = _entry(slot)
-    if entry is None:
+    if key not in _writers:
         if not type(anchor).__weakrefoffset__:
             keepers.append(anchor := Keeper(anchor))
-        entry = {}
-        _writers[key] = weakref.ref(anchor, lambda gone: _forget(key, gone)), entry
-    entry[slot.trail] = number
-
-
-def _entry(slot: Slot) -> dict[Path, int] | None:
-    reference, numbers = _writers.get(id(slot.anchor), (lambda: None, None))
-    found = reference()
-    return numbers if slot.anchor is (found.anchor if isinstance(found, Keeper) else found) else None
-
-
-def _forget(key: int, gone: weakref.ref[object]) -> None:
-    entry = _writers.get(key)
-    if entry is not None and entry[0] is gone:
-        del _writers[key]
+        weakref.finalize(anchor, _writers.pop, key, None).atexit = False
+    _writers.setdefault(key, {})[slot.trail] = number

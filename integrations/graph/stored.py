@@ -25,7 +25,6 @@ from ...engine.pytree import (
     flatten,
     is_python_value,
     is_torch_tensor,
-    key_segments,
     materialize,
     unescape_key,
     unflatten,
@@ -259,15 +258,7 @@ class StoredGraph:
         """Return the storage names of the leaves of a container in order, or that of a leaf."""
         if name in self.leaves:
             return [name]
-        return [leaf for child in _names(self.containers[name], name) for leaf in self.leaves_of(child)]
-
-
-def keys_by_segment(container: TreeDef | None) -> dict[str, Any]:
-    """Return the keys of a container by the names of its edges."""
-    if container is None:
-        return {}
-    keys = range(len(container.children)) if container.keys is None else container.keys
-    return dict(zip(key_segments(container.keys, len(container.children)), keys, strict=True))
+        return [leaf for child, _ in self.containers[name].named_children(name) for leaf in self.leaves_of(child)]
 
 
 def open_graph(location: Location) -> StoredGraph:
@@ -278,15 +269,10 @@ def open_graph(location: Location) -> StoredGraph:
     return read_checkpoint(location.without_links(), open_tree)
 
 
-def _names(structure: TreeDef, name: str) -> list[str]:
-    segments = key_segments(structure.keys, len(structure.children))
-    return [f"{name}.{segment}" if name else segment for segment in segments]
-
-
 def _containers(structure: TreeDef | None, name: str) -> dict[str, TreeDef]:
     if structure is None:
         return {}
     found = {name: structure}
-    for below, child in zip(_names(structure, name), structure.children, strict=True):
+    for below, child in structure.named_children(name):
         found.update(_containers(child, below))
     return found

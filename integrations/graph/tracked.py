@@ -165,16 +165,14 @@ class Node:
             self._holdfast.untracked.add(name)
             object.__setattr__(self, name, value.value)
             return
-        before, hidden = vars(self).get(name, _NOTHING), name in self._holdfast.untracked
+        before, untracked = dict(vars(self)), set(self._holdfast.untracked)
         self._holdfast.untracked.discard(name)
         object.__setattr__(self, name, _tracked(self, name, value))
 
         def undo() -> None:
-            if before is _NOTHING:
-                object.__delattr__(self, name)
-            else:
-                object.__setattr__(self, name, before)
-                self._holdfast.untracked.update([name] if hidden else [])
+            vars(self).clear()
+            vars(self).update(before)
+            self._holdfast.untracked = untracked
 
         _resume(self, name, undo)
 
@@ -313,7 +311,6 @@ class TrackedDict(dict[Any, Any]):
         return dict, (dict(self),)
 
 
-_NOTHING = object()
 _registered: set[str] = set()  # frameworks whose pytrees tracked containers are
 opens_as(TrackedList, "list")
 opens_as(TrackedDict, "dict")

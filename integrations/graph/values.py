@@ -36,7 +36,7 @@ from ...engine.sources import Misfits
 from .frameworks import OptimizerSlot, OptionSlot, TensorSlot, divided_like, is_single_leaf, new_optimizer_tensor
 from .saved import SavedGraph, Transform
 from .slots import Assignment, Path, Place, Slot, StateSlot, format_node_path, storage_name
-from .stored import PER_PROCESS, StoredGraph, keys_by_segment
+from .stored import PER_PROCESS, StoredGraph
 from .tracked import TrackedDict, TrackedList
 
 # Leaves of these kinds need no object of the program.
@@ -47,7 +47,7 @@ _NUMBERS = (bool, int, float, complex, np.generic)
 MADE_KINDS = frozenset({"numpy", "torch"})
 
 _CONTAINERS = (list, dict, OrderedDict, tuple, deque, TrackedList, TrackedDict)
-_SEQUENCES: dict[str, Any] = {
+SEQUENCES: dict[str, Any] = {
     "list": list,
     "tuple": tuple,
     "collections.deque": deque,
@@ -55,7 +55,7 @@ _SEQUENCES: dict[str, Any] = {
 }
 _KINDS = (list, tuple, deque)
 _ORDERED = "collections.OrderedDict"  # such as a state dict of torch
-_LABELS = frozenset({*_SEQUENCES, "dict", _ORDERED, f"{TrackedDict.__module__}.{TrackedDict.__name__}"})
+_LABELS = frozenset({*SEQUENCES, "dict", _ORDERED, f"{TrackedDict.__module__}.{TrackedDict.__name__}"})
 
 
 class PlainValues:
@@ -89,32 +89,29 @@ class PlainValues:
             self._known[key] = self._search(number, self._arrays if arrays else set())
         return self._known[key]
 
-    def is_sequence(self, number: int) -> bool:
-        return self._graph.nodes[number].type in _SEQUENCES
-
     def build(self, number: int, values: Mapping[int, Any]) -> Any:
         """Return a container with the values of its nodes, or the value of a node itself."""
         if number in values:
             return values[number]
         edges, kind = self._graph.nodes[number].edges, self._graph.nodes[number].type
-        if kind in _SEQUENCES:
+        if kind in SEQUENCES:
             elements = [self.build(edges[segment], values) for segment in sorted(edges, key=int)]
             stored = self._container(number)
             is_deque = stored is not None and stored.kind == "deque"  # a stored deque has its maxlen
-            return stored.build(elements) if stored is not None and is_deque else _SEQUENCES[kind](elements)
-        known = self._keys_of(number)
+            return stored.build(elements) if stored is not None and is_deque else SEQUENCES[kind](elements)
+        known = self.keys(number)
         order = [segment for segment in known if segment in edges]
         order += [segment for segment in edges if segment not in known]
         made = OrderedDict[Any, Any]() if kind == _ORDERED else {}
-        return made | {self.key(number, segment): self.build(edges[segment], values) for segment in order}
+        return made | {known.get(one, unescape_key(one)): self.build(edges[one], values) for one in order}
 
-    def key(self, number: int, segment: str) -> Any:
-        """Return the key of an entry of a dictionary."""
-        return self._keys_of(number).get(segment, unescape_key(segment))
-
-    def _keys_of(self, number: int) -> dict[str, Any]:
+    def keys(self, number: int) -> dict[str, Any]:
+        """Return the keys of a saved container by the names of its edges."""
         if number not in self._keys:
-            self._keys[number] = keys_by_segment(self._container(number))
+            container, self._keys[number] = self._container(number), {}
+            if container is not None:
+                keys = range(len(container.children)) if container.keys is None else container.keys
+                self._keys[number] = dict(zip(container.segments, keys, strict=True))
         return self._keys[number]
 
     def _container(self, number: int) -> TreeDef | None:
@@ -131,7 +128,7 @@ class PlainValues:
             known = self._graph.nodes[node]
             if known.value is not None or known.type not in _LABELS or known.optimizer_slots or len(path) > MAX_DEPTH:
                 return None
-            if known.type in _SEQUENCES and not all(edge.isascii() and edge.isdigit() for edge in known.edges):
+            if known.type in SEQUENCES and not all(edge.isascii() and edge.isdigit() for edge in known.edges):
                 return None  # rename= has changed keys
             for segment, child in known.edges.items():
                 if child in arrays:
@@ -274,7 +271,7 @@ def _without_object(slot: Slot) -> str | None:
     live = None if isinstance(slot, StateSlot) else slot.get()
     if is_torch_tensor(live):
         return "one array"
-    return f"{live!r:.80}" if isinstance(slot, Place) and is_python_value(live) else None
+    return f"{live!r:.80}" if type(slot) is Place and is_python_value(live) else None
 
 
 def _is_empty(live: Any) -> bool:
@@ -318,7 +315,7 @@ def _template(one: Assignment, leaf: Saved) -> Any:
             return divided_like(slot.parameter, leaf.shape, leaf.dtype)  # the optimizer has yet to create it
         return ...
     # The saved type comes back where the slot is empty in the checkpoint, or where a float may have begun as the int 0.
-    if leaf.kind == "none" and (is_python_value(live) or isinstance(slot, Place)):
+    if leaf.kind == "none" and (is_python_value(live) or type(slot) is Place):
         return ...
     if isinstance(live, _NUMBERS) and leaf.kind in NUMBER_VALUES:
         return ...

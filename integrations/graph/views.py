@@ -119,7 +119,7 @@ def classify(value: Any, place: Slot) -> View:
     if is_jax_array(value) or is_jax_abstract(value):
         return Leaf(place, shared=True, in_place=False)
     if isinstance(value, enum.Enum) and not isinstance(place, PartSlot):
-        return Leaf(MemberSlot(value, place), shared=False, in_place=False)
+        return Leaf(MemberSlot(place.anchor, place.trail, value, place.set), shared=False, in_place=False)
     if is_python_value(value) or isinstance(value, np.generic):
         return Leaf(place, shared=False, in_place=False)
     if isinstance(value, Value):

@@ -41,16 +41,8 @@ from ..loop import (
 )
 from ..loop import CheckpointCallback as LoopCallback
 from ..options import OnInexact, Partial, Reshard, Resume
+from . import private_api
 from .io import ResumePath, ResumingCallback, install, redirect_resume
-from .private_api import (
-    check_version,
-    follow_choices,
-    forget_choice,
-    is_left_alone,
-    is_search_file,
-    only_searches,
-    was_given_no_path,
-)
 from .recorder import FitRecorder
 from .stopping import Preempted, Signals, leave
 from .store import CallbackArguments, RunStore
@@ -183,7 +175,7 @@ class CheckpointCallback(ResumingCallback):
         self._witness: Witness | None = None
         self._has_weights = False
         self._decides = False  # whether the trainer was given no path, so that the directory decides
-        follow_choices(CheckpointCallback)
+        private_api.follow_choices(CheckpointCallback)
 
     @property
     def state_key(self) -> str:
@@ -282,11 +274,11 @@ class CheckpointCallback(ResumingCallback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Connect the trainer with its checkpoints, before any is loaded."""
-        check_version(trainer)
-        self._decides = was_given_no_path(trainer)
+        private_api.check_version(trainer)
+        self._decides = private_api.was_given_no_path(trainer)
         install(trainer, self._store)
         if stage != "fit":
-            redirect_resume(trainer, lambda path: None if is_left_alone(trainer, path) else path)
+            redirect_resume(trainer, lambda path: None if private_api.is_left_alone(trainer, path) else path)
             self._signals = Signals(trainer, self._preemption, self._store.processes)
             self._evaluation = self._stop(getattr(trainer, f"{trainer.state.fn.value}_loop"))
             self._evaluation.begin()
@@ -332,7 +324,7 @@ class CheckpointCallback(ResumingCallback):
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Keep the position in the data and the random generators until the loops need them."""
-        if self._recorder is not None and not is_search_file(trainer.ckpt_path):
+        if self._recorder is not None and not private_api.is_search_file(trainer.ckpt_path):
             self._recorder.resume_from(checkpoint)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
@@ -400,12 +392,12 @@ class CheckpointCallback(ResumingCallback):
     def _chosen(self, trainer: Any, path: Any) -> Any:
         """Return the path to resume from: the one that was given, or the one that process 0 has found for all."""
         decides, self._decides = self._decides, False
-        path = None if is_left_alone(trainer, path) else path
+        path = None if private_api.is_left_alone(trainer, path) else path
         named = path and not isinstance(path, ResumePath)
         if named and not decides:
             return path
-        if only_searches(trainer):
-            return None  # A Tuner finds the same at every start of the program, also if the fit after it resumes.
+        if private_api.only_searches(trainer):
+            return None  # A Tuner finds the same at every start of the program, even if the fit after it resumes.
         if named:
             # The trainer was given no path, and found the newer file of a ModelCheckpoint.
             ours = [one.ckpt_path for one in trainer.callbacks if isinstance(one, CheckpointCallback)]
@@ -444,7 +436,7 @@ class CheckpointCallback(ResumingCallback):
         return path
 
     def _end(self, trainer: Any, *, orderly: bool, error: BaseException | None = None) -> None:
-        forget_choice(trainer)
+        private_api.forget_choice(trainer)
         signals, self._signals = self._signals, None
         if signals is not None:
             signals.end(error)

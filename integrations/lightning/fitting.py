@@ -51,34 +51,12 @@ class _Optimizer(NamedTuple):
         return {name: index for index, name in flat if name is not None}
 
 
-class Description(NamedTuple):
-    """The optimizers of a checkpoint, and the classes of the schedulers that training began with."""
-
-    optimizers: list[_Optimizer]
-    schedulers: list[str]
-
-    @classmethod
-    def of(cls, trainer: Any, schedulers: Sequence[str] = ()) -> Description:
-        parameters = trainer.lightning_module.named_parameters()
-        names = {id(parameter): unwrapped_name(name) for name, parameter in parameters}
-        return cls(
-            [
-                _Optimizer(
-                    class_name(one), [[names.get(id(value)) for value in group["params"]] for group in one.param_groups]
-                )
-                for one in trainer.strategy.optimizers
-            ],
-            list(schedulers),
-        )
-
-    @classmethod
-    def read(cls, text: str) -> Description:
-        found = json.loads(text)
-        return cls([_Optimizer(*one) for one in found["optimizers"]], found["schedulers"])
-
-    def text(self) -> str:
-        """Return the description as one leaf of a checkpoint."""
-        return json.dumps(self._asdict())
+def _optimizers_of(trainer: Any) -> list[_Optimizer]:
+    names = {id(one): unwrapped_name(name) for name, one in trainer.lightning_module.named_parameters()}
+    return [
+        _Optimizer(class_name(one), [[names.get(id(value)) for value in group["params"]] for group in one.param_groups])
+        for one in trainer.strategy.optimizers
+    ]
 
 
 class Fitting:
@@ -87,7 +65,8 @@ class Fitting:
     def __init__(self, trainer: Any, misfits: Misfits | None, hooks: LoopHooks) -> None:
         self.misfits = misfits
         self._trainer = trainer
-        self._saved: Description | None = None
+        self._saved: list[_Optimizer] = []  # of the checkpoint; files of Lightning do not describe them
+        self._saved_schedulers: list[str] | None = None  # their classes when training began
         self._shapes: dict[str, torch.Size] = {}  # the shapes of the weights in the checkpoint
         # By optimizer, of those that are restored in parts: how many groups were saved, and the origins of its own.
         self._groups: dict[int, tuple[int, list[int | None]]] = {}
@@ -115,13 +94,16 @@ class Fitting:
         optimizers = self._trainer.strategy.optimizers
         known = [(type(one), [[*map(id, group["params"])] for group in one.param_groups]) for one in optimizers]
         if self._described is None or self._described[0] != known:
-            self._described = known, Description.of(self._trainer, self._schedulers).text()
+            described = {"optimizers": _optimizers_of(self._trainer), "schedulers": self._schedulers}
+            self._described = known, json.dumps(described)
         return self._described[1]
 
     def take(self, description: str | None, callbacks: Mapping[str, Any]) -> None:
         """Note the description of the checkpoint that is loaded, None if it has none, and its states of callbacks."""
         self._is_resumed = True
-        self._saved = None if description is None else Description.read(description)
+        if description is not None:
+            found = json.loads(description)
+            self._saved, self._saved_schedulers = [_Optimizer(*one) for one in found["optimizers"]], found["schedulers"]
         if self.misfits is not None:
             states = {one.state_key: one.state_dict() for one in self._trainer.callbacks}
             new = [key for key, state in states.items() if state and key not in callbacks]
@@ -199,7 +181,8 @@ class Fitting:
 
     def _optimizer_states(self, states: Sequence[_State]) -> list[_State]:
         optimizers = self._trainer.strategy.optimizers
-        live, saved = Description.of(self._trainer).optimizers, self._saved_optimizers(states)
+        live, described = _optimizers_of(self._trainer), len(self._saved) == len(states)
+        saved = self._saved if described else [_Optimizer("", None) for _ in states]
         if self.misfits is None:
             pairs = zip(optimizers, states, strict=False)
             options = [_first_options(one.param_groups, state.get("param_groups", ())) for one, state in pairs]
@@ -265,7 +248,7 @@ class Fitting:
 
     def _scheduler_states(self, states: Sequence[_State]) -> list[_State]:
         schedulers = [config.scheduler for config in self._trainer.strategy.lr_scheduler_configs]
-        saved = [""] * len(schedulers) if self._saved is None else self._saved.schedulers
+        saved = [""] * len(schedulers) if self._saved_schedulers is None else self._saved_schedulers
         if self.misfits is None:
             self._check("scheduler", schedulers, saved)
             return [*states]
@@ -295,11 +278,6 @@ class Fitting:
             **{f"optimizer_{index}": one for index, one in enumerate(strategy.optimizers)},
             **{f"scheduler_{index}": one for index, one in enumerate(schedulers)},
         }
-
-    def _saved_optimizers(self, states: Sequence[_State]) -> list[_Optimizer]:
-        if self._saved is not None and len(self._saved.optimizers) == len(states):
-            return self._saved.optimizers
-        return [_Optimizer("", None) for _ in states]  # Files of Lightning have no description.
 
     def _check(self, what: str, live: Sequence[Any], saved: Sequence[str], options: Sequence[_Options] = ()) -> None:
         """Raise TreeMismatchError unless each object of the program matches one of the checkpoint."""

@@ -13,13 +13,7 @@ import torch
 from ...engine.errors import OptionError, StateError
 from ...engine.generators import as_tree, capture, restore
 from ...engine.loaders import generators_of, is_torchdata_loader, nodes_of
-from ...engine.stateful import (
-    is_replicated,
-    restore_state,
-    state_of,
-    warn_of_lost_draws,
-    warn_of_samplers,
-)
+from ...engine.stateful import is_replicated, restore_state, state_of, warn_of_lost_draws, warn_of_samplers
 from ..hugging_face import as_start
 from .private_api import draws_ahead, have_ended, set_ended
 from .trees import is_plain_tree
@@ -34,14 +28,14 @@ _STREAM = {"examples_iterable", "epoch"}  # the keys of a state of an iterable d
 
 def loader_states(loaders: Sequence[object]) -> list[Any]:
     """Return copies of the states of the loaders that carry one, in order."""
-    return [_state(loader) for loader in _stateful(loaders)]
+    return [_copied(get()) for _, get, _ in _stateful(loaders)]
 
 
 def cut_short(loaders: Sequence[Any], limit: float) -> list[str]:
     """Return the classes of loaders with a state of their own that have more batches than an epoch takes."""
     return [
         type(loader).__qualname__
-        for loader in _stateful(loaders)
+        for loader, *_ in _stateful(loaders)
         if not is_torchdata_loader(loader) and hasattr(type(loader), "__len__") and len(loader) > limit
     ]
 
@@ -57,7 +51,7 @@ def replicated_states(loaders: Sequence[object], names: Collection[str] = ()) ->
             "state_dict and load_state_dict; those without a state need no declaration, as their batches are counted"
         )
     declared = {index for indices in named.values() for index in indices}
-    return [index for index, loader in enumerate(stateful) if index in declared or is_replicated(loader)]
+    return [index for index, (loader, *_) in enumerate(stateful) if index in declared or is_replicated(loader)]
 
 
 def load_loader_states(loaders: Sequence[object], saved: Sequence[Any], *, ended: bool = False) -> None:
@@ -70,23 +64,23 @@ def load_loader_states(loaders: Sequence[object], saved: Sequence[Any], *, ended
             f"the checkpoint holds the state of {len(saved)} training data loaders, but {len(stateful)} of this run's "
             "loaders have state_dict and load_state_dict: use the loaders that the checkpoint was saved with"
         )
-    for loader, state in zip(stateful, saved, strict=True):
+    for (loader, _, load), state in zip(stateful, saved, strict=True):
         if is_torchdata_loader(loader):
             warn_of_lost_draws(loader, state)
         elif nodes_of(loader):
             warn_of_samplers(loader)
         if ended and is_torchdata_loader(loader):
-            _load(loader, {**state, _FINISHED: True})
+            load(as_start(loader, _copied({**state, _FINISHED: True})))
             loader.state_dict()  # It applies its state now, before its generators are restored.
         elif ended and isinstance(state, dict) and state.keys() == _STREAM:
             loader.set_epoch(state["epoch"])  # Restored at its end, it would have no batch.
         else:
-            _load(loader, state)
+            load(as_start(loader, _copied(state)))
 
 
 def all_stateful(loaders: Sequence[object]) -> bool:
     """Return whether every loader saves its own position, so that no batch need be drawn again."""
-    return all(map(_state_methods, loaders))
+    return len(_stateful(loaders)) == len(loaders)
 
 
 def set_sampler_epoch(loaders: Sequence[object], epoch: int) -> None:
@@ -138,26 +132,16 @@ def has_restarted(before: Sequence[tuple[Any, int]], after: Sequence[tuple[Any, 
     )
 
 
-def _state_methods(loader: object) -> tuple[str, str] | None:
-    """Return the names of the methods that save and restore the state of a loader, or None."""
-    kinds = [("state_dict", "load_state_dict")]
-    if is_replicated(loader):  # Others with these methods, such as iterators of Grain, count batches as before.
-        kinds.append(("get_state", "set_state"))
-    return next((names for names in kinds if all(callable(getattr(loader, name, None)) for name in names)), None)
-
-
-def _stateful(loaders: Sequence[Any]) -> list[Any]:
-    return [loader for loader in loaders if _state_methods(loader)]
-
-
-def _state(loader: object) -> Any:
-    getter, _ = _state_methods(loader) or ("", "")
-    return _copied(getattr(loader, getter)())
-
-
-def _load(loader: object, state: Any) -> None:
-    _, setter = _state_methods(loader) or ("", "")
-    getattr(loader, setter)(as_start(loader, _copied(state)))
+def _stateful(loaders: Sequence[Any]) -> list[tuple[Any, Callable[[], Any], Callable[[Any], object]]]:
+    """Return the loaders that have a state, each with the methods that get and set it."""
+    found = []
+    for loader in loaders:
+        # Others with get_state and set_state, such as iterators of Grain, count batches as before.
+        kinds = [("state_dict", "load_state_dict"), *([("get_state", "set_state")] if is_replicated(loader) else [])]
+        pairs = ([getattr(loader, name, None) for name in names] for names in kinds)
+        if (methods := next((pair for pair in pairs if all(map(callable, pair))), None)) is not None:
+            found.append((loader, *methods))
+    return found
 
 
 def _copied(state: Any) -> Any:
@@ -253,7 +237,7 @@ def _generators(loaders: Sequence[object]) -> dict[str, Any]:
     # A loader with a state restores its own generator, except one of torchdata, which draws the seeds of its workers.
     found: dict[int, tuple[str, Any]] = {}
     for index, loader in enumerate(loaders):
-        if not _state_methods(loader) or is_torchdata_loader(loader):
+        if not _stateful([loader]) or is_torchdata_loader(loader):
             for name, generator in generators_of(loader).items():
                 found.setdefault(id(generator), (f"{index}.{name}", generator))
     return dict(found.values())

@@ -27,23 +27,11 @@ from ..loop import (
     warn_of_misfits,
     why_not_comparable,
 )
+from . import private_api
 from .fitting import Fitting
 from .io import ResumePath
 from .loader_states import capture_generators
-from .private_api import (
-    LoopHooks,
-    callbacks_of,
-    can_stop_early,
-    checkpoint_connector,
-    dump_checkpoint,
-    finders_of,
-    has_done_all_batches,
-    is_accumulating,
-    is_search_file,
-    loaded_checkpoint,
-    loaders_of,
-    validates_next,
-)
+from .private_api import LoopHooks
 from .replay import EpochReplay, Point
 from .resharding import share_of
 from .stopping import Copies, leave
@@ -87,8 +75,8 @@ class FitRecorder:
         self.fitting = Fitting(trainer, None if options.partial is None else Misfits(), self._hooks)
         self._hooks.place(self._fit.epoch_loop, "on_advance_end", self._after_batch)
         self._hooks.place(self._fit, "on_advance_end", self._after_epoch)
-        self._hooks.place(checkpoint_connector(trainer), "restore_training_state", self._restore_state)
-        for finder in finders_of(trainer):
+        self._hooks.place(private_api.checkpoint_connector(trainer), "restore_training_state", self._restore_state)
+        for finder in private_api.finders_of(trainer):
             self._hooks.place(finder, "on_fit_start", self._search)
         self._copies = Copies() if options.save_on_exception else None
         self._held: tuple[int, dict[str, Any]] | None = None
@@ -197,8 +185,8 @@ class FitRecorder:
     def _restore_state(self, original: Callable[[], None]) -> None:
         """Restore loops, optimizers and schedulers, also for a ``fit`` with fewer epochs than the run has done."""
         # The first of two calls in one program is such a fit, when the program is started again during the second.
-        checkpoint, limit = loaded_checkpoint(self._trainer), self._fit.max_epochs
-        if is_search_file(self._trainer.ckpt_path):
+        checkpoint, limit = private_api.loaded_checkpoint(self._trainer), self._fit.max_epochs
+        if private_api.is_search_file(self._trainer.ckpt_path):
             original()
             return
         if isinstance(self._trainer.ckpt_path, ResumePath):
@@ -229,7 +217,7 @@ class FitRecorder:
         self._batch = batch if self.witness.watches else _NOTHING
 
     def _shown(self, batch: Any = None) -> Seen:
-        trainer, loaders = self._trainer, loaders_of(self._fit)
+        trainer, loaders = self._trainer, private_api.loaders_of(self._fit)
         generators = capture_generators(loaders)
         own = {f"loader {name}": state for name, state in generators.pop("loaders").items()}
         counters = {"batch": self._fit.epoch_loop.batch_idx, "epoch": trainer.current_epoch}
@@ -252,7 +240,7 @@ class FitRecorder:
     # ---- the points at which the state is consistent
 
     def _after_batch(self, original: Callable[[Any], None], fetcher: Any) -> None:
-        if validates_next(self._fit, fetcher):
+        if private_api.validates_next(self._fit, fetcher):
             self._before_validation()
         original(fetcher)
         self._store.observer.reached("batch", self.step)
@@ -261,7 +249,7 @@ class FitRecorder:
             self.witness.note(lambda: self._shown(batch), self._trainer.current_epoch)
         loop = self._fit.epoch_loop
         if self._after_signal.left is not None:
-            if self._after_signal.count() == 0 or loop.done or has_done_all_batches(self._fit):
+            if self._after_signal.count() == 0 or loop.done or private_api.has_done_all_batches(self._fit):
                 self._leave()
             return
         step, stop = self.step, self._stop.after_batch()
@@ -269,7 +257,8 @@ class FitRecorder:
             return
         if stop and step == self._saved:
             self._leave()
-        if is_accumulating(self._fit) or self._replay.steps.holds_gradients or has_done_all_batches(self._fit):
+        holds_gradients = private_api.is_accumulating(self._fit) or self._replay.steps.holds_gradients
+        if holds_gradients or private_api.has_done_all_batches(self._fit):
             return
         self._seen = step
         self._consider(step, "batch", stop=stop, ended=loop.done)
@@ -277,7 +266,7 @@ class FitRecorder:
     def _after_epoch(self, original: Callable[[], None]) -> None:
         if self._after_signal.left is not None:  # The trainer was asked to stop.
             self._leave()
-        complete = has_done_all_batches(self._fit) or self._replay.fetcher.done
+        complete = private_api.has_done_all_batches(self._fit) or self._replay.fetcher.done
         if self._saved is None and not complete:  # Only the ends were left to do: the next start leaves them out.
             self._save(self.step, "batch", "at the end")
         original()
@@ -294,7 +283,7 @@ class FitRecorder:
         if self._after_signal.left is not None:
             self._leave()
         step = self.step
-        if self._is_unsaved(step) and not is_accumulating(self._fit):
+        if self._is_unsaved(step) and not private_api.is_accumulating(self._fit):
             # Lightning sets the counters to 0 a moment later.
             self._fit.epoch_loop.val_loop.batch_progress.reset_on_run()
             self._hold(step, "validation")
@@ -309,7 +298,7 @@ class FitRecorder:
             return
         step = self.step
         if self._is_unsaved(step):
-            if is_accumulating(self._fit):
+            if private_api.is_accumulating(self._fit):
                 return
             if self._held is None:  # Else it is saved as after an exception.
                 logger.warning(
@@ -397,7 +386,7 @@ class FitRecorder:
 
     def _dump(self, point: Point, *, is_cut_off: bool = False) -> dict[str, Any]:
         """Return Lightning's dictionary with the position in the data and the random generators."""
-        checkpoint = dump_checkpoint(self._trainer)
+        checkpoint = private_api.dump_checkpoint(self._trainer)
         self._warn_of_pruning(checkpoint)
         cut_off = is_cut_off and point == "batch" and self._fit.epoch_loop.done
         position = self._replay.capture(point, is_cut_off=cut_off)
@@ -406,7 +395,7 @@ class FitRecorder:
 
     def _warn_of_pruning(self, checkpoint: dict[str, Any]) -> None:
         """Warn once that ModelPruning has replaced the weights that training continues with."""
-        if self._is_pruned or not callbacks_of(self._trainer, "ModelPruning"):
+        if self._is_pruned or not private_api.callbacks_of(self._trainer, "ModelPruning"):
             return
         names = self._trainer.lightning_module.state_dict().keys() - checkpoint["state_dict"].keys()
         if pruned := sorted(name.removesuffix("_orig") for name in names if name.endswith("_orig")):
@@ -454,7 +443,7 @@ class FitRecorder:
         return (  # the same as fit.done, which logs a message
             _reached(fit.epoch_loop.global_step, fit.max_steps)
             or _reached(fit.epoch_progress.current.processed, fit.max_epochs)
-            or (self._trainer.should_stop and can_stop_early(fit))
+            or (self._trainer.should_stop and private_api.can_stop_early(fit))
         )
 
 

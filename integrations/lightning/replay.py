@@ -39,24 +39,9 @@ from ...engine.generators import as_tree, capture, restore
 from ..hugging_face import check_stream
 from ..loop import announce
 from . import loader_states as loaders
+from . import private_api
 from .averages import ModuleSwitches, capture_averages, restore_averages
-from .private_api import (
-    LOADERS_MADE,
-    LoopHooks,
-    callbacks_of,
-    clear_restart,
-    end_epoch,
-    finish_epoch,
-    has_done_all_batches,
-    has_loaders,
-    have_ended,
-    iterator_of,
-    loaders_of,
-    reloaded_at_epoch,
-    restart_in_validation,
-    set_reloaded_at_epoch,
-    skip_sanity_check,
-)
+from .private_api import LoopHooks
 from .resharding import SavedPosition, check_same_place
 from .step_count import StepCount
 from .strategies import keeps_own_buffers, live_names, own_buffers, replicas
@@ -92,7 +77,7 @@ class EpochReplay:
         self._ahead = loaders.DrawnAhead()
         self.fetcher: Any = None  # the data fetcher of the present epoch
         self.steps = StepCount(trainer)
-        hooks.place(self._fit, LOADERS_MADE, self._loaders_made)
+        hooks.place(self._fit, private_api.LOADERS_MADE, self._loaders_made)
         hooks.place(self._fit, "on_advance_start", self._epoch_begins)
         hooks.place(self._fit.epoch_loop, "on_run_start", self._batches_begin)
         hooks.place(self._fit.epoch_loop, "advance", self._batch)
@@ -120,7 +105,7 @@ class EpochReplay:
             "loaders": loaders.loader_states(parts),
             "callback_metrics": dict(self._trainer.callback_metrics),
             "should_stop": bool(self._trainer.should_stop),
-            "reloaded_at_epoch": reloaded_at_epoch(self._fit),
+            "reloaded_at_epoch": private_api.reloaded_at_epoch(self._fit),
         }
         count, keeps_buffers = replicas(self._trainer.strategy), keeps_own_buffers(self._trainer.strategy)
         others = {
@@ -154,11 +139,11 @@ class EpochReplay:
 
     def state_restored(self) -> None:
         """Prepare the loops, whose counters are restored; the program makes its data loaders next."""
-        saved, makes = self._saved, not has_loaders(self._fit)
+        saved, makes = self._saved, not private_api.has_loaders(self._fit)
         if saved is None:
             self._made = self._before_loaders() if makes else {}
             return
-        skip_sanity_check(self._fit)  # Its hooks would change the restored state.
+        private_api.skip_sanity_check(self._fit)  # Its hooks would change the restored state.
         self._made = saved.tree.get("loaders_made", {})
         if self._made and makes:
             progress = self._fit.epoch_progress.current
@@ -189,9 +174,9 @@ class EpochReplay:
         if self._saved is not None and self._saved.tree["point"] == "epoch":
             self._go_to_epoch(self._saved)
             self._saved = None
-        before, made = reloaded_at_epoch(self._fit), self._before_loaders()
+        before, made = private_api.reloaded_at_epoch(self._fit), self._before_loaders()
         original()
-        if reloaded_at_epoch(self._fit) != before:
+        if private_api.reloaded_at_epoch(self._fit) != before:
             self._made = made
         if self._saved is not None:
             self._saved.until_batches.enter_context(warnings.catch_warnings())
@@ -206,15 +191,15 @@ class EpochReplay:
             original(fetcher)
             self._go_to_batch(saved, fetcher)
             return
-        before, iterator = self._before_iterator(), iterator_of(fetcher.combined_loader)
+        before, iterator = self._before_iterator(), private_api.iterator_of(fetcher.combined_loader)
         original(fetcher)
-        if iterator_of(fetcher.combined_loader) is not iterator or not self._start:
+        if private_api.iterator_of(fetcher.combined_loader) is not iterator or not self._start:
             self._start = before
         self._start["at_first_batch"] = self._random()
 
     def _batch(self, original: Callable[[Any], None], fetcher: Any) -> None:
         if self._saved is not None:
-            clear_restart(self._fit.epoch_loop)
+            private_api.clear_restart(self._fit.epoch_loop)
             self._stop_if_asked(self._saved)
             self._saved = None
             return
@@ -225,9 +210,9 @@ class EpochReplay:
             return
         # Where there are several loaders, shorter ones begin again, and are seeded, in the middle of an epoch.
         before, drawn = self._random(), fetcher.fetched
-        marks = loaders.marks(iterator_of(fetcher.combined_loader).iterators)
+        marks = loaders.marks(private_api.iterator_of(fetcher.combined_loader).iterators)
         self.steps.count(original, fetcher)
-        if loaders.has_restarted(marks, loaders.marks(iterator_of(fetcher.combined_loader).iterators)):
+        if loaders.has_restarted(marks, loaders.marks(private_api.iterator_of(fetcher.combined_loader).iterators)):
             self._start.setdefault("restarts", {})[drawn] = before
 
     def fit_ends(self) -> None:
@@ -238,7 +223,8 @@ class EpochReplay:
         saved.until_loaders.close()
         saved.until_batches.close()
         self._go_to_end(saved)
-        for callback in callbacks_of(self._trainer, "WeightAveraging"):  # puts the average in place of the weights
+        for callback in private_api.callbacks_of(self._trainer, "WeightAveraging"):
+            # This puts the average in place of the weights.
             callback.on_train_end(self._trainer, self._trainer.lightning_module)
 
     # ---- returning to where a checkpoint was saved
@@ -246,9 +232,9 @@ class EpochReplay:
     def _go_to_epoch(self, saved: SavedPosition) -> None:
         self._restore_module(saved)
         self._warn(saved)
-        clear_restart(self._fit)
-        finish_epoch(self._fit.epoch_progress)
-        set_reloaded_at_epoch(self._fit, saved.tree["reloaded_at_epoch"])
+        private_api.clear_restart(self._fit)
+        private_api.finish_epoch(self._fit.epoch_progress)
+        private_api.set_reloaded_at_epoch(self._fit, saved.tree["reloaded_at_epoch"])
         restore_averages(self._trainer, saved.tree.get("averages", {}))
         self._ended = saved.tree["loaders"]
         loaders.load_loader_states(self._loaders(), self._ended, ended=True)
@@ -261,9 +247,9 @@ class EpochReplay:
             self._go_to_epoch(saved)
             return
         self._restore_module(saved)
-        clear_restart(self._fit)
+        private_api.clear_restart(self._fit)
         if self._fit.max_epochs in (None, -1) or self._fit.epoch_progress.current.processed < self._fit.max_epochs:
-            end_epoch(self._fit.epoch_progress)  # The run has ended within this epoch.
+            private_api.end_epoch(self._fit.epoch_progress)  # The run has ended within this epoch.
         self._restore_random(saved, saved.tree["random"])
 
     def _begin_again(self, saved: SavedPosition) -> None:
@@ -282,7 +268,7 @@ class EpochReplay:
         self._start = start = tree.get("epoch", {})
         self._set_up_epoch()
         if loaders.all_stateful(parts):
-            is_over = tree["point"] == "validation" and has_done_all_batches(self._fit)
+            is_over = tree["point"] == "validation" and private_api.has_done_all_batches(self._fit)
             loaders.load_loader_states(parts, tree["loaders"], ended=is_over)
             if is_over:
                 fetcher.reset()
@@ -303,7 +289,7 @@ class EpochReplay:
 
     def _set_up_epoch(self) -> None:
         module = self._trainer.lightning_module
-        if not (callbacks := callbacks_of(self._trainer, *_SET_UP_EPOCHS)):
+        if not (callbacks := private_api.callbacks_of(self._trainer, *_SET_UP_EPOCHS)):
             return
         restored = {name: value.clone() for name, value in module.state_dict().items()}
         for callback in callbacks:
@@ -315,11 +301,11 @@ class EpochReplay:
         self._restore_module(saved)
         self._warn(saved)
         fetcher.fetched = saved.tree["fetched"]
-        set_reloaded_at_epoch(self._fit, saved.tree["reloaded_at_epoch"])
+        private_api.set_reloaded_at_epoch(self._fit, saved.tree["reloaded_at_epoch"])
         restore_averages(self._trainer, saved.tree["averages"])
-        clear_restart(self._fit)
+        private_api.clear_restart(self._fit)
         if saved.tree["point"] == "validation":
-            restart_in_validation(self._fit)  # The next batch is left out, and the position with it.
+            private_api.restart_in_validation(self._fit)  # The next batch is left out, and the position with it.
         else:
             self._stop_if_asked(saved)
             self._saved = None
@@ -354,8 +340,9 @@ class EpochReplay:
             )
         random, measured = tree["random"], tree.get("validation", {}).get("generators", {})
         generators = random.get("loaders", {}).keys() - loaders.loader_generators(parts).keys()
-        others = measured.keys() - loaders.loader_generators(loaders_of(self._fit.epoch_loop.val_loop)).keys()
-        ended = any(tree.get("ended", ())) and not have_ended(self.fetcher.combined_loader)
+        measuring = private_api.loaders_of(self._fit.epoch_loop.val_loop)
+        others = measured.keys() - loaders.loader_generators(measuring).keys()
+        ended = any(tree.get("ended", ())) and not private_api.have_ended(self.fetcher.combined_loader)
         unknown = {
             "attributes of data loaders": sorted(random.get("attributes", ())),
             "generators of data loaders": sorted(generators),
@@ -405,20 +392,20 @@ class EpochReplay:
     def _validation_loaders(self) -> dict[str, Any]:
         """Return what later validations depend on: generators, and which loaders keep workers that have a seed."""
         loop = self._fit.epoch_loop.val_loop
-        parts = loaders_of(loop)
+        parts = private_api.loaders_of(loop)
         kept = [i for i, loader in enumerate(parts) if loaders.keeps_iterator(loader) and loader._iterator is not None]
         generators = loaders.loader_generators(parts)
-        position = {"kept": kept, "generators": generators, "reloaded_at_epoch": reloaded_at_epoch(loop)}
+        position = {"kept": kept, "generators": generators, "reloaded_at_epoch": private_api.reloaded_at_epoch(loop)}
         return position if kept or generators else {}
 
     def _restore_validation_loaders(self, saved: SavedPosition, validation: dict[str, Any]) -> None:
         loop = self._fit.epoch_loop.val_loop
-        if not has_loaders(loop):
+        if not private_api.has_loaders(loop):
             self._trainer.validating = True
             loop.setup_data()
             self._trainer.training = True
-        set_reloaded_at_epoch(loop, validation["reloaded_at_epoch"])
-        parts = loaders_of(loop)
+        private_api.set_reloaded_at_epoch(loop, validation["reloaded_at_epoch"])
+        parts = private_api.loaders_of(loop)
         loaders.start_workers(parts, validation["kept"])
         if not saved.is_new:
             loaders.restore_loader_generators(validation["generators"], parts)
@@ -426,7 +413,7 @@ class EpochReplay:
     # ---- loaders and generators as they are now
 
     def _loaders(self) -> list[Any]:
-        return loaders_of(self._fit)
+        return private_api.loaders_of(self._fit)
 
     def _before_loaders(self) -> dict[str, Any]:
         return as_tree(capture()) if self._trainer.reload_dataloaders_every_n_epochs else {}

@@ -1,4 +1,4 @@
-"""The number of the step of a run, also if no optimizer of Lightning steps."""
+"""The number of the step of a run, even if no optimizer of Lightning steps."""
 
 from __future__ import annotations
 

@@ -21,15 +21,8 @@ import torch
 from ...engine.distributed import ProcessGroup
 from ...engine.errors import PREEMPTED, HoldfastError
 from ..loop import PreemptionSignal
-from .private_api import (
-    LoopHooks,
-    cluster_environment,
-    handler_before_lightnings,
-    is_lightnings_handler,
-    kinds_of,
-    release_children,
-    signal_connector,
-)
+from . import private_api
+from .private_api import LoopHooks
 from .strategies import Path, mapped
 
 
@@ -42,7 +35,7 @@ class Preempted(SystemExit):
 
 def leave(trainer: Any, preemption: PreemptionSignal) -> NoReturn:
     """End a run after a signal, when nothing is left to save."""
-    release_children(trainer)
+    private_api.release_children(trainer)
     raise Preempted(preemption.exit_status)
 
 
@@ -50,7 +43,7 @@ class Signals:
     """The signals of one call of a trainer; Lightning's handlers would end it while gradients are being accumulated."""
 
     def __init__(self, trainer: Any, preemption: PreemptionSignal, processes: ProcessGroup) -> None:
-        self._connector = signal_connector(trainer)
+        self._connector = private_api.signal_connector(trainer)
         self._preemption = preemption
         self._processes = processes
         self._left = False
@@ -62,8 +55,24 @@ class Signals:
         self._hooks.place(self._connector, "teardown", self._teardown)
 
     def _register(self, original: Callable[[], None]) -> None:
+        """Replace Lightning's handler of SIGTERM, until the run ends, by one that only sets a flag."""
         original()
-        take_over(self._connector, self._preemption)
+        connector, preemption = self._connector, self._preemption
+        is_lightnings = private_api.is_lightnings_handler(signal.getsignal(signal.SIGTERM))
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if signal.SIGTERM not in preemption.signals or not is_lightnings or not in_main_thread:
+            preemption.install()
+            return
+        before = private_api.handler_before_lightnings(connector, signal.SIGTERM)
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+            preemption.install()
+            if connector.received_sigterm:
+                connector.received_sigterm = False
+                preemption.request()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
     def end(self, error: object = None) -> None:
         """End the handling of signals; ``error`` is the exception that ends the run, if any."""
@@ -78,25 +87,6 @@ class Signals:
             self._hooks.remove()
             if self._preemption.number == self._requeue_signal:
                 requeue(self._processes)
-
-
-def take_over(connector: Any, preemption: PreemptionSignal) -> None:
-    """Replace Lightning's handler of SIGTERM, until the run ends, by one that sets a flag, then calls the previous."""
-    is_lightnings = is_lightnings_handler(signal.getsignal(signal.SIGTERM))
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if signal.SIGTERM not in preemption.signals or not is_lightnings or not in_main_thread:
-        preemption.install()
-        return
-    before = handler_before_lightnings(connector, signal.SIGTERM)
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    try:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
-        preemption.install()
-        if connector.received_sigterm:
-            connector.received_sigterm = False
-            preemption.request()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 # ---- SLURM: the requeue signal saves a step of the run, and Lightning's own files for requeueing are left alone
@@ -115,8 +105,8 @@ _OURS = "holdfast_requeues"  # The attribute of an environment that notes that t
 
 def take_over_requeue(trainer: Any) -> signal.Signals | None:
     """Take the requeue signal from Lightning; return it, or None if the job is not to be requeued."""
-    environment = cluster_environment(trainer)
-    if "SLURMEnvironment" not in kinds_of(environment):
+    environment = private_api.cluster_environment(trainer)
+    if "SLURMEnvironment" not in private_api.kinds_of(environment):
         return None
     if environment.auto_requeue:
         environment.auto_requeue = False

@@ -41,7 +41,7 @@ from ...engine.storage import TEMPORARY_PREFIX, Location, Place, as_location
 from ..loop import WITHOUT_GRACE, all_steps, grace_check
 from ..options import ProgramOptions
 from .strategies import SharedState, StateHandler
-from .trees import POSITION, from_tree, plain_weights, to_tree
+from .trees import POSITION, from_tree, to_tree
 
 GLOBAL_GENERATORS = "global_generators"
 REPLICATED = re.compile(rf"{GLOBAL_GENERATORS}|loaders(/\d+)?")
@@ -280,9 +280,8 @@ class RunStore:
             with processes.together(f"{self.directory.url}: what step {step} saves"):  # one that fails stops all
                 items = self._items(dump(), shared, processes)
             shared.fill()
-        with contextlib.ExitStack() as stack:
-            alone = replace(self._options, local=None)
-            manager = self.manager if self.is_open else stack.enter_context(self._make(alone))
+        alone = replace(self._options, local=None)
+        with contextlib.nullcontext(self.manager) if self.is_open else self._make(alone) as manager:
             if strategy.world_size == 1 and self._has_positions:
                 items = {ITEM: items}
             if self._manager is not None:
@@ -421,12 +420,12 @@ def export_weights(step: Location, place: Location) -> None:
         _export_safetensors(step, place)
         return
     buffer = io.BytesIO()
-    torch.save(plain_weights(_entries(step, _OF_THE_MODEL), step), buffer)
+    torch.save(from_tree(_entries(step, _OF_THE_MODEL), step), buffer)
     place.parent.make_directory()
     place.write_bytes(buffer.getvalue())
 
 
-_OF_THE_MODEL = {
+_OF_THE_MODEL = {  # not the types of values that are no plain data
     *("state_dict", "state_dict_versions", "tree_version", "epoch", "global_step", "pytorch-lightning_version"),
     *("hyper_parameters", "hparams_name", "hparams_type"),
     *("datamodule_hyper_parameters", "datamodule_hparams_name", "datamodule_hparams_type"),

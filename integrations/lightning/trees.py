@@ -102,11 +102,6 @@ def from_tree(tree: dict[str, Any], place: object = "this checkpoint") -> dict[s
     return checkpoint
 
 
-def plain_weights(tree: dict[str, Any], place: object) -> dict[str, Any]:
-    """Convert a part of a loaded tree to a checkpoint of Lightning that holds tensors and plain data only."""
-    return from_tree({name: value for name, value in tree.items() if name != _TYPES}, place)
-
-
 def is_plain_tree(value: Any) -> bool:
     """Return whether a value would be saved in full."""
     plain = _Plain()

@@ -9,32 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from ...engine.distributed import current_coordinator
 from ...engine.errors import OptionError
 from ...engine.generators import is_generator
 from ...engine.handlers import DEFAULT_REGISTRY
-from ...engine.loaders import (
-    LoaderPosition,
-    drawing_sampler,
-    is_accelerate_loader,
-    is_torchdata_loader,
-    nodes_of,
-)
+from ...engine.loaders import LoaderPosition, drawing_sampler, is_accelerate_loader, is_torchdata_loader, nodes_of
 from ...engine.pytree import flatten, is_nnx, is_plain, is_torch_tensor
-from ...engine.stateful import (
-    begins_epoch,
-    is_replicated,
-    is_stateful,
-    restore_loader,
-    restore_state,
-    state_of,
-    warn_of_held_records,
-)
-from ..hugging_face import as_start, check_stream
-from .announce import announce
+from ...engine.stateful import is_replicated, is_stateful, state_of, warn_of_held_records
+from ..hugging_face import check_stream
 from .objects import is_versioned
 from .states import LoopArguments, check_depth
-from .trees import from_tree, is_stream, to_tree
+from .trees import is_stream, to_tree
 
 logger = logging.getLogger("holdfast")
 
@@ -88,22 +72,6 @@ def templates_of(extras: Mapping[str, Any]) -> dict[str, Any]:
 def loaders_of(extras: Mapping[str, Any]) -> dict[str, LoaderPosition]:
     """Return the extras that are loaders of ``hf.resumable`` and ``hf.skip_to``."""
     return {name: extra for name, extra in extras.items() if isinstance(extra, LoaderPosition)}
-
-
-def restore_extras(extras: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Restore the extras, and return by name the object if it was changed in place, otherwise the restored value."""
-    values = {name: saved[name] for name in extras}
-    shown = current_coordinator().process_index == 0
-    for name, extra in sorted(extras.items(), key=lambda item: not begins_epoch(item[1])):
-        if is_nnx(extra):
-            values[name] = from_tree(extra, saved[name])
-        elif is_torchdata_loader(extra):
-            values[name] = extra
-            if note := restore_loader(extra, saved[name], as_start, extras.get(GLOBAL_GENERATORS)):
-                announce("%s= %s", name, note, shown=shown)
-        elif is_stateful(extra) or is_plain(extra):
-            values[name] = restore_state(extra, saved[name], as_start)
-    return values
 
 
 def check_extras(extras: Mapping[str, Any]) -> None:

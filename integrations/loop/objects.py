@@ -239,28 +239,25 @@ class VersionCounters:
         self._are_counted: bool | None = None  # None before the first change
         self.has_updated = False  # whether the last step has changed a trained parameter
         self._parts: list[Any] = []
-        self._names: list[str] = []
-        self._tensors: list[Any] = []
-        self._noted: list[int] = []
+        self._tensors: dict[str, Any] = {}
+        self._noted: list[int] = []  # the versions of the tensors at the last step
         self._gradient: tuple[Callable[[], Any], int] = (lambda: None), 0  # one of the last step, in its version
         self._has_new_gradient = False
 
     def watch(self, state: Any) -> None:
         """Store the counters before the first step; the program may create further tensors later."""
-        found = named_tensors(state)
-        self._names, self._tensors = list(found), list(found.values())
-        self._noted = [tensor._version for tensor in self._tensors]
-        self._samples = self._sample()
+        self._tensors = named_tensors(state)
+        self._noted, self._samples = self._now(), self._sample()
 
     def note(self, state: Any) -> None:
         """Store the counters after a step."""
         parts = [part for _, part in located(state, _is_watched)]
         if len(parts) != len(self._parts) or any(map(operator.is_not, parts, self._parts)):
-            known = dict(zip(map(id, self._tensors), self._noted, strict=True))
+            known = dict(zip(map(id, self._tensors.values()), self._noted, strict=True))
             self.watch(state)  # The parts are searched once, not at every step.
-            self._parts, self._noted = parts, [known.get(id(tensor), -1) for tensor in self._tensors]
-        before, self._noted = self._noted, [tensor._version for tensor in self._tensors]
-        steps = zip(self._tensors, before, self._noted, strict=True)
+            self._parts, self._noted = parts, [known.get(id(tensor), -1) for tensor in self._tensors.values()]
+        before, self._noted = self._noted, self._now()
+        steps = zip(self._tensors.values(), before, self._noted, strict=True)
         self.has_updated = any(old != new and tensor.requires_grad for tensor, old, new in steps)
         if self.has_updated:
             self._are_counted, self._samples = True, None
@@ -269,7 +266,8 @@ class VersionCounters:
             self.has_updated = _differ(last, self._samples)
             self._are_counted = False if self.has_updated else self._are_counted
         # If no backward has changed a gradient since the step before, an optimizer may have used it.
-        gradient: Any = next((one.grad for one in self._tensors if one.is_leaf and one.grad is not None), None)
+        leaves = (one for one in self._tensors.values() if one.is_leaf)
+        gradient: Any = next((one.grad for one in leaves if one.grad is not None), None)
         tensor, version = self._gradient
         self._has_new_gradient = gradient is not None and (tensor() is not gradient or version != gradient._version)
         if self._has_new_gradient:
@@ -277,19 +275,22 @@ class VersionCounters:
 
     def new_gradients(self) -> list[str]:
         """Return the parameters whose gradients the last step has made; this may wait for a device."""
-        pairs = zip(self._names, self._tensors, strict=True) if self._has_new_gradient else ()
-        return [name for name, one in pairs if one.is_leaf and one.grad is not None and _is_usable(one.grad)]
+        tensors = self._tensors if self._has_new_gradient else {}
+        return [name for name, one in tensors.items() if one.is_leaf and one.grad is not None and _is_usable(one.grad)]
 
     def why_lost(self) -> str | None:
         """Return why the tensors are no longer those of the last step, or None if they are."""
         has_changed = self._are_counted is False and _differ(self._samples, self._sample())
-        if has_changed or [tensor._version for tensor in self._tensors] != self._noted:
+        if has_changed or self._now() != self._noted:
             return "its tensors were changed since; call on_step after every update"
         return None
 
+    def _now(self) -> list[int]:
+        return [tensor._version for tensor in self._tensors.values()]
+
     def _sample(self) -> Samples:
         with contextlib.suppress(Exception):  # Without samples, only what torch counts is noticed.
-            return self._sampler.take([one for one in self._tensors if one.requires_grad][:_SAMPLED])
+            return self._sampler.take([one for one in self._tensors.values() if one.requires_grad][:_SAMPLED])
         return Samples(0)
 
 

@@ -149,7 +149,7 @@ def _taking(extra: Any) -> Callable[[Any], Any]:
 
 
 class StepSaver:
-    """Keeps references to the last arguments of ``on_step``, and saves them, also when the loop has ended."""
+    """Keeps references to the last arguments of ``on_step``, and saves them, even when the loop has ended."""
 
     def __init__(
         self,
@@ -211,7 +211,7 @@ class StepSaver:
             logger.info("the first steps of the loop are not checked", exc_info=True)
 
     def update(self, report: Report) -> None:
-        """Note a step that the loop has finished, and compare it with that of before the stop."""
+        """Note a step that the loop has finished, and compare it with the step before the stop."""
         if (first := self._first_steps) is not None:
             self._ask(lambda: first.report(report.step, report.state, report.extras))
         is_first = self.step is None

@@ -233,7 +233,7 @@ def _merge(value: Any, tree: Any, found: dict[int, Any]) -> Any:
     return tree
 
 
-# ---- partial restores: leaves of the same path, also if a chain of optimizers has grown
+# ---- partial restores: leaves of the same path, even if a chain of optimizers has grown
 
 
 _Place = tuple[str, TreeDef | None]  # the name of a container or leaf, and its definition; None for a leaf

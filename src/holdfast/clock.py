@@ -1,4 +1,4 @@
-"""The clock of managers and callbacks, which a test replaces by one of its own (``clock=``)."""
+"""The clock of managers and callbacks, which a test replaces with its own (``clock=``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trees of components: a trainer, its learner, its policies, each saved into a directory of its own.
+"""Trees of components: a trainer, its learner, its policies, each saved into its own directory.
 
 >>> import tempfile, numpy as np
 >>> from holdfast import components

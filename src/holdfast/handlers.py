@@ -1,6 +1,6 @@
 """Handlers: how one item of a checkpoint, such as a tree or a JSON document, is written and read.
 
-A handler of your own derives from one of the base classes here. Handlers of single leaves are in
+Your own handler derives from one of the base classes here. Handlers of single leaves are in
 `holdfast.type_handlers`.
 """
 

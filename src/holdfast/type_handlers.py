@@ -1,4 +1,4 @@
-"""Handlers of leaves: of types of your own, and of the one file that holds many small leaves.
+"""Handlers of leaves: of your own types, and of the one file that holds many small leaves.
 
 Orbax also has calls here that switch OCDBT on. holdfast always stores arrays in an OCDBT database; it accepts these
 calls so that programs written for Orbax run unchanged.

@@ -301,7 +301,7 @@ def test_a_share_of_a_tree(machine: Any, tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_program_without_jax(machine: Any, tmp_path: Path, known: list[bool]) -> None:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(jax_leaves, "loaded", lambda name: None)
+        patched.setattr(jax_leaves, "jax", None)
         saves, tree = Saves(tmp_path), {"x": torch.ones(300, device=machine.device)}
         for _ in range(3):
             saves.write(saves.prepare(tree))

@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as st_numpy
 from tests.cli.commands import error_of, output_of
 
 import holdfast as hf
-from holdfast.engine.sources import leaf_statistics, open_checkpoint
+from holdfast.engine.sources import comparison, leaf_statistics, open_checkpoint
 from holdfast.engine.storage import as_location
 
 TREE: dict[str, Any] = {
@@ -97,7 +97,7 @@ def test_a_pattern_that_matches_nothing(capsys: pytest.CaptureFixture[str], run:
     assert "matches no leaf" in error_of(capsys, "show", run, "--select", "b/**", status=2)
 
 
-def test_statistics_of_leaves_that_are_read_together(tmp_path: Path) -> None:
+def test_statistics_of_leaves_that_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In batches of any size, and with leaves among them that hold no numbers, the same as one by one."""
     sizes = [3, 0, 40, 1, 200, 5, 5, 5, 90]
     tree: dict[str, Any] = {f"w{n}": np.arange(size, dtype=np.float32) - n for n, size in enumerate(sizes)}
@@ -106,7 +106,9 @@ def test_statistics_of_leaves_that_are_read_together(tmp_path: Path) -> None:
     alone = [found for name in [*tree, "yes"] for found in leaf_statistics(opened, name)]
     assert [found.size for found in alone] == [*sizes, 1]
     for most, least in ((100, 1), (400, 200), (1, 1), (1 << 20, 1)):
-        assert list(leaf_statistics(opened, batch=most, least=least)) == alone
+        monkeypatch.setattr(comparison, "_BATCH", most)
+        monkeypatch.setattr(comparison, "_LEAST", least)
+        assert list(leaf_statistics(opened)) == alone
 
 
 @given(
@@ -122,7 +124,9 @@ def test_statistics_are_those_of_the_whole_array(
 ) -> None:
     place = tmp_path_factory.mktemp("statistics") / "x"
     hf.save(place, {"x": values})
-    (found,) = leaf_statistics(open_checkpoint(as_location(place)), part=part)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comparison, "_PART", part)
+        (found,) = leaf_statistics(open_checkpoint(as_location(place)))
 
     numbers = np.abs(values).astype(np.float64) if values.dtype.kind == "c" else values.astype(np.float64)
     if values.dtype.kind == "c":

@@ -8,7 +8,7 @@ import pytest
 from tests.documents.examples import Examples
 
 import holdfast as hf
-from holdfast.engine.manager import local_steps
+from holdfast.engine.manager import peers
 from holdfast.recipes.configuration import load_configuration
 
 PAGE = (Path(__file__).parents[2] / "docs" / "local_tier.md").read_text(encoding="utf-8")
@@ -35,4 +35,4 @@ def test_the_yaml(examples: Examples, tmp_path: Path) -> None:
 
 
 def test_its_numbers() -> None:
-    assert f"silent for {local_steps._PATIENCE:.0f} seconds" in " ".join(PAGE.split())
+    assert f"silent for {peers.PATIENCE:.0f} seconds" in " ".join(PAGE.split())

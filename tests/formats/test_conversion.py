@@ -22,7 +22,8 @@ from tests.equality import assert_same
 import holdfast as hf
 from holdfast.engine.sources import open_checkpoint
 from holdfast.engine.storage import as_location
-from holdfast.integrations.formats.convert import TreeSourceHandler, export_checkpoint, import_checkpoint
+from holdfast.integrations.formats import convert
+from holdfast.integrations.formats.convert import export_checkpoint, import_checkpoint
 
 
 def pt(path: Path, value: Any) -> Path:
@@ -44,7 +45,7 @@ def test_import_keeps_kinds_and_values(tmp_path: Path) -> None:
     assert hf.verify(tmp_path / "ckpt").ok
 
 
-def test_import_holds_only_some_leaves(tmp_path: Path) -> None:
+def test_import_holds_only_some_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arrays = {f"layer.{index}": np.full(1000, index, np.float32) for index in range(40)}
     safetensors.numpy.save_file(arrays, tmp_path / "x.safetensors")
     source = open_checkpoint(as_location(tmp_path / "x.safetensors")).tree("default")
@@ -59,7 +60,9 @@ def test_import_holds_only_some_leaves(tmp_path: Path) -> None:
         return found
 
     source.read_leaves = counted  # type: ignore[method-assign]
-    hf.Checkpointer(TreeSourceHandler(batch=5000, kept=2)).save(tmp_path / "ckpt", source)
+    monkeypatch.setattr(convert, "_BATCH", 5000)
+    monkeypatch.setattr(convert, "_KEPT", 2)
+    hf.Checkpointer(convert.TreeSourceHandler()).save(tmp_path / "ckpt", source)
 
     assert len(held) > 40
     assert max(held) <= 3

@@ -9,6 +9,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -472,3 +473,31 @@ def test_jax_arrays_in_the_memory_of_others_are_named(place: str, caplog: pytest
     [said] = [record.getMessage() for record in caplog.records]
     pairs = ["put with host"] * shares + ["dlpack with tensor/t"]
     assert f"as after jax.device_put or dlpack: {', '.join(pairs)}. Such a change" in said
+
+
+SHRINKING: dict[str, Callable[[], Any]] = {
+    "numbers": lambda: [1, 2, 3],
+    "texts": lambda: ["one", "two"],
+    "arrays": lambda: [np.zeros(2), np.ones(2)],
+    "dictionaries": lambda: [{"a": 1}, {"a": 2}],
+    "a deque": lambda: deque([1, 2, 3], maxlen=4),
+}
+
+
+@pytest.mark.parametrize("name", SHRINKING)
+@pytest.mark.parametrize("part", [{"model": torch.nn.Linear(2, 1)}, {"w": np.zeros(2)}], ids=["module", "arrays"])
+def test_a_sequence_of_plain_values_has_the_length_that_was_saved(name: str, part: Any, tmp_path: Path) -> None:
+    """Such as a pool of examples that are not labelled yet."""
+
+    def start(last: int) -> Any:
+        with hf.CheckpointCallback(tmp_path, save_interval_steps=1) as checkpoint:
+            state, step = checkpoint.restore_or_initialize({**part, "pool": SHRINKING[name]()})
+            for number in range(step, last):
+                state["pool"].pop()
+                checkpoint.on_step(number + 1, state)
+        return state["pool"]
+
+    assert_same(start(0), SHRINKING[name]())
+    assert_same(left := start(1), type(left)([*SHRINKING[name]()][:-1]))
+    assert_same(start(1), left)
+    assert len(start(2)) == len(left) - 1

@@ -7,6 +7,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -356,9 +357,10 @@ def test_a_copy_gives_way_to_a_save(
             arrives(run, 2 if end == "it is saved" else 1)
 
 
-def test_the_measured_rate_is_that_of_a_copy_that_does_not_give_way() -> None:
+def test_the_measured_rate_is_that_of_a_copy_that_does_not_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    copy = mirrors._Copying(1, None, None, now=lambda: now[0])  # type: ignore[arg-type]
+    monkeypatch.setattr(mirrors, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    copy = mirrors._Copying(None, None)  # type: ignore[arg-type]
     rates = []
     for measures, sent in ((True, 0), (False, 500), (True, 3), (False, 100), (False, 7)):
         copy.progress.arrived += sent

@@ -11,13 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.engine.errors import (
-    DamagedCheckpointError,
-    HoldfastError,
-    ObjectNotFoundError,
-    StorageError,
-    StorageUnavailableError,
-)
+from holdfast.engine.errors import StorageError, StorageUnavailableError
 from holdfast.engine.manager.peers import Peer, PeerServer, own_address
 
 TOKEN = "secret"
@@ -62,19 +56,19 @@ def test_what_is_sent_is_stored_and_read(peer: Peer, tmp_path: Path, size: int) 
 
 
 @pytest.mark.parametrize(
-    ("path", "error", "what"),
+    ("path", "what"),
     [
-        ("nothing", ObjectNotFoundError, r"host b: .*No such file"),
-        ("../outside", StorageError, "is not the path of a file here"),
-        ("run/../../outside", StorageError, "is not the path of a file here"),
-        ("/etc/passwd", StorageError, "is not the path of a file here"),
-        ("link", StorageError, "host b: "),
-        ("short", DamagedCheckpointError, "ends at byte 5, before byte 8"),
+        ("nothing", r"host b: .*No such file"),
+        ("../outside", "is not the path of a file here"),
+        ("run/../../outside", "is not the path of a file here"),
+        ("/etc/passwd", "is not the path of a file here"),
+        ("link", "host b: "),
+        ("short", "ends at byte 5, before byte 8"),
     ],
 )
-def test_what_is_not_given(peer: Peer, tmp_path: Path, path: str, error: type[HoldfastError], what: str) -> None:
+def test_what_is_not_given(peer: Peer, tmp_path: Path, path: str, what: str) -> None:
     (tmp_path / "root" / "short").write_bytes(b"short")
-    with pytest.raises(error, match=what):
+    with pytest.raises(StorageError, match=what):
         read(peer, path, 0, 8)
     assert read(peer, "short", 1, 4) == b"hort", "the peer can still be asked"
 

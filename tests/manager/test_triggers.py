@@ -281,5 +281,5 @@ def test_processes_agree_on_what_may_differ_between_them(
     trigger: SavePolicy, metrics: dict[str, float] | None, asks: bool
 ) -> None:
     schedule = SyncSchedule([trigger])
-    assert schedule.asks(7, metrics) is asks
+    assert schedule.asks(7, metrics, None) is asks
     assert schedule.certain == (() if asks or trigger.reads_metrics else (trigger,))

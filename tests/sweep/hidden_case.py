@@ -101,6 +101,7 @@ def is_generator(value: Any) -> bool:
 def bits(value: Any) -> Any:
     """Return the bytes of all arrays in a value, and its plain values; for objects, those of their public state."""
     if isinstance(value, torch.Tensor):
+        value = value.to_dense() if value.is_sparse else value
         return str(value.dtype), tuple(value.shape), value.detach().contiguous().numpy().tobytes()
     if isinstance(value, dict):
         return {str(key): bits(item) for key, item in value.items()}
@@ -116,7 +117,7 @@ def bits(value: Any) -> Any:
         return bits(value.state_dict())
     if isinstance(value, np.ndarray | np.generic):
         return str(value.dtype), value.shape, value.tobytes()
-    if type(value).__module__.endswith("public_programs"):
+    if type(value).__module__.endswith(("public_programs", "public_torch_programs")):
         return bits(vars(value))
     return value if isinstance(value, int | float | str | bytes | None) else bits(_leaves(value))
 

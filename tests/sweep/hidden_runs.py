@@ -22,7 +22,9 @@ from . import (  # noqa: F401
     hidden_programs,
     hidden_updates,
     lightning_runs,
+    public_jax_programs,
     public_programs,
+    public_torch_programs,
 )
 from .cases import Case, judge
 from .hidden_case import NEVER, PROGRAMS, TOTAL, Trace, differing, start
@@ -33,6 +35,7 @@ INTERRUPTIONS: dict[str, dict[str, int]] = {
     "error 5 steps after a save": {"every": 6, "error": 11},
     "error across the end of an epoch": {"every": 9, "error": 13},
     "SIGTERM in mid-epoch": {"told": 8},
+    "SIGTERM in the last batch of an epoch": {"told": 10},
 }
 SURELY = next(iter(INTERRUPTIONS))  # after which each program that hides state is inexact
 

@@ -19,6 +19,7 @@ from flax.training.train_state import TrainState
 
 from holdfast import graph
 from holdfast.engine.pytree import MISSING, Sampler, Samples, Ways, full_sum, leaves_of
+from holdfast.engine.pytree.sampling import gathered_by_jax
 from holdfast.engine.storage import as_location
 from holdfast.engine.witness import (
     LIMIT,
@@ -87,7 +88,7 @@ def test_what_jax_gathers_on_a_device_has_the_digests_of_the_host() -> None:
     dtypes: list[Any] = [jnp.bfloat16, jnp.float32, bool, jnp.complex64, jnp.float16, jnp.int32]
     arrays = [jnp.asarray(nan), *(jnp.asarray(np.arange(300).reshape(20, 15) % 7, dtype) for dtype in dtypes)]
     arrays.append(jnp.asarray(np.arange(100) + (1 << 30), jnp.uint32))
-    gathered = Samples(len(arrays), Sampler()._gathered_by_jax([*enumerate(arrays)])).fetch(4)
+    gathered = Samples(len(arrays), gathered_by_jax([*enumerate(arrays)])).fetch(4)
     for found, expected in zip(gathered, Sampler().take(arrays).fetch(4), strict=True):
         np.testing.assert_array_equal(found, expected)
 

@@ -64,14 +64,13 @@ def directory_spec(location: Location) -> dict[str, Any]:
             "disk, S3 or Google Cloud Storage, and copy the directory from there or to there"
         )
     bucket, _, key = ("", "", rest) if scheme == "memory" else rest.partition("/")
+    spec: dict[str, Any] = {"driver": "memory"} if scheme == "memory" else {"driver": "gcs", "bucket": bucket}
     key = unquote(key, errors="surrogateescape")
-    return {**_store_spec(scheme, bucket), "path": f"{key}/" if key else ""}
+    return {**(_s3_spec(bucket) if scheme == "s3" else spec), "path": f"{key}/" if key else ""}
 
 
-def _store_spec(scheme: str, bucket: str) -> dict[str, Any]:
-    """Return TensorStore's specification of a store, with the service and the credentials that ``Location`` uses."""
-    if scheme != "s3":
-        return {"driver": "memory"} if scheme == "memory" else {"driver": "gcs", "bucket": bucket}
+def _s3_spec(bucket: str) -> dict[str, Any]:
+    """Return TensorStore's specification of a bucket, with the service and the credentials that ``Location`` uses."""
     region, endpoint = aws_region(), aws_endpoint()
     spec: dict[str, Any] = {"driver": "s3", "bucket": bucket}
     if endpoint:

@@ -23,15 +23,7 @@ from ....engine.sources import (
 )
 from ....engine.storage import Entry, Location, max_concurrency, parallel_map
 from ..flax import looks_like_msgpack
-from .tree import (
-    AGGREGATE_FILE,
-    ARRAYS_FOLDER,
-    CHECKPOINT_FILE,
-    PROCESS_FOLDER,
-    SHARDING_FILE,
-    TREE_FILE,
-    OrbaxTree,
-)
+from .tree import AGGREGATE_FILE, ARRAYS_FOLDER, CHECKPOINT_FILE, PROCESS_FOLDER, SHARDING_FILE, TREE_FILE, OrbaxTree
 
 UNFINISHED = ".orbax-checkpoint-tmp"  # part of the names of directories whose save is not finished
 # On Google Cloud Storage, where directories cannot be renamed, the file that marks a finished save.
@@ -79,7 +71,9 @@ class OrbaxCheckpoint(CheckpointSource):
         else:
             known: Mapping[str, Any] = handlers if isinstance(handlers, dict) else {}
             folders = [entry.name for entry in location.entries() if entry.is_directory and _may_be_item(entry.name)]
-            for name in sorted({*folders, *(name for name in known if _is_segment(name))}):
+            # A name in a file may lead elsewhere.
+            noted = {name for name in known if name not in ("", ".", "..") and not {"/", "\0"} & {*name}}
+            for name in sorted({*folders, *noted}):
                 item = _item(location / name, str(known.get(name, "")), listed=name in folders)
                 if item is not None:
                     self._items[name] = item
@@ -96,11 +90,10 @@ class OrbaxCheckpoint(CheckpointSource):
         match = _STEP.fullmatch(location.name)
         self.step = int(match[2]) if match is not None else None
         self.items = {name: item.kind for name, item in self._items.items()}
-
-    @property
-    def time(self) -> float | None:
         nanoseconds = self._metadata.get("commit_timestamp_nsecs")
-        return nanoseconds / 1e9 if isinstance(nanoseconds, int) else None
+        self.time = nanoseconds / 1e9 if isinstance(nanoseconds, int) else None
+        custom = self._metadata.get("custom_metadata", self._metadata.get("custom"))
+        self.custom_metadata = custom if isinstance(custom, dict) and custom else None
 
     @cached_property
     def metrics(self) -> Mapping[str, Any] | None:
@@ -109,11 +102,6 @@ class OrbaxCheckpoint(CheckpointSource):
                 found = self.value(name)
                 return found if isinstance(found, dict) else None
         found = self._metadata.get("metrics")
-        return found if isinstance(found, dict) and found else None
-
-    @property
-    def custom_metadata(self) -> Mapping[str, Any] | None:
-        found = self._metadata.get("custom_metadata", self._metadata.get("custom"))
         return found if isinstance(found, dict) and found else None
 
     @cached_property
@@ -216,10 +204,6 @@ def _holds_items(location: Location) -> bool:
 
 def _may_be_item(name: str) -> bool:
     return name not in _NEVER_ITEMS and UNFINISHED not in name and not name.startswith(("ocdbt.", "."))
-
-
-def _is_segment(name: Any) -> bool:
-    return isinstance(name, str) and bool(name) and name not in (".", "..") and "/" not in name and "\0" not in name
 
 
 def _item(folder: Location, handler: str, *, listed: bool) -> _Item | None:

@@ -38,16 +38,7 @@ from ....engine.sources import (
 )
 from ....engine.storage import Location
 from ..flax import decode_file
-from .arrays import (
-    OpenedArrays,
-    ProcessDatabases,
-    Wanted,
-    cut,
-    directory_spec,
-    gather,
-    missing_files,
-    read_database,
-)
+from .arrays import OpenedArrays, ProcessDatabases, Wanted, cut, directory_spec, gather, missing_files, read_database
 
 TREE_FILE = "_METADATA"
 CHECKPOINT_FILE = "_CHECKPOINT_METADATA"

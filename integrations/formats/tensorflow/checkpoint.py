@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ....engine.errors import CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, StorageError
 from ....engine.sources import FoundSteps, SingleTree, first_bytes, last_bytes
@@ -31,12 +31,11 @@ _LETTERS = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b"a": b"\a", b"b": b"\b", b"f
 _logger = logging.getLogger("holdfast")
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointState:
+class CheckpointState(NamedTuple):
     """The notes of TensorFlow: the newest checkpoint, and the times of checkpoints in seconds since 1970-01-01 UTC."""
 
     newest: str | None = None
-    times: Mapping[str, float] = field(default_factory=dict)
+    times: Mapping[str, float] = {}
 
 
 def number_of(prefix: str) -> int | None:

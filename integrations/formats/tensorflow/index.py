@@ -90,42 +90,40 @@ def text(value: Value) -> str:
         raise DamagedCheckpointError(f"a message has bytes that are not text: {error}") from error
 
 
-_SCALARS = {
-    1: "float32",
-    2: "float64",
-    3: "int32",
-    4: "uint8",
-    5: "int16",
-    6: "int8",
-    8: "complex64",
-    9: "int64",
-    10: "bool_",
-    11: "int8",  # 11 to 16 except 14 are quantised: numbers whose scale is stored elsewhere
-    12: "uint8",
-    13: "int32",
-    14: "bfloat16",
-    15: "int16",
-    16: "uint16",
-    17: "uint16",
-    18: "complex128",
-    19: "float16",
-    22: "uint32",
-    23: "uint64",
-    24: "float8_e5m2",
-    25: "float8_e4m3fn",
-    26: "float8_e4m3fnuz",
-    27: "float8_e4m3b11fnuz",
-    28: "float8_e5m2fnuz",
-    29: "int4",  # these and the following have a byte for each element
-    30: "uint4",
-    31: "int2",
-    32: "uint2",
-    33: "float4_e2m1fn",
-}
 _DTYPES: dict[int, DType] = {
-    number: np.dtype(scalar)
-    for number, name in _SCALARS.items()
-    if (scalar := getattr(np, name, None) or getattr(ml_dtypes, name, None)) is not None
+    number: np.dtype(getattr(ml_dtypes, name, name))
+    for number, name in {
+        1: "float32",
+        2: "float64",
+        3: "int32",
+        4: "uint8",
+        5: "int16",
+        6: "int8",
+        8: "complex64",
+        9: "int64",
+        10: "bool",
+        11: "int8",  # 11 to 16 except 14 are quantised: numbers whose scale is stored elsewhere
+        12: "uint8",
+        13: "int32",
+        14: "bfloat16",
+        15: "int16",
+        16: "uint16",
+        17: "uint16",
+        18: "complex128",
+        19: "float16",
+        22: "uint32",
+        23: "uint64",
+        24: "float8_e5m2",
+        25: "float8_e4m3fn",
+        26: "float8_e4m3fnuz",
+        27: "float8_e4m3b11fnuz",
+        28: "float8_e5m2fnuz",
+        29: "int4",  # these and the following have a byte for each element
+        30: "uint4",
+        31: "int2",
+        32: "uint2",
+        33: "float4_e2m1fn",
+    }.items()
 }
 
 

@@ -23,12 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....engine.arrays import naming
-from ....engine.errors import (
-    CheckpointNotFoundError,
-    DamagedCheckpointError,
-    ObjectNotFoundError,
-    UnsupportedLeafError,
-)
+from ....engine.errors import CheckpointNotFoundError, DamagedCheckpointError, ObjectNotFoundError, UnsupportedLeafError
 from ....engine.format import decompress
 from ....engine.sources import (
     Bytes,
