@@ -9,12 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 from ...engine.errors import UnsupportedLeafError, difference
-from ...engine.pytree import LeafTemplate, Saved, compare, describe_template, is_python_value
+from ...engine.pytree import LeafTemplate, Saved, collection_paused, compare, describe_template, is_python_value
 from .frameworks import OptionSlot, TensorSlot
-from .slots import BoxSlot, PartSlot, Path, Place, StateSlot, format_node_path, storage_name
+from .slots import BoxSlot, PartSlot, Path, Place, StateSlot, format_node_path
+from .tracked import Node
 from .values import MADE_KINDS, NUMBER_VALUES, is_plain
 from .views import Leaf
-from .walk import LiveGraph, LiveNode
+from .walk import LiveGraph, LiveNode, walk
 
 
 class _Object:
@@ -46,6 +47,12 @@ class FreshObjects:
             one.edges = {segment: found[id(child)] for segment, child in own}
             one.has_values = one.has_values or any(child.has_values for child in one.edges.values())
         self._root = found[id(live.nodes[0])]
+
+    @classmethod
+    @collection_paused()
+    def of(cls, root: Node) -> FreshObjects:
+        """Describe the objects below a root; raise UnsupportedLeafError if one can be neither saved nor restored."""
+        return cls(walk(root))
 
     def refused(self, later: FreshObjects) -> Iterator[str]:
         """Generate a line for each part of later objects that a restore into these would refuse."""
@@ -91,6 +98,6 @@ def _template(node: LiveNode) -> LeafTemplate | None:
     value: Any = node.value if isinstance(node.slot, TensorSlot) or hasattr(node.value, "layout") else node.slot.get()
     if is_python_value(value) or hasattr(value, "dtype"):
         with contextlib.suppress(UnsupportedLeafError):
-            (found,) = describe_template([storage_name(node.path)], [value])
+            (found,) = describe_template([""], [value])
             return replace(found, leaf=None, sharding=None, origin="the fresh state")
     return None
