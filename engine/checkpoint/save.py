@@ -36,7 +36,7 @@ from ..handlers import (
     write_archive,
 )
 from ..storage import REQUESTS, Location, parallel_map
-from .commit import PendingCheckpoint, commit_protocol
+from .commit import LocalCommit, PendingCheckpoint
 
 _logger = logging.getLogger("holdfast")
 
@@ -234,6 +234,15 @@ class Save:
             return False
         self._role.give_up(error)
         return True
+
+
+def commit_protocol(location: Location) -> type[PendingCheckpoint]:
+    """Return the kind of commit that a location needs."""
+    if not location.is_remote:
+        return LocalCommit
+    from .store_commit import StoreCommit
+
+    return StoreCommit
 
 
 class _BegunItem:
