@@ -70,7 +70,7 @@ class ArrayClass(NamedTuple):
     arrays: Integers  # numbers of the arrays, ascending
     chunks: int  # number of chunks of each array
     nbytes: int  # bytes of one chunk in a data file
-    replicas: ReplicaGroups | None  # processes that hold each chunk; None if every process holds all
+    replicas: ReplicaGroups  # processes that hold each chunk
 
 
 def _array_classes(catalog: Catalog, processes: int) -> list[ArrayClass]:
@@ -81,7 +81,7 @@ def _array_classes(catalog: Catalog, processes: int) -> list[ArrayClass]:
     for numbers in sorted(np.split(order, ends[:-1]), key=itemgetter(0)) if len(order) else ():
         encoding = catalog.encodings[numbers[0]]
         spec, parts = encoding.spec, encoding.parts
-        replicas: ReplicaGroups | None = None
+        replicas = ReplicaGroups((tuple(range(processes)),), np.zeros(spec.chunks, np.int32))
         if parts is None and not spec.shape:
             # Numbers such as the time may differ between processes: process 0 writes all of them.
             replicas = ReplicaGroups(((0,),), np.zeros(1, np.int32))
@@ -120,13 +120,9 @@ class ChunkAssignment:
     def __init__(self, classes: Sequence[ArrayClass], processes: int) -> None:
         self._classes = classes
         self._loads: Integers = np.zeros(processes, np.int64)  # bytes that each process writes or reads
-        everyone = tuple(range(processes))
         batches: dict[tuple[int, ...], list[_ChunkBatch]] = {}
         for array_class in self._classes:
             if not array_class.chunks:
-                continue
-            if array_class.replicas is None:
-                batches.setdefault(everyone, []).append(_ChunkBatch(array_class, np.arange(array_class.chunks)))
                 continue
             groups = array_class.replicas.groups
             for group, numbers in zip(groups, array_class.replicas.chunks_by_group(), strict=True):
@@ -141,7 +137,7 @@ class ChunkAssignment:
         found: list[ChunkIds] = []
         for array_class in self._classes:
             replicas = array_class.replicas
-            if replicas is None or (process,) not in replicas.groups:
+            if (process,) not in replicas.groups:
                 continue
             numbers = np.flatnonzero(replicas.of_chunk == replicas.groups.index((process,)))
             found.append((np.repeat(array_class.arrays, len(numbers)), np.tile(numbers, len(array_class.arrays))))

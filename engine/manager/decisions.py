@@ -255,7 +255,7 @@ class SaveDecisions:
         self._clock = clock
         self._processes = processes
         self._schedule = SyncSchedule(triggers)
-        self._pace = StepPace()
+        self.pace = StepPace()
         self._saves = 0  # how many saves have begun
         # The step of the last save or restore, and the monotonic clock at the last save. Pairs are replaced whole: a
         # background save that fails does so on its own thread.
@@ -275,7 +275,7 @@ class SaveDecisions:
     def save_begins(self, step: int) -> None:
         self._starts_at(step)
         self._before, self._last = self._last, (step, self._clock.monotonic())
-        self._pace.save_begins()
+        self.pace.save_begins()
         self._saves += 1
         self._failed = None
         self._schedule.save_began(step)
@@ -286,16 +286,12 @@ class SaveDecisions:
             self._last = self._before
         self._failed = failed
 
-    def slowed(self, duration: float) -> float | None:
-        """Return how many of the seconds that a save was written steps took longer; None if that was not measured."""
-        return self._pace.slowed(duration)
-
     def decide(
         self, step: int, metrics: Mapping[str, Any] | None, *, saved: bool, earlier: Sequence[StepInfo]
     ) -> Decision:
         """Return whether a save is due, and the reason; the same on all processes."""
         self._starts_at(step)
-        self._pace.step(step, self._clock.monotonic(), self._saves if self._failed is None else None)
+        self.pace.step(step, self._clock.monotonic(), self._saves if self._failed is None else None)
         asked = step, metrics, earlier, saved
         if self._processes.alone:
             return decide(self._triggers, self._moment(*asked))

@@ -23,7 +23,6 @@ from .leaves import (
     ArrayLeaf,
     Details,
     LeafMetadata,
-    Piece,
     StaticLeaf,
     is_jax_abstract,
     is_jax_array,
@@ -353,7 +352,7 @@ class PackedNumbers:
             assert self._items is not None
             array = self._array = _array(str(self._details["elements"]), self._items)
             self._items = None
-        return ArrayLeaf(array.dtype, array.shape, [Piece((0,) * array.ndim, array)], False, self._details)
+        return ArrayLeaf.of(array, self._details)
 
     def unpack(self) -> Any:
         """Return a new sequence with the same elements."""

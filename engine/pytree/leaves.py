@@ -186,6 +186,11 @@ class ArrayLeaf:
     # every process has the whole array.
     parts: tuple[Part, ...] | None = None
 
+    @classmethod
+    def of(cls, array: NDArray[Any], details: Details, *, volatile: bool = False) -> ArrayLeaf:
+        """Return a leaf that is one array, of which every process has all."""
+        return cls(array.dtype, array.shape, [Piece((0,) * array.ndim, array)], volatile, details)
+
     def copy(self) -> NDArray[Any]:
         """Return a new array with the elements of the pieces, which must cover the whole."""
         array = np.empty(self.shape, self.dtype)

@@ -296,19 +296,16 @@ def _number(template: LeafTemplate, value: Any, array: NDArray[Any] | None, name
     if not exact:
         raise _inexact(template, value, name)
     # Such an array may be more precise than Python's numbers.
-    wide = array is not None and array.dtype.kind in "fc" and array.dtype.itemsize > 8
-    if array is not None and wide and not _same(np.asarray(plain).astype(array.dtype), array):
-        raise _inexact(template, value, name)
+    if array is not None and array.dtype.kind in "fc" and array.dtype.itemsize > 8:
+        back = np.asarray(plain).astype(array.dtype)
+        if back != array and not (back != back and array != array):
+            raise _inexact(template, value, name)
     return type(template.leaf)(plain) if isinstance(template.leaf, Enum) else plain
 
 
 def _inexact(template: LeafTemplate, value: Any, name: str) -> _Inexact:
     expected = f"a Python {template.kind}" if template.kind in NUMBER_KINDS else str(template)
     return _Inexact(difference(format_path(name), expected, value, template.origin))
-
-
-def _same(one: NDArray[Any], other: NDArray[Any]) -> bool:
-    return bool(one == other or (one != one and other != other))
 
 
 def _part(

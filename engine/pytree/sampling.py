@@ -236,8 +236,7 @@ def _group(entries: list[tuple[int, Any]], flat: Any) -> _Group:
 def _address(tensor: Any) -> int:
     """Return the address of a tensor's memory, or 0 if it has none now, as a sharded parameter between two steps."""
     try:
-        address: int = tensor.data_ptr()
-        return address
+        return int(tensor.data_ptr())
     except RuntimeError:  # a tensor of a subclass
         return 0
 

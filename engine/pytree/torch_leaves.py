@@ -86,7 +86,7 @@ class TorchDescriber:
         details = encoding.details if not value.requires_grad else {**encoding.details, "requires_grad": True}
         if not value.is_contiguous() and is_permuted(value.shape, strides := list(value.stride())):
             details = {**details, STRIDES: strides}
-        return ArrayLeaf(array.dtype, array.shape, [Piece((0,) * array.ndim, array)], volatile, details)
+        return ArrayLeaf.of(array, details, volatile=volatile)
 
     def describe_distributed(self, value: Any) -> ArrayLeaf:
         """Describe a DTensor: the part that this process holds, and which process holds which part."""
