@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 import click
 
-from ..engine.errors import BAD_USAGE, FAILED, INTERRUPTED, NO_PROGRESS, PREEMPTED, HoldfastError, OptionError
+from ..engine.errors import BAD_USAGE, FAILED, INTERRUPTED, NO_PROGRESS, PREEMPTED, HoldfastError
 from ..engine.manager import EVENTS, append_after_death, slow_saves
 from ..engine.steps import list_steps, newest_step
 from ..engine.storage import as_location
@@ -313,10 +313,7 @@ def _start(
         log("output_lost", streams=lost)
     # torchrun gives its workers 30 seconds after a signal by default.
     environment = {_SHUTDOWN: os.environ.get(_SHUTDOWN, str(math.ceil(watch.grace)))}
-    try:
-        program = Program(command, folder, signals, environment)
-    except OSError as error:
-        raise OptionError(f"cannot start {command[0]}: {error.strerror or error}") from error
+    program = Program(command, folder, signals, environment)
     log("started", command=list(command), pid=program.pid, start=number)
     record, forwarded = RunRecord(), 0
 

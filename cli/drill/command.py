@@ -371,10 +371,7 @@ class _Drill:
         with open(self._folder / f"{log}.log", "ab") as output:
             output.write(f"--- {plan.name}: {interruption or 'no interruption'}\n".encode())
             output.flush()
-            try:
-                program = Program(self._command, folder, self._signals, {DRILL: str(self._folder)}, output)
-            except OSError as error:
-                raise OptionError(f"cannot start {self._command[0]}: {error.strerror or error}") from error
+            program = Program(self._command, folder, self._signals, {DRILL: str(self._folder)}, output)
             signalled: float | None = None
             why: Literal["hangs", "grace"] | None = None
 
