@@ -292,17 +292,12 @@ def advice(experience: Experience) -> str | None:
 def basis(experience: Experience) -> str:
     """Return the basis of the expectations as text."""
     failures = count(experience.failures, "failure", "failures") if experience.failures else "no failure"
+    bounds = " and ".join(map(duration, experience.bounds or ()))
+    learns = f" The run learns its interval, between {bounds}." if bounds else ""
     return (
         f"A save costs {duration(experience.cost or 0.0)} of training and is durable after "
         f"{duration(experience.durable)} (medians of the newest 20). The events show {failures} in "
         f"{duration(experience.ran)}; every run begins with a guess of one a day, so the next one is expected in "
         f"{duration(experience.between_failures)}. Each loses half an interval, the time until a save is durable, "
-        f"and {duration(experience.comeback)} to resume.{_learns(experience)}"
+        f"and {duration(experience.comeback)} to resume.{learns}"
     )
-
-
-def _learns(experience: Experience) -> str:
-    if experience.bounds is None:
-        return ""
-    least, greatest = map(duration, experience.bounds)
-    return f" The run learns its interval, between {least} and {greatest}."
