@@ -23,7 +23,7 @@ COMMANDS = {
     "prune": "Delete the checkpoints of a run that no rule keeps.",
     "rm": "Delete checkpoints of a run, pinned and damaged ones, too.",
     "rollback": "Delete all checkpoints later than a step, so that the run resumes from it.",
-    "pin": "Keep checkpoints until they are unpinned, also if no rule keeps them.",
+    "pin": "Keep checkpoints until they are unpinned, even if no rule keeps them.",
     "unpin": "Leave checkpoints to the retention rules again.",
     "show": "List every leaf of a checkpoint, by default of the newest.",
     "diff": "Compare two checkpoints leaf by leaf: structure, dtypes, shapes and values.",

@@ -270,7 +270,7 @@ def _delete(
 @arguments.prefix
 @arguments.as_json
 def pin(directory: str, steps: Sequence[int], prefix: str | None, as_json: bool) -> int:
-    """Keep checkpoints until they are unpinned, also if no rule keeps them."""
+    """Keep checkpoints until they are unpinned, even if no rule keeps them."""
     return _pin(directory, steps, prefix, pinned=True, as_json=as_json)
 
 

@@ -168,7 +168,7 @@ def load(
             checkpoints have a path that is not a container with keys in both.
     """
     refuse_unknown("load", unknown, load)
-    from .sources import read_checkpoint, read_merged  # not above: a save needs nothing that reads
+    from .sources import read_checkpoint, read_merged  # imported lazily: a save needs nothing that reads
 
     if like is None and (cast or subset):
         raise OptionError("cast=True and subset=True say how a template is filled: give one with like=")
@@ -202,7 +202,7 @@ def load_async(
         A Future with what :func:`load` returns, or with the error that it raises. It cannot be cancelled, and a program
         that ends waits for it.
     """
-    from concurrent.futures import Future  # not above: a save needs nothing of it
+    from concurrent.futures import Future  # imported lazily: a save needs nothing of it
 
     refuse_unknown("load_async", unknown, load_async)
     arguments: dict[str, Any] = {"like": like, "select": select, "item": item, "cast": cast, "subset": subset}

@@ -7,7 +7,6 @@ import datetime
 import math
 import re
 import time
-from types import TracebackType
 from typing import Protocol, Self
 
 from .errors import OptionError
@@ -180,9 +179,7 @@ class Portion:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
             with self._lock:
                 self._report(self._nbytes)

@@ -8,6 +8,7 @@ the program.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
 import itertools
@@ -21,7 +22,7 @@ from collections import deque
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from types import FrameType, FunctionType, GeneratorType, MethodType, ModuleType
+from types import FrameType, FunctionType, GeneratorType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -117,7 +118,8 @@ def _look(spaces: list[_Space], found: dict[str, Fact], known: set[int], looked:
     """Add the fingerprints of objects that variables lead to, the nearest first."""
     queue: deque[tuple[str, str, Any, int, type]] = deque()  # name, place, object, depth, type of its owner
     for prefix, where, space in spaces:
-        queue.extend((f"{prefix}{name}", where, value, 0, dict) for name, value in space.items() if _is_name(name))
+        named = ((name, value) for name, value in space.items() if isinstance(name, str) and name[:2] != "__")
+        queue.extend((f"{prefix}{name}", where, value, 0, dict) for name, value in named)
     until = time.monotonic() + _SECONDS
     for _ in range(_OBJECTS):
         if not queue or time.monotonic() > until:
@@ -173,10 +175,6 @@ def _is_own(file: str) -> bool:
     return not (file.startswith("<frozen") or path.startswith(_LIBRARIES) or f"{os.sep}site-packages{os.sep}" in path)
 
 
-def _is_name(name: object) -> bool:
-    return isinstance(name, str) and not name.startswith("__")
-
-
 def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
     """Generate the parts of an object, each with the end of its name."""
     if isinstance(thing, dict):
@@ -224,13 +222,9 @@ def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
     for kind in type(thing).__mro__:
         slots = vars(kind).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__"):
-                descriptor = vars(kind).get(name)
-                if descriptor is not None:
-                    try:
-                        yield name, descriptor.__get__(thing, kind)
-                    except AttributeError:  # The slot is not set.
-                        continue
+            if isinstance(descriptor := vars(kind).get(name), MemberDescriptorType):
+                with contextlib.suppress(AttributeError):  # The slot is not set.
+                    yield name, descriptor.__get__(thing, kind)
 
 
 # ---- what an object is

@@ -259,7 +259,7 @@ def generator_state(generator: Any) -> Any:
 
 
 def set_generator_state(generator: Any, state: Any) -> None:
-    """Set a generator to a state that :func:`generator_state` returned, also if it was saved and loaded."""
+    """Set a generator to a state that :func:`generator_state` returned, even if it was saved and loaded."""
     if isinstance(generator, np.random.Generator):
         # Some bit generators of numpy accept their words as arrays only; loading keeps them arrays.
         generator.bit_generator.state = state

@@ -109,7 +109,7 @@ def _native_summary(entry: StepEntry, kept: tuple[str, ...], seen: set[tuple[int
 
 
 def _foreign_summary(entry: StepEntry, format_name: str) -> CheckpointSummary:
-    from .sources import open_at  # not above: what reads checkpoints takes longer to import than to list our own
+    from .sources import open_at  # imported lazily: what reads checkpoints takes longer to import than to list our own
 
     try:
         checkpoint = open_at(entry.location)

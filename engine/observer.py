@@ -86,7 +86,7 @@ def process_observer() -> Observer:
     name = os.environ.get(OBSERVER)
     if not name:
         return Unobserved()
-    import pkgutil  # not above: few processes are observed
+    import pkgutil  # imported lazily: few processes are observed
 
     try:
         make = pkgutil.resolve_name(name)

@@ -93,7 +93,8 @@ class LateMetrics:
 
     def refresh(self, exists: Callable[[str], bool]) -> set[str]:
         """Read the metrics added to steps in existing folders since the last call; return these folders."""
-        names, known = set(_names(self._directory)), {name for files in self._files.values() for name in files}
+        names = set(_names(self._directory))
+        known = {name for folder in [*self._files] for name in self.files_of(folder)}
         self._forget(known - names)
         unread = [name for name in names - known if exists(_folder(name))]
         place = self._directory / LATE

@@ -21,10 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import UnsupportedLeafError
-from ..pytree import Part, format_path
+from ..pytree import Part, format_path, whole
 from ..storage import round_up
 from .digests import CHECKSUM_BYTES, CHUNK_ALIGNMENT, Integers
-from .plan import Catalog, ChunkIds, part_corners
+from .grid import ArraySpec
+from .plan import Catalog, ChunkIds
 
 _ROUNDS = 8  # overlapping groups balance their loads in so many rounds
 
@@ -46,16 +47,14 @@ def replica_groups(
 ) -> ReplicaGroups:
     """Return the holders of each chunk of an array; raise ValueError if its parts do not cover it exactly once."""
     parts = [part for part in parts if 0 not in part.shape]
-    starts, ends = part_corners(parts)
-    if (ends > np.array(shape)).any() or sum(math.prod(part.shape) for part in parts) != math.prod(shape):
-        raise ValueError(f"its {len(parts)} parts do not cover its shape {list(shape)} exactly once")
-    grid = [-(-size // chunk) for size, chunk in zip(shape, chunks, strict=True)]
-    first, last = (starts // np.array(chunks)).tolist(), (-(-ends // np.array(chunks))).tolist()
-    of_chunk = np.full(grid, -1, np.int32)
+    spec, limits = ArraySpec(shape, chunks, 1), whole(shape)
+    of_chunk = np.full(spec.grid, -1, np.int32)
     groups: dict[tuple[int, ...], int] = {}
-    for part, low, high in zip(parts, first, last, strict=True):
-        of_chunk[tuple(map(slice, low, high))] = groups.setdefault(part.holders, len(groups))
-    if (of_chunk < 0).any():
+    fits = sum(math.prod(part.shape) for part in parts) == math.prod(shape)
+    if fits and all(part.box.common(limits) == part.box for part in parts):
+        for part in parts:
+            of_chunk[spec.cells(part.box)] = groups.setdefault(part.holders, len(groups))
+    if not fits or (of_chunk < 0).any():
         raise ValueError(f"its {len(parts)} parts do not cover its shape {list(shape)} exactly once")
     for group in groups:
         if not group or min(group) < 0 or max(group) >= processes:
@@ -71,7 +70,7 @@ class ArrayClass(NamedTuple):
     arrays: Integers  # numbers of the arrays, ascending
     chunks: int  # number of chunks of each array
     nbytes: int  # bytes of one chunk in a data file
-    replicas: ReplicaGroups | None  # processes that hold each chunk; None if every process holds all
+    replicas: ReplicaGroups  # processes that hold each chunk
 
 
 def _array_classes(catalog: Catalog, processes: int) -> list[ArrayClass]:
@@ -82,7 +81,7 @@ def _array_classes(catalog: Catalog, processes: int) -> list[ArrayClass]:
     for numbers in sorted(np.split(order, ends[:-1]), key=itemgetter(0)) if len(order) else ():
         encoding = catalog.encodings[numbers[0]]
         spec, parts = encoding.spec, encoding.parts
-        replicas: ReplicaGroups | None = None
+        replicas = ReplicaGroups((tuple(range(processes)),), np.zeros(spec.chunks, np.int32))
         if parts is None and not spec.shape:
             # Numbers such as the time may differ between processes: process 0 writes all of them.
             replicas = ReplicaGroups(((0,),), np.zeros(1, np.int32))
@@ -121,13 +120,9 @@ class ChunkAssignment:
     def __init__(self, classes: Sequence[ArrayClass], processes: int) -> None:
         self._classes = classes
         self._loads: Integers = np.zeros(processes, np.int64)  # bytes that each process writes or reads
-        everyone = tuple(range(processes))
         batches: dict[tuple[int, ...], list[_ChunkBatch]] = {}
         for array_class in self._classes:
             if not array_class.chunks:
-                continue
-            if array_class.replicas is None:
-                batches.setdefault(everyone, []).append(_ChunkBatch(array_class, np.arange(array_class.chunks)))
                 continue
             groups = array_class.replicas.groups
             for group, numbers in zip(groups, array_class.replicas.chunks_by_group(), strict=True):
@@ -142,7 +137,7 @@ class ChunkAssignment:
         found: list[ChunkIds] = []
         for array_class in self._classes:
             replicas = array_class.replicas
-            if replicas is None or (process,) not in replicas.groups:
+            if (process,) not in replicas.groups:
                 continue
             numbers = np.flatnonzero(replicas.of_chunk == replicas.groups.index((process,)))
             found.append((np.repeat(array_class.arrays, len(numbers)), np.tile(numbers, len(array_class.arrays))))

@@ -39,13 +39,6 @@ def checksum_after(data: bytes) -> int:
     return int.from_bytes(data[-CHECKSUM_BYTES:], "little")
 
 
-def digest(file: DataReader) -> int:
-    found, buffer = 0, Buffer()
-    for start in range(0, file.size, _STEP):
-        found = extend(found, file.read(start, min(_STEP, file.size - start), buffer))
-    return found
-
-
 def fsync_and_digest(folder: Location, prefix: str = "") -> dict[str, FileRecord]:
     """Sync all files below a folder that a handler wrote; return them with their digests."""
     found: dict[str, FileRecord] = {}
@@ -55,7 +48,10 @@ def fsync_and_digest(folder: Location, prefix: str = "") -> dict[str, FileRecord
             found.update(fsync_and_digest(place, f"{prefix}{entry.name}/"))
             continue
         with place.open_data() as file:
-            found[f"{prefix}{entry.name}"] = FileRecord(file.size, digest(file))
+            digest, buffer = 0, Buffer()
+            for start in range(0, file.size, _STEP):
+                digest = extend(digest, file.read(start, min(_STEP, file.size - start), buffer))
+            found[f"{prefix}{entry.name}"] = FileRecord(file.size, digest)
         if place.is_local:
             with open(place, "rb") as written:
                 os.fsync(written.fileno())

@@ -205,11 +205,8 @@ def write_compressed(
 
     Returns a row for each chunk, as `chunk_table` does, and the bytes of each file.
     """
-
-    def size(chunk: ChunkToCompress) -> int:
-        return sources.specs[chunk.array].chunk_nbytes
-
-    files_of = list(batches(chunks, size, min(_FILE_BYTES, layout.data_file_bytes)))
+    limit = min(_FILE_BYTES, layout.data_file_bytes)
+    files_of = list(batches(chunks, lambda chunk: sources.specs[chunk.array].chunk_nbytes, limit))
 
     def write_batch(number: int) -> tuple[list[tuple[int, ...]], int]:
         stored = _compressed(files_of[number], sources, digests, awaited, group_chunks)

@@ -171,8 +171,8 @@ def _read_extent(
     try:
         data = files[extent.file].read(extent.offset, extent.length, None if extent.kept else buffer)
     except (DamagedCheckpointError, StorageError) as error:
-        if not _is_damage(error):
-            raise
+        if isinstance(error, StorageError) and not (isinstance(error, ObjectNotFoundError) or is_unreadable(error)):
+            raise  # the bytes are unavailable at the moment, and not lost
         if extent.stop - extent.first == 1:
             failed(extent.first, error)
             return 0
@@ -183,13 +183,6 @@ def _read_extent(
         data.flags.writeable = False  # spares the checksums a view of each chunk
     use(extent, data)
     return extent.length
-
-
-def _is_damage(error: DamagedCheckpointError | StorageError) -> bool:
-    """Return whether bytes are lost, rather than unavailable at the moment."""
-    if isinstance(error, StorageError):
-        return isinstance(error, ObjectNotFoundError) or is_unreadable(error)
-    return True
 
 
 def plan_extents(chunks: ChunkTable, gap: int) -> Iterator[Extent]:

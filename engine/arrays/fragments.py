@@ -112,7 +112,7 @@ def make_fragment(
         process=member.index,
         processes=member.count,
         token=token,
-        digest=_digest(description) if member.index else "",
+        digest=xxhash.xxh3_128_hexdigest(description.encode()) if member.index else "",
         description=description,
         sizes=sizes,
         shared=shared,
@@ -122,10 +122,6 @@ def make_fragment(
         lengths=table[:, 4],
         checksums=table[:, 5].astype(np.uint32),
     )
-
-
-def _digest(description: str) -> str:
-    return xxhash.xxh3_128_hexdigest(description.encode())
 
 
 def merge_fragments(
@@ -155,7 +151,7 @@ def merge_fragments(
         if process:
             if not lines:
                 lines = catalog.lines(values or {})
-                digest = _digest("\n".join(lines))
+                digest = xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
             if fragment.digest != digest:
                 raise _mismatch(process, lines, fragment.description.split("\n"))
         _check_chunks(catalog, fragment, file_ids, first_files)

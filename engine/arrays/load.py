@@ -344,16 +344,13 @@ def read_parts(
         read = shared.read(source, leaves, wanted, {index: cut.stored for index, cut in cuts.items()})
     own = [index for index in cuts if index not in read]
     if own:
-        found = source.read_boxes([leaves[index] for index in own], [cuts[index].stored for index in own])
-        read.update(zip(own, found, strict=True))
+        boxes = [cuts[index].stored for index in own]
+        read |= zip(own, source.read_boxes([leaves[index] for index in own], boxes), strict=True)
     parts = {index: (cut, read.pop(index)) for index, cut in cuts.items()}
-    arrays: list[NDArray[Any] | None] = [None] * len(leaves)
-    for index, pieces in read.items():
-        arrays[index] = pieces[0]
+    found: dict[int, NDArray[Any] | None] = {index: pieces[0] for index, pieces in read.items()}
     others = [index for index in range(len(leaves)) if index not in parts and index not in read]
-    for index, array in zip(others, source.read_leaves([leaves[index] for index in others]), strict=True):
-        arrays[index] = array
-    return arrays, parts
+    found |= zip(others, source.read_leaves([leaves[index] for index in others]), strict=True)
+    return [found.get(index) for index in range(len(leaves))], parts
 
 
 def _partitions(
@@ -362,23 +359,18 @@ def _partitions(
     """Return, by position, the parts needed of each leaf that is not needed as a whole."""
     cuts: dict[int, Partition] = {}
     problems = []
-    for index, target in enumerate(targets):
-        if target is None:
-            continue
-        name, saved = leaves[index]
+    for index, (target, (name, saved)) in enumerate(zip(targets, leaves, strict=True)):
         try:
-            cut = partition(target, saved)
+            if target is not None and (cut := partition(target, saved)) is not None:
+                cuts[index] = cut
         except ValueError as error:
             problems.append(f"{format_path(name)}: {target} cannot be sharded as asked: {error}")
-            continue
-        if cut is not None:
-            cuts[index] = cut
     if problems:
         raise TreeMismatchError(f"{source.location}: {len(problems)} shardings do not fit their leaves:", problems)
     return cuts
 
 
-# ---- basic indexing of an array that is not read yet
+# ---- basic indexing of an array that is not read yet: https://numpy.org/doc/stable/user/basics.indexing.html
 
 
 class Selection:

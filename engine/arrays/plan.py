@@ -140,16 +140,10 @@ def common_cuts(shape: tuple[int, ...], parts: Sequence[Part] | None) -> tuple[i
     """Return, for each axis, the largest number that divides every boundary between two parts; 0 for none."""
     if parts is None or not shape or 0 in shape:
         return (0,) * len(shape)
-    starts, ends = part_corners(parts)
+    boxes = [part.box for part in parts if 0 not in part.shape]
+    starts, ends = (np.array(corners, np.int64) for corners in zip(*boxes, strict=True))
     inside = np.where(ends < np.array(shape), ends, 0)
     return tuple(np.gcd.reduce(np.concatenate((starts, inside)), axis=0).tolist())
-
-
-def part_corners(parts: Sequence[Part]) -> tuple[Integers, Integers]:
-    """Return where the non-empty parts begin and end, one row for each."""
-    parts = [part for part in parts if 0 not in part.shape]
-    starts = np.array([part.start for part in parts], np.int64)
-    return starts, starts + np.array([part.shape for part in parts], np.int64)
 
 
 # ---- the arrays of a tree

@@ -76,8 +76,7 @@ class TreeReader(TreeSource):
         return {} if self._all_as_stored else super().external()
 
     def read_leaves(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
-        values, problems = self._database.read_arrays(*self._arrays_of(leaves))
-        self._refuse(problems)
+        values = self._read(*self._arrays_of(leaves))
         if self._all_as_stored:
             return values
         found = iter(values)
@@ -97,9 +96,7 @@ class TreeReader(TreeSource):
             [_stored_box(box, len(array.shape), leaf.saved) for box in wanted]
             for (leaf, wanted), array in zip(pairs, arrays, strict=True)
         ]
-        values, problems = self._database.read_arrays(names, arrays, stored)
-        self._refuse(problems)
-        found = iter(values)
+        found = iter(self._read(names, arrays, stored))
 
         def parts(leaf: SavedLeaf, wanted: Sequence[Box]) -> list[NDArray[Any]]:
             array = self._aggregated.get(leaf.name)
@@ -136,13 +133,17 @@ class TreeReader(TreeSource):
     def fingerprint(self) -> str:
         return str(sorted((path, known.size, known.crc32c) for path, known in self.files.items()))
 
-    def _refuse(self, problems: Sequence[Problem]) -> None:
+    def _read(
+        self, names: Sequence[str], arrays: Sequence[ArrayMetadata], boxes: Sequence[Sequence[Box]] | None = None
+    ) -> list[NDArray[Any] | None]:
+        values, problems = self._database.read_arrays(names, arrays, boxes)
         if problems:
             raise damaged_leaves(
                 self.location,
                 [(format_path(p.leaf), f"{self.location / p.file}: {p.what}") for p in problems],
                 unreadable=self._database.unreadable,
             )
+        return values
 
     def verify(self, advance: Callable[[int], None] = UNHEARD.advance) -> list[Problem]:
         problems = []

@@ -21,6 +21,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +29,7 @@ import numpy as np
 from ..errors import DamagedCheckpointError, StorageError
 from ..format import content_digest, crc32c
 from ..storage import Buffer, FileIdentity, Location, max_concurrency, parallel_map
-from .digests import CHECKSUM_BYTES, Bytes, Integers
+from .digests import CHECKSUM_BYTES, Integers
 from .encode import Digests, Source, Sources, chunk_bytes, chunk_view
 from .plan import Catalog, ChunkIds
 
@@ -238,12 +239,9 @@ class WrittenSteps:
         """Share files of which enough is unchanged, from the newest step that shares none with the newest of all."""
         apart = {path for step in self._apart if step in self._steps for path in self._steps[step].files} | {*new.files}
         tried: set[Location] = set()
-
-        def share(one: _Unchanged) -> FileIdentity | None:
-            return self._share(one.source, new.folder / one.file.path, one.file)
-
         while not self._off and (chosen := list(self._choose(apart, tried, held))):
-            given = parallel_map(share, chosen, max_concurrency(new.folder), name="holdfast-share")
+            at_once = max_concurrency(new.folder)
+            given = parallel_map(partial(self._share, new.folder), chosen, at_once, name="holdfast-share")
             for one, identity in zip(chosen, given, strict=True):
                 if identity is None:
                     held.update(one.chunks)  # another file may have them
@@ -275,8 +273,9 @@ class WrittenSteps:
                 tried.add(source)
                 yield _Unchanged(source, file, {chunk.key: held.pop(chunk.key) for chunk in found})
 
-    def _share(self, source: Location, target: Location, file: WrittenFile) -> FileIdentity | None:
-        """Give a file a name in the new step; None if that is refused."""
+    def _share(self, folder: Location, one: _Unchanged) -> FileIdentity | None:
+        """Give a file a name in the folder of the new step; None if that is refused."""
+        source, file, target = one.source, one.file, folder / one.file.path
         if self._off:
             return None
         try:
@@ -377,8 +376,7 @@ def _digests_of(
     chunks: Sequence[tuple[int, int]], sources: Sources, awaited: threading.Event | None
 ) -> dict[tuple[int, int], bytes]:
     def digest(chunk: tuple[int, int]) -> bytes:
-        data: Bytes = chunk_bytes(sources[chunk[0]], chunk[1])
-        return content_digest(data)
+        return content_digest(chunk_bytes(sources[chunk[0]], chunk[1]))
 
     nbytes = sum(sources.specs[array].chunk_nbytes for array, _ in chunks)
     threads = min(_THREADS, os.cpu_count() or 1, 1 + nbytes // _SHARE)

@@ -171,9 +171,11 @@ class KnownTree:
         self.names = flat.names
         self._staging = staging
         self._memory = staging.memory
-        is_whole = [_is_whole(*pair) for pair in zip(leaves, copies, strict=True)]
-        self._leaves = KnownLeaves(flat.values, leaves, is_whole, staging.pinned_bytes)
         self._is_copied = [isinstance(leaf, ArrayLeaf) and leaf.volatile for leaf in leaves]
+        shapes = [[piece.array.shape for piece in _pieces(copy)] for copy in copies]
+        pairs = zip(self._is_copied, shapes, leaves, strict=True)
+        is_whole = [copied and found == [getattr(leaf, "shape", None)] for copied, found, leaf in pairs]
+        self._leaves = KnownLeaves(flat.values, leaves, is_whole, staging.pinned_bytes)
         self._copies: list[HostLeaf] = []
         self._arrays: list[NDArray[Any]] = []
         self._tensors: list[tuple[list[Any], int]] = []
@@ -224,14 +226,6 @@ class KnownTree:
                         pending.append((target, source))
             self._staging.copy(copies, pending, self._nbytes, started)
         return copies
-
-
-def _is_whole(leaf: HostLeaf, copy: HostLeaf) -> bool:
-    """Whether a leaf is copied, all of it, into one place."""
-    if isinstance(leaf, ValueLeaf) or not leaf.volatile:
-        return False
-    pieces = _pieces(copy)
-    return len(pieces) == 1 and pieces[0].array.shape == leaf.shape
 
 
 def _pieces(leaf: HostLeaf) -> Sequence[Piece]:

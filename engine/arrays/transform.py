@@ -153,14 +153,11 @@ def plain(value: Any) -> Any:
 def own(tree: Any) -> Any:
     """Return a tree of writable numpy arrays: read-only ones, which the cache may hold, are copied."""
     flat = flatten(tree)
-    copies = [value.copy() if _is_shared(value) else value for value in flat.values]
-    if all(one is other for one, other in zip(copies, flat.values, strict=True)):
+    are_shared = [isinstance(value, np.ndarray) and not value.flags.writeable for value in flat.values]
+    if not any(are_shared):
         return tree
-    return unflatten(flat.structure, copies)
-
-
-def _is_shared(value: Any) -> bool:
-    return isinstance(value, np.ndarray) and not value.flags.writeable
+    pairs = zip(flat.values, are_shared, strict=True)
+    return unflatten(flat.structure, [value.copy() if is_shared else value for value, is_shared in pairs])
 
 
 def load_transformed_tree(

@@ -136,7 +136,7 @@ class TreeWriter:
         """Copy arrays that may change, so that they may do so before the tree is written; return the copies."""
         leaves = self._tree.leaves
         if member.count > 1 and staging.needed(leaves) >= worth * len(leaves):
-            leaves = _needed(self._catalog, leaves, self._chunks_of(member))
+            leaves = _needed(self._catalog, leaves, self.plan.chunks_of(self._catalog, member))
         copies = staging.snapshot(leaves)
         self._tree = replace(self._tree, leaves=copies)
         return copies
@@ -161,7 +161,7 @@ class TreeWriter:
         data.make_directory(sync=False)  # the commit syncs the folder around it
         sync = member.count > 1
         token = short_token(member.token or os.urandom(16).hex())
-        chunks = self._chunks_of(member)
+        chunks = self.plan.chunks_of(self._catalog, member)
         sources = self._sources(chunks)
         layout = self._layout if location.is_local else self._layout.for_uploads()
         linked: list[WrittenFile] = []
@@ -255,9 +255,6 @@ class TreeWriter:
         at_once = max_concurrency(location)
         records = parallel_map(lambda path: write_file(location / path, files[path]), list(files), at_once)
         return written | dict(zip(files, records, strict=True))
-
-    def _chunks_of(self, member: ProcessInfo) -> ChunkIds:
-        return self.plan.chunks_of(self._catalog, member)
 
     @property
     def _catalog(self) -> Catalog:

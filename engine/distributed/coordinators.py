@@ -322,7 +322,7 @@ class TorchCoordinator:
 
     def _start_wait(self, key: str) -> Future[bytes]:
         """Return the wait for a key, which begins unless another thread has begun it."""
-        from concurrent.futures import Future  # not above: only programs of several processes need it
+        from concurrent.futures import Future  # imported lazily: only programs of several processes need it
 
         made: Future[bytes] = Future()
         wait = self._waits.setdefault(key, made)

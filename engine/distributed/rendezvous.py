@@ -102,7 +102,7 @@ class DeadlinePassedError(Exception):
 
 def call_within(seconds: float, work: Callable[..., T], *inputs: Any) -> T:
     """Call a function that may wait without a deadline in a thread, and raise DeadlinePassedError at the deadline."""
-    import queue  # not above: only programs of several processes need it
+    import queue  # imported lazily: only programs of several processes need it
 
     answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
@@ -292,9 +292,28 @@ class Rendezvous:
 
         Process 0 deletes the keys once all processes have closed the rendezvous, when it closes this or a later one.
         """
-        if not self._closed:
-            self._closed = True
-            _retire(self.coordinator, self._prefix, self._stored, self._deleted)
+        if self._closed:
+            return
+        self._closed = True
+
+        def work(coordinator: Coordinator) -> None:
+            if self.index:
+                key = _process_key(f"{self._prefix}/left", self.index)
+                coordinator.put(key, json.dumps(self._stored[:_MOST_KEYS]).encode())
+                return
+            folders = itertools.groupby(range(1, self.count), key=_folder_end)
+            pending = [[_process_key(f"{self._prefix}/left", process) for process in some] for _, some in folders]
+            with _lock:
+                retired = _retired.setdefault(coordinator, [])
+                retired.append(_Retired([*self._stored, f"{self._prefix}/failed"], self._deleted, pending))
+                del retired[:-_MOST_RETIRED]
+                # The other processes have closed those of earlier saves, and may still use this one.
+                retired[:] = [one for one in retired if not one.sweep(coordinator)]
+
+        try:
+            self.coordinator.run(work)
+        except Exception as error:
+            _logger.debug("%s: its keys stay in the store: %s", self._prefix, error)
 
     @contextlib.contextmanager
     def _waiting(self, topic: str, timeout: float, met: range, missing: Callable[[], Sequence[int]]) -> Iterator[float]:
@@ -442,30 +461,6 @@ def missed_a_process(error: BaseException | None) -> bool:
     return isinstance(error, BarrierTimeoutError)
 
 
-def _retire(bounded: BoundedCoordinator, prefix: str, keys: Sequence[str], deleted: set[str]) -> None:
-    """Note that this process has closed a rendezvous; process 0 deletes its keys once all others have, too."""
-
-    def work(coordinator: Coordinator) -> None:
-        if coordinator.process_index:
-            key = _process_key(f"{prefix}/left", coordinator.process_index)
-            coordinator.put(key, json.dumps(keys[:_MOST_KEYS]).encode())
-            return
-        others = range(1, coordinator.process_count)
-        folders = itertools.groupby(others, key=_folder_end)
-        pending = [[_process_key(f"{prefix}/left", process) for process in some] for _, some in folders]
-        with _lock:
-            retired = _retired.setdefault(coordinator, [])
-            retired.append(_Retired([*keys, f"{prefix}/failed"], deleted, pending))
-            del retired[:-_MOST_RETIRED]
-            # The other processes have closed those of earlier saves, and may still use this one.
-            retired[:] = [one for one in retired if not one.sweep(coordinator)]
-
-    try:
-        bounded.run(work)
-    except Exception as error:
-        _logger.debug("%s: its keys stay in the store: %s", prefix, error)
-
-
 @dataclass(slots=True)
 class _Retired:
     """A rendezvous that process 0 has closed, and some others have not."""
@@ -490,7 +485,7 @@ class _Retired:
 
 
 def _quoted(text: str) -> str:
-    from urllib.parse import quote  # not above: only programs of several processes need it
+    from urllib.parse import quote  # imported lazily: only programs of several processes need it
 
     return quote(text, safe="")
 

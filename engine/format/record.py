@@ -258,8 +258,7 @@ def own_item(files: Mapping[str, FileRecord]) -> ItemRecord | None:
 
 def own_shares(files: Mapping[str, FileRecord]) -> list[ItemRecord]:
     """Return the trees of single processes inside a tree's folder, in the order of the processes."""
-    own = own_item(files)
-    return [] if own is None else own.shares()
+    return [] if (own := own_item(files)) is None else own.shares()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -297,19 +297,11 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
             tree = load_transformed_tree(reader, transforms, item, default_to_original=to_original, requests=requests)
         else:
             began = reader.began() if as_saved and type(reader) is TreeReader else None
+            given: dict[str, Any] = {"requests": requests, "began": began, "shared": shared}
             if template is not None and entries is not None:
-                tree = load_entries(reader, template, requests=requests, began=began, shared=shared)
+                tree = load_entries(reader, template, **given)
             else:
-                tree = load_tree(
-                    reader,
-                    like=template,
-                    select=select,
-                    requests=requests,
-                    began=began,
-                    shared=shared,
-                    cast=cast,
-                    subset=subset,
-                )
+                tree = load_tree(reader, like=template, select=select, cast=cast, subset=subset, **given)
         return restore_external(tree, directory, files, kept, self._registry, args) if kept else tree
 
     def structure(

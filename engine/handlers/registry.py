@@ -9,7 +9,7 @@ import dataclasses
 import json
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..arrays import check_files, fsync_and_digest
 from ..errors import OptionError, UnsupportedLeafError, itemized, shortened
@@ -173,12 +173,8 @@ def register_type_handler(leaf_type: type, handler: TypeHandler, *, override: bo
 FOLDER = "leaves"  # folder of the leaves' own folders, each named by the number of its leaf in the tree
 
 
-class _Group(NamedTuple):
-    handler: TypeHandler
-    numbers: list[int]
-    values: list[Any]
-    infos: Sequence[ParamInfo]
-    args: list[SaveArgs]
+# A handler, the numbers of its leaves in the tree, and their values, infos and arguments.
+_Group = tuple[TypeHandler, list[int], list[Any], Sequence[ParamInfo], list[SaveArgs]]
 
 
 class ExternalLeaves:
@@ -215,7 +211,7 @@ class ExternalLeaves:
                 with _explained(handler, "snapshot", leaves):
                     mine = [handler.snapshot(value) for value in mine]
             asked = [args[number] or SaveArgs() for number in numbers]
-            self._groups.append(_Group(handler, numbers, mine, infos, asked))
+            self._groups.append((handler, numbers, mine, infos, asked))
 
     def write(self, folder: Location) -> Files:
         if not self._groups:

@@ -62,7 +62,7 @@ class LocalTier(StepPlace):
         self._run, self._processes, self._clock, self._events = run.steps, run.processes, run.clock, run.events
         self.reason = f"every {self._options.every} steps"
         self._previous: int | None = None  # the step after which the next local save is due
-        self._reached: int | None = None  # the last step of the program that this has seen
+        self._seen: int | None = None  # the last step of the program that this has seen
         self._before: int | None = None  # the step before, unless the run has gone back since
         self._newest = -1  # the largest local step of the history
         # The step of a restore since then, and whether it was a local one: perhaps the program only looks at it.
@@ -114,24 +114,24 @@ class LocalTier(StepPlace):
 
     def due(self, step: int) -> bool:
         """Return whether a local save is due at a step."""
-        self._reach(step)
+        self._see(step)
         if self._previous is None:
             self._previous = step - 1
         return passes(self._options.every, step, self._previous)
 
     def restored(self, step: int) -> dict[str, Any]:
         is_local = step in self.held
-        if self._reached is None:
+        if self._seen is None:
             self._previous = step
             self._continue_after(step, self._hosts.program.branches if is_local else ())
         else:
             self._restored = step, is_local
         return {"local": True, "peer_bytes": self.bytes_from_peers} if is_local else {}
 
-    def _reach(self, step: int, *, again: bool = False) -> None:
+    def _see(self, step: int, *, again: bool = False) -> None:
         """Take a step of the program, and change the history if the run has gone back, or saves a step ``again``."""
         # The steps are the same on all processes, and decide which local saves are due; a restore may be of one only.
-        last, self._reached = self._reached, step
+        last, self._seen = self._seen, step
         restored, self._restored = self._restored, None
         if last is None or step > last:
             self._before = last
@@ -189,8 +189,8 @@ class LocalTier(StepPlace):
     def reached(self, point: Point, step: int) -> None:
         if point == "saving":
             self.held = {held: found for held, found in self.held.items() if held < step}
-            before, last = self._history, self._reached
-            self._reach(step, again=True)
+            before, last = self._history, self._seen
+            self._see(step, again=True)
             # If the step is saved once more, the local one counts until the commit; then that of the directory does.
             self._saving = before if step == last else self._history, self._history
         elif point == "commit":
@@ -204,6 +204,10 @@ class LocalTier(StepPlace):
                     _logger.debug("%s: the history after step %d is not noted: %s", self._run.location, step, error)
             with self._noting:
                 self._keep(_on_line(self._kept, history))
+        elif point == "deleted":
+            self._continue_after(-1, ())
+            self._keep({})
+            self._forget_found()
 
     def note(self, history: LocalHistory) -> None:
         """Note a history right before the commit of a save, so that other local steps do not count; on process 0."""
@@ -211,11 +215,6 @@ class LocalTier(StepPlace):
             if history.number >= self._noted:  # the same again after a step was fetched from the mirror
                 self._run.note_branches(history.branches)
                 self._noted = history.number
-
-    def forget(self) -> None:
-        self._continue_after(-1, ())  # no local step is to bring back one that was deleted
-        self._keep({})
-        self._forget_found()
 
     def _keep(self, kept: dict[str, int]) -> None:
         self._kept, self._saved = kept, frozenset(kept.values())

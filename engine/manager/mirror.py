@@ -78,8 +78,7 @@ class MirrorStatus:
 class _Copying:
     """The copy of a step: its throttle, its progress, and its rate while no save makes it wait."""
 
-    def __init__(self, step: int, record: CheckpointRecord, rate: float | None) -> None:
-        self.step = step
+    def __init__(self, record: CheckpointRecord, rate: float | None) -> None:
         self.record = record
         self.throttle = Throttle(rate)
         self.progress = CopyProgress()
@@ -238,26 +237,20 @@ class RunMirror(StepPlace):
     # ---- from the run to the mirror
 
     def reached(self, point: Point, step: int) -> None:
+        is_primary = self._processes.is_primary
         with self._wake:
-            if point == "changed":
+            if point in ("changed", "deleted"):
                 self._due = True
-                if self._processes.is_primary and self._thread is None and not self._ending.is_set():
+                if is_primary and self._thread is None and not self._ending.is_set():
                     self._thread = Helper(self._work, "holdfast-mirror", daemon=True)
                     self._thread.start()
                     _open.add(self)
             elif point in ("saving", "ended"):
                 self._saving = point == "saving" and self._run.location.is_local
             self._changed()
-
-    def forget(self) -> None:
-        if not self._processes.is_primary:
-            return
-        # Otherwise a later run would fetch them.
-        with self._wake:
-            self._due = True
-            self._changed()
-            self._wake.wait_for(lambda: not self._run.tombstones or self._error is not None, DELETION_WAIT)
-        if self._run.tombstones:
+            if point == "deleted" and is_primary:
+                self._wake.wait_for(lambda: not self._run.tombstones or self._error is not None, DELETION_WAIT)
+        if point == "deleted" and is_primary and self._run.tombstones:
             self._warn_left(self._error or "it has not answered yet")
 
     def _warn_left(self, why: object) -> None:
@@ -296,7 +289,7 @@ class RunMirror(StepPlace):
         return MirrorStatus(
             path=str(self.location),
             step=None if self._far is None else max(self._far.steps(), default=None),
-            copying=None if copying is None else copying.step,
+            copying=None if copying is None else copying.record.step,
             bytes_left=self._bytes_left(),
             bytes_per_second=self._rate,
             error=self._error,
@@ -306,7 +299,7 @@ class RunMirror(StepPlace):
         """Copy the newest step, due or not; within a time that is given, in seconds, only if it is long enough."""
         limit = self._limit if timeout is None else timeout
         if self._ending.is_set() and self._has_finished:  # steps after the save of a preemption were recorded since
-            late = Helper(self._refresh_newest, "holdfast-mirror", daemon=True)
+            late = Helper(lambda: self._refresh(self._newest()), "holdfast-mirror", daemon=True)
             late.start()
             late.join(limit)
         elif self._thread is None:  # the manager has only read
@@ -343,9 +336,9 @@ class RunMirror(StepPlace):
 
     def _tell(self) -> None:
         """Log where the newest step is, if the mirror lacks it."""
-        if (lacking := self._lacking()) is None:
+        if (record := self._lacking()) is None:
             return
-        step, record = lacking
+        step = _step_of(record)
         there, place = self.status().step, self._run.step_location(step)
         newest = "there is no step" if there is None else f"the newest is step {there}"
         why = f" ({self._error})" if self._error else ""
@@ -411,8 +404,8 @@ class RunMirror(StepPlace):
 
     def _check_copying(self, copying: _Copying) -> None:
         newest = self._newest()
-        is_last = not self._final or newest is None or newest[0] == copying.step
-        if self._ending.is_set() or not is_last or not self._is_here(copying.step, copying.record):
+        is_last = not self._final or newest is None or newest.step == copying.record.step
+        if self._ending.is_set() or not is_last or not self._is_here(copying.record):
             raise _Obsolete
 
     def _round(self, final: bool) -> None:
@@ -420,41 +413,42 @@ class RunMirror(StepPlace):
         while True:
             self._delete_covered(far)  # before a step that was deleted meanwhile, and saved again, is copied
             self._follow(far)
-            if (found := self._next(far, final or self._final)) is None:
+            if (record := self._next(far, final or self._final)) is None:
                 break
-            before = max((step for step in far.steps() if step < found[0]), default=None)
-            self._copy(far, *found)
-            self._refresh(before)
+            before = max((step for step in far.steps() if step < _step_of(record)), default=-1)
+            self._copy(far, record)
+            self._refresh(self._run.known_record(before))
         if final or self._final:
-            self._refresh_newest()
+            self._refresh(self._newest())
 
     def _delete_covered(self, far: RunDirectory) -> None:
         """Delete the steps that the run has deleted explicitly and not saved again, the latest first."""
         tombstones = self._run.settled_tombstones()
         for step in reversed(far.steps_and_damaged()) if tombstones else ():
             record = far.record(step) if step in far else None
-            if tombstones.cover(step, record) and (record is None or not self._is_here(step, record)):
+            if tombstones.cover(step, record) and (record is None or not self._is_here(record)):
                 far.delete(step)
         self._run.clear_tombstones(tombstones)
         self._changed()
 
-    def _next(self, far: RunDirectory, final: bool) -> tuple[int, CheckpointRecord] | None:
+    def _next(self, far: RunDirectory, final: bool) -> CheckpointRecord | None:
         """Return the step to copy: the newest one, if it is due and not there."""
-        newest = self._lacking()
-        if newest is None or newest[1].fingerprint in self._refused:
+        record = self._lacking()
+        if record is None or record.fingerprint in self._refused:
             return None
-        step, record = newest
+        step = _step_of(record)
         before = max((one for one in far.steps() if one < step), default=None)
         if final or before is None or step in far.steps_and_damaged():
-            return newest
+            return record
         moment = Moment(step=step, previous=before, now=record.time, last=far.record(before).time)
-        return newest if decide(self._triggers, moment) else None
+        return record if decide(self._triggers, moment) else None
 
-    def _copy(self, far: RunDirectory, step: int, record: CheckpointRecord) -> None:
+    def _copy(self, far: RunDirectory, record: CheckpointRecord) -> None:
+        step = _step_of(record)
         far.sweep_partial(besides=step)
         far.make_room(step, replaces=True)
         began = time.monotonic()
-        copying = _Copying(step, record, self._bandwidth)
+        copying = _Copying(record, self._bandwidth)
         with self._wake:
             self._copying = copying
             self._changed()
@@ -474,7 +468,7 @@ class RunMirror(StepPlace):
                 self._check_copying(copying)
                 far.ownership.check()
         except DamagedCheckpointError as error:
-            if not self._is_here(step, record):
+            if not self._is_here(record):
                 raise _Obsolete from error
             self._refused.add(record.fingerprint)
             _logger.warning(
@@ -506,15 +500,11 @@ class RunMirror(StepPlace):
                     far.ownership.check()
                     far.add(info.step, follow(far.step_location(info.step), copy, original))
 
-    def _refresh(self, step: int | None) -> None:
+    def _refresh(self, record: CheckpointRecord | None) -> None:
         """Copy what the witness has recorded of the steps after one, since that was copied."""
-        far, record = self._far, None if step is None else self._run.known_record(step)
-        if far is not None and step is not None and record is not None and _is_copy(far.known_record(step), record):
-            copy_witness(self._run.step_location(step), far.step_location(step), again=True)
-
-    def _refresh_newest(self) -> None:
-        newest = self._newest()
-        self._refresh(None if newest is None else newest[0])
+        if self._far is not None and record is not None and _is_same(self._far, record):
+            step = _step_of(record)
+            copy_witness(self._run.step_location(step), self._far.step_location(step), again=True)
 
     def _look(self) -> RunDirectory:
         """Return the steps in the mirror, read again unless this run writes there."""
@@ -532,7 +522,7 @@ class RunMirror(StepPlace):
             same = ours == theirs.run or not far.steps_and_damaged()
         else:  # a common step decides
             common = [step for step in far.steps() if step in self._run]
-            same = any(self._is_here(step, far.record(step)) for step in common)
+            same = any(self._is_here(far.record(step)) for step in common)
             same = same or not (common or (theirs.run is not None and self._run.steps()))
         if not same:
             self._foreign = True
@@ -564,10 +554,9 @@ class RunMirror(StepPlace):
                 far = self._look()
                 self._check_same_run(far)
                 self._changes = True
-            newest = self._newest()
             belongs = RunIdentity(run=self._run.identity.run, directory=self._run.location.url)
             try:  # this may take long, and others only look
-                far.acquire(self._run.stored_metadata(), belongs, partial=None if newest is None else newest[1])
+                far.acquire(self._run.stored_metadata(), belongs, partial=self._newest())
             except BaseException:
                 self._changes = False
                 raise
@@ -577,29 +566,26 @@ class RunMirror(StepPlace):
 
     # ---- the steps in both places
 
-    def _newest(self) -> tuple[int, CheckpointRecord] | None:
+    def _newest(self) -> CheckpointRecord | None:
         """Return the step that the run saved last, else its newest: later steps are of another branch."""
-        for step in (self._run.last_saved, max(self._run.steps(), default=None)):
-            if step is not None and (record := self._run.known_record(step)) is not None:
-                return step, record
-        return None
+        saved, newest = self._run.last_saved, max(self._run.steps(), default=-1)
+        return (None if saved is None else self._run.known_record(saved)) or self._run.known_record(newest)
 
-    def _is_here(self, step: int, record: CheckpointRecord) -> bool:
-        return _is_copy(self._run.known_record(step), record)
+    def _is_here(self, record: CheckpointRecord) -> bool:
+        return _is_same(self._run, record)
 
-    def _lacking(self) -> tuple[int, CheckpointRecord] | None:
+    def _lacking(self) -> CheckpointRecord | None:
         """Return the newest step of the run, unless the mirror has it, as far as it is known."""
         newest = self._newest()
-        is_there = newest and self._far is not None and _is_copy(self._far.known_record(newest[0]), newest[1])
-        return None if is_there else newest
+        return None if newest is not None and self._far is not None and _is_same(self._far, newest) else newest
 
     def _bytes_left(self) -> int:
         lacking, copying = self._lacking(), self._copying
         if lacking is None:
             return 0
-        if copying is not None and copying.step == lacking[0] and copying.progress.total:
+        if copying is not None and copying.record.step == lacking.step and copying.progress.total:
             return copying.progress.total - copying.progress.done
-        return lacking[1].nbytes
+        return lacking.nbytes
 
     # ---- errors
 
@@ -621,8 +607,15 @@ class RunMirror(StepPlace):
         _logger.warning(text, self.location, then, self._run.location, what, error)
 
 
-def _is_copy(known: CheckpointRecord | None, record: CheckpointRecord) -> bool:
+def _is_same(steps: RunDirectory, record: CheckpointRecord) -> bool:
+    """Return whether a directory has the step of a record, or a copy of it."""
+    known = steps.known_record(_step_of(record))
     return known is not None and known.fingerprint == record.fingerprint
+
+
+def _step_of(record: CheckpointRecord) -> int:
+    assert record.step is not None
+    return record.step
 
 
 _open: weakref.WeakSet[RunMirror] = weakref.WeakSet()

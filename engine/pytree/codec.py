@@ -98,15 +98,10 @@ def _saved_by_torch(value: Any) -> Any:
     content = io.BytesIO()
     try:
         torch.save(value.detach() if is_torch_tensor(value) else value, content)
-        _loaded_by_torch(content.getvalue())
+        torch.load(io.BytesIO(content.getvalue()), weights_only=True)
     except Exception:  # torch raises errors of many kinds, which the refusal of the leaf replaces
         return value
     return {_SAVED: content.getvalue()}
-
-
-def _loaded_by_torch(content: bytes) -> Any:
-
-    return torch.load(io.BytesIO(content), weights_only=True)
 
 
 def _like(original: Any, entries: dict[Any, Any]) -> Any:
@@ -123,13 +118,11 @@ def decode_state(value: Any) -> Any:
             found = value[_TORCH] if is_torch_tensor(value[_TORCH]) else tensor_of(np.asarray(value[_TORCH]))
             return with_strides(found, value.get(STRIDES))
         if value.keys() == {_JAX}:
-            import jax.numpy as jnp
-
-            return jnp.asarray(value[_JAX])
+            return jax.numpy.asarray(value[_JAX])
         if value.keys() == {_KEY, "impl"}:
             return jax.random.wrap_key_data(jax.numpy.asarray(value[_KEY]), impl=value["impl"])
         if value.keys() == {_SAVED}:
-            return _loaded_by_torch(value[_SAVED])
+            return torch.load(io.BytesIO(value[_SAVED]), weights_only=True)
         if value.keys() == {_BYTES} and isinstance(value[_BYTES], bytes):
             return bytearray(value[_BYTES])
         if value.keys() == {_PAIRS}:

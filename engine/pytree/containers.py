@@ -49,7 +49,9 @@ def expand(value: object, objects: NnxObjects | None = None) -> Contents | None:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
         values = [getattr(value, name) for name in names]
-        return Contents("dataclass", list(names), values, partial(_dataclass, value, names), class_name(value))
+        return Contents(
+            "dataclass", list(names), values, partial(_copied, value, object.__setattr__, names), class_name(value)
+        )
     return None
 
 
@@ -78,7 +80,7 @@ def _open_mapping(value: Any, kind: str, make: Callable[[Any], Any], label: str 
 def _open_ordered(value: Any) -> Contents:
     if value.__dict__:  # torch keeps versions of modules in an attribute of its state dicts
         keys = list(value)
-        return Contents("ordered_dict", keys, list(value.values()), partial(_copied_dict, value, keys))
+        return Contents("ordered_dict", keys, list(value.values()), partial(_copied, value, operator.setitem, keys))
     return _open_mapping(value, "ordered_dict", OrderedDict)
 
 
@@ -177,33 +179,23 @@ def _with_functions(treedef: Any, children: list[Any]) -> Any:
 
 
 def _entry_key(entry: Any) -> Any:
-    for attribute in ("key", "name", "idx"):  # DictKey and FlattenedIndexKey, GetAttrKey, SequenceKey
-        if hasattr(entry, attribute):
-            return getattr(entry, attribute)
-    return str(entry)
+    names = ("key", "name", "idx")  # of DictKey and FlattenedIndexKey, GetAttrKey, SequenceKey
+    return next((getattr(entry, name) for name in names if hasattr(entry, name)), str(entry))
 
 
 def _open_subclass(value: Any, kind: str) -> Contents:
     if kind in {"list", "tuple"}:
         return Contents(kind, None, list(value), type(value), class_name(value))
     keys = list(value)
-    rebuild = _mapping if kind == "mapping" else _copied_dict
-    return Contents(kind, keys, [value[key] for key in keys], partial(rebuild, value, keys), class_name(value))
+    build = partial(_mapping, value, keys) if kind == "mapping" else partial(_copied, value, operator.setitem, keys)
+    return Contents(kind, keys, [value[key] for key in keys], build, class_name(value))
 
 
-def _dataclass(template: Any, names: list[str], values: list[Any]) -> Any:
-    # The constructor is not called: it may compute fields again, and fields that it does not take are leaves, too.
-    built = copy.copy(template)
-    for name, value in zip(names, values, strict=True):
-        object.__setattr__(built, name, value)  # frozen ones, too
-    return built
-
-
-def _copied_dict(template: Any, keys: list[Any], values: list[Any]) -> Any:
-    # A copy keeps the attributes of the subclass, and does not call its constructor.
+def _copied(template: Any, assign: Callable[[Any, Any, Any], None], keys: list[Any], values: list[Any]) -> Any:
+    # A copy keeps what is no child. A constructor may compute fields again, and not take all that are leaves.
     built = copy.copy(template)
     for key, value in zip(keys, values, strict=True):
-        built[key] = value
+        assign(built, key, value)
     return built
 
 

@@ -21,7 +21,6 @@ from .leaves import (
     ArrayLeaf,
     LeafMetadata,
     LeafProblem,
-    Piece,
     StaticLeaf,
     ValueLeaf,
     is_jax_abstract,
@@ -218,11 +217,7 @@ class KnownLeaves:
         self._arrays = [_ARRAY_FACTS(values[position]) for position in self.arrays]
         self._whole = WholeArrays([values[position] for position in self.whole])
         self._others = [_facts(leaves[position]) for position in self.others]
-        self._held = {
-            position: ArrayLeaf(leaf.dtype, leaf.shape, [], False, leaf.details)
-            for position in self.whole
-            if isinstance(leaf := leaves[position], ArrayLeaf)
-        }
+        self._held = {position: leaves[position].details for position in self.whole}
 
     def take(self, values: Sequence[Any]) -> TakenLeaves | None:
         """Return the leaves of a tree, ready to be copied or held; None if they are not like those known."""
@@ -260,8 +255,7 @@ class KnownLeaves:
         known = self._held.get(position)
         if known is None:
             return describe_python(value)
-        array: NDArray[Any] = np.asarray(value)
-        return ArrayLeaf(known.dtype, known.shape, [Piece((0,) * array.ndim, array)], False, known.details)
+        return ArrayLeaf.of(np.asarray(value), known)
 
 
 _ARRAY_FACTS = attrgetter("dtype", "shape")

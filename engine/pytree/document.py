@@ -279,25 +279,20 @@ def _plain_node(kind: str, keys: list[Key] | None, children: list[TreeDef | None
 
 def _select(node: TreeDef, flags: Any) -> TreeDef | None:
     """Return a container with the chosen leaves below it, or None where none is chosen."""
-    kept: list[tuple[int, TreeDef | None]] = []
-    empty = 0
+    kept: dict[int, TreeDef | None] = {}
     for index, child in enumerate(node.children):
         if child is None:
             if next(flags):
-                kept.append((index, None))
-        elif not _has_leaves(child):
-            empty += 1
+                kept[index] = None
         elif (smaller := _select(child, flags)) is not None:
-            kept.append((index, smaller))
+            kept[index] = smaller
     if not kept:
         return None
-    if len(kept) + empty == len(node.children):
-        smaller_children = dict(kept)
-        children = [smaller_children.get(index, child) for index, child in enumerate(node.children)]
-        return _plain_node(node.kind, node.keys, children, node.label)
-    keys: list[Key] = [index if node.keys is None else node.keys[index] for index, _ in kept]
-    kind = "dict" if node.keys is None else node.kind
-    return _plain_node(kind, keys, [child for _, child in kept], node.label)
+    children = dict(enumerate(node.children))
+    if all(index in kept or (child is not None and not _has_leaves(child)) for index, child in children.items()):
+        return _plain_node(node.kind, node.keys, list((children | kept).values()), node.label)
+    keys: list[Key] = [index if node.keys is None else node.keys[index] for index in kept]
+    return _plain_node("dict" if node.keys is None else node.kind, keys, list(kept.values()), node.label)
 
 
 def _has_leaves(node: TreeDef) -> bool:

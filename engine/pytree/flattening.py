@@ -23,7 +23,6 @@ from .leaves import (
     ArrayLeaf,
     Details,
     LeafMetadata,
-    Piece,
     StaticLeaf,
     is_jax_abstract,
     is_jax_array,
@@ -353,7 +352,7 @@ class PackedNumbers:
             assert self._items is not None
             array = self._array = _array(str(self._details["elements"]), self._items)
             self._items = None
-        return ArrayLeaf(array.dtype, array.shape, [Piece((0,) * array.ndim, array)], False, self._details)
+        return ArrayLeaf.of(array, self._details)
 
     def unpack(self) -> Any:
         """Return a new sequence with the same elements."""
@@ -456,12 +455,9 @@ def _elements(details: Details, array: NDArray[Any]) -> list[Any]:
 
 
 def _built(details: Details, items: list[Any]) -> Any:
-    builders: dict[Any, Callable[[list[Any]], Any]] = {
-        "tuple": tuple,
-        "deque": lambda found: deque(found, details.get("maxlen")),
-    }
-    sequence = details["sequence"]
-    return builders[sequence](items) if sequence in builders else items
+    if details["sequence"] == "deque":
+        return deque(items, details.get("maxlen"))
+    return tuple(items) if details["sequence"] == "tuple" else items
 
 
 def _unmixed(array: NDArray[Any]) -> list[Any]:

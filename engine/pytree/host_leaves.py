@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DamagedCheckpointError
-from .leaves import EXTERNAL, PLACEHOLDER, STATIC, ArrayLeaf, Details, ExternalLeaf, LeafProblem, Piece, ValueLeaf
+from .leaves import EXTERNAL, PLACEHOLDER, STATIC, ArrayLeaf, Details, ExternalLeaf, LeafProblem, ValueLeaf
 from .names import format_path
 
 _ARRAY: Details = {"kind": "numpy"}
@@ -76,14 +76,13 @@ def describe_numpy(value: Any) -> ArrayLeaf:
     if type(value) is not np.ndarray:
         if isinstance(value, np.generic):
             check_storable(value.dtype)
-            return ArrayLeaf(value.dtype, (), [Piece((), np.array(value))], False, _SCALAR)
+            return ArrayLeaf.of(np.array(value), _SCALAR)
         # The module of masked arrays is imported when it is first used, and takes longer than a small save.
         if isinstance(value, np.ma.MaskedArray):
             raise LeafProblem("is a masked array; store its data and its mask as arrays of their own")
         value = np.asarray(value)
-    dtype, shape = value.dtype, value.shape
-    check_storable(dtype)
-    return ArrayLeaf(dtype, shape, [Piece((0,) * len(shape), value)], True, _ARRAY)
+    check_storable(value.dtype)
+    return ArrayLeaf.of(value, _ARRAY, volatile=True)
 
 
 def is_python_value(value: object) -> bool:
@@ -97,12 +96,10 @@ def describe_python(value: Any) -> ArrayLeaf | ValueLeaf:
         if isinstance(value, kind):
             if kind is int and int(value) not in INT64:
                 break
-            return ArrayLeaf(dtype, (), [Piece((), np.array(kind(value), dtype))], False, details)
+            return ArrayLeaf.of(np.array(kind(value), dtype), details)
     if isinstance(value, str | bytes) and len(value) > _LONG:
         content = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
-        data = np.frombuffer(content, np.uint8)
-        long_kind = "str" if isinstance(value, str) else "bytes"
-        return ArrayLeaf(data.dtype, data.shape, [Piece((0,), data)], False, {"kind": long_kind})
+        return ArrayLeaf.of(np.frombuffer(content, np.uint8), {"kind": "str" if isinstance(value, str) else "bytes"})
     return ValueLeaf(encode_value(value))
 
 
@@ -142,12 +139,10 @@ def encode_value(value: Any) -> Details:
     if isinstance(value, complex):
         return {"kind": "complex", "value": [value.real.hex(), value.imag.hex()]}
     if isinstance(value, set | frozenset):
-        elements = []
         for element in value:
             if not is_python_value(element) or isinstance(element, set | frozenset):
                 raise LeafProblem(f"is a {type(value).__name__} with an element of type {type(element).__name__}")
-            elements.append(encode_value(element))
-        elements.sort(key=repr)  # the same set always gives the same document
+        elements = sorted(map(encode_value, value), key=repr)  # the same set always gives the same document
         return {"kind": "frozenset" if isinstance(value, frozenset) else "set", "value": elements}
     raise LeafProblem(f"is of type {type(value).__name__}")
 

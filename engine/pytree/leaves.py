@@ -70,7 +70,10 @@ class _Framework:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # those who look at any object ask for such names
             raise AttributeError(name)
-        return getattr(sys.modules.get(self._name) or required(self._name), name)
+        found = getattr(sys.modules.get(self._name) or required(self._name), name)
+        if isinstance(found, type) or not callable(found):  # a program may replace functions
+            setattr(self, name, found)
+        return found
 
 
 jax: Any = _Framework("jax")
@@ -182,6 +185,11 @@ class ArrayLeaf:
     # The parts with the processes that hold them, the same in all processes; they cover the array exactly once. None if
     # every process has the whole array.
     parts: tuple[Part, ...] | None = None
+
+    @classmethod
+    def of(cls, array: NDArray[Any], details: Details, *, volatile: bool = False) -> ArrayLeaf:
+        """Return a leaf that is one array, of which every process has all."""
+        return cls(array.dtype, array.shape, [Piece((0,) * array.ndim, array)], volatile, details)
 
     def copy(self) -> NDArray[Any]:
         """Return a new array with the elements of the pieces, which must cover the whole."""

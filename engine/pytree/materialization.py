@@ -268,23 +268,15 @@ def _is_as_read(leaf: Saved) -> bool:
 def _plain(leaf: Saved, array: NDArray[Any] | None, name: str) -> Any:
     if array is None:
         return decode_value(leaf.details, name)
-    if _is_as_read(leaf):
-        return array
     if leaf.kind in ARRAY_KINDS:
-        if array.dtype == np.float16 and array.shape[-1:] == (2,):
+        if not _is_as_read(leaf) and array.dtype == np.float16 and array.shape[-1:] == (2,):
             return np.ascontiguousarray(array, np.float32).view(np.complex64)[..., 0]
         return array
-    if leaf.kind in NUMBER_KINDS:
-        if array.shape != () or number_kind(array.dtype) != leaf.kind:
+    if leaf.kind in NUMBER_KINDS or leaf.kind == "numpy_scalar":
+        if array.shape != () or leaf.kind not in ("numpy_scalar", number_kind(array.dtype)):
             stored = spell("numpy", array.dtype, array.shape)
             raise DamagedCheckpointError(f"leaf {format_path(name)} is of kind {leaf.kind}, but {stored} is stored")
-        return _PYTHON[leaf.kind](array[()])
-    if leaf.kind == "numpy_scalar":
-        if array.shape != ():
-            raise DamagedCheckpointError(
-                f"leaf {format_path(name)} is of kind numpy_scalar, but has shape {array.shape}"
-            )
-        return array[()]
+        return _PYTHON[leaf.kind](array[()]) if leaf.kind in NUMBER_KINDS else array[()]
     if leaf.kind in {"str", "bytes"}:
         return decode_bytes(leaf.kind, array, name)
     if leaf.kind == NUMBERS:
@@ -304,19 +296,16 @@ def _number(template: LeafTemplate, value: Any, array: NDArray[Any] | None, name
     if not exact:
         raise _inexact(template, value, name)
     # Such an array may be more precise than Python's numbers.
-    wide = array is not None and array.dtype.kind in "fc" and array.dtype.itemsize > 8
-    if array is not None and wide and not _same(np.asarray(plain).astype(array.dtype), array):
-        raise _inexact(template, value, name)
+    if array is not None and array.dtype.kind in "fc" and array.dtype.itemsize > 8:
+        back = np.asarray(plain).astype(array.dtype)
+        if back != array and not (back != back and array != array):
+            raise _inexact(template, value, name)
     return type(template.leaf)(plain) if isinstance(template.leaf, Enum) else plain
 
 
 def _inexact(template: LeafTemplate, value: Any, name: str) -> _Inexact:
     expected = f"a Python {template.kind}" if template.kind in NUMBER_KINDS else str(template)
     return _Inexact(difference(format_path(name), expected, value, template.origin))
-
-
-def _same(one: NDArray[Any], other: NDArray[Any]) -> bool:
-    return bool(one == other or (one != one and other != other))
 
 
 def _part(

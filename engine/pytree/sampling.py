@@ -236,8 +236,7 @@ def _group(entries: list[tuple[int, Any]], flat: Any) -> _Group:
 def _address(tensor: Any) -> int:
     """Return the address of a tensor's memory, or 0 if it has none now, as a sharded parameter between two steps."""
     try:
-        address: int = tensor.data_ptr()
-        return address
+        return int(tensor.data_ptr())
     except RuntimeError:  # a tensor of a subclass
         return 0
 
@@ -319,7 +318,6 @@ def full_sum(leaf: Any) -> Any:
 
 @functools.cache
 def _compiled_gather() -> Any:
-
     def gather(arrays: list[list[Any]], strides: tuple[tuple[int, ...], ...]) -> list[Any]:
         pairs = (zip(*of_dtype, strict=True) for of_dtype in zip(arrays, strides, strict=True))
         return [jax.numpy.concatenate([array.reshape(-1)[::stride] for array, stride in pair]) for pair in pairs]

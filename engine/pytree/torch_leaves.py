@@ -86,14 +86,14 @@ class TorchDescriber:
         details = encoding.details if not value.requires_grad else {**encoding.details, "requires_grad": True}
         if not value.is_contiguous() and is_permuted(value.shape, strides := list(value.stride())):
             details = {**details, STRIDES: strides}
-        return ArrayLeaf(array.dtype, array.shape, [Piece((0,) * array.ndim, array)], volatile, details)
+        return ArrayLeaf.of(array, details, volatile=volatile)
 
     def describe_distributed(self, value: Any) -> ArrayLeaf:
         """Describe a DTensor: the part that this process holds, and which process holds which part."""
         sharding = self._sharding(value)
         array, volatile, encoding = self._array(value, self._own(value))
         shape, parts = sharding.shape, sharding.parts()
-        share = sharding.share(self._rank)
+        share = sharding.share(int(torch.distributed.get_rank()))
         pieces = []
         if share is not None:
             found = array.shape[: len(shape)]
@@ -106,7 +106,8 @@ class TorchDescriber:
         details: Details = {**encoding.details, "sharding": sharding.describe()}
         if value.requires_grad:
             details["requires_grad"] = True
-        return ArrayLeaf(array.dtype, shape, pieces, volatile, details, parts if self._count > 1 else None)
+        is_alone = int(torch.distributed.get_world_size()) == 1
+        return ArrayLeaf(array.dtype, shape, pieces, volatile, details, None if is_alone else parts)
 
     def _sharding(self, value: Any) -> DTensorSharding:
         """Return the sharding of a DTensor among all processes that have it, however many meshes it is on."""
@@ -119,14 +120,6 @@ class TorchDescriber:
             return sharding
         copies = tuple([Division(None)] * len(more))
         return DTensorSharding(_repeated(sharding.mesh, place[0], more), copies + sharding.divisions, sharding.shape)
-
-    @cached_property
-    def _rank(self) -> int:
-        return int(torch.distributed.get_rank())
-
-    @cached_property
-    def _count(self) -> int:
-        return int(torch.distributed.get_world_size())
 
     def _array(self, value: Any, own: Any) -> tuple[NDArray[Any], bool, TensorEncoding]:
         """Return the elements of a tensor, or of this process's part of it, and whether they can still change."""
@@ -219,20 +212,21 @@ class TensorEncoding(NamedTuple):
 @lru_cache(maxsize=128)
 def tensor_encoding(dtype: Any) -> TensorEncoding:
     name = str(dtype).removeprefix("torch.")
+    carrier = variant = None
     if name in _PAIRED:
-        details = {"kind": "torch", "torch_dtype": name}
-        return TensorEncoding(dtype, np.dtype(_PAIRED[name]), None, True, name, details)
-    if name in _COMMON_TYPES:
-        return TensorEncoding(dtype, np.dtype(name), None, False, None, {"kind": "torch"})
-    carrier = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}[dtype.itemsize]
-    import ml_dtypes  # not above: most programs without torch need nothing of it
+        stored, variant = np.dtype(_PAIRED[name]), name
+    elif name in _COMMON_TYPES:
+        stored = np.dtype(name)
+    else:
+        import ml_dtypes  # not above: most programs without torch need nothing of it
 
-    extended: Any = getattr(ml_dtypes, name, None)
-    if extended is not None and name.startswith(("float", "bfloat")):
-        return TensorEncoding(dtype, np.dtype(extended), carrier, False, None, {"kind": "torch"})
-    # Integers of less than 8 bits, packed numbers and the like: for torch they are bytes without operations.
-    details = {"kind": "torch", "torch_dtype": name}
-    return TensorEncoding(dtype, np.dtype(f"uint{8 * dtype.itemsize}"), carrier, False, name, details)
+        carrier = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}[dtype.itemsize]
+        is_number = name.startswith(("float", "bfloat")) and hasattr(ml_dtypes, name)
+        # Integers of less than 8 bits, packed numbers and the like: for torch they are bytes without operations.
+        stored = np.dtype(getattr(ml_dtypes, name) if is_number else f"uint{8 * dtype.itemsize}")
+        variant = None if is_number else name
+    details = {"kind": "torch"} if variant is None else {"kind": "torch", "torch_dtype": variant}
+    return TensorEncoding(dtype, stored, carrier, name in _PAIRED, variant, details)
 
 
 # ---- many small tensors in the host's memory, checked and copied together

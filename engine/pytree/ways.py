@@ -161,11 +161,10 @@ def _children(value: Any) -> list[_Child]:
     """Return what a way leads on to from an object: nothing from an array."""
     if type(value) is dict or isinstance(value, Mapping):
         return [_Child(str(key), operator.getitem, key, one) for key, one in [*value.items()]]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        pairs = zip(value._fields, value, strict=True)
-        return [_Child(name, operator.getitem, index, one) for index, (name, one) in enumerate(pairs)]
     if isinstance(value, list | tuple | deque):
-        return [_Child(str(index), operator.getitem, index, one) for index, one in enumerate([*value])]
+        names = getattr(value, "_fields", None) or map(str, range(len(value)))
+        pairs = zip(names, [*value], strict=True)
+        return [_Child(name, operator.getitem, index, one) for index, (name, one) in enumerate(pairs)]
     if _is_array(value) or isinstance(value, _CLOSED):
         return []
     if loaded("torch") is not None and isinstance(value, torch.nn.Module):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..arrays import TreeReader, TreeSource, naming, open_folder
 from ..clock import UNHEARD, Portion, Progress
 from ..errors import CheckpointNotFoundError, DamagedCheckpointError, HoldfastError, OptionError
+from ..forks import cached_property
 from ..format import OWN_FOLDER, CheckpointRecord, FileRecord, ItemRecord, own_shares
 from ..pytree import Patterns, format_path, unescape_key
 from ..steps import StepEntry, has_changed, has_record, read_again, read_record
@@ -41,7 +42,7 @@ class NativeCheckpoint(CheckpointSource):
         self.custom_metadata = self.record.custom_metadata
         self._opened: tuple[str, Location, Files] | None = None  # the item that was opened last
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return self.record.nbytes
 

@@ -26,25 +26,21 @@ METRICS = "metrics"  # kind of an item that only repeats the checkpoint's metric
 class CheckpointSource(Protocol):
     """One checkpoint, whichever library wrote it.
 
-    Classes that read checkpoints derive from this one. They set ``format``, ``location`` and ``items`` and define
-    :attr:`nbytes` and :meth:`tree`; everything else has a default that fits a format without that ability.
+    Classes that read checkpoints derive from this one. They set ``format``, ``location``, ``items`` and ``nbytes`` and
+    define :meth:`tree`; everything else has a default that fits a format without that ability.
     """
 
     format: str  # the name of the library that wrote it, such as ``"Orbax"``
     location: Location  # the directory or file
     # The kind of every item: ``TREE``, ``JSON``, ``METRICS``; items of other kinds are listed, not read.
     items: Mapping[str, str]
+    nbytes: int  # bytes of all its files
     step: int | None = None  # its step, as far as the checkpoint itself knows it
     reason: str = ""  # why it was saved, where that was noted
     time: float | None = None  # when it was committed, in seconds since 1970-01-01 UTC, where that was noted
     metrics: Mapping[str, Any] | None = None  # the metrics stored with it
     custom_metadata: Mapping[str, Any] | None = None  # the facts that the program stored with it, as JSON holds them
     unnamed: str = ""  # the name that the format gives to an item without a name
-
-    @property
-    @abc.abstractmethod
-    def nbytes(self) -> int:
-        """Bytes of all its files."""
 
     @abc.abstractmethod
     def tree(self, item: str) -> TreeSource:

@@ -32,7 +32,7 @@ def aligned_empty(nbytes: int) -> NDArray[np.uint8]:
 
     Large memory is a private anonymous mapping on a huge-page boundary; the system gets it back with its last view.
     """
-    import numpy as np  # not above: a listing of checkpoints imports this module, and needs no arrays
+    import numpy as np  # imported lazily: a listing of checkpoints imports this module, and needs no arrays
 
     if nbytes < _SMALLEST_MAPPING:
         memory = np.empty(nbytes + PAGE, np.uint8)

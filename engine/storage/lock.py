@@ -48,7 +48,7 @@ class FileLock:
         self.release()  # an interrupted attempt may have locked it
         with _descriptors, os_errors(self._place.url, "open"):
             descriptor = self.descriptor = open_own(self._place, flags)
-            self._close = weakref.finalize(self, os.close, descriptor)  # runs also when the holder is garbage
+            self._close = weakref.finalize(self, os.close, descriptor)  # runs even when the holder is garbage
             _held.add(self)
         try:
             self.obstacle = None

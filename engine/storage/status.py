@@ -6,7 +6,6 @@ import contextlib
 import errno
 import re
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import TypeVar
 
 from ..errors import (
@@ -23,31 +22,18 @@ from ..errors import (
 
 E = TypeVar("E", bound=HoldfastError)
 
-OS_ERRORS: dict[int, type[StorageError]] = {
-    errno.ENOENT: ObjectNotFoundError,
-    errno.ENOTDIR: ObjectNotFoundError,
-    errno.EACCES: StoragePermissionError,
-    errno.EPERM: StoragePermissionError,
-    errno.EROFS: StoragePermissionError,
-    errno.ENOSPC: StorageFullError,
-    errno.EDQUOT: StorageFullError,
-    errno.EFBIG: StorageFullError,
-    errno.EEXIST: StorageConflictError,
-    errno.ENOTEMPTY: StorageConflictError,
-    errno.ESTALE: StorageConflictError,
-    errno.ETIMEDOUT: StorageUnavailableError,
-    errno.EAGAIN: StorageUnavailableError,
-    errno.ECONNREFUSED: StorageUnavailableError,
-    errno.ECONNRESET: StorageUnavailableError,
-    errno.ECONNABORTED: StorageUnavailableError,
-    errno.EHOSTDOWN: StorageUnavailableError,
-    errno.EHOSTUNREACH: StorageUnavailableError,
-    errno.ENETDOWN: StorageUnavailableError,
-    errno.ENETUNREACH: StorageUnavailableError,
-    errno.ENOTCONN: StorageUnavailableError,
-    errno.ENAMETOOLONG: InvalidLocationError,
-    errno.ELOOP: InvalidLocationError,
+_NUMBERS: dict[type[StorageError], tuple[int, ...]] = {
+    ObjectNotFoundError: (errno.ENOENT, errno.ENOTDIR),
+    StoragePermissionError: (errno.EACCES, errno.EPERM, errno.EROFS),
+    StorageFullError: (errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
+    StorageConflictError: (errno.EEXIST, errno.ENOTEMPTY, errno.ESTALE),
+    StorageUnavailableError: (
+        *(errno.ETIMEDOUT, errno.EAGAIN, errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED),
+        *(errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.ENOTCONN),
+    ),
+    InvalidLocationError: (errno.ENAMETOOLONG, errno.ELOOP),
 }
+OS_ERRORS = {number: kind for kind, numbers in _NUMBERS.items() for number in numbers}
 """Error numbers with a class of their own; all others become plain StorageErrors."""
 
 _UNREADABLE = frozenset(
@@ -165,9 +151,7 @@ class os_errors:  # noqa: N801 - used like a function; each small file needs sev
     def __enter__(self) -> None:
         pass
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, OSError) and not isinstance(error, HoldfastError):
             raise map_os_error(error, self._path, self._action) from error
 

@@ -1,4 +1,4 @@
-"""The state of one component, without those of the components below it: how it is taken and restored.
+"""The state of one component, without the components below it: how it is taken and restored.
 
 A component with a ``get_state`` of its own decides what its state is. For all others it is everything that the walk of
 :mod:`~holdfast.integrations.graph` reaches from the object's attributes, up to the components below. The values that a
@@ -27,6 +27,7 @@ from ...engine.pytree import (
     PackedNumbers,
     Saved,
     TreeDocument,
+    collection_paused,
     describe,
     expand,
     flatten,
@@ -283,6 +284,7 @@ def prepare_state(
 ) -> Callable[[], OwnReport]:
     """Read the state of a component that has no ``set_state``; return a function that changes the component."""
     source = stored.checkpoint
+    graph = own_graph(component)
     restoration = Restoration(stored, component, ignore=ignore, final=True, ends=component.ends)
     restoration.progress.partial = True  # The report lists the values that are left over.
     misfits = Misfits()
@@ -299,7 +301,7 @@ def prepare_state(
         ) from error
 
     def apply() -> OwnReport:
-        before = _options(restoration.options)
+        before = _options(graph)
         prepared()
         report = restoration.report()
         unused = report.pending + report.unused
@@ -314,10 +316,8 @@ def prepare_state(
         kept = misfits.kept
         missing = [path for path in report.missing if path not in kept]
         unused = tuple(path for path in unused if path not in kept)
-        nodes = own_graph(component).leaves() if kept else ()
-        fresh = [node.value for node in nodes if format_node_path(node.path) in kept]
-        after = {} if modes else _options(restoration.options)
-        pairs = {path: (before.get(path, value), value) for path, value in after.items()}
+        fresh = [node.value for node in graph.leaves() if format_node_path(node.path) in kept]
+        pairs = {} if modes else {path: (before.get(path, value), value) for path, value in _options(graph).items()}
         changed = [f"{path} = {now} (program {mine})" for path, (mine, now) in pairs.items() if mine != now]
         changed += restoration.restore_modes() if modes else []
         return OwnReport((*lost, *missing), unused, kept, tuple(filter(is_torch_tensor, fresh)), tuple(changed))
@@ -325,12 +325,11 @@ def prepare_state(
     return apply
 
 
-def _options(slots: Mapping[Path, OptionSlot]) -> dict[str, Any]:
+def _options(graph: LiveGraph) -> dict[str, Any]:
     """Return the plain options of torch optimizers, such as learning rates that no schedule changes, by path."""
-    fixed = {
-        path: one.get() for path, one in slots.items() if one.name == "initial_lr" or "initial_lr" not in one.group
-    }
-    return {format_node_path(path): value for path, value in fixed.items() if is_python_value(value)}
+    slots = [(node.path, node.slot) for node in graph.leaves() if isinstance(node.slot, OptionSlot)]
+    fixed = [(path, one.get()) for path, one in slots if one.name == "initial_lr" or "initial_lr" not in one.group]
+    return {format_node_path(path): value for path, value in fixed if is_python_value(value)}
 
 
 def forget_moments(component: LiveComponent, tensors: Sequence[Any]) -> list[str]:
@@ -396,6 +395,7 @@ def _parameters(top: LiveComponent) -> dict[int, Path]:
     return top.parameters
 
 
+@collection_paused()
 def own_graph(component: LiveComponent) -> LiveGraph:
     """Return the graph of a component's own values, which ends at other components."""
     component.added.clear()

@@ -17,7 +17,7 @@ from ...engine.distributed import current_coordinator
 from ...engine.errors import StateError, UnmatchedObjectsError, shortened
 from ...engine.pytree import KeyProblem, PathFilter, Patterns, collection_paused, is_torch_tensor, key_segments
 from ...engine.sources import Misfits
-from .frameworks import OptionSlot, is_module
+from .frameworks import is_module
 from .matching import Matching
 from .saved import Rename
 from .slots import (
@@ -35,7 +35,7 @@ from .slots import (
 )
 from .stored import StoredGraph
 from .tracked import Node, Part, expect, forget
-from .values import PlainValues, ValueReader
+from .values import SavedValues
 from .views import Leaf
 from .walk import LiveGraph, LiveNode, walk
 
@@ -246,9 +246,8 @@ class Restoration:
         self._number = next(restore_numbers)
         graph = stored.graph.unwrapped()
         graph = graph.renamed(rename) if rename else graph
-        plain = PlainValues(stored, graph)
-        self._matching = Matching(graph, plain, final=final)
-        self._reader = ValueReader(stored, graph, plain)
+        self._values = SavedValues(stored, graph)
+        self._matching = Matching(graph, self._values, final=final)
         self._stored = stored
         self._ignored = frozenset(ignore)
         self._filter = PathFilter(select, exclude)
@@ -264,7 +263,6 @@ class Restoration:
         self.reported: set[Path] = set()  # values whose objects a save has found
         self._holders: list[weakref.ref[Any]] = []
         self._keepers: list[Keeper] = []
-        self.options: dict[Path, OptionSlot] = {}  # of optimizers, that `prepare` has read
 
     @property
     def root(self) -> Node | Part:
@@ -289,7 +287,6 @@ class Restoration:
         with collection_paused():
             values, known = self._prepared(self._matching.from_root(self.root), misfits)
         self._note(*(one for one, _ in values), *known)  # the report counts them as restored
-        self.options = {one.path: one.slot for one, _ in values if isinstance(one.slot, OptionSlot)}
         return partial(self._write, values, known)
 
     def restore_modes(self) -> list[str]:
@@ -404,7 +401,7 @@ class Restoration:
         """Return all values, read and compared with the program, and the assignments that are done already."""
         with self._matching.undone_on_error():
             due, known = self._sorted(found)
-            values = self._reader.read_values(due, misfits)
+            values = self._values.read_values(due, misfits)
             for one, value in values:
                 if isinstance(one.slot, MemberSlot):
                     one.slot.member(value)

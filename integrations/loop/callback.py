@@ -10,7 +10,7 @@ import operator
 import signal
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Never, Protocol, Self, TypeVar, overload
 
 from ...engine.checkpoint import AsyncCheckpointer
@@ -49,7 +49,7 @@ from .extras import (
     warn_of_unrestored,
 )
 from .first_steps import warn_of_index
-from .initial import InitialState
+from .initial import HYPERPARAMETERS, InitialState
 from .objects import adapter_for
 from .preemption import WITHOUT_GRACE, PreemptionSignal, grace_check
 from .resuming import all_steps, check_resume, peek, restore, unfinished_neighbour, warn_of_misfits
@@ -645,11 +645,13 @@ class CheckpointCallback:
         self.extras = {name: restored.extras[name] for name in extras}
         self._restored = restored.step
         state = initial.completed(adapter, restored.state)
+        facts = self._manager.custom_metadata(restored.step) or {}
         if offset is None:
-            offset = int((self._manager.custom_metadata(restored.step) or {}).get("step_offset", 0))
+            offset = int(facts.get("step_offset", 0))
             if not (restored.is_own or offset):
                 warn_of_index(restored.step, adapter.to_tree(state))
-        self._begin_steps(adapter, state, extras, restored.step, offset=offset, fresh=fresh)
+        began = facts.get(HYPERPARAMETERS, {}) if self._options.hyperparameters == "saved" else {}
+        self._begin_steps(adapter, state, extras, restored.step, offset=offset, fresh=fresh, began=began)
         shown = Report(restored.step, state, extras=self._with_generators(self.extras)).seen({})
         self._witness.resume(restored.step, shown, why_not_comparable(self._options, adapter.misfits))
         return state, restored.step + offset
@@ -721,6 +723,7 @@ class CheckpointCallback:
         *,
         offset: int,
         fresh: FreshTypes | None,
+        began: Mapping[str, Any] = MappingProxyType({}),
     ) -> StepSaver:
         """Set the global generators, when everything else is restored, and begin to watch the state."""
         replicated = self._options.replicated
@@ -729,7 +732,7 @@ class CheckpointCallback:
         )
         for loader in loaders_of(extras).values():
             loader.begin_run(self._announce)
-        saver.watch(state, extras, last, grows=self._has_peeked or self._options.partial is not None)
+        saver.watch(state, extras, last, began, grows=self._has_peeked or self._options.partial is not None)
         missing = [] if self._generators is None else self._generators.begin()
         if missing:
             logger.warning(
@@ -779,10 +782,11 @@ class CheckpointCallback:
         save = not saver.is_saved
         if save and not saver.save("preempted"):  # The next step is saved instead.
             return StepOutcome(False, "the step has a folder that is no checkpoint", should_stop=False)
-        what, goes_on = "stopping", self._after_signal.begin(report.left_in_epoch)
+        self._after_signal.finish_saves()
         self._manager.events.write("preempted", step=saver.step)
         self._ending.end()  # The steps that follow are to be repeated.
-        if goes_on:
+        what = "stopping"
+        if self._after_signal.begin(report.left_in_epoch):
             left = self._after_signal.left
             what += f" after {left} more step{'' if left == 1 else 's'}, which the resume is compared with"
         else:

@@ -11,6 +11,7 @@ import operator
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -152,6 +153,7 @@ def _sharded(init: Any, like: Any) -> Any:
 # part of a state, so a restore replaces them. A value that a schedule changes is no difference, but its initial rate
 # is.
 
+HYPERPARAMETERS = "hyperparameters"  # key in the metadata of a step, for `StartValues.changed`
 _SCHEDULED = ("lr", "base_momentum", "max_momentum", "max_lr", "min_lr")
 _INJECTED, _MOVED = "hyperparams", "hyperparams_states"
 
@@ -169,13 +171,26 @@ class Hyperparameters:
         made = initial.values(abstract) if abstract and initial is not None else {}
         self._leaves = {name: value for name, value in found.items() if name not in abstract} | made
 
-    def settle(self, state: Any, extras: Mapping[str, Any], counting: str, *, shown: bool) -> Any:
-        """Return the restored state with the hyperparameters that count, ``"saved"`` or ``"program"``; log others."""
+    def settle(
+        self,
+        state: Any,
+        extras: Mapping[str, Any],
+        counting: str,
+        *,
+        shown: bool,
+        began: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Any:
+        """Return the restored state with the hyperparameters that count, ``"saved"`` or ``"program"``; log others.
+
+        Those that the run has changed itself are no difference if the program still begins with what the run ``began``
+        with.
+        """
         is_mine, lines = counting == "program", []
+        moved = {} if is_mine else began
         for name, group, option in _options(state, extras):
             saved = _plain(group[option])
             mine = self._options.get(name, saved)
-            if _same(mine, saved) or _is_moved(group, option):
+            if _same(mine, saved) or _is_moved(group, option) or _same(mine, moved.get(name)):
                 continue
             lines.append(f"{name} (program {_short(mine)}, saved {_short(saved)})")
             if is_mine:
@@ -188,6 +203,7 @@ class Hyperparameters:
         lines += [
             f"{format_path(name)} (program {_short(mine)}, saved {_short(saved)})"
             for name, (mine, saved) in differing.items()
+            if not _same(mine, moved.get(name))
         ]
         if not lines:
             return state
@@ -209,6 +225,28 @@ class Hyperparameters:
         elif shown:  # The program has asked for values that it does not get.
             logger.warning(text, whose, counting, shortened(lines))
         return state
+
+
+class StartValues:
+    """The hyperparameters that a run began with; a save records those of them that the loop has changed by itself."""
+
+    def __init__(self, adapter: StateAdapter, state: Any, extras: Mapping[str, Any], began: Mapping[str, Any]) -> None:
+        self._adapter = adapter
+        self._options = list(_options(state, extras))
+        self._has_leaves = bool(_injected(adapter, state))
+        self._values = {**self._now(state), **began}
+
+    def changed(self, state: Any) -> dict[str, Any]:
+        """Return the values at the start that a state has others for."""
+        found = {name: (self._values.get(name, value), value) for name, value in self._now(state).items()}
+        return {name: start for name, (start, value) in found.items() if not _same(start, value)}
+
+    def _now(self, state: Any) -> dict[str, Any]:
+        options = [one for one in self._options if one[2] in one[1] and not _is_moved(*one[1:])]
+        found = {name: group[option] for name, group, option in options}
+        found |= _injected(self._adapter, state) if self._has_leaves else {}
+        values = {name: _plain(value) for name, value in found.items()}
+        return {name: one for name, one in values.items() if isinstance(one, int | float) and math.isfinite(one)}
 
 
 def _objects(state: Any, extras: Mapping[str, Any], kind: str) -> list[tuple[str, Any]]:

@@ -30,6 +30,7 @@ from .extras import (
     tree_of,
 )
 from .first_steps import FirstSteps
+from .initial import HYPERPARAMETERS, StartValues
 from .objects import VersionCounters, is_versioned
 from .states import STATE, StateAdapter, is_deleted, located
 from .witnessing import Witness
@@ -148,7 +149,7 @@ def _taking(extra: Any) -> Callable[[Any], Any]:
 
 
 class StepSaver:
-    """Keeps references to the last arguments of ``on_step``, and saves them, also when the loop has ended."""
+    """Keeps references to the last arguments of ``on_step``, and saves them, even when the loop has ended."""
 
     def __init__(
         self,
@@ -172,6 +173,7 @@ class StepSaver:
         self._saved: int | None = None
         self._first_steps: FirstSteps | None = None
         self._has_warned = False
+        self._start: StartValues | None = None
 
     @property
     def step(self) -> int | None:
@@ -183,8 +185,11 @@ class StepSaver:
         """Whether the last step is saved, or no step was reported."""
         return self.step is None or self.holds(self.step)
 
-    def watch(self, state: Any, extras: Mapping[str, Any], last: int | None, *, grows: bool) -> None:
-        """Begin to watch the state before the first step; ``last`` is the number of the step before, if it is known."""
+    def watch(
+        self, state: Any, extras: Mapping[str, Any], last: int | None, began: Mapping[str, Any], *, grows: bool
+    ) -> None:
+        """Begin to watch the state after step ``last``, if that is known; ``began`` has what the loop has changed."""
+        self._start = StartValues(self._adapter, state, extras, began)
         first = self._first_steps = FirstSteps(self._adapter)
         self._ask(lambda: first.begin(state, last, extras, grows=grows))
         self._versions.watch(self._live(state, {name: one for name, one in extras.items() if is_versioned(one)}))
@@ -274,9 +279,11 @@ class StepSaver:
         arguments: dict[str, Any] = {STATE: self._adapter.save_kwargs()}
         if self._fresh_extras is not None and "extras" in items:
             arguments["extras"] = {"fresh": self._fresh_extras}
-        kept = {"step_offset": self._step_offset} if self._step_offset else None
+        kept: dict[str, Any] = {"step_offset": self._step_offset} if self._step_offset else {}
+        if self._start is not None and (changed := self._start.changed(report.state)):
+            kept[HYPERPARAMETERS] = changed
         self._witness.save(report.step, lambda: report.seen(self._positions.taken), reported=reported)
-        return {"items": items, "metrics": metrics, "save_kwargs": arguments, "custom_metadata": kept}
+        return {"items": items, "metrics": metrics, "save_kwargs": arguments, "custom_metadata": kept or None}
 
     def _items(self, report: Report) -> dict[str, Any]:
         """Return the items of a checkpoint; each process has its own extras, except arrays."""

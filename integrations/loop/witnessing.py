@@ -331,9 +331,9 @@ class Witness:
         if not steps:
             return
         *others, last = steps
-        listed = f"steps {', '.join(map(str, others))} and {last} are" if others else f"step {last} is"
+        listed = f"steps {', '.join(map(str, others))} and {last} are those" if others else f"step {last} is that"
         self._event(tuple(self._layers))
-        self._say("exact: %s the same as before the stop (%s)", listed, ", ".join(self._layers.values()))
+        self._say("exact: %s of before the stop (%s)", listed, ", ".join(self._layers.values()))
 
     def _in_words(self, layer: str, saved: Record) -> str:
         if layer == "state":

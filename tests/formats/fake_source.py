@@ -51,11 +51,8 @@ class FakeCheckpoint(CheckpointSource):
     def __init__(self, location: Location, trees: Mapping[str, TreeSource], kinds: Mapping[str, str] = {}) -> None:
         self.location = location
         self.items = {**dict.fromkeys(trees, TREE), **kinds}
+        self.nbytes = sum(leaf.nbytes for tree in trees.values() for leaf in tree.leaves)
         self._trees = trees
-
-    @property
-    def nbytes(self) -> int:
-        return sum(leaf.nbytes for tree in self._trees.values() for leaf in tree.leaves)
 
     def tree(self, item: str) -> TreeSource:
         return self._trees[item]

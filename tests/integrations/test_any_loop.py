@@ -663,6 +663,43 @@ def test_what_an_optimizer_counts_in_its_groups_is_no_hyperparameter(
     assert group["k"] == 6
 
 
+def torch_by_hand(rate: float, step: int) -> Any:
+    net = Net(0)
+    return {"net": net, "optimizer": torch.optim.SGD(net.parameters(), rate)}
+
+
+def optax_by_hand(rate: float, step: int) -> Any:
+    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=rate)
+    params = {"w": jnp.ones(2)}
+    return {"params": params, "optimizer": tx.init(params)}
+
+
+@pytest.mark.parametrize("make", [torch_by_hand, optax_by_hand])
+def test_rates_that_the_loop_sets_itself_are_a_difference_only_if_the_program_begins_with_another(
+    make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = []
+    for rate in (0.1, 0.1, 0.1, 0.2, 0.2, 0.1):
+        caplog.clear()
+        with hf.CheckpointCallback(tmp_path) as checkpoint:
+            state, start = checkpoint.restore_or_initialize(make(rate, 0))
+            for step in range(start, start + 2):
+                if make is torch_by_hand:
+                    state["optimizer"].param_groups[0]["lr"] = 0.1 / (2 + step // 4)
+                else:
+                    state["optimizer"].hyperparams["learning_rate"] = jnp.asarray(0.1 / (2 + step // 4))
+                checkpoint.on_step(step + 1, state)
+        said.append("hyperparameters differ" in caplog.text)
+    assert said == [False, False, False, True, True, False]
+    assert hf.CheckpointManager(tmp_path).custom_metadata(12) == {
+        "hyperparameters": {
+            "optimizer.param_groups[0].lr"
+            if make is torch_by_hand
+            else "optimizer.hyperparams.learning_rate": pytest.approx(0.1)
+        }
+    }
+
+
 def test_what_a_schedule_moves_is_no_difference(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "holdfast")
     for step in (1, 2, 3):

@@ -360,7 +360,7 @@ def test_a_copy_gives_way_to_a_save(
 def test_the_measured_rate_is_that_of_a_copy_that_does_not_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(mirrors, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    copy = mirrors._Copying(1, None, None)  # type: ignore[arg-type]
+    copy = mirrors._Copying(None, None)  # type: ignore[arg-type]
     rates = []
     for measures, sent in ((True, 0), (False, 500), (True, 3), (False, 100), (False, 7)):
         copy.progress.arrived += sent

@@ -88,7 +88,7 @@ def test_a_resume_that_is_exact_says_what_was_compared(directory: str, caplog: p
     (line,) = [text for text in caplog.messages if text.startswith("exact: ")]
     generators = 5 if "torch" in sys.modules else 4
     what = f"batch, {generators} generators, epoch, step, loss, its leaf"
-    assert line == f"exact: steps 9 and 10 are the same as before the stop ({what})"
+    assert line == f"exact: steps 9 and 10 are those of before the stop ({what})"
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     events = run.checkpoint.manager.events.earlier()
     proofs = [event for event in events if event["event"] == "witness"]
@@ -129,7 +129,7 @@ def test_a_later_difference_is_named_too(tmp_path: Path, caplog: pytest.LogCaptu
     proof = train(30, 27)
     assert (proof.exact, proof.steps, proof.differs) == (False, (21, 22, 24), ("state",))
     said = [text.partition(" (")[0] for text in caplog.messages if "exact" in text]
-    assert said == ["exact: steps 21, 22 and 24 are the same as before the stop", "not exact from step 28 on: state"]
+    assert said == ["exact: steps 21, 22 and 24 are those of before the stop", "not exact from step 28 on: state"]
 
 
 class Model:
@@ -437,8 +437,7 @@ def steps_after(now: list[float], given: dict[str, Any], *, alone: bool = True) 
     preemption = PreemptionSignal()
     options = CallbackOptions(witness_steps_after_signal=given.get("most", 4), grace_secs=given.get("grace"))
     processes = SimpleNamespace(alone=alone, decide=lambda what, decide: decide())
-    waits = {"wait_until_finished": lambda: None, "finish_mirror": lambda seconds: True}
-    manager: Any = SimpleNamespace(observer=Unobserved(), processes=processes, **waits)
+    manager: Any = SimpleNamespace(observer=Unobserved(), processes=processes)
     after = StepsAfterSignal(options, manager, preemption)
     for pause in (0.0, *given.get("pauses", [0.01])):
         now[0] += pause

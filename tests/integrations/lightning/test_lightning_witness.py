@@ -62,7 +62,7 @@ def test_a_resume_that_is_exact(program: Any, tmp_path: Any, caplog: pytest.LogC
     crashed(program, str(tmp_path), 5)
     assert resumed(program, str(tmp_path)).proof == Proof(exact=True, steps=(4, 5))
     (line,) = [text for text in caplog.messages if text.startswith("exact: ")]
-    assert line.startswith("exact: steps 4 and 5 are the same as before the stop (batch, ")
+    assert line.startswith("exact: steps 4 and 5 are those of before the stop (batch, ")
     assert "batch, epoch, step" in line
     assert not [text for text in caplog.messages if text.startswith("not exact")]
 
