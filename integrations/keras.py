@@ -11,6 +11,7 @@ from ..engine.errors import OptionError, StateError
 from ..engine.manager import Moment, SavePolicy, listed_policies
 from ..engine.storage import Place
 from .loop import CheckpointCallback as LoopCallback
+from .options import epoch_reason
 
 try:
     from keras.callbacks import Callback
@@ -175,6 +176,4 @@ class _EndsOfEpochs(SavePolicy):
         self.finished: int | None = None  # the number of finished epochs, at the end of one
 
     def reason(self, moment: Moment) -> str | None:
-        if self.finished is None or self._n is None or self.finished % self._n:
-            return None
-        return "every epoch" if self._n == 1 else f"every {self._n} epochs"
+        return epoch_reason(self._n, self.finished)

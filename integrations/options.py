@@ -119,6 +119,13 @@ class ProgramOptions(CallbackOptions, ProgramPolicies):
         self.manager_options()  # This checks the options of the manager.
 
 
+def epoch_reason(every: int | None, finished: int | None) -> str | None:
+    """Return why a save is due after so many epochs, None within one, if one of ``every`` so many is saved."""
+    if every is None or finished is None or finished % every:
+        return None
+    return "every epoch" if every == 1 else f"every {every} epochs"
+
+
 def _signal(name: Any) -> signal.Signals:
     text = str(getattr(name, "name", name))
     found = signal.Signals.__members__.get(text if text.startswith("SIG") else f"SIG{text}")

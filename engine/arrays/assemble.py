@@ -19,7 +19,7 @@ from ..pytree import Box, whole
 from ..storage import Buffer, aligned_empty
 from .digests import CHECKSUM_BYTES, CHUNK_ALIGNMENT, Bytes, checksum_after
 from .extents import FOREIGN, ChunkTable
-from .plan import ArraySpec
+from .grid import ArraySpec
 
 # Bytes; a smaller array is copied out of the memory that was read, so that it does not keep all of it.
 COPY = 256 << 10

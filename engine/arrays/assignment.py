@@ -24,7 +24,8 @@ from ..errors import UnsupportedLeafError
 from ..pytree import Part, format_path, whole
 from ..storage import round_up
 from .digests import CHECKSUM_BYTES, CHUNK_ALIGNMENT, Integers
-from .plan import ArraySpec, Catalog, ChunkIds
+from .grid import ArraySpec
+from .plan import Catalog, ChunkIds
 
 _ROUNDS = 8  # overlapping groups balance their loads in so many rounds
 

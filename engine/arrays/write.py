@@ -27,8 +27,8 @@ from .assignment import WriteAssignment
 from .digests import INDEX, MANIFEST, TREE, TREE_KIND, Integers
 from .encode import ChunkToCompress, Digests, Sources, segment_parts, write_compressed
 from .fragments import Fragment, data_path, make_fragment, merge_fragments, short_token
+from .grid import ArraySpec
 from .plan import (
-    ArraySpec,
     Catalog,
     ChunkIds,
     HostLeaf,

@@ -125,9 +125,8 @@ def _encode(value: Any, reference: Reference, nested: Nested, depth: int) -> Any
         return {"bytes": base64.b64encode(value).decode("ascii")}
     if kind in (list, tuple) and (packed := pack_numbers(value)) is not None:
         leaf = packed.describe()
-        (piece,) = leaf.pieces
-        elements = _array(np.asarray(piece.array), limit=None)
-        return {_NUMBERS: [leaf.details["sequence"], leaf.details["elements"], *elements]}
+        parts = _array(np.asarray(leaf.pieces[0].array), limit=None)
+        return {_NUMBERS: [leaf.details["sequence"], leaf.details["elements"], *parts]}
     if kind is list:
         return list(map(within, value))
     if kind in (tuple, set, frozenset):

@@ -91,8 +91,7 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
         Raises:
             UnsupportedLeafError: A state cannot be saved; names the value.
         """
-        if kwargs:
-            refuse_arguments(self, kwargs, self.prepare)
+        refuse_arguments(self, kwargs, self.prepare)
         return prepare(
             item,
             state=state,
@@ -143,8 +142,7 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
             TreeMismatchError: Program and checkpoint do not match.
             NotAllowedError: The checkpoint names a class or function that is not allowed.
         """
-        if kwargs:
-            refuse_arguments(self, kwargs, self.restore)
+        refuse_arguments(self, kwargs, self.restore)
         saved = _opened(directory, files)
         if item is not None and not isinstance(item, type):
             if overrides or trust or allowed or renamed:

@@ -102,18 +102,16 @@ def live_tree(root: Any, path: Path = (), name: str = "", top: LiveComponent | N
     seen = {id(root): start}
 
     def visit(owner: LiveComponent) -> None:
-        taken: set[Path] = set()
-        around: set[Path] = set()  # "a" beside "a/b" would be two owners of one directory
+        taken: dict[Path, bool] = {}  # whether a component has a path, or ones below it: a directory has one owner
         for name, value in components_of(owner.value):
             below = named_path(name, owner.value)
-            above = {below[:length] for length in range(1, len(below))}
-            if below in taken or below in around or above & taken:
+            above = [below[:length] for length in range(1, len(below))]
+            if below in taken or any(taken.get(one) for one in above):
                 raise OptionError(
                     f"{type(owner.value).__qualname__} has two components called {name!r}, or one inside the other; "
                     "every component needs a name of its own"
                 )
-            taken.add(below)
-            around |= above
+            taken |= {**dict.fromkeys(above, False), below: True}
             path = (*owner.path, *below)
             known = seen.get(id(value))
             if known is not None:

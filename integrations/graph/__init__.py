@@ -19,7 +19,7 @@ from .outside import derived_classes, is_actor_class, is_kin, unwrapped
 from .reader import CheckpointReader, GraphView, checkpoints_iterator, latest_checkpoint, load_checkpoint
 from .restoration import Restoration, RestoreReport, RestoreStatus
 from .saved import as_list, current_name
-from .slots import Path, format_node_path, format_section, parse_path, storage_name
+from .slots import Path, format_node_path, parse_path, storage_name
 from .stored import GraphCheckpointHandler, StoredGraph, capture, open_graph
 from .tracked import Node, Part, TrackedDict, TrackedList, Untracked, Value, stand_for, tracked_attributes
 from .views import Leaf

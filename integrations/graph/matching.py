@@ -19,7 +19,7 @@ from .outside import is_kin
 from .saved import SavedGraph
 from .slots import Assignment, PartSlot, Path, Place, Slot, format_node_path
 from .tracked import Node, Part
-from .values import SEQUENCES, PlainValues, is_plain
+from .values import SEQUENCES, SavedValues, is_plain
 from .views import Branch, Edge, Leaf, View, classify, edge_at, root_view, sequence_slot
 
 _logger = logging.getLogger("holdfast")
@@ -41,9 +41,9 @@ class _Visit(NamedTuple):
 class Matching:
     """The objects found for the nodes of a checkpoint; ``final`` if the program builds none later."""
 
-    def __init__(self, graph: SavedGraph, plain: PlainValues, *, final: bool = False) -> None:
+    def __init__(self, graph: SavedGraph, values: SavedValues, *, final: bool = False) -> None:
         self.graph = graph
-        self.plain = plain
+        self.values = values
         self.bindings = Bindings(graph)
         self.unused: dict[int, Path] = {}  # values in whose place there is an object that cannot take them
         self.waiting: list[Any] = []  # holders below which values are missing an object
@@ -112,7 +112,7 @@ class Matching:
             seen.add((number, id(value)))
             if self.graph.nodes[number].value is None:
                 yield from self._branch(visit, view, queue)
-            elif self.plain.kinds.get(number) == NUMBERS and (slot := _slot_of_elements(visit)) is not None:
+            elif self.values.kinds.get(number) == NUMBERS and (slot := _slot_of_elements(visit)) is not None:
                 yield Assignment(number, slot, visit.path)
             else:
                 self.unused[number] = visit.path
@@ -123,8 +123,8 @@ class Matching:
         """Whether the checkpoint has an object in parts that is one value in the program."""
         if leaf.packed is None:
             return self.graph.nodes[number].value is None
-        is_plain = self.graph.nodes[number].type in SEQUENCES and self.plain.below(number) is not None
-        return not is_plain and self.plain.kinds.get(number) != NUMBERS
+        is_plain = self.graph.nodes[number].type in SEQUENCES and self.values.below(number) is not None
+        return not is_plain and self.values.kinds.get(number) != NUMBERS
 
     def _leaf(self, visit: _Visit, leaf: Leaf) -> Iterator[Assignment]:
         if not self.bindings.bind(visit.number, visit.value, visit.path, fixed=leaf.in_place):
@@ -135,13 +135,13 @@ class Matching:
                 self._final
                 and leaf.in_place
                 and visit.place is not None
-                and self.plain.kinds.get(visit.number) == "none"
+                and self.values.kinds.get(visit.number) == "none"
             ):
                 slot = visit.place  # what changes in place cannot become None
                 _logger.warning("%s is None in the checkpoint, and becomes None", format_node_path(visit.path))
             yield Assignment(visit.number, slot, visit.path)
         elif visit.value is None or leaf.opened:
-            covers = self.plain.below(visit.number, arrays=self._final)
+            covers = self.values.below(visit.number, arrays=self._final)
             if covers is not None:
                 yield Assignment(visit.number, leaf.slot, visit.path, covers=covers)
 
@@ -155,9 +155,9 @@ class Matching:
         if slot is not None:
             # The program may append objects to a list later; nothing would notice objects that it appends to a deque.
             takes_arrays = takes_arrays or (isinstance(value, deque) and not value)
-            covers = self.plain.below(number, arrays=takes_arrays)
+            covers = self.values.below(number, arrays=takes_arrays)
             # Existing elements stay the same objects if other objects hold them, too, or if a tuple holds them.
-            if covers is not None and (changes or not (number in self.plain.sharing or isinstance(value, tuple))):
+            if covers is not None and (changes or not (number in self.values.sharing or isinstance(value, tuple))):
                 yield Assignment(number, slot, path, covers)
                 return
         edges = {edge.segment: edge for edge in self._edges(number, view)}
@@ -173,8 +173,8 @@ class Matching:
                 if isinstance(found, list | dict | deque) and not isinstance(at, PartSlot):
                     at = self._places.setdefault(id(found), at)  # One object has one place, the first that leads to it.
                 queue.append(_Visit(child, found, classify(found, at), below, at, within))
-            elif place is not None and (covers := self.plain.below(child, arrays=self._final)) is not None:
-                add = partial(dict.__setitem__, value, self.plain.keys(number).get(segment, unescape_key(segment)))
+            elif place is not None and (covers := self.values.below(child, arrays=self._final)) is not None:
+                add = partial(dict.__setitem__, value, self.values.keys(number).get(segment, unescape_key(segment)))
                 yield Assignment(child, Place(place.anchor, (*place.trail, segment), ..., add), below, covers)
             elif child in self.graph.with_values and (view.optimizer is None or segment != GROUPS):
                 self.waiting.append(value)

@@ -35,7 +35,7 @@ from .slots import (
 )
 from .stored import StoredGraph
 from .tracked import Node, Part, expect, forget
-from .values import PlainValues, ValueReader
+from .values import SavedValues
 from .views import Leaf
 from .walk import LiveGraph, LiveNode, walk
 
@@ -246,9 +246,8 @@ class Restoration:
         self._number = next(restore_numbers)
         graph = stored.graph.unwrapped()
         graph = graph.renamed(rename) if rename else graph
-        plain = PlainValues(stored, graph)
-        self._matching = Matching(graph, plain, final=final)
-        self._reader = ValueReader(stored, graph, plain)
+        self._values = SavedValues(stored, graph)
+        self._matching = Matching(graph, self._values, final=final)
         self._stored = stored
         self._ignored = frozenset(ignore)
         self._filter = PathFilter(select, exclude)
@@ -402,7 +401,7 @@ class Restoration:
         """Return all values, read and compared with the program, and the assignments that are done already."""
         with self._matching.undone_on_error():
             due, known = self._sorted(found)
-            values = self._reader.read_values(due, misfits)
+            values = self._values.read_values(due, misfits)
             for one, value in values:
                 if isinstance(one.slot, MemberSlot):
                     one.slot.member(value)

@@ -58,8 +58,8 @@ _ORDERED = "collections.OrderedDict"  # such as a state dict of torch
 _LABELS = frozenset({*SEQUENCES, "dict", _ORDERED, f"{TrackedDict.__module__}.{TrackedDict.__name__}"})
 
 
-class PlainValues:
-    """The nodes of a checkpoint that are plain values, or containers of nothing else."""
+class SavedValues:
+    """The values of a checkpoint: which are plain, or containers of nothing else, and all of them for slots."""
 
     def __init__(self, stored: StoredGraph, graph: SavedGraph) -> None:
         self._stored = stored
@@ -79,6 +79,7 @@ class PlainValues:
         self._known: dict[tuple[int, bool], list[tuple[int, Path]] | None] = {}
         self.sharing: set[int] = set()  # containers with containers that other edges lead to, too; known after `below`
         self._keys: dict[int, dict[str, Any]] = {}  # of dictionaries, by the names of their edges
+        self._parameter_of = {value: parameter for node in graph.nodes for parameter, _, value in node.optimizer_slots}
 
     def below(self, number: int, *, arrays: bool = False) -> list[tuple[int, Path]] | None:
         """Return the values in a container and their paths from it; None if it holds anything but plain values."""
@@ -100,8 +101,7 @@ class PlainValues:
             is_deque = stored is not None and stored.kind == "deque"  # a stored deque has its maxlen
             return stored.build(elements) if stored is not None and is_deque else SEQUENCES[kind](elements)
         known = self.keys(number)
-        order = [segment for segment in known if segment in edges]
-        order += [segment for segment in edges if segment not in known]
+        order = [segment for segment in {**known, **edges} if segment in edges]
         made = OrderedDict[Any, Any]() if kind == _ORDERED else {}
         return made | {known.get(one, unescape_key(one)): self.build(edges[one], values) for one in order}
 
@@ -142,30 +142,7 @@ class PlainValues:
                 queue.append((child, (*path, segment)))
         return found if all(self._graph.uses[child] == count for child, count in held.items()) else None
 
-
-def is_plain(value: Any, known: dict[int, bool], depth: int = 0, *, arrays: bool = False) -> bool:
-    """Whether a value is plain, or a container of plain values; ``known`` has the answers by the ids of containers."""
-    if is_python_value(value):
-        return True
-    if arrays and (isinstance(value, np.ndarray) or (is_torch_tensor(value) and not value.requires_grad)):
-        return True  # an array without gradients
-    if type(value) not in _CONTAINERS or depth > MAX_DEPTH:
-        return False
-    if id(value) not in known:
-        known[id(value)] = False  # the answer for a container that holds itself
-        children = value.values() if isinstance(value, dict) else value
-        known[id(value)] = all(is_plain(child, known, depth + 1, arrays=arrays) for child in children)
-    return known[id(value)]
-
-
-class ValueReader:
-    """Reads the values for slots."""
-
-    def __init__(self, stored: StoredGraph, graph: SavedGraph, plain: PlainValues) -> None:
-        self._stored = stored
-        self._graph = graph
-        self._plain = plain
-        self._parameter_of = {value: parameter for node in graph.nodes for parameter, _, value in node.optimizer_slots}
+    # ---- reading
 
     def read_values(self, due: list[Assignment], misfits: Misfits | None = None) -> list[tuple[Assignment, Any]]:
         """Compare all values with the program, and return them; with ``misfits``, leave out those that do not fit."""
@@ -247,7 +224,7 @@ class ValueReader:
         elements = {str(self._graph.nodes[number].value) for one in due for number, _ in one.covers or ()}
         loaded = iter(self._stored.load(names, as_tensors=elements))
         values = [{number: next(loaded) for number in group} for group in numbers]
-        return [_like(one, self._plain.build(one.saved, found)) for one, found in zip(due, values, strict=True)]
+        return [_like(one, self.build(one.saved, found)) for one, found in zip(due, values, strict=True)]
 
     def _problem(self, one: Assignment, target: LeafTemplate, leaf: Saved) -> str | None:
         """Return why an object cannot take its value, or why an optimizer's value does not fit its parameter."""
@@ -264,6 +241,21 @@ class ValueReader:
         if parameter is None or not parameter.saved.shape == leaf.shape != shape:
             return None
         return difference(format_node_path(one.path), f"shape {list(shape)}", list(leaf.shape), "its parameter")
+
+
+def is_plain(value: Any, known: dict[int, bool], depth: int = 0, *, arrays: bool = False) -> bool:
+    """Whether a value is plain, or a container of plain values; ``known`` has the answers by the ids of containers."""
+    if is_python_value(value):
+        return True
+    if arrays and (isinstance(value, np.ndarray) or (is_torch_tensor(value) and not value.requires_grad)):
+        return True  # an array without gradients
+    if type(value) not in _CONTAINERS or depth > MAX_DEPTH:
+        return False
+    if id(value) not in known:
+        known[id(value)] = False  # the answer for a container that holds itself
+        children = value.values() if isinstance(value, dict) else value
+        known[id(value)] = all(is_plain(child, known, depth + 1, arrays=arrays) for child in children)
+    return known[id(value)]
 
 
 def _without_object(slot: Slot) -> str | None:

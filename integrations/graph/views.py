@@ -181,8 +181,7 @@ def _classify_object(value: Any, place: Slot) -> View:
     if is_stateful(value):
         return Leaf(StateSlot(value, *_anchor(value, place)), shared=True)
     if _is_mutable_dataclass(value):
-        names = [entry.name for entry in dataclasses.fields(value) if hasattr(value, entry.name)]
-        pairs = [(name, getattr(value, name)) for name in names]
+        pairs = [(one.name, getattr(value, one.name)) for one in dataclasses.fields(value) if hasattr(value, one.name)]
         return Branch(class_name(value), _attributes(value, pairs, place))
     if expand(value) is not None:
         return _container(value, place)

@@ -78,13 +78,16 @@ class LiveGraph:
         return [node for node in self.nodes if node.has_value]
 
 
-def walk(root: Node | Part, *, strict: bool = True, ends: Callable[[Any], bool] = lambda _: False) -> LiveGraph:
+def walk(
+    root: Node | Part, *, strict: bool = True, ends: Callable[[Any], bool] = lambda _: False, tensors: bool = True
+) -> LiveGraph:
     """Find all objects; with ``strict``, raise UnsupportedLeafError if one can be neither saved nor restored."""
     # Objects behind those at which the graph ends are names of parameters for its optimizers.
-    walker = _Walk(ends=ends)
+    walker = _Walk(ends, tensors)
     nodes = walker.discover(root)
-    if strict:
-        walker.refuse()
+    if strict and walker.problems:
+        lines = "\n".join(f"  {format_node_path(path)}: {what}" for path, what in walker.problems.items())
+        raise UnsupportedLeafError(f"these objects cannot be saved, and nothing was written:\n{lines}")
     walker.skipped.update(walker.problems)
     walker.add_optimizer_slots(nodes)
     return LiveGraph(nodes, walker.skipped)
@@ -92,24 +95,16 @@ def walk(root: Node | Part, *, strict: bool = True, ends: Callable[[Any], bool] 
 
 def check(root: Node | Part) -> None:
     """Raise UnsupportedLeafError if anything that can be reached can be neither saved nor restored."""
-    walker = _Walk(tensors=False)  # tensors can always be saved
     with collection_paused():
-        walker.discover(root)
-    walker.refuse()
+        walk(root, tensors=False)  # which can always be saved
 
 
 class _Walk:
-    def __init__(self, *, tensors: bool = True, ends: Callable[[Any], bool] = lambda _: False) -> None:
-        self._tensors = tensors
-        self._ends = ends
+    def __init__(self, ends: Callable[[Any], bool], tensors: bool) -> None:
+        self._ends, self._tensors = ends, tensors
         self.skipped: dict[Path, str] = {}
         self.problems: dict[Path, str] = {}
         self._known: dict[int, LiveNode] = {}
-
-    def refuse(self) -> None:
-        if self.problems:
-            lines = "\n".join(f"  {format_node_path(path)}: {what}" for path, what in self.problems.items())
-            raise UnsupportedLeafError(f"these objects cannot be saved, and nothing was written:\n{lines}")
 
     def discover(self, root: Node | Part) -> list[LiveNode]:
         """Find all nodes and edges, breadth first, so that each node has the shortest path to it."""

@@ -291,11 +291,12 @@ class CheckpointCallback(ResumingCallback):
             )
             return
         check_strategy(trainer)
-        places = [one._store.directory.url for one in trainer.callbacks if isinstance(one, CheckpointCallback)]
-        if places.count(self._store.directory.url) > 1:
+        directory = self._store.directory
+        ours = [one for one in trainer.callbacks if isinstance(one, CheckpointCallback)]
+        if (count := sum(one._store.directory.url == directory.url for one in ours)) > 1:
             raise OptionError(
-                f"the trainer has {places.count(self._store.directory.url)} callbacks that save to "
-                f"{self._store.directory}: leave one of them out, or give each a directory of its own"
+                f"the trainer has {count} callbacks that save to {directory}: leave one of them out, or give each a "
+                "directory of its own"
             )
         if self._options.partial is not None and is_sharded(trainer.strategy):
             raise OptionError(
@@ -311,7 +312,7 @@ class CheckpointCallback(ResumingCallback):
         redirect_resume(trainer, lambda path: self._begin_from(trainer, self._chosen(trainer, path)))
         self._store.fetch()
         if self._options.resume == "never" and not self._store.has_saved:
-            check_resume("never", self._store.steps(), self._store.directory)
+            check_resume("never", self._store.steps(), directory)
         self._store.open()
         if trainer.is_global_zero:
             self._store.publish(self._options)  # a process that was killed may not have done it

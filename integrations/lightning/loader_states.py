@@ -12,7 +12,7 @@ import torch
 
 from ...engine.errors import OptionError, StateError
 from ...engine.generators import as_tree, capture, restore
-from ...engine.loaders import generators_of, is_torchdata_loader, nodes_of
+from ...engine.loaders import generators_of, is_torchdata_loader, nodes_of, samplers_of
 from ...engine.stateful import is_replicated, restore_state, state_of, warn_of_lost_draws, warn_of_samplers
 from ..hugging_face import as_start
 from .private_api import draws_ahead, have_ended, set_ended
@@ -85,11 +85,9 @@ def all_stateful(loaders: Sequence[object]) -> bool:
 
 def set_sampler_epoch(loaders: Sequence[object], epoch: int) -> None:
     """Set the epoch of the samplers, as Lightning does, but before their iterators are made."""
-    for loader in loaders:
-        samplers = [getattr(one, "sampler", None) for one in (loader, getattr(loader, "batch_sampler", None))]
-        for sampler in {id(one): one for one in samplers}.values():
-            if callable(method := getattr(sampler, "set_epoch", None)):
-                method(epoch)
+    for sampler in {id(one): one for loader in loaders for one in samplers_of(loader)}.values():
+        if callable(method := getattr(sampler, "set_epoch", None)):
+            method(epoch)
 
 
 def skip_batches(fetcher: Any, count: int, before: Callable[[int], None]) -> None:

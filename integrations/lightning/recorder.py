@@ -27,6 +27,7 @@ from ..loop import (
     warn_of_misfits,
     why_not_comparable,
 )
+from ..options import epoch_reason
 from . import private_api
 from .fitting import Fitting
 from .io import ResumePath
@@ -337,9 +338,10 @@ class FitRecorder:
             metrics = self._ledger.of(step) if self._options.save_on_best else self._ledger.at(step)
         self._new_metrics = False
         decision = self._store.manager.decide(step, metrics=metrics)
+        epochs = self._fit.epoch_progress.current.processed if point == "epoch" else None
         if decision.save:
             self._save(step, point, decision.reason)
-        elif point == "epoch" and (due := self._options.epoch_reason(self._fit.epoch_progress.current.processed)):
+        elif due := epoch_reason(self._options.every_n_epochs, epochs):
             self._save(step, point, due)
         elif ended and (self._options.save_at_end or self._saved is None):
             self._save(step, point, "at the end")
@@ -416,6 +418,7 @@ class FitRecorder:
         loop = self._fit.epoch_loop
         if point != "batch" or loop.done:
             self._leave()
+        self._after_signal.finish_saves()
         left = self._fit.max_batches - loop.batch_idx - 2  # A validation may follow the last batch.
         if not self._after_signal.begin(None if math.isinf(left) else int(left)):
             self._leave()

@@ -36,6 +36,7 @@ from typing import Any, Literal
 
 from ...engine.errors import shortened
 from ...engine.generators import as_tree, capture, restore
+from ...engine.loaders import warn_of_new_workers
 from ..hugging_face import check_stream
 from ..loop import announce
 from . import loader_states as loaders
@@ -43,7 +44,6 @@ from . import private_api
 from .averages import ModuleSwitches, capture_averages, restore_averages
 from .private_api import LoopHooks
 from .resharding import SavedPosition, check_same_place
-from .step_count import StepCount
 from .strategies import keeps_own_buffers, live_names, own_buffers, replicas
 
 logger = logging.getLogger("holdfast")
@@ -327,17 +327,9 @@ class EpochReplay:
             return
         tree, parts = saved.tree, self._loaders()
         new = [] if tree["point"] == "epoch" else tree.get("epoch", {}).get("new_workers", [])
-        lasting = {
-            index
-            for index, part in enumerate(parts)
-            if loaders.keeps_iterator(part) and not loaders.all_stateful([part])
-        }
-        if not lasting <= set(new):
-            logger.warning(
-                "the workers of a data loader live across epochs (persistent_workers=True), and their random "
-                "generators cannot be saved: each sample comes exactly when it would have come, but where a dataset "
-                "draws random numbers in the workers, as augmentation does, it draws others"
-            )
+        lasting = [part for index, part in enumerate(parts) if loaders.keeps_iterator(part) and index not in new]
+        if renewed := [part for part in lasting if not loaders.all_stateful([part])]:
+            warn_of_new_workers(renewed[0])
         random, measured = tree["random"], tree.get("validation", {}).get("generators", {})
         generators = random.get("loaders", {}).keys() - loaders.loader_generators(parts).keys()
         measuring = private_api.loaders_of(self._fit.epoch_loop.val_loop)
@@ -432,3 +424,48 @@ class EpochReplay:
         if not saved.keeps_random:
             own = [] if saved.is_new else self._loaders()
             loaders.restore_generators(state, self._trainer.strategy.root_device, own)
+
+
+class StepCount:
+    """Counts the batches that train a module without an optimizer of Lightning, which alone moves ``global_step``."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.batches = 0  # that count as steps
+        self.holds_gradients = False  # whether manual optimization has gradients that no update has used yet
+
+    @property
+    def step(self) -> int:
+        """The number of the step that the run has finished."""
+        return int(self._trainer.global_step) + self.batches
+
+    def count(self, train: Callable[[Any], None], fetcher: Any) -> None:
+        """Train one batch, and count it if it is a step that ``global_step`` does not show."""
+        trainer = self._trainer
+        if trainer.lightning_module.automatic_optimization:
+            train(fetcher)
+            return
+        step, before, optimized = trainer.global_step, *self._versions()
+        self.holds_gradients = False
+        train(fetcher)
+        if trainer.global_step != step:
+            return
+        moved = any(parameter._version != version for parameter, version in before)
+        # Checkpoints hold no gradients, so that those which no update has used yet are waited for.
+        holds = any(parameter.grad is not None and parameter._version == version for parameter, version in before)
+        self.holds_gradients = holds and (optimized or not moved)
+        if not self.holds_gradients and (moved or not optimized):
+            if not self.batches:
+                text = "steps are batches here, since no optimizer of Lightning steps"
+                announce(text, shown=trainer.is_global_zero)
+            self.batches += 1
+
+    def _versions(self) -> tuple[list[tuple[Any, int]], bool]:
+        """Return the trained parameters with torch's counts of their changes, and whether optimizers hold them."""
+        own = [parameter for parameter in self._trainer.lightning_module.parameters() if parameter.requires_grad]
+        groups = (group for optimizer in self._trainer.optimizers for group in optimizer.param_groups)
+        given = {id(parameter) for group in groups for parameter in group["params"]}
+        # Lightning itself makes an optimizer of no parameter.
+        optimized = [parameter for parameter in own if id(parameter) in given]
+        trained = optimized or own
+        return [(one, one._version) for one in trained if not one.is_inference()], bool(optimized)

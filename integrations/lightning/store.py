@@ -94,12 +94,6 @@ class CallbackArguments(ProgramOptions):
         # Without any trigger, the manager would save every step.
         return replace(options, save_interval_steps=sys.maxsize, save_interval_secs=None)
 
-    def epoch_reason(self, epochs: int) -> str | None:
-        """Return why a save is due after so many epochs, or None."""
-        if self.every_n_epochs is None or epochs % self.every_n_epochs:
-            return None
-        return "every epoch" if self.every_n_epochs == 1 else f"every {self.every_n_epochs} epochs"
-
 
 PROCESS = "process"
 """The item with the position of each of several processes."""

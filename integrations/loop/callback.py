@@ -782,10 +782,11 @@ class CheckpointCallback:
         save = not saver.is_saved
         if save and not saver.save("preempted"):  # The next step is saved instead.
             return StepOutcome(False, "the step has a folder that is no checkpoint", should_stop=False)
-        what, goes_on = "stopping", self._after_signal.begin(report.left_in_epoch)
+        self._after_signal.finish_saves()
         self._manager.events.write("preempted", step=saver.step)
         self._ending.end()  # The steps that follow are to be repeated.
-        if goes_on:
+        what = "stopping"
+        if self._after_signal.begin(report.left_in_epoch):
             left = self._after_signal.left
             what += f" after {left} more step{'' if left == 1 else 's'}, which the resume is compared with"
         else:

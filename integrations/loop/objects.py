@@ -244,17 +244,17 @@ class VersionCounters:
         self._gradient: tuple[Callable[[], Any], int] = (lambda: None), 0  # one of the last step, in its version
         self._has_new_gradient = False
 
-    def watch(self, state: Any) -> None:
+    def watch(self, roots: Mapping[str, Any]) -> None:
         """Store the counters before the first step; the program may create further tensors later."""
-        self._tensors = named_tensors(state)
+        self._tensors = named_tensors(roots)
         self._noted, self._samples = self._now(), self._sample()
 
-    def note(self, state: Any) -> None:
+    def note(self, roots: Mapping[str, Any]) -> None:
         """Store the counters after a step."""
-        parts = [part for _, part in located(state, _is_watched)]
+        parts = [part for root in roots.values() for _, part in located(root, _is_watched)]
         if len(parts) != len(self._parts) or any(map(operator.is_not, parts, self._parts)):
             known = dict(zip(map(id, self._tensors.values()), self._noted, strict=True))
-            self.watch(state)  # The parts are searched once, not at every step.
+            self.watch(roots)  # The parts are searched once, not at every step.
             self._parts, self._noted = parts, [known.get(id(tensor), -1) for tensor in self._tensors.values()]
         before, self._noted = self._noted, self._now()
         steps = zip(self._tensors.values(), before, self._noted, strict=True)

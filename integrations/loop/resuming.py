@@ -8,7 +8,7 @@ import glob
 import logging
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -175,13 +175,9 @@ def restore(
     if restored is None:
         return None
     step = restored.step
-    values: dict[str, Any] = {}
-    saved: dict[str, Any] = {}
-    if has_extras:
-        saved, fresh = _saved_extras(manager, restored, extras, options)
-        values = _restore_extras(manager, adapter, step, extras, saved, fresh)
+    values, gradients = _restore_extras(manager, adapter, restored, extras, options) if has_extras else ({}, None)
     state = adapter.from_tree(template, restored.items[STATE])
-    if gradients := saved.get(GRADIENTS):
+    if gradients:
         _restore_gradients(state, values, gradients)
     if restored.skipped:
         lost = ", ".join(str(skipped) for skipped, _ in restored.skipped)
@@ -295,12 +291,12 @@ def _restore_gradients(state: Any, extras: Mapping[str, Any], saved: Mapping[str
 def _restore_extras(
     manager: CheckpointManager,
     adapter: StateAdapter,
-    step: int,
+    restored: Restored,
     extras: Mapping[str, Any],
-    saved: dict[str, Any],
-    fresh: Collection[str],
-) -> dict[str, Any]:
-    """Give the extras what was saved, except those that keep what they are; return all by name."""
+    options: LoopArguments,
+) -> tuple[dict[str, Any], Any]:
+    """Give the extras what was saved, except those that keep what they are; return all by name, and saved gradients."""
+    (saved, fresh), step = _saved_extras(manager, restored, extras, options), restored.step
     kept = {name: extra for name, extra in extras.items() if name in fresh or (extra is None and name not in saved)}
     if GLOBAL_GENERATORS in extras and GLOBAL_GENERATORS not in saved and GLOBAL_GENERATORS not in fresh:
         kept[GLOBAL_GENERATORS] = extras[GLOBAL_GENERATORS]
@@ -335,4 +331,4 @@ def _restore_extras(
                 announce("%s= %s", name, note, shown=manager.processes.is_primary)
         elif is_stateful(extra) or is_plain(extra):
             values[name] = restore_state(extra, saved[name], as_start)
-    return {**values, **kept}
+    return {**values, **kept}, saved.get(GRADIENTS)

@@ -57,7 +57,6 @@ class StepsAfterSignal:
 
     def begin(self, left_in_epoch: int | None) -> bool:
         """Return whether steps follow the save: while a quarter of the grace lasts, and not beyond the epoch's end."""
-        self.finish_saves()
         options, preemption = self._options, self._preemption
         most = self._manager.observer.steps_after_signal(options.witness_steps_after_signal if options.witness else 0)
         if not most:

@@ -25,17 +25,7 @@ from ...engine.handlers import (
     flat_template,
     fresh_types,
 )
-from ...engine.pytree import (
-    FreshTypes,
-    TreeDef,
-    collection_paused,
-    flatten,
-    format_path,
-    is_nnx,
-    key_segments,
-    loaded,
-    split,
-)
+from ...engine.pytree import FreshTypes, TreeDef, collection_paused, flatten, format_path, is_nnx, loaded, split
 from ...engine.sources import Misfits, Weights, load_fitting, load_weights
 from ...engine.storage import Location, Place
 from ..options import CallbackOptions
@@ -275,25 +265,15 @@ def _pairs(saved: _Place, wanted: _Place) -> Iterator[tuple[str, str]]:
 
 
 def _entries(saved: _Place, wanted: _Place) -> Iterator[tuple[str, str]]:
-    (_, one), (_, other) = saved, wanted
+    (name, one), (other_name, other) = saved, wanted
     if one is None or other is None:
         if one is other:
-            yield saved[0], wanted[0]
-        return
-    if _optax(one) != _optax(other):
-        return  # They are states of two different transformations.
-    found = dict(_entries_of(saved))
-    for segment, child in _entries_of(wanted):
-        if segment in found:
-            yield from _pairs(found[segment], child)
-
-
-def _entries_of(place: _Place) -> Iterator[tuple[str, _Place]]:
-    name, node = place
-    assert node is not None
-    prefix = f"{name}." if name else ""
-    for segment, child in zip(key_segments(node.keys, len(node.children)), node.children, strict=True):
-        yield segment, (prefix + segment, child)
+            yield name, other_name
+    elif _optax(one) == _optax(other):  # Otherwise they are states of two different transformations.
+        found = dict(zip(one.segments, one.named_children(name), strict=True))
+        for segment, child in zip(other.segments, other.named_children(other_name), strict=True):
+            if segment in found:
+                yield from _pairs(found[segment], child)
 
 
 def _is_chain(place: _Place) -> bool:
@@ -310,10 +290,11 @@ _OF_NNX = re.compile(r"(^|\.)opt_state(\.\d+)*$")
 
 def _parts(place: _Place) -> Iterator[_Place]:
     """Generate the parts of a tuple and of tuples in it, without those that hold no leaf."""
-    if _is_chain(place):
-        for _, child in _entries_of(place):
+    name, node = place
+    if node is not None and _is_chain(place):
+        for child in node.named_children(name):
             yield from _parts(child)
-    elif place[1] is None or _has_leaves(place[1]):
+    elif node is None or _has_leaves(node):
         yield place
 
 

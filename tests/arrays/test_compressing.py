@@ -14,7 +14,8 @@ import pytest
 
 import holdfast as hf
 from holdfast.engine.arrays.encode import ChunkToCompress, Source, Sources, write_compressed
-from holdfast.engine.arrays.plan import ArraySpec, Layout
+from holdfast.engine.arrays.grid import ArraySpec
+from holdfast.engine.arrays.plan import Layout
 from holdfast.engine.format import crc32c, decompress
 from holdfast.engine.pytree import Piece
 from holdfast.engine.storage import PAGE, Segment

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import holdfast as hf
 from holdfast.engine.arrays.digests import CHECKSUM_BYTES
 from holdfast.engine.arrays.encode import Source, Sources, segment_parts
+from holdfast.engine.arrays.grid import ArraySpec
 from holdfast.engine.arrays.plan import (
-    ArraySpec,
     PlannedFile,
     PlannedSegment,
     chunk_shape,

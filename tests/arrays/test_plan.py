@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import holdfast as hf
 from holdfast.engine.arrays.digests import CHECKSUM_BYTES, CHUNK_ALIGNMENT
+from holdfast.engine.arrays.grid import ArraySpec
 from holdfast.engine.arrays.plan import (
-    ArraySpec,
     PlannedFile,
     chunk_shape,
     chunk_table,

@@ -11,7 +11,7 @@ from tests.starts import run
 from tests.sweep.cases import Case, first_difference, judge
 
 PERSISTENT = "lightning/persistent/default"
-LIVE_ACROSS_EPOCHS = "the workers of a data loader live across epochs"
+NEW_WORKERS = "continues with new worker processes, whose random generators cannot be saved"
 
 
 @pytest.mark.xdist_group("programs")
@@ -42,7 +42,7 @@ def test_a_few_cases(tmp_path: Path) -> None:
     assert "14 of 14 cases equal bit for bit, 0 refused with a message, 0 not equal" in done.stdout
     # Only where the workers have lived through an epoch before, their random generators are lost.
     warned = {
-        int(name.rpartition(" ")[2]): any(LIVE_ACROSS_EPOCHS in warning for warning in case["warnings"])
+        int(name.rpartition(" ")[2]): any(NEW_WORKERS in warning for warning in case["warnings"])
         for name, case in cases.items()
         if name.startswith(PERSISTENT) and name[-1].isdecimal()
     }

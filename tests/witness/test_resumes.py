@@ -437,8 +437,7 @@ def steps_after(now: list[float], given: dict[str, Any], *, alone: bool = True) 
     preemption = PreemptionSignal()
     options = CallbackOptions(witness_steps_after_signal=given.get("most", 4), grace_secs=given.get("grace"))
     processes = SimpleNamespace(alone=alone, decide=lambda what, decide: decide())
-    waits = {"wait_until_finished": lambda: None, "finish_mirror": lambda seconds: True}
-    manager: Any = SimpleNamespace(observer=Unobserved(), processes=processes, **waits)
+    manager: Any = SimpleNamespace(observer=Unobserved(), processes=processes)
     after = StepsAfterSignal(options, manager, preemption)
     for pause in (0.0, *given.get("pauses", [0.01])):
         now[0] += pause

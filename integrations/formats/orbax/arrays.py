@@ -33,9 +33,6 @@ from ....engine.pytree import Box
 from ....engine.storage import (
     Location,
     aligned_empty,
-    aws_endpoint,
-    aws_region,
-    chosen_profile,
     map_status,
     shared_context,
 )
@@ -71,6 +68,8 @@ def directory_spec(location: Location) -> dict[str, Any]:
 
 def _s3_spec(bucket: str) -> dict[str, Any]:
     """Return TensorStore's specification of a bucket, with the service and the credentials that ``Location`` uses."""
+    from ....engine.storage import aws_endpoint, aws_region, chosen_profile  # with them come asyncio and ssl
+
     region, endpoint = aws_region(), aws_endpoint()
     spec: dict[str, Any] = {"driver": "s3", "bucket": bucket}
     if endpoint:
