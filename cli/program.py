@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Self
 
+from ..engine.errors import OptionError
 from ..engine.manager import EVENTS, read_events
 from ..engine.observer import OBSERVER
 from .child import BEAT, ENTRY, STACKS, SUPERVISOR
@@ -74,13 +75,10 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 
 class Program:
-    """One start of a command, in a process group of its own; an OSError says that it cannot be started.
+    """One start of a command in a process group of its own; its events and heartbeats are in ``folder``, a new one."""
 
-    What the command starts becomes a child of this process when its parent dies (on Linux), so that nothing outlives
-    :meth:`sweep`: the workers of torchrun, which have sessions of their own, among others. If this process dies, the
-    command gets SIGTERM. It leaves its events and heartbeats in ``folder``, a new one for every start, and prints to
-    ``output``, or to the terminal.
-    """
+    # What the command starts becomes a child of this process when its parent dies (on Linux), so that nothing outlives
+    # `sweep`: the workers of torchrun, which have sessions of their own, among others.
 
     def __init__(
         self,
@@ -109,15 +107,18 @@ class Program:
             sys.stderr.flush()
         observed = {OBSERVER: ENTRY, SUPERVISOR: str(folder)}
         # The program is in the background, where it must not read from a terminal.
-        self._process = subprocess.Popen(
-            command,
-            env={**os.environ, "PYTHONFAULTHANDLER": "1", **(environment or {}), **observed},
-            stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None,
-            stdout=output,
-            stderr=output,
-            process_group=0,
-            preexec_fn=die_with_parent if sys.platform == "linux" else None,
-        )
+        try:
+            self._process = subprocess.Popen(
+                command,
+                env={**os.environ, "PYTHONFAULTHANDLER": "1", **(environment or {}), **observed},
+                stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None,
+                stdout=output,
+                stderr=output,
+                process_group=0,
+                preexec_fn=die_with_parent if sys.platform == "linux" else None,
+            )
+        except OSError as error:
+            raise OptionError(f"cannot start {command[0]}: {error.strerror or error}") from error
 
     @property
     def pid(self) -> int:
@@ -129,10 +130,7 @@ class Program:
         return found
 
     def wait(self, look: Callable[[], bool], limit: float | None = None) -> int | None:
-        """Forward signals until the program has ended, ``look`` returns True, or ``limit`` seconds have passed.
-
-        Return its status as ``subprocess`` has it, or None if it is still running.
-        """
+        """Forward signals until the program ends (return its status), ``look`` is true, or ``limit`` seconds pass."""
         until = None if limit is None else time.monotonic() + limit
         while (status := self._process.poll()) is None:
             while self._signals.received:

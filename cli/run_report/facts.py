@@ -266,10 +266,7 @@ class Choice:
 
 
 def choices(experience: Experience) -> list[Choice]:
-    """Return the interval that the run has used, half and double of it, and the one that loses least, shortest first.
-
-    Without two saves in one start of the program, there are none.
-    """
+    """Return the interval of the run, half and double of it, and the one that loses least; nothing if it has none."""
     used = experience.interval
     if used is None:
         return []

@@ -249,10 +249,7 @@ class Number(Cell):
 
 
 def table(name: str, rows: Sequence[Mapping[str, Cell]]) -> Markup:
-    """Return a table that the page's script sorts and filters; ``name`` is for users of screen readers.
-
-    Every row has the same columns: their headings, and the cells.
-    """
+    """Return a table of rows, their cells by heading, that the page's script sorts; screen readers read its name."""
     if not rows:
         return Markup()
     heads = (

@@ -8,7 +8,6 @@ from .checkpointer import PyTreeCheckpointer as PyTreeCheckpointer
 from .checkpointer import StoredItems as StoredItems
 from .checkpointer import start_save as start_save
 from .commit import PendingCheckpoint as PendingCheckpoint
-from .commit import commit_protocol as commit_protocol
 from .commit import write_record as write_record
 from .copying import CopiedFiles as CopiedFiles
 from .copying import CopyProgress as CopyProgress
@@ -28,4 +27,5 @@ from .replicas import check_replicas as check_replicas
 from .save import ItemToSave as ItemToSave
 from .save import Save as Save
 from .save import SaveReport as SaveReport
+from .save import commit_protocol as commit_protocol
 from .save import leave_save as leave_save

@@ -104,15 +104,6 @@ class Phase(Enum):
 _REMOVABLE = {Phase.BEGUN, Phase.CLAIMED, Phase.WRITING, Phase.WITHDRAWN, Phase.LOST}
 
 
-def commit_protocol(location: Location) -> type[PendingCheckpoint]:
-    """Return the kind of commit that a location needs."""
-    if not location.is_remote:
-        return LocalCommit
-    from .store_commit import StoreCommit
-
-    return StoreCommit
-
-
 class PendingCheckpoint(ABC):
     """A checkpoint that is being written, and does not exist yet; nothing is written before :meth:`begin`.
 

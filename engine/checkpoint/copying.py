@@ -29,8 +29,8 @@ from ..errors import CheckpointExistsError, DamagedCheckpointError, HoldfastErro
 from ..forks import Lock
 from ..format import ARCHIVE, TREES, WITNESS_LIMIT, WITNESSES, CheckpointRecord, own_shares
 from ..storage import PAGE, DataReader, Location, Segment, max_concurrency, parallel_map, sync_all
-from .commit import commit_protocol
 from .removal import CommitParts, parents_of
+from .save import commit_protocol
 
 PIECE_BYTES = 4 << 20  # bytes read, checked and passed on at a time
 _LEAST_PIECE = 64 << 10

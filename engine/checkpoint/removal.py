@@ -320,15 +320,15 @@ def sweep_stray(location: Location, listed: Collection[str], record: CheckpointR
 def is_swept(names: Iterable[str]) -> bool:
     """Whether the names in a checkpoint's directory say that it is whole and holds nothing for :func:`sweep`."""
     found = set(names)
-    return RECORD in found and not found & {PARTIAL, DELETED} and not any(map(_is_temporary, found))
-
-
-def _is_temporary(name: str) -> bool:
-    return name.startswith(TEMPORARY_PREFIX)
+    return (
+        RECORD in found
+        and not found & {PARTIAL, DELETED}
+        and not any(name.startswith(TEMPORARY_PREFIX) for name in found)
+    )
 
 
 def remove_temporary(location: Location, names: Iterable[str]) -> None:
     """Remove the files of atomic writes that were interrupted."""
-    for name in filter(_is_temporary, names):
+    for name in (name for name in names if name.startswith(TEMPORARY_PREFIX)):
         with only_logged(location):  # a directory is not ours, and a file may be another user's
             (location / name).remove()

@@ -90,16 +90,14 @@ def _replicated(leaf: ArrayLeaf, process: int) -> Iterator[tuple[Box, bool]]:
 def _digest(leaf: ArrayLeaf, box: Box) -> int:
     """Digest the elements of a box, all of which this process holds."""
     for piece in leaf.pieces:
-        own = Box.at(piece.start, piece.array.shape)
-        if box.common(own) == box or not box.size:
-            part = np.ascontiguousarray(piece.array[box.within(own)] if box.size else piece.array[:0])
+        if box.common(piece.box) == box or not box.size:
+            part = np.ascontiguousarray(piece.array[box.within(piece.box)] if box.size else piece.array[:0])
             return crc32c(part.reshape(-1).view(np.uint8))
     found = np.zeros(box.shape, leaf.dtype)
     for piece in leaf.pieces:
-        own = Box.at(piece.start, piece.array.shape)
-        common = box.common(own)
+        common = box.common(piece.box)
         if common is not None:
-            found[common.within(box)] = piece.array[common.within(own)]
+            found[common.within(box)] = piece.array[common.within(piece.box)]
     return crc32c(found.reshape(-1).view(np.uint8))
 
 

@@ -292,9 +292,28 @@ class Rendezvous:
 
         Process 0 deletes the keys once all processes have closed the rendezvous, when it closes this or a later one.
         """
-        if not self._closed:
-            self._closed = True
-            _retire(self.coordinator, self._prefix, self._stored, self._deleted)
+        if self._closed:
+            return
+        self._closed = True
+
+        def work(coordinator: Coordinator) -> None:
+            if self.index:
+                key = _process_key(f"{self._prefix}/left", self.index)
+                coordinator.put(key, json.dumps(self._stored[:_MOST_KEYS]).encode())
+                return
+            folders = itertools.groupby(range(1, self.count), key=_folder_end)
+            pending = [[_process_key(f"{self._prefix}/left", process) for process in some] for _, some in folders]
+            with _lock:
+                retired = _retired.setdefault(coordinator, [])
+                retired.append(_Retired([*self._stored, f"{self._prefix}/failed"], self._deleted, pending))
+                del retired[:-_MOST_RETIRED]
+                # The other processes have closed those of earlier saves, and may still use this one.
+                retired[:] = [one for one in retired if not one.sweep(coordinator)]
+
+        try:
+            self.coordinator.run(work)
+        except Exception as error:
+            _logger.debug("%s: its keys stay in the store: %s", self._prefix, error)
 
     @contextlib.contextmanager
     def _waiting(self, topic: str, timeout: float, met: range, missing: Callable[[], Sequence[int]]) -> Iterator[float]:
@@ -440,30 +459,6 @@ def missed_a_process(error: BaseException | None) -> bool:
     if isinstance(error, PeerFailedError):
         return isinstance(error.__cause__, (BarrierTimeoutError, ConnectionError))
     return isinstance(error, BarrierTimeoutError)
-
-
-def _retire(bounded: BoundedCoordinator, prefix: str, keys: Sequence[str], deleted: set[str]) -> None:
-    """Note that this process has closed a rendezvous; process 0 deletes its keys once all others have, too."""
-
-    def work(coordinator: Coordinator) -> None:
-        if coordinator.process_index:
-            key = _process_key(f"{prefix}/left", coordinator.process_index)
-            coordinator.put(key, json.dumps(keys[:_MOST_KEYS]).encode())
-            return
-        others = range(1, coordinator.process_count)
-        folders = itertools.groupby(others, key=_folder_end)
-        pending = [[_process_key(f"{prefix}/left", process) for process in some] for _, some in folders]
-        with _lock:
-            retired = _retired.setdefault(coordinator, [])
-            retired.append(_Retired([*keys, f"{prefix}/failed"], deleted, pending))
-            del retired[:-_MOST_RETIRED]
-            # The other processes have closed those of earlier saves, and may still use this one.
-            retired[:] = [one for one in retired if not one.sweep(coordinator)]
-
-    try:
-        bounded.run(work)
-    except Exception as error:
-        _logger.debug("%s: its keys stay in the store: %s", prefix, error)
 
 
 @dataclass(slots=True)

@@ -204,6 +204,10 @@ class LocalTier(StepPlace):
                     _logger.debug("%s: the history after step %d is not noted: %s", self._run.location, step, error)
             with self._noting:
                 self._keep(_on_line(self._kept, history))
+        elif point == "deleted":
+            self._continue_after(-1, ())
+            self._keep({})
+            self._forget_found()
 
     def note(self, history: LocalHistory) -> None:
         """Note a history right before the commit of a save, so that other local steps do not count; on process 0."""
@@ -211,11 +215,6 @@ class LocalTier(StepPlace):
             if history.number >= self._noted:  # the same again after a step was fetched from the mirror
                 self._run.note_branches(history.branches)
                 self._noted = history.number
-
-    def forget(self) -> None:
-        self._continue_after(-1, ())  # no local step is to bring back one that was deleted
-        self._keep({})
-        self._forget_found()
 
     def _keep(self, kept: dict[str, int]) -> None:
         self._kept, self._saved = kept, frozenset(kept.values())

@@ -532,7 +532,7 @@ class CheckpointManager(ExplainsNames):
         self._run.change(f"delete {step}", self._steps.delete, step, mirror)
         self._saves.deleted()
         if mirror:
-            self._run.forget_deleted()
+            self._run.tell("deleted", step)
 
     def delete_after(self, step: int) -> list[int]:
         """Delete all steps later than one, pinned and damaged ones, too, to return to a step for good.
@@ -559,7 +559,7 @@ class CheckpointManager(ExplainsNames):
         self.processes.barrier(f"before delete after {step}")  # others may still be restoring one of these steps
         deleted: list[int] = self._run.change(f"delete after {step}", self._steps.delete_after, step)
         self._saves.deleted()
-        self._run.forget_deleted()
+        self._run.tell("deleted", step)
         return deleted
 
     # ---- ownership, and the end

@@ -237,26 +237,20 @@ class RunMirror(StepPlace):
     # ---- from the run to the mirror
 
     def reached(self, point: Point, step: int) -> None:
+        is_primary = self._processes.is_primary
         with self._wake:
-            if point == "changed":
+            if point in ("changed", "deleted"):
                 self._due = True
-                if self._processes.is_primary and self._thread is None and not self._ending.is_set():
+                if is_primary and self._thread is None and not self._ending.is_set():
                     self._thread = Helper(self._work, "holdfast-mirror", daemon=True)
                     self._thread.start()
                     _open.add(self)
             elif point in ("saving", "ended"):
                 self._saving = point == "saving" and self._run.location.is_local
             self._changed()
-
-    def forget(self) -> None:
-        if not self._processes.is_primary:
-            return
-        # Otherwise a later run would fetch them.
-        with self._wake:
-            self._due = True
-            self._changed()
-            self._wake.wait_for(lambda: not self._run.tombstones or self._error is not None, DELETION_WAIT)
-        if self._run.tombstones:
+            if point == "deleted" and is_primary:
+                self._wake.wait_for(lambda: not self._run.tombstones or self._error is not None, DELETION_WAIT)
+        if point == "deleted" and is_primary and self._run.tombstones:
             self._warn_left(self._error or "it has not answered yet")
 
     def _warn_left(self, why: object) -> None:

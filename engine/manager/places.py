@@ -10,10 +10,10 @@ from ..format import CheckpointRecord
 from ..storage import Location
 from .ownership import RunIdentity
 
-Point = Literal["saving", "commit", "committed", "ended", "changed"]
+Point = Literal["saving", "commit", "committed", "ended", "changed", "deleted"]
 """What happens in the directory: a save begins; its commit record is about to be written, on process 0; it was written;
 the save has ended, whether it has failed or not; the run owns the directory, or a step was committed, or its metrics or
-its pin have changed."""
+its pin have changed; steps were deleted explicitly, and no later run may take them from elsewhere."""
 
 
 class StepPlace:
@@ -58,9 +58,6 @@ class StepPlace:
 
     def drop(self, step: int, damage: str) -> None:
         """Read a step of this place, which is damaged, no more."""
-
-    def forget(self) -> None:
-        """Forget the steps that were deleted explicitly, as no later run may take them."""
 
     def wait(self) -> None:
         """Wait for the save that is under way in this place."""

@@ -96,11 +96,6 @@ class Run:
         self.tell("changed")
         return answer
 
-    def forget_deleted(self) -> None:
-        """Let no place bring back a step that was deleted."""
-        for place in self.places:
-            place.forget()
-
     def close(self) -> bool:
         """Refuse all further changes; return False if an earlier call did so."""
         with self.changing:  # a save of another thread has begun before this, or is refused

@@ -220,7 +220,7 @@ class Saves:
             self.run.observer.reached("save_failed", step)
             self.run.events.write("save_failed", step=step, error=described(error))
             raise
-        slowed = self.decisions.slowed(report.total_seconds - report.blocked_seconds)
+        slowed = self.decisions.pace.slowed(report.total_seconds - report.blocked_seconds)
         self.run.steps.add(step, record)
         self.run.steps.last_saved = step
         self.run.tell("committed", step)

@@ -92,9 +92,10 @@ def load_weights(
         names = dict(zip(joined_names(flat.names), flat.names, strict=True))
         trees = [checkpoint.tree(item) for item, kind in checkpoint.items.items() if kind == TREE]
         candidates = (one for tree in trees for one in _candidates(tree, names, ignored, containers))
-        found = max(candidates, key=lambda one: one.fitness, default=None)
-        if found is None:
+        best = max(candidates, key=lambda one: one[0], default=None)
+        if best is None:
             raise OptionError(f"{checkpoint.location} holds no tree of arrays to take weights from")
+        _, container, found = best
         leaves = list(found.leaves)
         try:
             if misfits is None:
@@ -103,14 +104,14 @@ def load_weights(
                 shared = [leaf.name for leaf in leaves if leaf.name in {*flat.names}]
                 tree, leaves = load_fitting(found, flat, [(name, name) for name in shared], misfits)
         except TreeMismatchError as error:
-            inside = f" in {found.container}" if found.container else ""
+            inside = f" in {container}" if container else ""
             what = f"{checkpoint.location}: the weights{inside} are not those of the model:"
             raise TreeMismatchError(what, error.differences) from error
         return Weights(
             tree=tree,
             location=checkpoint.location,
             format=checkpoint.format,
-            container=found.container,
+            container=container,
             leaves=len(leaves),
             bytes=sum(leaf.nbytes for leaf in leaves),
         )
@@ -155,7 +156,8 @@ def load_fitting(
 
 def _candidates(
     source: TreeSource, names: Mapping[str, str], ignored: Collection[str], containers: Sequence[str]
-) -> Iterator[_Candidate]:
+) -> Iterator[tuple[tuple[int, int], str, TreeSource]]:
+    """Yield the leaves in each container of a tree under the names of a template, and how well they fit it."""
     leaves = dict(zip(joined_names([leaf.name for leaf in source.leaves]), source.leaves, strict=True))
     bare = {without_value(name): name for name in names}
     for container in (*_CONTAINERS, *containers):
@@ -164,17 +166,7 @@ def _candidates(
         inside = {one if one in names else bare.get(without_value(one), one): leaf for one, leaf in inside.items()}
         kept = {one: leaf for one, leaf in inside.items() if one in names or without_value(one) not in ignored}
         if kept:
-            yield _Candidate(source, container, kept, names)
-
-
-class _Candidate(PartialTree):
-    """The leaves in one container of a tree, under the names of a template."""
-
-    def __init__(
-        self, source: TreeSource, container: str, leaves: Mapping[str, SavedLeaf], names: Mapping[str, str]
-    ) -> None:
-        super().__init__(source, {names.get(joined, leaf.name): leaf for joined, leaf in leaves.items()}, source.tree)
-        self.container = container
-        shared = leaves.keys() & names.keys()
-        # More shared names are better; among equals, fewer others.
-        self.fitness = (len(shared), len(shared) - len(leaves))
+            shared = len(kept.keys() & names.keys())
+            renamed = {names.get(joined, leaf.name): leaf for joined, leaf in kept.items()}
+            # More shared names are better; among equals, fewer others.
+            yield (shared, shared - len(kept)), container, PartialTree(source, renamed, source.tree)

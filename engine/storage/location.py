@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import io
 import os
 import re
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
 from ..errors import DamagedCheckpointError, InvalidLocationError, OptionError
@@ -19,7 +20,7 @@ from . import local
 from .backend import DataFile, DataReader, Entry, FileIdentity, Segment
 from .buffers import PAGE
 from .local import LocalBackend
-from .object_store import ObjectStoreBackend, open_object
+from .object_store import ObjectStoreBackend
 from .parallel import REQUESTS, UPLOADS, parallel_map
 from .status import UnknownSchemeError, hidden_address
 
@@ -355,7 +356,7 @@ class Location:
         """
         text = {"encoding": encoding, "errors": errors, "newline": newline}
         if not self.is_local:
-            return open_object(self, mode, **text)
+            return _open_object(self, mode, **text)
         if not set(mode) <= set("rbt"):
             self._writing()
         if "b" not in mode:
@@ -639,3 +640,33 @@ def _check_segments(size: int, segments: Sequence[Segment]) -> None:
 # A path, a URL (``file://``, ``memory://``, ``s3://``, ``gs://``, ``az://``, ...), or a
 # :class:`~holdfast.storage.Location`.
 Place = str | os.PathLike[str] | Location
+
+
+class _Upload(io.BytesIO):
+    """A file in memory, which is sent when it is closed."""
+
+    def __init__(self, send: Callable[[bytes], None], content: bytes) -> None:
+        super().__init__()
+        self.write(content)
+        self._send = send
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        content = self.getvalue()
+        super().close()
+        self._send(content)
+
+
+def _open_object(place: Location, mode: str, **text: Any) -> IO[Any]:
+    """Open an object as the builtin ``open`` opens a file; ``text`` has its arguments for text."""
+    letters = "".join(sorted(mode.replace("t", "", 1)))
+    kind = letters.replace("b", "", 1)
+    if kind not in ("r", "w", "x", "a"):
+        raise OptionError(f"{place}: mode={mode!r} opens no object of a store: read it (r), or write it (w, x, a)")
+    exists = kind in "xa" and place.is_there()
+    if kind == "x" and exists:
+        raise FileExistsError(f"{place} exists")
+    content = place.read_bytes() if kind == "r" or (kind == "a" and exists) else b""
+    raw = io.BytesIO(content) if kind == "r" else _Upload(place.write_bytes, content)
+    return raw if "b" in letters else io.TextIOWrapper(raw, **{**text, "encoding": text.get("encoding") or "utf-8"})

@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
 import logging
 import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import IO, TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from ..errors import (
     DamagedCheckpointError,
     HoldfastError,
     ObjectNotFoundError,
-    OptionError,
     StorageError,
     StorageUnavailableError,
 )
@@ -34,7 +32,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from .location import Location
 
 _logger = logging.getLogger("holdfast")
 
@@ -449,33 +446,3 @@ def failing_parts(parts: Iterator[T]) -> Iterator[Iterator[T]]:
 
 
 # ---- files that programs open: read whole when they are opened, sent whole when they are closed
-
-
-class _Upload(io.BytesIO):
-    """A file in memory, which is sent when it is closed."""
-
-    def __init__(self, send: Callable[[bytes], None], content: bytes) -> None:
-        super().__init__()
-        self.write(content)
-        self._send = send
-
-    def close(self) -> None:
-        if self.closed:
-            return
-        content = self.getvalue()
-        super().close()
-        self._send(content)
-
-
-def open_object(place: Location, mode: str, **text: Any) -> IO[Any]:
-    """Open an object as the builtin ``open`` opens a file; ``text`` has its arguments for text."""
-    letters = "".join(sorted(mode.replace("t", "", 1)))
-    kind = letters.replace("b", "", 1)
-    if kind not in ("r", "w", "x", "a"):
-        raise OptionError(f"{place}: mode={mode!r} opens no object of a store: read it (r), or write it (w, x, a)")
-    exists = kind in "xa" and place.is_there()
-    if kind == "x" and exists:
-        raise FileExistsError(f"{place} exists")
-    content = place.read_bytes() if kind == "r" or (kind == "a" and exists) else b""
-    raw = io.BytesIO(content) if kind == "r" else _Upload(place.write_bytes, content)
-    return raw if "b" in letters else io.TextIOWrapper(raw, **{**text, "encoding": text.get("encoding") or "utf-8"})

@@ -19,7 +19,19 @@ from ...engine.errors import CheckpointExistsError, DamagedCheckpointError, Opti
 from ...engine.format import ITEM, CheckpointRecord
 from ...engine.handlers import JsonCheckpointHandler, PreparedGraph, PreparedItem, PyTreeCheckpointHandler
 from ...engine.manager import best_step_in
-from ...engine.pytree import EXTERNAL, NAME_ONLY, ArrayLeaf, Patterns, Piece, TreeDef, ValueLeaf, describe, format_path
+from ...engine.pytree import (
+    EXTERNAL,
+    NAME_ONLY,
+    ArrayLeaf,
+    Box,
+    Patterns,
+    Piece,
+    TreeDef,
+    ValueLeaf,
+    describe,
+    format_path,
+    whole,
+)
 from ...engine.sources import (
     JSON,
     METRICS,
@@ -225,8 +237,8 @@ def export_checkpoint(
         checkpoint = open_at(find_checkpoint(origin, chosen).without_links())
         # The extras of a callback lie beside the item of the state.
         named = ITEM if item is None and checkpoint.items.get(ITEM) == TREE else item
-        whole = rooted(checkpoint.tree(checkpoint.only_tree(named)), root)
-        tree, left_out = without_placeholders(selected(whole, select))
+        inside = rooted(checkpoint.tree(checkpoint.only_tree(named)), root)
+        tree, left_out = without_placeholders(selected(inside, select))
         _write_file(tree, target, to, overwrite, progress or UNHEARD)
         _warn(checkpoint, left_out)
         return [_conversion(checkpoint, target, to, checkpoint.step if chosen is None else chosen, [tree], left_out)]
@@ -438,8 +450,12 @@ class _LaterPiece:
     """A `Piece` that is all of an array, read each time that it is needed."""
 
     name: str
-    start: tuple[int, ...]
+    box: Box
     loader: _Loader
+
+    @property
+    def start(self) -> tuple[int, ...]:
+        return self.box.start
 
     @property
     def array(self) -> NDArray[Any]:
@@ -459,5 +475,5 @@ def _host_leaf(leaf: SavedLeaf, loader: _Loader) -> ArrayLeaf | ValueLeaf:
     saved = leaf.saved
     if saved.dtype is None or saved.shape is None:
         return ValueLeaf(saved.details)
-    pieces: Sequence[Any] = [_LaterPiece(leaf.name, (0,) * len(saved.shape), loader)]
+    pieces: Sequence[Any] = [_LaterPiece(leaf.name, whole(saved.shape), loader)]
     return ArrayLeaf(saved.dtype, saved.shape, cast("list[Piece]", pieces), False, saved.details)

@@ -9,12 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 from ...engine.errors import UnsupportedLeafError, difference
-from ...engine.pytree import LeafTemplate, Saved, compare, describe_template, is_python_value
+from ...engine.pytree import LeafTemplate, Saved, collection_paused, compare, describe_template, is_python_value
 from .frameworks import OptionSlot, TensorSlot
-from .slots import BoxSlot, PartSlot, Path, Place, StateSlot, format_node_path, storage_name
+from .slots import BoxSlot, PartSlot, Path, Place, StateSlot, format_node_path
+from .tracked import Node
 from .values import MADE_KINDS, NUMBER_VALUES, is_plain
 from .views import Leaf
-from .walk import LiveGraph, LiveNode
+from .walk import LiveGraph, LiveNode, walk
 
 
 class _Object:
@@ -24,7 +25,7 @@ class _Object:
         view = node.view
         slot = view.slot if isinstance(view, Leaf) else None
         self.edges: dict[str, _Object] = {}
-        self.is_leaf, self.is_value = slot is not None, node.has_value
+        self.is_leaf, self.has_values = slot is not None, node.has_value  # itself, or objects below it
         self.is_state, self.is_option = isinstance(slot, StateSlot), isinstance(slot, OptionSlot)
         self.is_dict, self.is_sequence = isinstance(node.value, dict), isinstance(node.value, list | tuple | deque)
         self.is_packed = isinstance(view, Leaf) and view.packed is not None
@@ -34,16 +35,6 @@ class _Object:
         is_array = self.template is not None and self.template.kind in MADE_KINDS
         self.is_made = is_array or is_plain(node.value, known, arrays=True)
 
-    def has_values(self) -> bool:
-        """Whether a checkpoint has anything of the object, or of what is below it."""
-        below = {id(self): self}
-        queue = [self]
-        for one in queue:
-            if one.is_value:
-                return True
-            queue += [child for child in one.edges.values() if below.setdefault(id(child), child) is child]
-        return False
-
 
 class FreshObjects:
     """A description of objects: the edges between them, and the kinds of their values."""
@@ -51,10 +42,17 @@ class FreshObjects:
     def __init__(self, live: LiveGraph) -> None:
         known: dict[int, bool] = {}
         found = {id(node): _Object(node, known) for node in live.own}
-        for node in live.own:
-            own = {segment: child for segment, child in node.edges.items() if not child.outside}
-            found[id(node)].edges = {segment: found[id(child)] for segment, child in own.items()}
+        for node in reversed(live.own):  # what is below an object comes after it
+            one, own = found[id(node)], [pair for pair in node.edges.items() if not pair[1].outside]
+            one.edges = {segment: found[id(child)] for segment, child in own}
+            one.has_values = one.has_values or any(child.has_values for child in one.edges.values())
         self._root = found[id(live.nodes[0])]
+
+    @classmethod
+    @collection_paused()
+    def of(cls, root: Node) -> FreshObjects:
+        """Describe the objects below a root; raise UnsupportedLeafError if one can be neither saved nor restored."""
+        return cls(walk(root))
 
     def refused(self, later: FreshObjects) -> Iterator[str]:
         """Generate a line for each part of later objects that a restore into these would refuse."""
@@ -70,19 +68,14 @@ class FreshObjects:
             elif now.is_leaf or (fresh.is_leaf and not (fresh.opens and now.is_made)):
                 yield f"{format_node_path(path)}: another object than in the fresh state"
             elif not fresh.is_leaf and not (now.is_sequence and now.is_made):
-                both = {**fresh.edges, **now.edges}
-                for segment in both:
-                    mine, theirs, below = fresh.edges.get(segment), now.edges.get(segment), (*path, segment)
-                    if mine is not None and theirs is not None:
-                        queue.append((mine, theirs, below))
-                    elif theirs is None and both[segment].has_values():
+                for segment, one in {**fresh.edges, **now.edges}.items():
+                    below = (*path, segment)
+                    if segment in fresh.edges and segment in now.edges:
+                        queue.append((fresh.edges[segment], one, below))
+                    elif one.has_values and segment in fresh.edges:
                         yield f"{format_node_path(below)}: only in the fresh state"
-                    elif theirs is not None and _is_surplus(theirs, now):
+                    elif one.has_values and not one.is_option and not (now.is_dict and one.is_made):
                         yield f"{format_node_path(below)}: not in the fresh state"
-
-
-def _is_surplus(child: _Object, holder: _Object) -> bool:
-    return child.has_values() and not child.is_option and not (holder.is_dict and child.is_made)
 
 
 def _problem(fresh: _Object, now: _Object, path: str) -> str | None:
@@ -105,6 +98,6 @@ def _template(node: LiveNode) -> LeafTemplate | None:
     value: Any = node.value if isinstance(node.slot, TensorSlot) or hasattr(node.value, "layout") else node.slot.get()
     if is_python_value(value) or hasattr(value, "dtype"):
         with contextlib.suppress(UnsupportedLeafError):
-            (found,) = describe_template([storage_name(node.path)], [value])
+            (found,) = describe_template([""], [value])
             return replace(found, leaf=None, sharding=None, origin="the fresh state")
     return None

@@ -33,17 +33,17 @@ class _Options(CheckpointManagerOptions):
 
     since: float
 
-    def time_rule(self, secs: float) -> KeepPolicy:
-        return _Apart(Every(secs=secs), StepInfo(step=-1, time=self.since))
+    def _time_rule(self, secs: float) -> KeepPolicy:
+        return _Apart(secs=secs, since=self.since)
 
 
-@dataclass(frozen=True)
-class _Apart(KeepPolicy):
-    every: Every
-    start: StepInfo
+@dataclass(frozen=True, kw_only=True)
+class _Apart(Every):
+    since: float
 
     def kept(self, steps: Sequence[StepInfo]) -> dict[int, str]:
-        return {step: why for step, why in self.every.kept([self.start, *steps]).items() if step != self.start.step}
+        start = StepInfo(step=-1, time=self.since)
+        return {step: why for step, why in super().kept([start, *steps]).items() if step >= 0}
 
 
 class CheckpointManager:

@@ -178,21 +178,16 @@ def _value(value: Any, keys: _Keys, types: Mapping[_Keys, str]) -> Any:
     if kind is not None and kind.startswith(f"{STRIDES} "):
         strides = json.loads(kind.removeprefix(STRIDES))
         return with_strides(tensor_of(value, copy=False), strides) if isinstance(value, np.ndarray) else value
-    found = _contents(value, keys, types)
-    return found if kind is None else from_plain(found, kind)
-
-
-def _contents(value: Any, keys: _Keys, types: Mapping[_Keys, str]) -> Any:
     if isinstance(value, np.ndarray):
-        return tensor_of(value, copy=False)
-    if isinstance(value, dict):
-        if value.keys() == {_NUMPY} and isinstance(value[_NUMPY], np.ndarray):  # Version 0.1.0 saved arrays so.
-            return value[_NUMPY]
+        value = tensor_of(value, copy=False)
+    elif isinstance(value, dict) and value.keys() == {_NUMPY} and isinstance(value[_NUMPY], np.ndarray):
+        value = value[_NUMPY]  # Version 0.1.0 saved arrays so.
+    elif isinstance(value, dict):
         entries = {key: _value(item, (*keys, key), types) for key, item in value.items()}
-        return OrderedDict(entries) if isinstance(value, OrderedDict) else entries
-    if isinstance(value, list | tuple):
-        return type(value)(_value(item, (*keys, index), types) for index, item in enumerate(value))
-    return value
+        value = OrderedDict(entries) if isinstance(value, OrderedDict) else entries
+    elif isinstance(value, list | tuple):
+        value = type(value)(_value(item, (*keys, index), types) for index, item in enumerate(value))
+    return value if kind is None else from_plain(value, kind)
 
 
 # ---- values of other types, which hyper-parameters hold beside numbers and strings

@@ -106,14 +106,14 @@ class ObjectsAdapter(StateAdapter):
         return GraphCheckpointHandler(compression=options.compression)
 
     def begin(self, state: Any) -> None:
-        from ..graph import FreshObjects, walk
+        from ..graph import FreshObjects
 
-        self._fresh = FreshObjects(walk(self._graph(state)))
+        self._fresh = FreshObjects.of(self._graph(state))
 
     def refused(self, state: Any) -> list[str]:
-        from ..graph import FreshObjects, walk
+        from ..graph import FreshObjects
 
-        return list(self._fresh.refused(FreshObjects(walk(self._graph(state), strict=False))))
+        return list(self._fresh.refused(FreshObjects.of(self._graph(state))))
 
     def to_tree(self, state: Any) -> Any:
         from ..graph import snapshot

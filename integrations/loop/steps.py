@@ -188,10 +188,7 @@ class StepSaver:
     def watch(
         self, state: Any, extras: Mapping[str, Any], last: int | None, began: Mapping[str, Any], *, grows: bool
     ) -> None:
-        """Begin to watch the state before the first step; ``last`` is the number of the step before, if it is known.
-
-        The run ``began`` with other hyperparameters where its loop has changed them.
-        """
+        """Begin to watch the state after step ``last``, if that is known; ``began`` has what the loop has changed."""
         self._start = StartValues(self._adapter, state, extras, began)
         first = self._first_steps = FirstSteps(self._adapter)
         self._ask(lambda: first.begin(state, last, extras, grows=grows))

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-from .engine.clock import (
-    Clock,
-    SystemClock,
-)
+from .engine.clock import Clock, SystemClock
 
-__all__ = [
-    "Clock",
-    "SystemClock",
-]
+__all__ = ["Clock", "SystemClock"]

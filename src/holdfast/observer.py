@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from .engine.observer import (
-    Observer,
-)
+from .engine.observer import Observer
 
-__all__ = [
-    "Observer",
-]
+__all__ = ["Observer"]

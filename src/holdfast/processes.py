@@ -2,20 +2,7 @@
 
 from __future__ import annotations
 
-from .engine.checkpoint import (
-    check_replicas,
-)
-from .engine.distributed import (
-    Alone,
-    Coordinator,
-    ProcessInfo,
-    current_coordinator,
-)
+from .engine.checkpoint import check_replicas
+from .engine.distributed import Alone, Coordinator, ProcessInfo, current_coordinator
 
-__all__ = [
-    "Alone",
-    "Coordinator",
-    "ProcessInfo",
-    "check_replicas",
-    "current_coordinator",
-]
+__all__ = ["Alone", "Coordinator", "ProcessInfo", "check_replicas", "current_coordinator"]

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-from .engine.storage import (
-    Location,
-    as_location,
-)
+from .engine.storage import Location, as_location
 
-__all__ = [
-    "Location",
-    "as_location",
-]
+__all__ = ["Location", "as_location"]

@@ -20,14 +20,10 @@ def test_a_few_cases(tmp_path: Path) -> None:
     report = tmp_path / "cases.json"
     only = [
         f"{PERSISTENT}/error after",
-        "lightning/stateful and plain/validation across epochs/error after step 8",
         "lightning/shuffled/default/longer with the same trainer",
         "jax/nnx/adam/SIGTERM in step 4",
         "jax/program/numbers/SIGTERM in step 4",
-        "jax/program/growing/SIGTERM in step 4",
         "torch/callback/a part that saves itself/SIGTERM at the end",
-        "torch/components/frozen and thawed/steps in part again",
-        "torch/graph/a persistent metric/longer",
         "torch/loop/two workers/SIGTERM at the end of an epoch",
     ]
     arguments = ["--processes", "1", "--json", str(report)]
@@ -38,8 +34,8 @@ def test_a_few_cases(tmp_path: Path) -> None:
     cases = {case["name"]: case for case in json.loads(report.read_text())}
     assert {case["verdict"] for case in cases.values()} == {"equal"}
     assert {name for text in only for name in cases if name.startswith(text)} == cases.keys()
-    assert len(cases) == 14  # the first of them stands for four
-    assert "14 of 14 cases equal bit for bit, 0 refused with a message, 0 not equal" in done.stdout
+    assert len(cases) == 10  # the first of them stands for four
+    assert "10 of 10 cases equal bit for bit, 0 refused with a message, 0 not equal" in done.stdout
     # Only where the workers have lived through an epoch before, their random generators are lost.
     warned = {
         int(name.rpartition(" ")[2]): any(NEW_WORKERS in warning for warning in case["warnings"])

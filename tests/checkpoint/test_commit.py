@@ -406,6 +406,7 @@ def commit_or_abort(pending: PendingCheckpoint, record: CheckpointRecord) -> hf.
     return None
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("copies", [None, "original"], ids=["save", "copy that continues"])
 @pytest.mark.parametrize("old", [True, False], ids=["replaced", "new"])
 def test_a_save_that_is_alive_commits_while_a_run_sweeps(

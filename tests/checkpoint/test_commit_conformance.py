@@ -96,6 +96,7 @@ def clean(kind: Kind, tmp_path: Path) -> list[str]:
     return kind.files(str(tmp_path / "clean"))
 
 
+@pytest.mark.one_in(2)
 def test_killed_at_any_operation(
     kind: Kind, store: str, old: int | None, every: bool, clean: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,6 +149,7 @@ def test_killed_between_the_record_and_those_of_parts(
     assert kind.find(place) == (old if limit == 1 else 2)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("power", "first"),
     [
@@ -252,6 +254,7 @@ def test_failure_at_any_call(
     assert number > 15
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("times", [1, 1 << 30], ids=["one fails", "all fail from there"])
 def test_failure_at_any_operation(
     kind: Kind,

@@ -39,16 +39,24 @@ def without_digits(text: str) -> str:
     return re.sub(r"\d+\.\d+", "0.0", text)
 
 
+def mended(examples: Examples) -> str:
+    program = examples["python 1"]
+    program = program.replace('{"weights": np.zeros(2)}', '{"weights": np.zeros(2)}, noise=noise')
+    program = program.replace("(step, state)", "(step, state, noise=noise)")
+    return program + f"\n{examples['python 2']}assert not log_to_wandb\n"
+
+
 @pytest.mark.examples("docs/drill.md")
 def test_the_example(examples: Examples, tmp_path: Path) -> None:
-    short, command = examples.commands()
-    program = examples["python 1"]
-    assert without_digits(run(tmp_path, program, command, 1)) == without_digits(OUTPUTS[0])
-    mended = program.replace('{"weights": np.zeros(2)}', '{"weights": np.zeros(2)}, noise=noise')
-    mended = mended.replace("(step, state)", "(step, state, noise=noise)")
-    mended += f"\n{examples['python 2']}assert not log_to_wandb\n".replace("\n", "\n")
-    assert OUTPUTS[1] in run(tmp_path, mended, command, 0)
-    assert "identical: 40 checkpoints" in run(tmp_path, mended, short, 0)
+    _, command = examples.commands()
+    assert without_digits(run(tmp_path, examples["python 1"], command, 1)) == without_digits(OUTPUTS[0])
+    assert OUTPUTS[1] in run(tmp_path, mended(examples), command, 0)
+
+
+@pytest.mark.sweep
+@pytest.mark.examples("docs/drill.md")
+def test_the_short_command(examples: Examples, tmp_path: Path) -> None:
+    assert "identical: 40 checkpoints" in run(tmp_path, mended(examples), examples.commands()[0], 0)
 
 
 def test_the_kinds_in_the_table() -> None:

@@ -157,6 +157,7 @@ def trained(kind: str, directory: Path, end: int, calls_set_epoch: bool) -> list
     return seen
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.usefixtures("fits_are_processes")
 @pytest.mark.parametrize("calls_set_epoch", [False, True])
 @pytest.mark.parametrize("kind", KINDS)

@@ -257,9 +257,9 @@ def test_a_loader_that_draws_its_order_or_its_workers_seeds_from_generators(
                 checkpoint.on_step(step + 1, state, data=batches)
         return seen
 
-    steps = 15
+    steps, has_workers = 15, getattr(make(), "num_workers", 0)  # processes take longer to start than all else
     whole = train(tmp_path / "whole", steps)
-    for stop in (3, 6, 13):
+    for stop in (6,) if has_workers else (3, 6, 13):
         directory = tmp_path / str(stop)
         found = train(directory, stop) + train(directory, stop + 1) + train(directory, steps)
         assert found == whole, stop
@@ -854,7 +854,8 @@ def test_a_loop_over_epochs_is_stopped_at_the_end_of_one_and_elsewhere(
     whole = loop_over_epochs(tmp_path / "whole", **options)
     assert len(whole) == 12
     # A stream that had ended gives nothing at first, and by then the program has set the next epoch.
-    for stop in (6, 9) if options.get("dataset") is EpochStream else (4, 6, 8):
+    stops = (4, 6) if "num_workers" in options else (4, 6, 8)
+    for stop in (6, 9) if options.get("dataset") is EpochStream else stops:
         begun = loop_over_epochs(tmp_path / f"{stop}", stop, **options)
         assert begun + loop_over_epochs(tmp_path / f"{stop}", **options) == whole, stop
     told = "data= had come to the end of an epoch: the next loop over it begins a new one"
@@ -918,7 +919,6 @@ class CountsIndices(CountsEpochs):
     ("options", "warning", "is_lost"),
     [
         ({"dataset": Drawing, "num_workers": 1}, "draws random numbers in the workers", True),
-        ({"dataset": Drawing, "num_workers": 2}, "draws random numbers in the workers", True),
         ({"sampler": OwnOrder}, "the OwnOrder of a StatefulDataLoader has no state_dict and load_state_dict", True),
         ({"sampler": CountsEpochs}, "the CountsEpochs of a", False),
         ({"sampler": CountsIndices}, "the CountsIndices of a", False),
@@ -926,7 +926,6 @@ class CountsIndices(CountsEpochs):
     ],
     ids=[
         "draws in a worker",
-        "draws in two workers",
         "sampler without a state",
         "sampler with a state",
         "sampler with a place",

@@ -78,6 +78,7 @@ def writer(store: Store) -> int:
     return found
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", COLUMNS)
 @pytest.mark.parametrize(
     ("steps", "done", "first"),

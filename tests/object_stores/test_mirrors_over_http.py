@@ -24,6 +24,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return outcome(jax_loop, f"{place}/run", f"{place}/mirror", {})["final"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("trouble", "until", "some"),
     [

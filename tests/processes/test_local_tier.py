@@ -100,6 +100,7 @@ def train_jax(
     return start, [np.asarray(one.data).tolist() for one in state["w"].addressable_shards]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("backend", "count", "per_host"), [("torch", 2, 1), ("torch", 4, 2), ("jax", 2, 1)])
 def test_a_run_that_was_killed_continues_without_one_host(
     tmp_path: Path, backend: Backend, count: int, per_host: int

@@ -318,6 +318,7 @@ def restore_or_error(process: Process, directory: str, template_of_1: Any) -> st
     return "restored"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("backend", ["torch", "jax"])
 @pytest.mark.parametrize("moment", ["reads", "exchange"])
 def test_a_process_that_dies_is_missed(tmp_path: Path, backend: Backend, moment: str) -> None:

@@ -64,6 +64,7 @@ def preempt_at(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
     monkeypatch.setattr(Progress, "update", update)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("recipe", "stops"),
     [

@@ -49,7 +49,7 @@ _NEVER_ITEMS = frozenset({ARRAYS_FOLDER, "d"})
 class _Item(NamedTuple):
     kind: str
     folder: Location
-    bare: tuple[str, ...] | None = None
+    bare: bool = False
     file: str = ""
     is_key: bool = False
 
@@ -211,10 +211,9 @@ def _item(folder: Location, handler: str, *, listed: bool) -> _Item | None:
     entries = {entry.name: entry.is_directory for entry in folder.entries()} if listed else {}
     for name in _KEYS:
         if entries.get(name):
-            is_key = name == _KEYS[0]
-            return _Item(TREE, folder / name, (AGGREGATE_FILE,) if is_key else None, is_key=is_key)
+            return _Item(TREE, folder / name, bare=name == _KEYS[0], is_key=name == _KEYS[0])
     if _is_tree(folder, frozenset(entries)):
-        return _Item(TREE, folder, (AGGREGATE_FILE,) if handler.endswith(_ARRAY_HANDLER) else None)
+        return _Item(TREE, folder, bare=handler.endswith(_ARRAY_HANDLER))
     if folder.name == METRICS_FOLDER and entries.get(METRICS_FOLDER) is False:
         return _Item(METRICS, folder, file=METRICS_FOLDER)
     for name in _JSON_FILES:

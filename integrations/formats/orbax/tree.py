@@ -170,12 +170,10 @@ def _sharding(fields: Any) -> Details | None:
 class OrbaxTree(OtherTree):
     """A tree in a folder; its namedtuples and other nodes are dictionaries, its tuples lists."""
 
-    # ``processes`` is how many processes saved it, if each of them saved only its own parts, on its own disk: then the
-    # folder has those that were copied into it.
+    # ``bare``: an array alone, which Orbax saves as a tree of one entry. ``processes``: how many processes saved it, if
+    # each of them saved only its own parts, on its own disk; then the folder has those that were copied into it.
 
-    def __init__(
-        self, location: Location, *, bare: Path | None = None, typed_key: bool = False, processes: int = 0
-    ) -> None:
+    def __init__(self, location: Location, *, bare: bool = False, typed_key: bool = False, processes: int = 0) -> None:
         self.location = location
         entries_here = location.entries()
         names = {entry.name for entry in entries_here if not entry.is_directory}
@@ -195,11 +193,9 @@ class OrbaxTree(OtherTree):
         entries = self._metadata.parameters
         parameters = [p for p in entries if p.value_type not in _EMPTY]
         empties = [(p.path, _EMPTY[p.value_type]) for p in entries if p.value_type in _EMPTY]
-        if bare is not None and [p.path for p in parameters] == [bare]:
+        if bare and [p.path for p in parameters] == [(AGGREGATE_FILE,)]:
             parameters = [parameters[0]._replace(path=())]
-        self._names = {
-            storage_name(p.path): ".".join(map(str, bare)) if bare and not p.path else p.name for p in parameters
-        }
+        self._names = {storage_name(p.path): p.name or (AGGREGATE_FILE if bare else "") for p in parameters}
         arrays = [p for p in parameters if p.value_type not in _NO_ARRAYS and p.path not in self._aggregated]
         if arrays and self._metadata.uses_ocdbt and not self._ocdbt:  # Without arrays, Orbax makes no database.
             raise DamagedCheckpointError(f"{location / MANIFEST} is missing: it says where the arrays are")

@@ -42,6 +42,7 @@ def folds(program: Any, root: str, stop: tuple[int, int] | None = None, **option
     return [*found, random.random(), np.random.rand(), torch.rand(3).tolist()]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", [{"max_epochs": 2}, {"max_epochs": -1, "max_steps": 7}], ids=str)
 def test_what_follows_a_finished_run_is_what_followed_it(
     program: Any, new_directory: NewDirectory, start_again: Callable[[], None], options: dict[str, Any]

@@ -133,6 +133,7 @@ def test_a_preempted_run_goes_on_bit_for_bit(
     assert resumed[0]["random"] != resumed[1]["random"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("who", "step", "options"),
     [
@@ -183,6 +184,7 @@ def test_a_run_resumes_from_local_steps_without_one_host(
     assert compared(resumed) == compared(whole(**options))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("who", "step", "where"),
     [
@@ -224,6 +226,7 @@ def test_a_save_after_an_exception_is_refused_at_once(run_together: Run, tmp_pat
     assert hf.list_checkpoints(tmp_path) == []
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("before", "now"), [(2, 1), (1, 3), pytest.param(2, 3, marks=SWEEP)])
 def test_another_number_of_processes_goes_on(
     run_together: Run, stop: Callable[..., None], tmp_path: Path, before: int, now: int
@@ -283,6 +286,7 @@ def test_places_in_the_data_of_another_number_of_processes(
     assert left in ended[0][2]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("loader", ["of all", "elastic", pytest.param("of all, named", marks=SWEEP)])
 def test_one_position_of_all_processes(
     run_together: Run, stop: Callable[..., None], tmp_path: Path, loader: str
@@ -323,6 +327,7 @@ def test_one_position_of_all_processes_stopped_before_a_validation_and_in_it(
     assert numbers(tmp_path) == list(range(72))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("loader", "message"),
     [
@@ -439,6 +444,7 @@ def saved_by(finish: Callable[..., list[Any]], tmp_path_factory: pytest.TempPath
     return run
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("before", "now"),
     [
