@@ -32,6 +32,7 @@ FORWARDED = tuple(
 )
 _TICK = 0.25  # seconds between two checks of the child's events and heartbeats
 _SUBREAPER, _DEATH_SIGNAL = 36, 1  # options of prctl(2)
+_libc = ctypes.CDLL(None)
 
 
 class Signals:
@@ -48,7 +49,7 @@ class Signals:
         write.setblocking(False)
         for number in FORWARDED:
             self._previous[number] = signal.signal(number, self._note)
-        self._previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, _ignore)
+        self._previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)  # It interrupts a sleep.
         self._wakeup = signal.set_wakeup_fd(write.fileno(), warn_on_full_buffer=False)
         return self
 
@@ -68,10 +69,6 @@ class Signals:
         if select.select([read], [], [], max(0.0, seconds))[0]:
             with contextlib.suppress(BlockingIOError):
                 read.recv(4096)
-
-
-def _ignore(number: int, frame: FrameType | None) -> None:
-    """Do nothing: the signal only interrupts a sleep."""
 
 
 class Program:
@@ -182,22 +179,21 @@ class Program:
 
     def sweep(self, grace: float) -> list[int]:
         """End processes that the program left running, so that they do not hold devices and directories."""
-        left = [pid for pid in _children(os.getpid()) if pid not in self._others and pid != self.pid]
+        left = self._left()
         for number, limit in ((signal.SIGTERM, grace), (signal.SIGKILL, 5.0)):
             for pid in left:
                 _kill(pid, number)
             until = time.monotonic() + limit
-            while self._reap() and time.monotonic() < until:
+            while self._left() and time.monotonic() < until:
                 self._signals.sleep(0.05)
         return left
 
-    def _reap(self) -> list[int]:
-        """Return the processes that are left, after those that have ended are removed."""
-        left = [pid for pid in _children(os.getpid()) if pid not in self._others and pid != self.pid]
-        for pid in left:
+    def _left(self) -> list[int]:
+        """Return the processes that the program left, without those that have ended, which this removes."""
+        for pid in (found := set(_children(os.getpid())) - {*self._others, self.pid}):
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
-        return [pid for pid in left if pid in _children(os.getpid())]
+        return sorted(found.intersection(_children(os.getpid())))
 
 
 def shell_status(returncode: int) -> int:
@@ -234,14 +230,6 @@ def _descendants(pid: int) -> list[int]:
     return found
 
 
-def _load_prctl() -> Callable[[int, int], None]:
-    if sys.platform != "linux":
-        return lambda *_: None
-    try:
-        prctl = ctypes.CDLL(None).prctl
-    except (OSError, AttributeError):
-        return lambda *_: None
-    return lambda option, value: prctl(option, ctypes.c_ulong(value), 0, 0, 0)
-
-
-_prctl = _load_prctl()
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        _libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0)

@@ -316,11 +316,9 @@ def _start(
     program = Program(command, folder, signals, environment)
     log("started", command=list(command), pid=program.pid, start=number)
     record, forwarded = RunRecord(), 0
-
-    def note_slow_save(step: Any, took: float) -> None:
-        log("slow_save", step=step, total_seconds=took, grace_seconds=watch.grace)
-
-    note = slow_saves(watch.grace, note_slow_save)
+    note = slow_saves(
+        watch.grace, lambda step, took: log("slow_save", step=step, total_seconds=took, grace_seconds=watch.grace)
+    )
 
     def look() -> bool:
         nonlocal forwarded

@@ -275,7 +275,7 @@ class _Drill:
             name = f"start-{number + 1}" if self._origin is None else f"start-{number + 1}-from-{self._origin}"
             what = "to the end" if interruption is None else f"{number + 1} of {len(interruptions)}: {interruption}"
             self._say(f"{what} ...")
-            before = self._newest()
+            before = {url: max(steps) for url, steps in self._steps_of(RUNS).items() if steps}
             plan = DrillPlan(name=name, last=last, save=tuple(saved))
             if interruption is not None:
                 plan = replace(plan, point=interruption.point, step=interruption.step, signal=int(interruption.signal))
@@ -445,9 +445,6 @@ class _Drill:
     def _steps_of(self, name: str) -> dict[str, dict[int, str]]:
         return {url: self._steps_in(name, target) for url, target in self._claims(name).items()}
 
-    def _newest(self) -> dict[str, int]:
-        return {url: max(steps) for url, steps in self._steps_of(RUNS).items() if steps}
-
     def _compare(self, name: str, with_name: str, *, all_steps: bool = False) -> list[StepDifference]:
         """Compare what was not compared yet; return the differences of the first step that has any, or of all steps."""
         expected = self._steps_of(with_name)
@@ -467,7 +464,8 @@ class _Drill:
             key = (f"{folder} {with_name}", step, f"{status.st_ino}/{status.st_ctime_ns}")
             if key in self._compared:
                 continue
-            leaves = list(self._differences(expected[url][step], folder))
+            pair = (open_at(as_location(place)) for place in (expected[url][step], folder))
+            leaves = [leaf for leaf in compare_checkpoints(*pair) if not self._ignores(leaf.name)]
             if leaves:
                 found.append(StepDifference(step, _label(url), leaves))
             else:
@@ -487,11 +485,8 @@ class _Drill:
                 found.append(StepDifference(last, _label(url), [what]))
         return found
 
-    def _differences(self, expected: str, found: str) -> Iterator[LeafDifference]:
-        pair = (open_at(as_location(place)) for place in (expected, found))
-        for difference in compare_checkpoints(*pair):
-            if not any(fnmatch.fnmatchcase(difference.name, pattern) for pattern in self._options.ignore):
-                yield difference
+    def _ignores(self, leaf: str) -> bool:
+        return any(fnmatch.fnmatchcase(leaf, pattern) for pattern in self._options.ignore)
 
     def _check_space(self) -> None:
         used = _bytes_below(self._folder / "reference")

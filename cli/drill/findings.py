@@ -164,23 +164,14 @@ class Causes:
     def of(self, report: Report, nondeterministic: Sequence[StepDifference]) -> list[Finding]:
         """Return the causes, the likeliest first; ``nondeterministic`` is where two undisturbed runs differ."""
         unstable = {(one.directory, leaf.name) for one in nondeterministic for leaf in one.leaves}
+        first, restart = report.differences[0], self._of_the_restart(report)
         if unstable:
-            left = [
-                (one, leaf)
-                for one in report.differences
-                for leaf in one.leaves
-                if (one.directory, leaf.name) not in unstable
-            ]
+            pairs = [(one.directory, leaf.name) for one in report.differences for leaf in one.leaves]
             found = [self._nondeterminism(nondeterministic)]
-            if not left:
-                return found
-            names = shortened([leaf.name for _, leaf in left])
-            return [
-                *found,
-                *self._of_the_restart(report),
-                Finding("unknown", f"leaves that two undisturbed runs agree on differ as well: {names}"),
-            ]
-        first = report.differences[0]
+            if left := [leaf for place, leaf in pairs if (place, leaf) not in unstable]:
+                text = f"leaves that two undisturbed runs agree on differ as well: {shortened(left)}"
+                found += [*restart, Finding("unknown", text)]
+            return found
         if self._run.restored is not None and first.step <= self._run.restored:
             return [
                 Finding(
@@ -189,9 +180,9 @@ class Causes:
                     "values than that of the undisturbed run",
                     "pass on_step the state after the update, and change nothing before the next call",
                 ),
-                *self._of_the_restart(report),
+                *restart,
             ]
-        return self._of_the_restart(report) or [
+        return restart or [
             Finding(
                 "unknown",
                 "no generator, iterator or number that the drill can see differs from the undisturbed run",
