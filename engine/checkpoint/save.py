@@ -245,6 +245,15 @@ class Save:
         return True
 
 
+def commit_protocol(location: Location) -> type[PendingCheckpoint]:
+    """Return the kind of commit that a location needs."""
+    if not location.is_remote:
+        return LocalCommit
+    from .store_commit import StoreCommit
+
+    return StoreCommit
+
+
 class _BegunItem:
     """An item that its handler, not this module, has begun to write."""
 

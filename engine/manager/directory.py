@@ -187,7 +187,7 @@ class IndexedStep:
         return self.error is None and self.info is None
 
 
-_NO_STEP = IndexedStep()  # in the index, it stands for a folder with the name of a step that has other files
+_NO_STEP = IndexedStep()  # also the entry of a folder that has the name of a step, and files that are no checkpoint
 
 
 def _indexed(step: int, record: CheckpointRecord, location: Location | None = None) -> IndexedStep:
@@ -416,7 +416,7 @@ class RunDirectory:
         return self.stored_record(step) if held is None else held[1]
 
     def stored_record(self, step: int) -> CheckpointRecord:
-        """Return the commit record of a step of the directory, or its summary, which the others of its save know."""
+        """Return the commit record of a step of the directory, or the summary that processes other than 0 know."""
         if self._known(step).is_none:  # another program may have saved it since
             found = self._look(step)
             if found is not None and found.error is not None:
@@ -659,6 +659,7 @@ class RunDirectory:
 
     def make_room(self, step: int, *, replaces: bool = False) -> None:
         """Rename a folder that the disk fails to read now, or that can have no record; remove a link to be replaced."""
+        # The folder may become readable again, and the target of a link belongs to something else.
         error, place = self._known(step).error, self.step_location(step)
         # No record can be written where a directory, a pipe or a link lies.
         is_blocked = place.is_local and isinstance(error, DamagedCheckpointError) and not (place / RECORD).is_file()
