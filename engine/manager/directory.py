@@ -39,7 +39,7 @@ from ..errors import (
     shortened_steps,
 )
 from ..forks import Lock
-from ..format import OWNER, PARTIAL, RECORD, CheckpointRecord, encode_document
+from ..format import OWNER, PADDED, PARTIAL, RECORD, CheckpointRecord, encode_document
 from ..sources import check_unclaimed, described_steps, find_steps, open_at
 from ..steps import (
     LATE,
@@ -274,8 +274,10 @@ class RunDirectory:
         folders = step_folders(self.location, self._series, content)
         self._names = {one.step: one.location.name for one in (*folders, *entries)}
         if self._width is None and not self._options.read_only:
-            stored = stored_options(self.location) if OPTIONS in names else None if entries else self._options
-            self._width = (stored and stored.step_name_width) or 0
+            stored = stored_options(self.location) if PADDED in names else None
+            is_new = not entries and OPTIONS not in names
+            chosen = self._options if is_new else stored
+            self._width = (chosen and chosen.step_name_width) or 0
         index: dict[int, IndexedStep] = {}
         for entry in entries or others:
             location = entry.location if others else None
