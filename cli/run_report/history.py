@@ -57,7 +57,6 @@ class Save:
 class Attempt:
     """One start of the program, from the moment at which it acquired the directory."""
 
-    run: str
     began: float
     newest: int | None = None  # the newest step in the directory
     host: str = ""
@@ -138,7 +137,7 @@ def read_history(events: Iterable[Mapping[str, Any]]) -> History:
             continue
         attempt = by_run.get(run)
         if attempt is None:  # The first events may be in a file that was deleted.
-            attempt = by_run[run] = Attempt(run, when)
+            attempt = by_run[run] = Attempt(when)
             history.attempts.append(attempt)
         attempt.began, attempt.last = min(attempt.began, when), max(attempt.last, when)
         _take(history, attempt, event, when)

@@ -75,6 +75,8 @@ def test_import_refuses(capsys: pytest.CaptureFixture[str], model: Path, run: Pa
     exists = error_of(capsys, "import", model, run, status=2)
     assert "exists already" in exists
     assert "pass --overwrite" in exists
+    output_of(capsys, "import", model, model.parent / "ckpt")
+    output_of(capsys, "import", model, model.parent / "ckpt", "--overwrite")
     assert "no such directory" in error_of(capsys, "import", "/nonexistent", run / "x", status=2)
     model.write_bytes(model.read_bytes()[:-10])
     assert "cannot be read as a file of torch.save" in error_of(capsys, "import", model, run / "x", status=1)
@@ -89,12 +91,6 @@ def test_a_part_is_exported(capsys: pytest.CaptureFixture[str], model: Path) -> 
     assert "did you mean 'state_dict/w'?" in said
 
 
-def test_import_overwrites_when_asked(capsys: pytest.CaptureFixture[str], model: Path) -> None:
-    output_of(capsys, "import", model, model.parent / "ckpt")
-
-    output_of(capsys, "import", model, model.parent / "ckpt", "--overwrite")
-
-
 def test_foreign_files_are_shown_listed_and_verified(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     shown = output_of(capsys, "show", model)
 
@@ -105,18 +101,12 @@ def test_foreign_files_are_shown_listed_and_verified(capsys: pytest.CaptureFixtu
     assert (listed["step"], listed["damage"]) == (5, None)
 
 
-def test_export_of_the_newest(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+def test_export_of_the_newest_or_of_a_step(capsys: pytest.CaptureFixture[str], run: Path) -> None:
     target = run.parent / "x.safetensors"
-
     line = output_of(capsys, "export", run, target)
-
     assert line == f"{run}/checkpoints/2 -> {target}: 1 leaf, 24 B (safetensors)\n"
     assert safetensors.numpy.load_file(target)["w"].tolist() == [2, 2, 2]
-
-
-def test_export_of_a_step(capsys: pytest.CaptureFixture[str], run: Path) -> None:
     output_of(capsys, "export", run, run.parent / "x.pt", "--to", "torch", "--step", 1)
-
     assert torch.load(run.parent / "x.pt", weights_only=True)["w"].tolist() == [1, 1, 1]
 
 
