@@ -79,12 +79,7 @@ def command(name: str) -> click.Command:
 
 
 def _import_numpy() -> None:
-    """Import numpy before all that needs it, and without the threads of OpenBLAS.
-
-    OpenBLAS starts them at the import. They take longer than the command, which needs none. Deep within the imports of
-    others, numpy takes longer: the interpreter's stack grows by 16 KiB, and each call that crosses such a boundary maps
-    memory anew.
-    """
+    """Import numpy without the threads of OpenBLAS, and not deep within other imports, where it takes longer."""
     threads = os.environ.get("OPENBLAS_NUM_THREADS")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     import numpy  # noqa: F401

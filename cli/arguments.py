@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from ..engine.clock import seconds
 from ..engine.errors import CheckpointNotFoundError, StorageError, shortened
 from ..engine.format import RECORD
 from ..engine.sources import is_foreign, is_ours, left_by_download
@@ -54,6 +55,16 @@ def step_of(
     return lambda function: by_position(by_name(function))
 
 
+def duration(option: str, text: str, *, name: str | None = None, default: str | None = None) -> _Decorator:
+    """Return a decorator for a span of time such as 10m, which the command gets in seconds."""
+
+    def read(_context: click.Context, _parameter: click.Parameter, value: str | None) -> float | None:
+        return None if value is None else seconds(value, name=option)
+
+    names = [option] if name is None else [option, name]
+    return click.option(*names, default=default, callback=read, help=text)
+
+
 step = step_of("The step.")
 steps = step_of("The steps.", "steps", many=True, required=True)
 program = click.argument(
@@ -63,17 +74,18 @@ select = click.option(
     "--select", metavar="PATTERN", multiple=True, help="Only leaves whose paths match, such as '**/lora_A/**'."
 )
 prefix = click.option("--prefix", help="The prefix of the steps, where the directory has several.")
-yes = click.option("--yes", "-y", is_flag=True, help="Do not ask.")
-dry_run = click.option("--dry-run", is_flag=True, help="Print what would be deleted; delete nothing.")
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 
 
-def checkpoints_at(place: str) -> Location:
-    """Return the location of the checkpoints that a path or URL names: a manager's directory, or one checkpoint.
+def deletes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the arguments of the commands that delete checkpoints of a run, besides which ones."""
+    dry_run = click.option("--dry-run", is_flag=True, help="Print what would be deleted; delete nothing.")
+    yes = click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+    return prefix(dry_run(yes(as_json(function))))
 
-    The directory of a recipe's run has them in ``checkpoints``; a checkpoint of another library may be a file. Raise
-    CheckpointNotFoundError where there is nothing.
-    """
+
+def checkpoints_at(place: str) -> Location:
+    """Return the manager's directory, or the one checkpoint, of any library, that a path or URL of a user means."""
     location = as_location(place).snapshot()
     if (location / RECORD).is_there():
         return location

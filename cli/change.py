@@ -132,10 +132,7 @@ def _of_one_prefix(location: Location, entries: Sequence[StepEntry], prefix: str
 @click.option("--best-fn", help="The metric that ranks checkpoints.")
 @click.option("--best-mode", help="max or min.")
 @click.option("--only", is_flag=True, help="Apply the rules given here alone, without those of the run.")
-@arguments.prefix
-@arguments.dry_run
-@arguments.yes
-@arguments.as_json
+@arguments.deletes
 def prune(directory: str, only: bool, prefix: str | None, dry_run: bool, yes: bool, as_json: bool, **given: Any) -> int:
     """Delete the checkpoints of a run that no rule keeps.
 
@@ -186,10 +183,7 @@ def _pruning_options(run: ChangedRun, rules: dict[str, Any], only: bool) -> Chec
 @click.command()
 @arguments.run_directory
 @arguments.steps
-@arguments.prefix
-@arguments.dry_run
-@arguments.yes
-@arguments.as_json
+@arguments.deletes
 def rm(directory: str, steps: Sequence[int], prefix: str | None, dry_run: bool, yes: bool, as_json: bool) -> int:
     """Delete checkpoints of a run, pinned and damaged ones, too."""
     run = ChangedRun(directory, prefix, takes_strays=True)
@@ -200,10 +194,7 @@ def rm(directory: str, steps: Sequence[int], prefix: str | None, dry_run: bool, 
 @click.command()
 @arguments.run_directory
 @arguments.step_of("The step to go back to.", required=True)
-@arguments.prefix
-@arguments.dry_run
-@arguments.yes
-@arguments.as_json
+@arguments.deletes
 def rollback(directory: str, step: int, prefix: str | None, dry_run: bool, yes: bool, as_json: bool) -> int:
     """Delete all checkpoints later than a step, so that the run resumes from it."""
     run = ChangedRun(directory, prefix)

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from ..engine.clock import format_size, seconds
+from ..engine.clock import format_size
 from ..engine.errors import DONE, StorageError, shortened_steps
 from ..engine.format import WITNESS
 from ..engine.listing import CheckpointSummary, list_checkpoints
@@ -201,11 +201,10 @@ def describe_one(location: Location) -> CheckpointSummary:
 
 @click.command()
 @arguments.run_directory
-@click.option("--interval", default="2s", help="How often to look, such as 10s.")
+@arguments.duration("--interval", "How often to look, such as 10s.", default="2s")
 @click.option("--json", "as_json", is_flag=True, help="Print a line of JSON for each change, for programs.")
-def watch(directory: str, interval: str, as_json: bool) -> int:
+def watch(directory: str, interval: float, as_json: bool) -> int:
     """Follow a run: print its checkpoints as they come and go, until Ctrl-C."""
-    pause = max(0.1, seconds(interval, name="--interval"))
     location = checkpoints_at(directory)
     before: dict[str, CheckpointSummary] = {}
     if not as_json:
@@ -218,7 +217,7 @@ def watch(directory: str, interval: str, as_json: bool) -> int:
                 line = f"{time.strftime('%H:%M:%S')} {what} {text}"
                 say(json.dumps(finite({"change": what, **shown(item)})) if as_json else line, flush=True)
             before = now
-            time.sleep(pause)
+            time.sleep(max(0.1, interval))
     except KeyboardInterrupt:
         return DONE
 

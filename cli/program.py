@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Self
 
+from ..engine.errors import OptionError
 from ..engine.manager import EVENTS, read_events
 from ..engine.observer import OBSERVER
 from .child import BEAT, ENTRY, STACKS, SUPERVISOR
@@ -31,6 +32,7 @@ FORWARDED = tuple(
 )
 _TICK = 0.25  # seconds between two checks of the child's events and heartbeats
 _SUBREAPER, _DEATH_SIGNAL = 36, 1  # options of prctl(2)
+_libc = ctypes.CDLL(None)
 
 
 class Signals:
@@ -47,7 +49,7 @@ class Signals:
         write.setblocking(False)
         for number in FORWARDED:
             self._previous[number] = signal.signal(number, self._note)
-        self._previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, _ignore)
+        self._previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)  # It interrupts a sleep.
         self._wakeup = signal.set_wakeup_fd(write.fileno(), warn_on_full_buffer=False)
         return self
 
@@ -69,18 +71,11 @@ class Signals:
                 read.recv(4096)
 
 
-def _ignore(number: int, frame: FrameType | None) -> None:
-    """Do nothing: the signal only interrupts a sleep."""
-
-
 class Program:
-    """One start of a command, in a process group of its own; an OSError says that it cannot be started.
+    """One start of a command in a process group of its own; its events and heartbeats are in ``folder``, a new one."""
 
-    What the command starts becomes a child of this process when its parent dies (on Linux), so that nothing outlives
-    :meth:`sweep`: the workers of torchrun, which have sessions of their own, among others. If this process dies, the
-    command gets SIGTERM. It leaves its events and heartbeats in ``folder``, a new one for every start, and prints to
-    ``output``, or to the terminal.
-    """
+    # What the command starts becomes a child of this process when its parent dies (on Linux), so that nothing outlives
+    # `sweep`: the workers of torchrun, which have sessions of their own, among others.
 
     def __init__(
         self,
@@ -109,15 +104,18 @@ class Program:
             sys.stderr.flush()
         observed = {OBSERVER: ENTRY, SUPERVISOR: str(folder)}
         # The program is in the background, where it must not read from a terminal.
-        self._process = subprocess.Popen(
-            command,
-            env={**os.environ, "PYTHONFAULTHANDLER": "1", **(environment or {}), **observed},
-            stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None,
-            stdout=output,
-            stderr=output,
-            process_group=0,
-            preexec_fn=die_with_parent if sys.platform == "linux" else None,
-        )
+        try:
+            self._process = subprocess.Popen(
+                command,
+                env={**os.environ, "PYTHONFAULTHANDLER": "1", **(environment or {}), **observed},
+                stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None,
+                stdout=output,
+                stderr=output,
+                process_group=0,
+                preexec_fn=die_with_parent if sys.platform == "linux" else None,
+            )
+        except OSError as error:
+            raise OptionError(f"cannot start {command[0]}: {error.strerror or error}") from error
 
     @property
     def pid(self) -> int:
@@ -129,10 +127,7 @@ class Program:
         return found
 
     def wait(self, look: Callable[[], bool], limit: float | None = None) -> int | None:
-        """Forward signals until the program has ended, ``look`` returns True, or ``limit`` seconds have passed.
-
-        Return its status as ``subprocess`` has it, or None if it is still running.
-        """
+        """Forward signals until the program ends (return its status), ``look`` is true, or ``limit`` seconds pass."""
         until = None if limit is None else time.monotonic() + limit
         while (status := self._process.poll()) is None:
             while self._signals.received:
@@ -184,22 +179,21 @@ class Program:
 
     def sweep(self, grace: float) -> list[int]:
         """End processes that the program left running, so that they do not hold devices and directories."""
-        left = [pid for pid in _children(os.getpid()) if pid not in self._others and pid != self.pid]
+        left = self._left()
         for number, limit in ((signal.SIGTERM, grace), (signal.SIGKILL, 5.0)):
             for pid in left:
                 _kill(pid, number)
             until = time.monotonic() + limit
-            while self._reap() and time.monotonic() < until:
+            while self._left() and time.monotonic() < until:
                 self._signals.sleep(0.05)
         return left
 
-    def _reap(self) -> list[int]:
-        """Return the processes that are left, after those that have ended are removed."""
-        left = [pid for pid in _children(os.getpid()) if pid not in self._others and pid != self.pid]
-        for pid in left:
+    def _left(self) -> list[int]:
+        """Return the processes that the program left, without those that have ended, which this removes."""
+        for pid in (found := set(_children(os.getpid())) - {*self._others, self.pid}):
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
-        return [pid for pid in left if pid in _children(os.getpid())]
+        return sorted(found.intersection(_children(os.getpid())))
 
 
 def shell_status(returncode: int) -> int:
@@ -236,14 +230,6 @@ def _descendants(pid: int) -> list[int]:
     return found
 
 
-def _load_prctl() -> Callable[[int, int], None]:
-    if sys.platform != "linux":
-        return lambda *_: None
-    try:
-        prctl = ctypes.CDLL(None).prctl
-    except (OSError, AttributeError):
-        return lambda *_: None
-    return lambda option, value: prctl(option, ctypes.c_ulong(value), 0, 0, 0)
-
-
-_prctl = _load_prctl()
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        _libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0)

@@ -122,11 +122,7 @@ def print_json(value: Mapping[str, Any]) -> None:
 
 
 def age(seconds: float) -> str:
-    """Return a human-readable span of time.
-
-    >>> age(7300)
-    '2 h'
-    """
+    """Return a span of time in one unit, such as ``2 h``."""
     for span, unit in _SPANS:
         if seconds >= span:
             return f"{int(seconds // span)} {unit}"
@@ -134,11 +130,7 @@ def age(seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a human-readable span of time, in two units at most.
-
-    >>> duration(0.0042), duration(12.34), duration(3725)
-    ('4 ms', '12.3 s', '1 h 02 min')
-    """
+    """Return a span of time in two units at most, such as ``12.3 s`` and ``1 h 02 min``."""
     if seconds < 0.9995:
         return f"{seconds * 1000:.0f} ms" if seconds >= 0.0005 else "0 s"
     if seconds < 59.95:

@@ -24,8 +24,7 @@ from typing import Any, Literal
 
 import click
 
-from ..engine.clock import seconds
-from ..engine.errors import BAD_USAGE, FAILED, INTERRUPTED, NO_PROGRESS, PREEMPTED, HoldfastError, OptionError
+from ..engine.errors import BAD_USAGE, FAILED, INTERRUPTED, NO_PROGRESS, PREEMPTED, HoldfastError
 from ..engine.manager import EVENTS, append_after_death, slow_saves
 from ..engine.steps import list_steps, newest_step
 from ..engine.storage import as_location
@@ -56,9 +55,7 @@ class RunRecord:
 
     states: dict[tuple[str, int], str] = field(default_factory=dict)  # by directory and process
     newest: dict[str, int] = field(default_factory=dict)  # the step when the directory was acquired; -1 for none
-    runs: dict[str, str] = field(
-        default_factory=dict
-    )  # the last token by directory, where process 0 is of this program
+    runs: dict[str, str] = field(default_factory=dict)  # the last token by directory, if process 0 is of this program
 
     def add(self, events: Iterable[Mapping[str, Any]]) -> None:
         """Take note of events."""
@@ -87,10 +84,7 @@ class RunRecord:
 
 
 def kind_of(returncode: int, state: str | None, *, hung: bool, asked: bool) -> Kind:
-    """Return how a start of the program has ended; ``state`` is that of the :class:`RunRecord`.
-
-    ``hung``: the supervisor has ended it, as it made no progress; ``asked``: the supervisor has forwarded a signal.
-    """
+    """Return how a start has ended, which the supervisor ended as ``hung``, or to which it forwarded a signal."""
     if hung and not (state == "finished" and returncode == 0):
         return "hung"
     if returncode in _INTERRUPTED and state != "finished":
@@ -138,11 +132,8 @@ class RestartPolicy:
             return Verdict("end", f"the program {last.kind} after a signal", status or FAILED)
         if last.kind == "misused":
             return Verdict("end", "status 2: the program was called wrongly, and a restart will not help", status)
-        stalled = 0
-        for start in reversed(starts[1:]):
-            if start.progress:
-                break
-            stalled += start.progress is False
+        without = itertools.takewhile(lambda start: not start.progress, reversed(starts[1:]))
+        stalled = sum(start.progress is False for start in without)
         if stalled >= STALLED:
             return Verdict("end", f"no new checkpoint in {stalled} restarts in a row", NO_PROGRESS)
         early = len(list(itertools.takewhile(lambda start: start.early, reversed(starts))))
@@ -152,16 +143,10 @@ class RestartPolicy:
         crashes = sum(start.kind in ("crashed", "hung") for start in starts)
         if last.kind != "preempted" and crashes > self.max_restarts:
             return Verdict("end", f"--max-restarts={self.max_restarts} are used up", status or FAILED)
-        in_a_row = 0
-        for start in reversed(starts):
-            if start.kind == "preempted" or start.progress:
-                break
-            in_a_row += 1
-        pause = min(self.pause * 2 ** min(max(0, in_a_row - 1), 40), self.longest_pause)
-        how = (
-            f"{last.kind}, {crashes} of {self.max_restarts} restarts used" if last.kind != "preempted" else "preempted"
-        )
-        return Verdict("restart", how, pause=pause)
+        row = itertools.takewhile(lambda start: start.kind != "preempted" and not start.progress, reversed(starts))
+        pause = min(self.pause * 2 ** min(max(0, len(list(row)) - 1), 40), self.longest_pause)
+        used = "" if last.kind == "preempted" else f", {crashes} of {self.max_restarts} restarts used"
+        return Verdict("restart", f"{last.kind}{used}", pause=pause)
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,21 +248,21 @@ def in_words(event: str, facts: Mapping[str, Any]) -> str:
     default=10,
     help="Restarts after crashes and hangs; preemptions are free.",
 )
-@click.option("--pause", default="1s", help="Before a restart; doubles with every crash without progress.")
-@click.option("--longest-pause", default="5m", help="The pause does not grow beyond this.")
-@click.option("--hang-timeout", help="Restart if there is no step within so long, such as 10m.")
-@click.option("--start-timeout", default="1h", help="With --hang-timeout: how long the first step may take.")
-@click.option("--grace", default="30s", help="The time between SIGTERM and SIGKILL; slower saves are reported.")
+@arguments.duration("--pause", "Before a restart; doubles with every crash without progress.", default="1s")
+@arguments.duration("--longest-pause", "The pause does not grow beyond this.", default="5m")
+@arguments.duration("--hang-timeout", "Restart if there is no step within so long, such as 10m.")
+@arguments.duration("--start-timeout", "With --hang-timeout: how long the first step may take.", default="1h")
+@arguments.duration("--grace", "The time between SIGTERM and SIGKILL; slower saves are reported.", default="30s")
 @click.option("--events", metavar="FILE", help="Append the events to a file, as JSON.")
 @arguments.as_json
 def supervise(
     command: Sequence[str],
     max_restarts: int,
-    pause: str,
-    longest_pause: str,
-    hang_timeout: str | None,
-    start_timeout: str,
-    grace: str,
+    pause: float,
+    longest_pause: float,
+    hang_timeout: float | None,
+    start_timeout: float,
+    grace: float,
     events: str | None,
     as_json: bool,
 ) -> int:
@@ -289,12 +274,7 @@ def supervise(
     the supervisor itself; 93 if 3 restarts in a row bring no new checkpoint, or 3 starts in a row end within a minute,
     before the run begins.
     """
-    policy = RestartPolicy(max_restarts, seconds(pause, name="--pause"), seconds(longest_pause, name="--longest-pause"))
-    watch = Watch(
-        None if hang_timeout is None else seconds(hang_timeout, name="--hang-timeout"),
-        seconds(start_timeout, name="--start-timeout"),
-        seconds(grace, name="--grace"),
-    )
+    policy, watch = RestartPolicy(max_restarts, pause, longest_pause), Watch(hang_timeout, start_timeout, grace)
     log = _Log(None if events is None else Path(events), as_json=as_json)
     starts: list[Start] = []
     newest: dict[str, int] = {}
@@ -333,17 +313,12 @@ def _start(
         log("output_lost", streams=lost)
     # torchrun gives its workers 30 seconds after a signal by default.
     environment = {_SHUTDOWN: os.environ.get(_SHUTDOWN, str(math.ceil(watch.grace)))}
-    try:
-        program = Program(command, folder, signals, environment)
-    except OSError as error:
-        raise OptionError(f"cannot start {command[0]}: {error.strerror or error}") from error
+    program = Program(command, folder, signals, environment)
     log("started", command=list(command), pid=program.pid, start=number)
     record, forwarded = RunRecord(), 0
-
-    def note_slow_save(step: Any, took: float) -> None:
-        log("slow_save", step=step, total_seconds=took, grace_seconds=watch.grace)
-
-    note = slow_saves(watch.grace, note_slow_save)
+    note = slow_saves(
+        watch.grace, lambda step, took: log("slow_save", step=step, total_seconds=took, grace_seconds=watch.grace)
+    )
 
     def look() -> bool:
         nonlocal forwarded

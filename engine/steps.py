@@ -42,6 +42,7 @@ from .errors import (
 from .format import (
     DELETED,
     OWNER,
+    PADDED,
     PARTIAL,
     RECORD,
     STEP_FOLDER,
@@ -55,6 +56,7 @@ from .format import (
 )
 from .storage import (
     REQUESTS,
+    TEMPORARY_PREFIX,
     Entry,
     Location,
     is_strange,
@@ -319,17 +321,22 @@ def step_folder(series: str, step: int, width: int | None = None) -> str:
 
 def series_and_step(folder: str) -> tuple[str, int] | None:
     """Return the series and the step that a folder name stands for, or None."""
-    match = STEP_FOLDER.fullmatch(folder)
+    match = None if folder.startswith(TEMPORARY_PREFIX) else STEP_FOLDER.fullmatch(folder)
     return (match[1] or "", int(match[2])) if match else None
 
 
 def step_folders(
-    directory: Location, series: str | None = None, entries: Sequence[Entry] | None = None
+    directory: Location, series: str | None = None, entries: Sequence[Entry] | None = None, *, padded: bool = False
 ) -> Iterator[StepEntry]:
-    """Generate the folders with the name of a step, of one series or of all, committed or not; read nothing."""
-    for entry in directory.entries() if entries is None else entries:
+    """Generate the folders with the name of a step, of one series or of all, committed or not; read nothing.
+
+    Names with leading zeros count if the run has such names, or with ``padded``.
+    """
+    entries = directory.entries() if entries is None else entries
+    padded = padded or any(entry.name == PADDED for entry in entries)
+    for entry in entries:
         named = series_and_step(entry.name) if entry.is_directory else None
-        if named and series in (None, named[0]):
+        if named and series in (None, named[0]) and (padded or entry.name == step_folder(*named)):
             yield StepEntry(named[1], directory / entry.name, named[0])
 
 
@@ -342,7 +349,7 @@ def list_steps(
 ) -> list[StepEntry]:
     """Return the steps with a commit record of one series, or of all; ``late`` remembers metrics that were read."""
     entries = directory.entries() if entries is None else entries
-    folders = list(step_folders(directory, series, entries))
+    folders = list(step_folders(directory, series, entries, padded=True))
     names = {entry.name for entry in entries}
     # Several threads read thousands of small files, on a disk as well: they may not be in memory.
     threads = REQUESTS if len(folders) >= _MANY else max_concurrency(directory)

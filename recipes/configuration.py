@@ -148,11 +148,7 @@ def _read(name: str, around: tuple[str, ...], numbers: Iterator[int]) -> Documen
 
 
 def read_config(name: str) -> tuple[str, str]:
-    """Return the name of a configuration for error messages, and its text; ConfigError if there is none.
-
-    ``name`` is a path, with or without ``.yaml``, or a bundled name such as ``flax_digits``, also written
-    ``flax_digits.yaml`` or ``configs/flax_digits.yaml``. A file of that path goes first.
-    """
+    """Return the name of a configuration for messages, and its text: of a file, or else of one that is bundled."""
     for path in (Path(name), Path(f"{name}.yaml")):
         if path.is_file():
             try:
@@ -176,11 +172,7 @@ def read_config(name: str) -> tuple[str, str]:
 
 
 def expand_sweep(arguments: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return every combination of the values that arguments give, each with a name that its folder can have.
-
-    ``seed=0,1,2`` gives three values; commas within quotes, brackets and braces do not count. Without several values
-    anywhere, there is one combination, and its name is empty.
-    """
+    """Return every combination of values, as ``seed=0,1,2`` gives three, by names for folders; "" if it is the only."""
     choices = []
     for argument in arguments:
         key, equals, text = argument.partition("=")
@@ -344,10 +336,7 @@ def compose(text: str) -> Any:
 
 
 def read_yaml(text: str, source: str, *, one_place: bool = False) -> Document:
-    """Read one YAML document: its values, and bad syntax, tags and doubled keys as problems.
-
-    ``source`` names the text in error messages; ``one_place`` leaves line numbers out, for a text that is one argument.
-    """
+    """Read one YAML document: its values and problems, without numbers of lines if the text is ``one_place``."""
     place = SourceLine(source)
     document = Document(None, {(): place})
 

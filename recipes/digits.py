@@ -32,10 +32,7 @@ def split_digits(validation_fraction: float, seed: int) -> tuple[Images, Images]
 
 
 class Batches:
-    """Endless batches, shuffled again in every epoch; the rest of an epoch that does not fill one is left out.
-
-    The order depends on the seed and the epoch alone, so that two integers are the whole state.
-    """
+    """Endless batches of epochs whose order depends on seed and epoch alone, so that two integers are the state."""
 
     def __init__(self, images: Images, batch_size: int, seed: int) -> None:
         self._images = images

@@ -48,10 +48,7 @@ def windows(numbers: NDArray[np.int32], context: int, count: int) -> NDArray[np.
 
 
 class Windows:
-    """Endless batches of random windows, int32[batch_size, context + 1]; the last character of each is only predicted.
-
-    A batch depends on the seed and its number alone, so that one integer is the whole state.
-    """
+    """Endless batches, int32[batch_size, context + 1], each by seed and number alone: one integer is the state."""
 
     def __init__(self, corpus: Corpus, batch_size: int, context: int, seed: int) -> None:
         self._corpus = corpus

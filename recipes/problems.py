@@ -55,13 +55,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 def as_yaml(value: object) -> str:
     """Return a plain value as YAML writes it."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return str(value).lower()
-        case _:
-            return str(value)
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def found(value: object) -> str:
@@ -69,15 +63,11 @@ def found(value: object) -> str:
     match value:
         case None:
             return "nothing"
-        case bool():
-            return str(value).lower()
         case str():
             return f'the text "{shortened_text(value)}"'
         case dict():
-            return (
-                f"a section ({shortened_text(', '.join(str(key) for key in value))})" if value else "an empty section"
-            )
+            return f"a section ({shortened_text(', '.join(map(str, value)))})" if value else "an empty section"
         case list():
             return f"the list {shortened_text(str(value))}"
         case _:
-            return shortened_text(str(value))
+            return shortened_text(as_yaml(value))

@@ -34,10 +34,7 @@ logger = logging.getLogger("holdfast.recipes")
 
 
 class Progress:
-    """Logs finished steps: a line every so many, and at the end; ``start`` of the ``total`` were done before.
-
-    Metrics may be scalars on a device: they are fetched only for a line, so that the loop does not wait in between.
-    """
+    """Logs finished steps, a line every so many; only for a line are metrics fetched from a device."""
 
     def __init__(self, start: int, total: int, interval: int) -> None:
         self._last = self._logged = start

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..engine.errors import PREEMPTED, CheckpointNotFoundError, OptionError
 from ..engine.format import RECORD
@@ -27,15 +27,7 @@ CONFIG_FILE = "config.yaml"
 
 
 def run(configuration: Configuration) -> Outcome:
-    """Run a recipe, from its newest checkpoint if there is one.
-
-    Raises:
-        OptionError: The checkpoints are from a run with another model, data, optimizer or seed.
-        CheckpointNotFoundError: ``checkpoint.resume`` is ``must``, and there is no checkpoint.
-        CheckpointExistsError: ``checkpoint.resume`` is ``never``, and there are checkpoints.
-        MissingExtraError: A package that the recipe needs is not installed.
-        HoldfastError: The checkpoints cannot be read or written.
-    """
+    """Run a recipe, from its newest checkpoint if there is one that ``checkpoint.resume`` and its identity allow."""
     config = configuration.config
     run_dir, checkpoints = places_of(configuration)
     place = os.path.abspath(run_dir)
@@ -75,7 +67,11 @@ def run(configuration: Configuration) -> Outcome:
             f"the recipe {configuration.recipe.name} returned {type(outcome).__name__}; it must return an Outcome of "
             "holdfast.recipes, which says how the run ended"
         )
-    _report(outcome, config.train.steps, time.monotonic() - began, checkpoints)
+    text = "done: %d steps in %.1f s, step %d of %d is saved in %s"
+    if outcome.preempted:
+        text = "preempted after %d steps in %.1f s; the same command again resumes from step %d of %d in %s"
+    seconds, done = time.monotonic() - began, outcome.step - outcome.start
+    logger.info(text, done, seconds, outcome.step, config.train.steps, checkpoints)
     return outcome
 
 
@@ -144,84 +140,46 @@ def _weights_at(place: Place) -> Location:
 
 def _check_identity(configuration: Configuration, stored: dict[str, Any], checkpoints: str) -> None:
     config = configuration.config
-    changes = differences(stored, configuration.resolved(), config.IDENTITY)
-    blocking = [change for change in changes if not change.allowed(config.checkpoint.allow_changes)]
+    changes = differences(stored, configuration.resolved())
+    blocking = [key for key in changes if blocks_resume(key, config.IDENTITY, config.checkpoint.allow_changes)]
     if blocking:
-        keys = ",".join(change.key for change in blocking)
+        listed = "".join(f"  {key}: {changes[key]}\n" for key in blocking)
         raise OptionError(
-            "\n".join(
-                [
-                    f"{checkpoints} belongs to a run with another configuration than {configuration.source}:",
-                    *(f"  {change}" for change in blocking),
-                    "begin another run with name=... or run_dir=..., or continue with the new values: "
-                    f"checkpoint.allow_changes=[{keys}]",
-                ]
-            )
+            f"{checkpoints} belongs to a run with another configuration than {configuration.source}:\n{listed}"
+            "begin another run with name=... or run_dir=..., or continue with the new values: "
+            f"checkpoint.allow_changes=[{','.join(blocking)}]"
         )
-    for change in changes:
-        logger.info("changed since the last time: %s", change)
+    for key, values in changes.items():
+        logger.info("changed since the last time: %s: %s", key, values)
 
 
 def _store_config(configuration: Configuration, run_dir: Path, checkpoints: str) -> None:
-    """Store the whole configuration with the checkpoints, and in the run's directory for users."""
+    """Store the whole configuration with the checkpoints, and in the run's directory, in a file that can be run."""
     options = configuration.config.checkpoint.options().manager_options()
     metadata = {"recipe": configuration.recipe.name, "config": configuration.resolved()}
     with CheckpointManager(checkpoints, options=options, metadata=metadata) as manager:
         manager.acquire()
-    _write_config(configuration, run_dir)
-
-
-def _write_config(configuration: Configuration, run_dir: Path) -> None:
-    """Write a file that can be run, too."""
     run_dir.mkdir(parents=True, exist_ok=True)
     header = f"# The whole configuration of this run, from {configuration.source} and the command's arguments.\n"
     as_location(run_dir / CONFIG_FILE).write_bytes(f"{header}{configuration.yaml()}".encode())
 
 
-def _report(outcome: Outcome, total: int, seconds: float, checkpoints: str) -> None:
-    done = outcome.step - outcome.start
-    if outcome.preempted:
-        text = "preempted after %d steps in %.1f s; the same command again resumes from step %d of %d in %s"
-    else:
-        text = "done: %d steps in %.1f s, step %d of %d is saved in %s"
-    logger.info(text, done, seconds, outcome.step, total, checkpoints)
-
-
 # ---- whether the configuration still matches that of the checkpoints
 
-_MISSING = object()
 
-
-class Difference(NamedTuple):
-    """One key whose value differs from the one stored with the checkpoints."""
-
-    key: str  # dotted
-    before: str  # the value stored with the checkpoints
-    now: str  # the value of the configuration
-    identity: bool  # whether the key identifies the run
-
-    def __str__(self) -> str:
-        return f"{self.key}: {self.before} (checkpoints), {self.now} (now)"
-
-    def allowed(self, keys: Sequence[str]) -> bool:
-        """Return whether the run may resume: the key does not identify it, or one of ``keys`` allows the change."""
-        return not self.identity or any(self.key == key or self.key.startswith(f"{key}.") for key in keys)
-
-
-def differences(stored: dict[str, Any], resolved: dict[str, Any], identity: Sequence[str]) -> list[Difference]:
-    """Return the keys that differ between the configuration stored with the checkpoints and this one.
-
-    They are in the order of the configuration, followed by keys that only the checkpoints have. ``identity`` has the
-    top-level keys that identify the run.
-    """
+def differences(stored: dict[str, Any], resolved: dict[str, Any]) -> dict[str, str]:
+    """Return the dotted keys whose values differ, each with both values; those that are only stored come last."""
     before, now = dict(_flat(stored)), dict(_flat(resolved))
-    keys = [*now, *(key for key in before if key not in now)]
-    pairs = [(key, before.get(key, _MISSING), now.get(key, _MISSING)) for key in keys]
-    return [
-        Difference(dotted(key), _format_value(one), _format_value(other), key[0] in identity)
-        for key, one, other in pairs
-        if one != other
-    ]
+    return {
+        dotted(key): f"{_as_text(before, key)} (checkpoints), {_as_text(now, key)} (now)"
+        for key in now | before
+        if key not in before or key not in now or before[key] != now[key]
+    }
+
+
+def blocks_resume(key: str, identity: Sequence[str], allowed: Sequence[str]) -> bool:
+    """Return whether a changed key identifies the run, and neither it nor a section around it is allowed to change."""
+    return key.partition(".")[0] in identity and not any(f"{key}.".startswith(f"{one}.") for one in allowed)
 
 
 def _flat(values: dict[str, Any], path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
@@ -232,5 +190,5 @@ def _flat(values: dict[str, Any], path: KeyPath = ()) -> Iterator[tuple[KeyPath,
             yield (*path, key), value
 
 
-def _format_value(value: object) -> str:
-    return "nothing" if value is _MISSING else as_yaml(value)
+def _as_text(values: Mapping[KeyPath, Any], key: KeyPath) -> str:
+    return as_yaml(values[key]) if key in values else "nothing"

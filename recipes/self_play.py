@@ -177,11 +177,7 @@ class Learner(Checkpointable):
 
 
 class Trainer(Checkpointable):
-    """Two policies, ``p0`` and ``p1``, that play against each other and learn from it; ``step`` updates are done.
-
-    Each hand has so many ``cards``, and an update takes so many ``games``. ``entropy`` is the weight of the entropy of
-    the moves, which keeps policies exploring.
-    """
+    """Two policies, ``p0`` and ``p1``, that play against each other and learn from it; ``step`` updates are done."""
 
     __untracked__ = ("seed",)
 
@@ -209,10 +205,7 @@ class Trainer(Checkpointable):
         return {"loss": sum(losses) / len(losses)}
 
     def evaluate(self, games: int = 200) -> dict[str, float]:
-        """Return the share of games that each policy wins against a random player, and the mean of both.
-
-        The games depend on the policies, the seed and the step alone, so that a resumed run finds the same.
-        """
+        """Return which share of games each policy wins against a random player: the same numbers in a resumed run."""
         found = {
             f"win_rate_{name}": win_rate(policy, self.runner.observation, games, [self.seed, self.step, number])
             for number, (name, policy) in enumerate(self.learner.policies.items())

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 import click
 
-from ...engine.clock import format_size, seconds
+from ...engine.clock import format_size
 from ...engine.errors import BAD_USAGE, DONE, FAILED, PREEMPTED, HoldfastError, OptionError, shortened, shortened_steps
 from ...engine.manager import read_events
 from ...engine.observer import DRILL, STRAYS
@@ -37,7 +37,7 @@ from ..report import count, print_json
 from ..streams import configure_logging, say
 from .findings import Causes, Finding, Report, StepDifference, Trace, in_use, print_report, unseeded
 from .interruptions import KINDS, DrillOptions, Interruption, choose, named_kinds, places_to_save, preemption_signal
-from .plan import CLAIMS, RUNS, TRACES, DrillPlan
+from .plan import CLAIMS, RUNS, DrillPlan
 
 _DENSE = 2 << 30  # Every step is saved as long as the checkpoints take no more bytes than this.
 _TAIL = 15  # lines of the program's output that an error shows
@@ -90,30 +90,25 @@ class _StoppedError(Exception):
 )
 @click.option("--seed", default=0, help="Chooses the random steps.")
 @click.option(
-    "--signal", "signal_name", metavar="NAME", default="SIGTERM", help="The signal that announces a preemption."
+    "--signal",
+    "preemption",
+    metavar="NAME",
+    default="SIGTERM",
+    callback=lambda _context, _parameter, name: preemption_signal(name),
+    help="The signal that announces a preemption.",
 )
 @click.option("--ignore", metavar="PATTERN", multiple=True, help="Do not compare leaves such as 'extras/clock*'.")
-@click.option("--keep", metavar="DIR", help="Keep the checkpoints and logs in a new directory.")
-@click.option(
-    "--hang-timeout", default="30m", help="Give up if there is no step or other sign of progress for so long."
+@click.option("--keep", metavar="DIR", type=Path, help="Keep the checkpoints and logs in a new directory.")
+@arguments.duration(
+    "--hang-timeout",
+    "Give up if there is no step or other sign of progress for so long.",
+    name="hang",
+    default="30m",
 )
-@click.option("--start-timeout", default="1h", help="How long the first step may take.")
-@click.option("--grace", default="1m", help="The time between the signal and SIGKILL.")
+@arguments.duration("--start-timeout", "How long the first step may take.", name="first_step", default="1h")
+@arguments.duration("--grace", "The time between the signal and SIGKILL.", default="1m")
 @arguments.as_json
-def drill(
-    command: Sequence[str],
-    steps: int,
-    at: Sequence[int],
-    kinds: str | None,
-    seed: int,
-    signal_name: str,
-    ignore: Sequence[str],
-    keep: str | None,
-    hang_timeout: str,
-    start_timeout: str,
-    grace: str,
-    as_json: bool,
-) -> int:
+def drill(command: Sequence[str], at: Sequence[int], kinds: str | None, as_json: bool, **given: Any) -> int:
     """Rehearse preemptions of a program, and compare its checkpoints bit for bit.
 
     Write the program after two dashes: holdfast drill -- python train.py. It runs undisturbed for some steps, and once
@@ -121,18 +116,8 @@ def drill(
     written. Other files that the program writes, such as logs, go where they always go. Exit status: 0 all checkpoints
     are identical, 1 they differ (the report names the likely cause), 2 the drill cannot be carried out.
     """
-    options = DrillOptions(
-        steps=steps,
-        at=tuple(sorted(set(at))),
-        kinds=named_kinds(kinds, ["kill", "term"] if at else KINDS),
-        seed=seed,
-        preemption=preemption_signal(signal_name),
-        keep=None if keep is None else Path(keep),
-        ignore=tuple(ignore),
-        hang=seconds(hang_timeout, name="--hang-timeout"),
-        first_step=seconds(start_timeout, name="--start-timeout"),
-        grace=seconds(grace, name="--grace"),
-    )
+    chosen = named_kinds(kinds, ["kill", "term"] if at else KINDS)
+    options = DrillOptions(at=tuple(sorted(set(at))), kinds=chosen, **given)
     configure_logging("error")
     try:
         with Signals() as signals, _folder(options.keep) as folder:
@@ -290,7 +275,7 @@ class _Drill:
             name = f"start-{number + 1}" if self._origin is None else f"start-{number + 1}-from-{self._origin}"
             what = "to the end" if interruption is None else f"{number + 1} of {len(interruptions)}: {interruption}"
             self._say(f"{what} ...")
-            before = self._newest()
+            before = {url: max(steps) for url, steps in self._steps_of(RUNS).items() if steps}
             plan = DrillPlan(name=name, last=last, save=tuple(saved))
             if interruption is not None:
                 plan = replace(plan, point=interruption.point, step=interruption.step, signal=int(interruption.signal))
@@ -381,24 +366,23 @@ class _Drill:
         folder.mkdir(parents=True)
         plan.write(self._folder)
         start = Start(plan.name, interruption)
-        traces = _Traces(self._folder / TRACES / plan.name)
+        reported: list[dict[str, Any]] = []
+        offset = 0
         with open(self._folder / f"{log}.log", "ab") as output:
             output.write(f"--- {plan.name}: {interruption or 'no interruption'}\n".encode())
             output.flush()
-            try:
-                program = Program(self._command, folder, self._signals, {DRILL: str(self._folder)}, output)
-            except OSError as error:
-                raise OptionError(f"cannot start {self._command[0]}: {error.strerror or error}") from error
+            program = Program(self._command, folder, self._signals, {DRILL: str(self._folder)}, output)
             signalled: float | None = None
             why: Literal["hangs", "grace"] | None = None
 
             def look() -> bool:
-                nonlocal signalled, why
-                traces.read()
+                nonlocal offset, signalled, why
+                events, offset = read_events(plan.trace(self._folder), offset)
+                reported.extend(events)
                 if program.forwarded or (self._folder / STRAYS).exists():
                     return True
                 now, (sign, step) = time.monotonic(), program.last_sign()
-                if signalled is None and traces.interrupted:
+                if signalled is None and any(one["event"] == "interrupted" for one in events):
                     signalled = now
                 if signalled is not None and now - signalled > options.grace:
                     why = "grace"
@@ -422,8 +406,8 @@ class _Drill:
                 raise _StoppedError(program.forwarded[-1])
             self._check_strays()
         start.killed = why == "grace"
-        traces.read()
-        start.trace = traces.trace()
+        reported += read_events(plan.trace(self._folder), offset)[0]
+        start.trace = Trace.of_first_process(reported)
         ended = {"preempted", "finished", "failed"}
         start.state = next((one["event"] for one in reversed(program.new_events()) if one["event"] in ended), None)
         return start
@@ -461,9 +445,6 @@ class _Drill:
     def _steps_of(self, name: str) -> dict[str, dict[int, str]]:
         return {url: self._steps_in(name, target) for url, target in self._claims(name).items()}
 
-    def _newest(self) -> dict[str, int]:
-        return {url: max(steps) for url, steps in self._steps_of(RUNS).items() if steps}
-
     def _compare(self, name: str, with_name: str, *, all_steps: bool = False) -> list[StepDifference]:
         """Compare what was not compared yet; return the differences of the first step that has any, or of all steps."""
         expected = self._steps_of(with_name)
@@ -483,7 +464,8 @@ class _Drill:
             key = (f"{folder} {with_name}", step, f"{status.st_ino}/{status.st_ctime_ns}")
             if key in self._compared:
                 continue
-            leaves = list(self._differences(expected[url][step], folder))
+            pair = (open_at(as_location(place)) for place in (expected[url][step], folder))
+            leaves = [leaf for leaf in compare_checkpoints(*pair) if not self._ignores(leaf.name)]
             if leaves:
                 found.append(StepDifference(step, _label(url), leaves))
             else:
@@ -503,11 +485,8 @@ class _Drill:
                 found.append(StepDifference(last, _label(url), [what]))
         return found
 
-    def _differences(self, expected: str, found: str) -> Iterator[LeafDifference]:
-        pair = (open_at(as_location(place)) for place in (expected, found))
-        for difference in compare_checkpoints(*pair):
-            if not any(fnmatch.fnmatchcase(difference.name, pattern) for pattern in self._options.ignore):
-                yield difference
+    def _ignores(self, leaf: str) -> bool:
+        return any(fnmatch.fnmatchcase(leaf, pattern) for pattern in self._options.ignore)
 
     def _check_space(self) -> None:
         used = _bytes_below(self._folder / "reference")
@@ -529,39 +508,13 @@ class _Drill:
         say(f"drill: {text}", file=sys.stderr, flush=True)
 
 
-class _Traces:
-    """What the processes of one start report, read as it comes."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._offsets: dict[Path, int] = {}
-        self._events: dict[Path, list[dict[str, Any]]] = {}
-
-    def read(self) -> None:
-        for path in self._folder.glob("*.jsonl"):
-            events, self._offsets[path] = read_events(path, self._offsets.get(path, 0))
-            self._events.setdefault(path, []).extend(events)
-
-    @property
-    def interrupted(self) -> bool:
-        return any(one["event"] == "interrupted" for events in self._events.values() for one in events[-20:])
-
-    def trace(self) -> Trace:
-        """Return what the first process has reported."""
-        ours = [events for events in self._events.values() if events and events[-1]["process"] == 0]
-        return Trace.of(max(ours, key=lambda events: sum(one["event"] == "step" for one in events), default=[]))
-
-
 def _bytes_below(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _label(url: str) -> str:
-    here = os.path.join(os.getcwd(), "")
-    return url.removeprefix(here)
+    return url.removeprefix(os.path.join(os.getcwd(), ""))
 
 
 def _status(returncode: int) -> str:
-    if returncode < 0:
-        return f"ended by {signal.Signals(-returncode).name}"
-    return f"status {returncode}"
+    return f"status {returncode}" if returncode >= 0 else f"ended by {signal.Signals(-returncode).name}"

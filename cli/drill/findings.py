@@ -63,6 +63,15 @@ class Trace:
     facts: dict[int, dict[str, Fact]] = field(default_factory=dict)  # by step
 
     @staticmethod
+    def of_first_process(events: Iterable[Mapping[str, Any]]) -> Trace:
+        """Return the trace of process 0 among the events of all; of several processes 0, of the one with most steps."""
+        by_pid: dict[int, list[Mapping[str, Any]]] = {}
+        for event in events:
+            by_pid.setdefault(event["pid"], []).append(event)
+        ours = [those for those in by_pid.values() if those[-1]["process"] == 0]  # It may join the others late.
+        return Trace.of(max(ours, key=lambda those: sum(one["event"] == "step" for one in those), default=[]))
+
+    @staticmethod
     def of(events: Iterable[Mapping[str, Any]]) -> Trace:
         """Return the trace that events describe."""
         trace = Trace()
@@ -104,12 +113,7 @@ class StepDifference:
 
 # ---- causes
 
-_CAUSES = (
-    "generator",
-    "position",
-    "optimizer",
-    "value",
-)  # kinds of facts that explain a difference, the strongest first
+_CAUSES = ("generator", "position", "optimizer", "value")  # kinds of facts that explain one, the strongest first
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,12 +154,7 @@ class Finding:
 
 
 class Causes:
-    """Finds the likely causes of a difference; ``run`` is the start of the program in which the first one arose.
-
-    The program depends on its generators, its place in the data, and other values in its memory. Of each of them there
-    is a fingerprint at every step. An object whose fingerprint in the first step after a restart differs from that of
-    the undisturbed run was not restored, unless two undisturbed runs differ in it, too.
-    """
+    """Finds the likely causes of a difference; ``run`` is the start of the program in which the first one arose."""
 
     def __init__(self, reference: Trace, run: Trace, pair: tuple[Trace, Trace]) -> None:
         self._reference = reference
@@ -165,23 +164,14 @@ class Causes:
     def of(self, report: Report, nondeterministic: Sequence[StepDifference]) -> list[Finding]:
         """Return the causes, the likeliest first; ``nondeterministic`` is where two undisturbed runs differ."""
         unstable = {(one.directory, leaf.name) for one in nondeterministic for leaf in one.leaves}
+        first, restart = report.differences[0], self._of_the_restart(report)
         if unstable:
-            left = [
-                (one, leaf)
-                for one in report.differences
-                for leaf in one.leaves
-                if (one.directory, leaf.name) not in unstable
-            ]
+            pairs = [(one.directory, leaf.name) for one in report.differences for leaf in one.leaves]
             found = [self._nondeterminism(nondeterministic)]
-            if not left:
-                return found
-            names = shortened([leaf.name for _, leaf in left])
-            return [
-                *found,
-                *self._of_the_restart(report),
-                Finding("unknown", f"leaves that two undisturbed runs agree on differ as well: {names}"),
-            ]
-        first = report.differences[0]
+            if left := [leaf for place, leaf in pairs if (place, leaf) not in unstable]:
+                text = f"leaves that two undisturbed runs agree on differ as well: {shortened(left)}"
+                found += [*restart, Finding("unknown", text)]
+            return found
         if self._run.restored is not None and first.step <= self._run.restored:
             return [
                 Finding(
@@ -190,9 +180,9 @@ class Causes:
                     "values than that of the undisturbed run",
                     "pass on_step the state after the update, and change nothing before the next call",
                 ),
-                *self._of_the_restart(report),
+                *restart,
             ]
-        return self._of_the_restart(report) or [
+        return restart or [
             Finding(
                 "unknown",
                 "no generator, iterator or number that the drill can see differs from the undisturbed run",
@@ -319,6 +309,8 @@ def _not_restored(
     listed = "; ".join(_described(name, fact) for name, fact, _ in found[:4])
     more = f" and {len(found) - 4} more" if len(found) > 4 else ""
     plain = re.sub(r"\W.*", "", names[0]) or "rng"
+    what = {"generator": "a generator", "position": "the place in the data"}.get(kind, "an optimizer")
+    text = f"{what} is not saved, or not restored: {listed}{more} differs from the undisturbed run {after}"
     if kind == "generator":
         if in_lightning:
             advice = (
@@ -332,7 +324,6 @@ def _not_restored(
                 "draw from a generator of its own (numpy.random.default_rng, torch.Generator, a jax key), and pass it "
                 "to restore_or_initialize and on_step as an extra, such as rng=generator"
             )
-        text = f"a generator is not saved, or not restored: {listed}{more} differs from the undisturbed run {after}"
     elif kind == "position":
         advice = (
             "pass the iterator or loader to restore_or_initialize and on_step as an extra, such as "
@@ -344,8 +335,6 @@ def _not_restored(
                 "give the loader state_dict and load_state_dict (such as StatefulDataLoader of torchdata), or save the "
                 "place in on_save_checkpoint of the data module, and set it in on_load_checkpoint"
             )
-        what = "the place in the data is not saved, or not restored"
-        text = f"{what}: {listed}{more} differs from the undisturbed run {after}"
     elif kind == "loader":
         advice = (
             f"wrap it, {plain} = hf.resumable({plain}), and pass it to restore_or_initialize and on_step as an extra, "
@@ -357,7 +346,6 @@ def _not_restored(
         )
     elif kind == "optimizer":
         advice = f'put it into the state, such as {{"model": model, "optimizer": {plain}}}'
-        text = f"an optimizer is not saved, or not restored: {listed}{more} differs from the undisturbed run {after}"
     else:
         advice = "save it with the state, or as an extra of the callback, if the next steps depend on it"
         values = "; ".join(
@@ -414,30 +402,14 @@ class Report:
 
     def document(self) -> dict[str, Any]:
         """Return the report as JSON."""
-        return {
-            "identical": not self.differences,
-            "passed": self.passed,
-            "command": self.command,
-            "seed": self.seed,
-            "steps": self.steps,
-            "starts": self.starts,
-            "compared": [{"directory": place, "step": step} for place, step in sorted(self.compared)],
-            "differences": [
-                {
-                    "directory": one.directory,
-                    "step": one.step,
-                    "leaves": [{**asdict(leaf), "state": kind_of_state(leaf.name)} for leaf in one.leaves],
-                }
-                for one in self.differences
-            ],
-            "deterministic": self.deterministic,
-            "unseeded": self.unseeded,
-            "findings": [asdict(one) for one in self.findings],
-            "warnings": self.warnings,
-            "notes": self.notes,
-            "kept": self.kept,
-            "seconds": round(self.seconds, 3),
-        }
+        found = {"identical": not self.differences, "passed": self.passed, **asdict(self)}
+        del found["stops"]
+        found["compared"] = [{"directory": place, "step": step} for place, step in sorted(self.compared)]
+        found["differences"] = [
+            {**asdict(one), "leaves": [{**asdict(leaf), "state": kind_of_state(leaf.name)} for leaf in one.leaves]}
+            for one in self.differences
+        ]
+        return {**found, "seconds": round(self.seconds, 3)}
 
 
 def print_report(report: Report) -> None:

@@ -66,11 +66,8 @@ class Interruption:
 def choose(
     steps: Sequence[int], validations: Sequence[int], options: DrillOptions
 ) -> tuple[list[Interruption], list[str]]:
-    """Return the interruptions of a run with these steps, at least two, in their order, and what is left out, in words.
-
-    The order matters: after SIGKILL the run resumes from an earlier step, so that the same step can be interrupted once
-    more. ``validations`` are the steps that were followed by one.
-    """
+    """Return the interruptions of a run with these steps, at least two, and what is left out, in words."""
+    # After SIGKILL, the run resumes from an earlier step, so that the same step can be interrupted once more.
     kill, term = signal.SIGKILL, options.preemption
     chosen: list[tuple[int, int, Interruption]] = []
     notes: list[str] = []

@@ -10,7 +10,7 @@ from pathlib import Path
 from ...engine.observer import Point
 
 PLAN = "plan.json"  # file in the folder of a rehearsal: the plan of the current start
-TRACES = "traces"  # folder: what the processes of each start report
+TRACES = "traces"  # folder with a file for each start: what its processes report
 RUNS = "runs"  # folder: the directories of the current run
 CLAIMS = "claims.jsonl"  # file in it: the directories that were claimed, as lines of {"url": ..., "target": ...}
 
@@ -31,7 +31,12 @@ class DrillPlan:
 
     def write(self, folder: Path) -> None:
         """Write it where the program finds it."""
+        (folder / TRACES).mkdir(exist_ok=True)
         (folder / PLAN).write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    def trace(self, folder: Path) -> Path:
+        """Return the file in which the processes of this start report what they pass."""
+        return folder / TRACES / f"{self.name}.jsonl"
 
     @staticmethod
     def read(folder: Path) -> DrillPlan:

@@ -25,7 +25,7 @@ from ...engine.fingerprints import Fingerprints
 from ...engine.manager import CheckpointManagerOptions
 from ...engine.observer import Observer, Point, T
 from ...engine.storage import append_line
-from .plan import CLAIMS, RUNS, TRACES, DrillPlan
+from .plan import CLAIMS, RUNS, DrillPlan
 
 _LIBRARIES = ("jax", "torch", "lightning", "pytorch_lightning")  # The advice depends on these.
 _PATIENCE = 60.0  # seconds to wait for saves in progress
@@ -40,9 +40,7 @@ class Rehearsal(Observer):
         self._heartbeat = heartbeat
         self._redirects = Redirects(folder / RUNS)
         self._plan = DrillPlan.read(folder)
-        traces = folder / TRACES / self._plan.name
-        traces.mkdir(parents=True, exist_ok=True)
-        self._trace = traces / f"{os.getpid()}.jsonl"
+        self._trace = self._plan.trace(folder)
         self._process = 0
         self._alone = True
         self._steps: dict[int, int] = {}  # by step: its place among the steps of this start
@@ -145,17 +143,12 @@ class Rehearsal(Observer):
                 self._changed.wait(left)
 
     def _note(self, point: str, **facts: Any) -> None:
-        line: Mapping[str, Any] = {"event": point, "process": self._process, "time": time.time(), **facts}
+        line = {"event": point, "process": self._process, "pid": os.getpid(), "time": time.time(), **facts}
         append_line(self._trace, json.dumps(line))
 
 
 class Redirects:
-    """Directories that the program writes to, each with the folder that stands in for it.
-
-    A directory is *claimed* when the program is about to write to it, and everything below it is redirected from then
-    on, in all later starts of the program as well. Everything else stays where it is, so that weights of another run
-    can still be read.
-    """
+    """Directories that the program was about to write to, each with the folder that stands in for it from then on."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = str(folder)

@@ -209,11 +209,7 @@ def _rectangle(x: float, width: float, y: float, height: float, kind: str, text:
 def line_chart(
     title: str, values: Mapping[int, float], kept: Iterable[int] = (), best: int | None = None, unit: str = ""
 ) -> Markup:
-    """Draw values over steps, with the kept checkpoints as dots and the best one larger.
-
-    The attribute ``data-readings`` has a line for each point, its place as a share of the width and its text, which the
-    page's script shows.
-    """
+    """Draw values over steps, the kept checkpoints as dots; the page's script shows the lines of ``data-readings``."""
     finite = sorted((step, value) for step, value in values.items() if math.isfinite(value))
     known, points, lost = dict(finite), _thinned(finite), len(values) - len(finite)
     low, high = _range([value for _, value in points])

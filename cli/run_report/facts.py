@@ -153,7 +153,11 @@ def _read_statistics(
     found, grouped = Statistics(newest.step), _groups(leaves)
     totals: dict[str, float] = {}
     try:
-        found.leaves = _largest(_counted(newest, found, grouped, totals, reading.progress))
+        numbered = _counted(found, _leaves(newest, grouped, totals, reading.progress))
+        largest = heapq.nlargest(
+            _STATISTICS, numbered, key=lambda one: (bool(one[1].nan or one[1].inf), one[1].size, -one[0])
+        )
+        found.leaves = [leaf for _, leaf in sorted(largest, key=lambda one: one[0])]
     except HoldfastError as error:
         found.notes.append(f"Step {newest.step} could not be read to its end: {error}")
         return found
@@ -176,32 +180,25 @@ def _groups(leaves: Sequence[LeafSummary]) -> dict[tuple[str, str], str]:
     }
 
 
-def _add(totals: dict[str, float], group: str | None, leaf: LeafStatistics) -> None:
-    if group is not None:
-        norm = math.nan if leaf.nan or leaf.inf else leaf.norm or 0.0
-        totals[group] = math.hypot(totals.get(group, 0.0), norm)
+def _leaves(
+    checkpoint: CheckpointSummary, grouped: Mapping[tuple[str, str], str], totals: dict[str, float], progress: Progress
+) -> Iterator[LeafStatistics]:
+    """Read the numbers of the leaves of a step, and add up the norms of their containers."""
+    for leaf in leaf_statistics(open_at(as_location(checkpoint.path)), progress=progress):
+        if (group := grouped.get((leaf.item, leaf.path))) is not None:
+            norm = math.nan if leaf.nan or leaf.inf else leaf.norm or 0.0
+            totals[group] = math.hypot(totals.get(group, 0.0), norm)
+        yield leaf
 
 
-def _counted(
-    newest: CheckpointSummary,
-    found: Statistics,
-    grouped: Mapping[tuple[str, str], str],
-    totals: dict[str, float],
-    progress: Progress,
-) -> Iterator[tuple[int, LeafStatistics]]:
-    for number, leaf in enumerate(leaf_statistics(open_at(as_location(newest.path)), progress=progress)):
+def _counted(found: Statistics, leaves: Iterator[LeafStatistics]) -> Iterator[tuple[int, LeafStatistics]]:
+    for number, leaf in enumerate(leaves):
         found.number += 1
-        _add(totals, grouped.get((leaf.item, leaf.path)), leaf)
         if leaf.nan or leaf.inf:
             found.damaged += 1
             if len(found.examples) < 5:
                 found.examples.append(f"{leaf.item}/{leaf.path}")
         yield number, leaf
-
-
-def _largest(leaves: Iterator[tuple[int, LeafStatistics]]) -> list[LeafStatistics]:
-    chosen = heapq.nlargest(_STATISTICS, leaves, key=lambda one: (bool(one[1].nan or one[1].inf), one[1].size, -one[0]))
-    return [leaf for _, leaf in sorted(chosen, key=lambda one: one[0])]
 
 
 def _read_norms(
@@ -229,8 +226,7 @@ def _read_norms(
         norms: dict[tuple[str, str], float | None] = dict.fromkeys(keys)
         then: dict[str, float] = {}
         try:
-            for leaf in leaf_statistics(open_at(as_location(checkpoint.path)), progress=reading.progress):
-                _add(then, grouped.get((leaf.item, leaf.path)), leaf)
+            for leaf in _leaves(checkpoint, grouped, then, reading.progress):
                 if (leaf.item, leaf.path) in norms:
                     norms[leaf.item, leaf.path] = leaf.norm
         except HoldfastError as error:
@@ -266,10 +262,7 @@ class Choice:
 
 
 def choices(experience: Experience) -> list[Choice]:
-    """Return the interval that the run has used, half and double of it, and the one that loses least, shortest first.
-
-    Without two saves in one start of the program, there are none.
-    """
+    """Return the interval of the run, half and double of it, and the one that loses least; nothing if it has none."""
     used = experience.interval
     if used is None:
         return []
@@ -295,17 +288,12 @@ def advice(experience: Experience) -> str | None:
 def basis(experience: Experience) -> str:
     """Return the basis of the expectations as text."""
     failures = count(experience.failures, "failure", "failures") if experience.failures else "no failure"
+    bounds = " and ".join(map(duration, experience.bounds or ()))
+    learns = f" The run learns its interval, between {bounds}." if bounds else ""
     return (
         f"A save costs {duration(experience.cost or 0.0)} of training and is durable after "
         f"{duration(experience.durable)} (medians of the newest 20). The events show {failures} in "
         f"{duration(experience.ran)}; every run begins with a guess of one a day, so the next one is expected in "
         f"{duration(experience.between_failures)}. Each loses half an interval, the time until a save is durable, "
-        f"and {duration(experience.comeback)} to resume.{_learns(experience)}"
+        f"and {duration(experience.comeback)} to resume.{learns}"
     )
-
-
-def _learns(experience: Experience) -> str:
-    if experience.bounds is None:
-        return ""
-    least, greatest = map(duration, experience.bounds)
-    return f" The run learns its interval, between {least} and {greatest}."

@@ -169,60 +169,75 @@ _AT_STEPS = ("saved", "saved_locally", "preempted", "finished", "failed", "close
 
 def _take(history: History, attempt: Attempt, event: Mapping[str, Any], when: float) -> None:
     name, step = event["event"], _count(event.get("step"))
+    seconds, error = number_in_event(event.get("seconds")), str(event.get("error", ""))
+    mirror = event.get("mirror", "the mirror")
+
+    def note(tone: Tone, title: str, text: str, mark: str = "") -> None:
+        history.notes.append(Note(when, tone, title, text, mark))
+
+    def size(key: str) -> str:
+        return format_size(int(number_in_event(event.get(key)) or 0))
+
     if step is not None and name in _AT_STEPS:
         attempt.last_step = step if name == "restored" else max(step, attempt.last_step or 0)
-    if name == "started":
-        attempt.newest, attempt.pid = _count(event.get("newest")), _count(event.get("pid"))
-        attempt.host = str(event.get("host", ""))
-    elif name == "restored":
-        attempt.restored = step
-        seconds = number_in_event(event.get("seconds"))
-        attempt.restore_seconds = attempt.restore_seconds if seconds is None else seconds
-        _take_skipped(history, attempt, event.get("skipped"), when)
-        if event.get("local"):
-            size = format_size(int(number_in_event(event.get("peer_bytes")) or 0))
-            text = f"Process 0 has read {size} from other hosts."
-            history.notes.append(Note(when, "info", f"Step {step} came from the hosts' local places", text))
-    elif name == "witness":
-        _take_proof(history, attempt, event, when)
-    elif name == "saved" and step is not None:
-        keys = ("bytes", "blocked_seconds", "total_seconds")
-        written, blocked, total = (number_in_event(event.get(key)) or 0.0 for key in keys)
-        attempt.saves.append(Save(when, step, int(written), blocked, total))
-        add_metrics(history, step, _mapping(event.get("metrics")))
-    elif name == "metrics" and step is not None:
-        add_metrics(history, step, _mapping(event.get("metrics")))
-    elif name == "interval" and (seconds := number_in_event(event.get("seconds"))) is not None:
-        title = f"Saves every {duration(seconds)} from here on, as learned"
-        history.notes.append(Note(when, "plain", title, str(event.get("why", ""))))
-    elif name == "save_failed":
-        history.failures += 1
-        text = str(event.get("error", ""))
-        history.notes.append(Note(when, "bad", f"The save of step {step} failed", text, "failed save"))
-    elif name == "local_failed":
-        text = str(event.get("error", ""))
-        history.notes.append(Note(when, "warn", f"The local save of step {step} failed", text))
-    elif name in ("fetched", "mirrored", "mirror_failed"):
-        _take_mirror(history, event, name, step, when)
-    elif name == "closed":
-        attempt.how = attempt.how or "closed"
-    elif name == "finished":
-        attempt.how = "finished"
-    elif name in ("preempted", "failed"):
-        attempt.how = "preempted" if name == "preempted" else "failed"
-        attempt.why = str(event.get("error", ""))
-    elif name == "ended":
-        _take_end(attempt, event)
+    match name:
+        case "started":
+            attempt.newest, attempt.pid = _count(event.get("newest")), _count(event.get("pid"))
+            attempt.host = str(event.get("host", ""))
+        case "restored":
+            attempt.restored = step
+            attempt.restore_seconds = attempt.restore_seconds if seconds is None else seconds
+            if skipped := _skipped(event.get("skipped")):
+                history.fallbacks += 1
+                steps = ", ".join(str(number) for number, _ in skipped)
+                title = f"Fell back to step {step}: {count(len(skipped), 'step', 'steps')} damaged ({steps})"
+                note("bad", title, "; ".join(f"step {number}: {damage}" for number, damage in skipped), "fallback")
+            if event.get("local"):
+                text = f"Process 0 has read {size('peer_bytes')} from other hosts."
+                note("info", f"Step {step} came from the hosts' local places", text)
+        case "witness":
+            attempt.proof, attempt.compared = proof_text(event), step or 0
+            if attempt.proof == "inexact":
+                layers = event.get("layers")
+                attempt.differs = ", ".join(map(str, layers)) if isinstance(layers, list) else ""
+                title = f"The resume from step {_count(event.get('saved_step'))} is not exact"
+                note("bad", title, f"other than before the stop: {attempt.differs}", "inexact")
+        case "saved" | "metrics" if step is not None:
+            if name == "saved":
+                keys = ("bytes", "blocked_seconds", "total_seconds")
+                written, blocked, total = (number_in_event(event.get(key)) or 0.0 for key in keys)
+                attempt.saves.append(Save(when, step, int(written), blocked, total))
+            metrics = event.get("metrics")
+            add_metrics(history, step, metrics if isinstance(metrics, Mapping) else None)
+        case "interval" if seconds is not None:
+            note("plain", f"Saves every {duration(seconds)} from here on, as learned", str(event.get("why", "")))
+        case "save_failed":
+            history.failures += 1
+            note("bad", f"The save of step {step} failed", error, "failed save")
+        case "local_failed":
+            note("warn", f"The local save of step {step} failed", error)
+        case "mirror_failed":
+            note("warn", f"The mirror {mirror} failed", error, "mirror failed")
+        case "fetched":
+            text = f"{mirror}: {size('bytes')} in {duration(seconds or 0.0)}"
+            note("info", f"Fetched step {step} from the mirror", text, "fetched")
+        case "closed":
+            attempt.how = attempt.how or "closed"
+        case "finished":
+            attempt.how = "finished"
+        case "preempted" | "failed":
+            attempt.how, attempt.why = name, error
+        case "ended":
+            _take_end(attempt, event)
 
 
-def _take_proof(history: History, attempt: Attempt, event: Mapping[str, Any], when: float) -> None:
-    attempt.proof, layers = proof_text(event), event.get("layers")
-    attempt.compared = _count(event.get("step")) or 0
-    if attempt.proof == "inexact":
-        attempt.differs = ", ".join(map(str, layers)) if isinstance(layers, list) else ""
-        title = f"The resume from step {_count(event.get('saved_step'))} is not exact"
-        text = f"other than before the stop: {attempt.differs}"
-        history.notes.append(Note(when, "bad", title, text, "inexact"))
+def _skipped(skipped: Any) -> list[tuple[int, str]]:
+    """Return the damaged steps that a restore has skipped, each with what is wrong with it."""
+    return [
+        (number, str(one.get("damage", "")))
+        for one in (skipped if isinstance(skipped, Sequence) else ())
+        if isinstance(one, Mapping) and (number := _count(one.get("step"))) is not None
+    ]
 
 
 def _take_end(attempt: Attempt, event: Mapping[str, Any]) -> None:
@@ -241,32 +256,6 @@ def _take_end(attempt: Attempt, event: Mapping[str, Any]) -> None:
 
 def _has_trained(attempt: Attempt) -> bool:
     return bool(attempt.saves) or attempt.restored is not None
-
-
-def _take_skipped(history: History, attempt: Attempt, skipped: Any, when: float) -> None:
-    found = [
-        (number, str(one.get("damage", "")))
-        for one in (skipped if isinstance(skipped, Sequence) else ())
-        if isinstance(one, Mapping) and (number := _count(one.get("step"))) is not None
-    ]
-    if not found:
-        return
-    history.fallbacks += 1
-    steps = ", ".join(str(number) for number, _ in found)
-    text = "; ".join(f"step {number}: {damage}" for number, damage in found)
-    title = f"Fell back to step {attempt.restored}: {count(len(found), 'step', 'steps')} damaged ({steps})"
-    history.notes.append(Note(when, "bad", title, text, "fallback"))
-
-
-def _take_mirror(history: History, event: Mapping[str, Any], name: str, step: int | None, when: float) -> None:
-    place = str(event.get("mirror", "the mirror"))
-    if name == "mirror_failed":
-        text = str(event.get("error", ""))
-        history.notes.append(Note(when, "warn", f"The mirror {place} failed", text, "mirror failed"))
-    elif name == "fetched":
-        size = format_size(int(number_in_event(event.get("bytes")) or 0))
-        cost = f"{size} in {duration(number_in_event(event.get('seconds')) or 0.0)}"
-        history.notes.append(Note(when, "info", f"Fetched step {step} from the mirror", f"{place}: {cost}", "fetched"))
 
 
 def _end_all(history: History) -> None:
@@ -332,26 +321,28 @@ def _saves(saves: Sequence[Save]) -> Note:
 
 def _end(attempt: Attempt) -> Note:
     after = "" if attempt.last_step is None else f" after step {attempt.last_step}"
+    saved = attempt.saves[-1].step if attempt.saves else attempt.restored
     status = "" if attempt.status is None else f"status {attempt.status}"
-    if attempt.how == "finished":
-        return Note(attempt.ended, "good", f"Finished{after}", "", "finished")
-    if attempt.how == "closed":
-        text = "the program has closed its manager; only a callback notes whether training has finished"
-        return Note(attempt.ended, "info", f"Closed{after}", text, "finished")
-    if attempt.how == "preempted":
-        saved = attempt.saves[-1].step if attempt.saves else attempt.restored
-        text = f"step {saved} was saved" if saved is not None and saved == attempt.last_step else ""
-        return Note(attempt.ended, "info", f"Preempted{after}", text, "preempted")
-    if attempt.how == "hung":
-        return Note(attempt.ended, "bad", f"Hung{after}", "; ".join(filter(None, [attempt.why, status])), "hung")
-    if attempt.how == "lost":
-        text = "killed, or its machine was lost; or the program ended without closing its manager"
-        return Note(attempt.ended, "warn", f"Ended without a record{after}", text, "lost")
-    title = "Failed" if attempt.how == "failed" else "Crashed"
-    killed = " (killed)" if attempt.status == 137 else ""
-    return Note(
-        attempt.ended, "bad", f"{title}{after}", "; ".join(filter(None, [attempt.why, status])) + killed, "crash"
-    )
+    why = "; ".join(filter(None, [attempt.why, status]))
+    failed = f"{why}{' (killed)' * (attempt.status == 137)}"
+    closed = "the program has closed its manager; only a callback notes whether training has finished"
+    lost = "killed, or its machine was lost; or the program ended without closing its manager"
+    ends: dict[str, tuple[Tone, str, str, str]] = {
+        "finished": ("good", "Finished", "", "finished"),
+        "closed": ("info", "Closed", closed, "finished"),
+        "preempted": (
+            "info",
+            "Preempted",
+            f"step {saved} was saved" if saved is not None and saved == attempt.last_step else "",
+            "preempted",
+        ),
+        "hung": ("bad", "Hung", why, "hung"),
+        "lost": ("warn", "Ended without a record", lost, "lost"),
+        "failed": ("bad", "Failed", failed, "crash"),
+        "crashed": ("bad", "Crashed", failed, "crash"),
+    }
+    tone, title, text, mark = ends[attempt.how or "lost"]
+    return Note(attempt.ended, tone, f"{title}{after}", text, mark)
 
 
 def _count(value: Any) -> int | None:
@@ -360,7 +351,3 @@ def _count(value: Any) -> int | None:
 
 def _whole(value: Any) -> int | None:
     return value if isinstance(value, int) and type(value) is not bool and abs(value) < 2**63 else None
-
-
-def _mapping(value: Any) -> Mapping[str, Any] | None:
-    return value if isinstance(value, Mapping) else None

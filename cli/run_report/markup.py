@@ -19,11 +19,7 @@ def join(*parts: str) -> Markup:
 
 
 def tag(name: str, *content: str, **attributes: object) -> Markup:
-    """Return an element; content that is not HTML is escaped.
-
-    ``class_`` is written as ``class``, and ``data_v`` as ``data-v``. True stands for an attribute without a value, and
-    None leaves the attribute out.
-    """
+    """Return an element with escaped content; ``data_v`` is written as ``data-v``, and None leaves one out."""
     start = name
     for key, value in attributes.items():
         if value is not None:

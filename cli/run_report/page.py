@@ -49,8 +49,9 @@ def draw_page(runs: Sequence[RunFacts], *, now: float, version: str, left_out: i
 
 
 def _run(run: RunFacts, number: int, now: float, *, only: bool) -> Markup:
+    place = tag("p", tag("code", run.place), class_="place")
     parts = [
-        _head(run, "h1" if only else "h2"),
+        tag("header", tag("h1" if only else "h2", run.name, " ", _state(run)), place),
         _alarms(run, now),
         _figures(run, now),
         _timeline(run),
@@ -76,11 +77,6 @@ def _state(run: RunFacts) -> Markup:
         tones = {"finished": "good", "preempted": "warn", "lost": "warn"}
         word, tone = WORDS[how], tones.get(how, "bad" if how in _BAD else "info")
     return tag("span", word, class_=f"pill {tone}")
-
-
-def _head(run: RunFacts, heading: str) -> Markup:
-    place = tag("p", tag("code", run.place), class_="place")
-    return tag("header", tag(heading, run.name, " ", _state(run)), place)
 
 
 def _alarms(run: RunFacts, now: float) -> Markup:
@@ -249,10 +245,7 @@ class Number(Cell):
 
 
 def table(name: str, rows: Sequence[Mapping[str, Cell]]) -> Markup:
-    """Return a table that the page's script sorts and filters; ``name`` is for users of screen readers.
-
-    Every row has the same columns: their headings, and the cells.
-    """
+    """Return a table of rows, their cells by heading, that the page's script sorts; screen readers read its name."""
     if not rows:
         return Markup()
     heads = (
@@ -302,15 +295,14 @@ def _steps(run: RunFacts) -> Markup:
 
 def _shown_steps(run: RunFacts) -> list[CheckpointSummary]:
     """Return the newest steps, and those that stand out, in the order of the run."""
-    places = range(len(run.checkpoints))
-    special = [place for place in places if _stands_out(run, run.checkpoints[place])][-_STEPS // 2 :]
-    others = sorted(set(places).difference(special))
+    special = [
+        place
+        for place, one in enumerate(run.checkpoints)
+        if one.damage or one.step == run.best or any("pinned" in reason for reason in one.kept)
+    ][-_STEPS // 2 :]
+    others = sorted(set(range(len(run.checkpoints))).difference(special))
     chosen = sorted([*special, *others[-(_STEPS - len(special)) :]])
     return [run.checkpoints[place] for place in chosen]
-
-
-def _stands_out(run: RunFacts, one: CheckpointSummary) -> bool:
-    return bool(one.damage) or one.step == run.best or any("pinned" in reason for reason in one.kept)
 
 
 def _step(run: RunFacts, one: CheckpointSummary) -> dict[str, Cell]:

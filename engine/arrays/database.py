@@ -108,7 +108,7 @@ class ArrayDatabase:
     def metadata(self, names: Sequence[str]) -> list[ArrayMetadata | None]:
         """Return the metadata of arrays, None where there is none; equal ones are mostly one object."""
         keys = metadata_keys(names)
-        entries = self._know([(key, key + b"\0") for key in keys])
+        entries = self._know(len(names), lambda: [(key, key + b"\0") for key in keys])
         inline = entries.inline
         texts = [None if row < 0 else inline[row] for row in entries.find(keys)]
         decoded: dict[bytes | None, ArrayMetadata | None] = {None: None}
@@ -139,13 +139,13 @@ class ArrayDatabase:
     ) -> list[Problem]:
         return self._fetch(names, Assembly(metadata, keep=False), advance)
 
-    def _know(self, ranges: Sequence[KeyRange]) -> Entries:
+    def _know(self, count: int, ranges: Callable[[], list[KeyRange]]) -> Entries:
         """Return entries with the keys in some ranges: from the nodes that may hold them, or all of a small index."""
         known = None if self._files is None else self._files.get(INDEX)
-        if self._complete or not ranges:
+        if self._complete or not count:
             return self._index.entries
         read_already = _MANY * self._parts_read
-        if known is None or not max(_WHOLE, NODE_LIMIT * len(ranges), read_already) < known.size <= _INDEX_LIMIT:
+        if known is None or not max(_WHOLE, NODE_LIMIT * count, read_already) < known.size <= _INDEX_LIMIT:
             return self._know_all()
         with self._lock, naming(self._location), self._open(INDEX) as file:
             size, is_early = known.size, False
@@ -168,7 +168,7 @@ class ArrayDatabase:
                 is_early = read(NodePlace(INDEX, size - end, end)) == CHECKSUMS_MAGIC
             if not is_early:
                 many = _READS if self._location.is_remote else 1
-                self._index.decode(lambda places: parallel_map(read, places, many), ranges)
+                self._index.decode(lambda places: parallel_map(read, places, many), ranges())
                 return self._index.entries
         return self._know_all()
 
@@ -265,8 +265,7 @@ class ArrayDatabase:
 
     def _find(self, names: Sequence[str], assembly: Assembly, report: Report) -> ChunkTable:
         """Find the chunks that arrays need, sorted by their place in the data files; report missing ones."""
-        # The keys of an array begin with its name and a slash, which 0 follows.
-        entries = self._know([(f"{name}/".encode(), f"{name}0".encode()) if name else (b"", b"\xff") for name in names])
+        entries = self._know(len(names), lambda: list(map(_keys_of, names)))
         lone, others = _lone_chunks(entries, names, assembly)
         rows: list[tuple[int, int, int, int]] = []
         # The expected chunks are counted first: a hostile shape could make listing them take forever.
@@ -322,3 +321,8 @@ def _lone_chunks(entries: Entries, names: Sequence[str], assembly: Assembly) -> 
     lone[:] = False
     lone[arrays[good]] = True
     return table[good], np.flatnonzero(~lone).tolist()
+
+
+def _keys_of(name: str) -> KeyRange:
+    """Return the range of the keys of an array: those that begin with its name and a slash, which 0 follows."""
+    return (f"{name}/".encode(), f"{name}0".encode()) if name else (b"", b"\xff")

@@ -81,15 +81,15 @@ def load_tree(
     leaves = source.leaves
     if select is not None:
         leaves = list(compress(leaves, choose([leaf.name for leaf in leaves], select)))
-    selected = {leaf.name: leaf for leaf in leaves}
     template = like if like is None or isinstance(like, Flattened) else flatten(like)
     if template is not None:
-        names = _saved_names(template.names, list(selected), subset=subset)
+        names = _saved_names(template.names, [leaf.name for leaf in leaves], subset=subset)
         if subset:
             asked = set(names)
-            selected = {name: leaf for name, leaf in selected.items() if name in asked}
+            leaves = [leaf for leaf in leaves if leaf.name in asked]
     if source.unreadable:  # reading them raises an error with the reason, instead of one about the template
-        source.read_leaves([leaf for name, leaf in selected.items() if name in source.unreadable])
+        source.read_leaves([leaf for leaf in leaves if leaf.name in source.unreadable])
+    selected = {leaf.name: leaf for leaf in leaves} if template is not None or select is not None else {}
     if template is None:
         tree = source.tree if select is None else source.tree.select([one.name in selected for one in source.leaves])
         return tree.build(_values(source, leaves, _requested(source, leaves, requests), shared))
@@ -359,12 +359,12 @@ def _partitions(
     """Return, by position, the parts needed of each leaf that is not needed as a whole."""
     cuts: dict[int, Partition] = {}
     problems = []
-    for index, (target, (name, saved)) in enumerate(zip(targets, leaves, strict=True)):
+    for index, target in enumerate(targets):
         try:
-            if target is not None and (cut := partition(target, saved)) is not None:
+            if target is not None and (cut := partition(target, leaves[index].saved)) is not None:
                 cuts[index] = cut
         except ValueError as error:
-            problems.append(f"{format_path(name)}: {target} cannot be sharded as asked: {error}")
+            problems.append(f"{format_path(leaves[index].name)}: {target} cannot be sharded as asked: {error}")
     if problems:
         raise TreeMismatchError(f"{source.location}: {len(problems)} shardings do not fit their leaves:", problems)
     return cuts

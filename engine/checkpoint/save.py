@@ -44,15 +44,6 @@ _SMALL = 16 * 1024  # bytes; smaller fragments are sent to process 0, larger one
 _LAST_WORD = 10.0  # seconds that the others get to stop writing before process 0 removes what they wrote, at most
 
 
-def commit_protocol(location: Location) -> type[PendingCheckpoint]:
-    """Return the kind of commit that a location needs."""
-    if not location.is_remote:
-        return LocalCommit
-    from .store_commit import StoreCommit
-
-    return StoreCommit
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport:
     """One completed save: its result and its cost.
@@ -243,6 +234,15 @@ class Save:
             return False
         self._role.give_up(error)
         return True
+
+
+def commit_protocol(location: Location) -> type[PendingCheckpoint]:
+    """Return the kind of commit that a location needs."""
+    if not location.is_remote:
+        return LocalCommit
+    from .store_commit import StoreCommit
+
+    return StoreCommit
 
 
 class _BegunItem:

@@ -13,7 +13,7 @@ import abc
 import logging
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from ..clock import Clock
@@ -291,13 +291,14 @@ class SaveDecisions:
     ) -> Decision:
         """Return whether a save is due, and the reason; the same on all processes."""
         self._starts_at(step)
-        self.pace.step(step, self._clock.monotonic(), self._saves if self._failed is None else None)
-        asked = step, metrics, earlier, saved
+        (previous, last), now = self._last, self._clock.monotonic()
+        self.pace.step(step, now, self._saves if self._failed is None else None)
+        moment = Moment(step=step, previous=previous, now=now, last=last, metrics=metrics, earlier=earlier, saved=saved)
         if self._processes.alone:
-            return decide(self._triggers, self._moment(*asked))
-        if self._schedule.asks(step, metrics, self._last[0]):
-            return self._agree(*asked)
-        decision = decide(self._schedule.certain, self._moment(*asked))
+            return decide(self._triggers, moment)
+        if self._schedule.asks(step, metrics, previous):
+            return self._agree(moment)
+        decision = decide(self._schedule.certain, moment)
         answer = self._schedule.answer(step)  # None if nothing was agreed at this step
         return answer if answer is not None and answer.save and not saved else decision
 
@@ -306,29 +307,24 @@ class SaveDecisions:
         if self._last[0] is None:
             self._last = step - 1, self._last[1]
 
-    def _moment(self, step: int, metrics: Mapping[str, Any] | None, earlier: Sequence[StepInfo], saved: bool) -> Moment:
-        previous, last = self._last
-        now = self._clock.monotonic()
-        return Moment(step=step, previous=previous, now=now, last=last, metrics=metrics, earlier=earlier, saved=saved)
-
-    def _agree(self, step: int, *others: Any) -> Decision:
-        what = f"decision at step {step}"
-        save, reason, following, failed = self._processes.decide(what, self._decide_for_all, step, *others)
+    def _agree(self, moment: Moment) -> Decision:
+        what = f"decision at step {moment.step}"
+        save, reason, following, failed = self._processes.decide(what, self._decide_for_all, moment)
         if failed:
             self._last = self._before
         decision = Decision(save, reason)
-        self._schedule.agreed(step, decision, following, ended=failed is not None)
+        self._schedule.agreed(moment.step, decision, following, ended=failed is not None)
         return decision
 
-    def _decide_for_all(self, step: int, *others: Any) -> list[Any]:
+    def _decide_for_all(self, moment: Moment) -> list[Any]:
         """Return the decision of process 0, the step of the next agreement, and whether the last save has failed."""
         failed = self._failed
         if failed:
-            self._last = self._before
-        decision = decide(self._triggers, self._moment(step, *others))
-        now = self._clock.monotonic()
-        since = 0.0 if decision.save else now - self._last[1]
-        return [decision.save, decision.reason, self._schedule.next_step(step, now, since), failed]
+            self._last = previous, last = self._before
+            moment = replace(moment, previous=previous, last=last)
+        decision = decide(self._triggers, moment)
+        since = 0.0 if decision.save else moment.now - self._last[1]
+        return [decision.save, decision.reason, self._schedule.next_step(moment.step, moment.now, since), failed]
 
 
 class AbandonedSteps:

@@ -39,7 +39,7 @@ from ..errors import (
     shortened_steps,
 )
 from ..forks import Lock
-from ..format import OWNER, PARTIAL, RECORD, CheckpointRecord, encode_document
+from ..format import OWNER, PADDED, PARTIAL, RECORD, CheckpointRecord, encode_document
 from ..sources import check_unclaimed, described_steps, find_steps, open_at
 from ..steps import (
     LATE,
@@ -187,7 +187,7 @@ class IndexedStep:
         return self.error is None and self.info is None
 
 
-_NO_STEP = IndexedStep()  # in the index, it stands for a folder with the name of a step that has other files
+_NO_STEP = IndexedStep()  # also the entry of a folder that has the name of a step, and files that are no checkpoint
 
 
 def _indexed(step: int, record: CheckpointRecord, location: Location | None = None) -> IndexedStep:
@@ -274,8 +274,10 @@ class RunDirectory:
         folders = step_folders(self.location, self._series, content)
         self._names = {one.step: one.location.name for one in (*folders, *entries)}
         if self._width is None and not self._options.read_only:
-            stored = stored_options(self.location) if OPTIONS in names else None if entries else self._options
-            self._width = (stored and stored.step_name_width) or 0
+            stored = stored_options(self.location) if PADDED in names else None
+            is_new = not entries and OPTIONS not in names
+            chosen = self._options if is_new else stored
+            self._width = (chosen and chosen.step_name_width) or 0
         index: dict[int, IndexedStep] = {}
         for entry in entries or others:
             location = entry.location if others else None
@@ -416,7 +418,7 @@ class RunDirectory:
         return self.stored_record(step) if held is None else held[1]
 
     def stored_record(self, step: int) -> CheckpointRecord:
-        """Return the commit record of a step of the directory, or its summary, which the others of its save know."""
+        """Return the commit record of a step of the directory, or the summary that processes other than 0 know."""
         if self._known(step).is_none:  # another program may have saved it since
             found = self._look(step)
             if found is not None and found.error is not None:
@@ -659,6 +661,7 @@ class RunDirectory:
 
     def make_room(self, step: int, *, replaces: bool = False) -> None:
         """Rename a folder that the disk fails to read now, or that can have no record; remove a link to be replaced."""
+        # The folder may become readable again, and the target of a link belongs to something else.
         error, place = self._known(step).error, self.step_location(step)
         # No record can be written where a directory, a pipe or a link lies.
         is_blocked = place.is_local and isinstance(error, DamagedCheckpointError) and not (place / RECORD).is_file()

@@ -336,7 +336,7 @@ class LocalHosts:
         return [whole for whole in whole_steps(self._agreed_steps) if self._counts(whole.folder, whole.step)]
 
     def _choose(self, step: int | None) -> dict[str, Any]:
-        """Return the named step that counts, or the newest if the directory has none as new; and those not used."""
+        """Return the named step if it counts, or the newest that the directory lacks, and those that are not used."""
         counting, unused = self._counting(), self._elsewhere.copy()
         for folder in set().union(*self._agreed_steps):
             why = gather(folder, self._agreed_steps)

@@ -296,7 +296,7 @@ class RunMirror(StepPlace):
         )
 
     def finish(self, timeout: float | None) -> bool:
-        """Copy the newest step, due or not; within a time that is given, in seconds, only if it is long enough."""
+        """Copy the newest step, due or not, if it fits into ``timeout`` seconds; None waits for ``wait_secs``."""
         limit = self._limit if timeout is None else timeout
         if self._ending.is_set() and self._has_finished:  # steps after the save of a preemption were recorded since
             late = Helper(lambda: self._refresh(self._newest()), "holdfast-mirror", daemon=True)

@@ -283,7 +283,7 @@ class CheckpointOptions:
         """Return what options of a subclass keep, for :func:`retention_rules`."""
         return ()
 
-    def time_rule(self, secs: float) -> KeepPolicy:
+    def _time_rule(self, secs: float) -> KeepPolicy:
         """Return what ``keep_time_interval`` keeps."""
         return Every(secs=secs)
 
@@ -455,7 +455,7 @@ def retention_rules(options: CheckpointOptions) -> tuple[KeepPolicy, ...]:
     if options.keep_period is not None:
         found.append(Every(steps=options.keep_period))
     if options.keep_time_interval is not None:
-        found.append(options.time_rule(seconds(options.keep_time_interval, name="keep_time_interval")))
+        found.append(options._time_rule(seconds(options.keep_time_interval, name="keep_time_interval")))
     if options.keep_steps:
         found.append(KeepSteps(frozenset(options.keep_steps)))
     found.append(KeepPinned())

@@ -268,7 +268,7 @@ class RunIdentity:
     branches: Mapping[str, tuple[LocalBranch, ...]] = field(default_factory=dict)
 
     def over(self, other: RunIdentity) -> RunIdentity:
-        """Return another identity with what this one knows in place of what that one knows."""
+        """Return ``other`` with every field that this identity knows."""
         return replace(other, **{name: known for name in _NAMES if (known := getattr(self, name)) is not None})
 
     def with_tombstones(self, series: str, tombstones: Tombstones) -> RunIdentity:

@@ -311,7 +311,7 @@ def _send(connection: socket.socket, head: Mapping[str, Any], body: memoryview |
 def _receive(
     connection: socket.socket, memory: memoryview | None = None, *, deadline: float | None = None
 ) -> tuple[dict[str, Any], memoryview]:
-    """Return the head and the body, in ``memory`` if given, of the next frame; strangers have a deadline."""
+    """Return the head and the body of the next frame, which lies in ``memory`` if given; strangers have a deadline."""
     fixed = _exactly(connection, memoryview(bytearray(_FRAME.size)), deadline)
     head_size, body_size, crc = _FRAME.unpack(fixed)
     limit = PIECE if memory is None else min(PIECE, len(memory))

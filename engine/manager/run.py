@@ -67,7 +67,7 @@ class Run:
             raise StateError(f"{self.steps.location}: this manager was made with read_only=True")
 
     def acquire(self, *adding: StepPlace) -> None:
-        """Take ownership of the directory, and remove the remains of interrupted runs; tell it to the places."""
+        """Take ownership of the directory, remove the remains of interrupted runs, and let the places follow it."""
         self.check_writable()
         with self.changing:
             if self._acquired:
@@ -75,7 +75,7 @@ class Run:
                 return
             local = self.options.local
             identity = RunIdentity(local=None if local is None else as_location(local.url).url)
-            for place in (*self.places, *adding):
+            for place in (*self.places, *adding):  # those that are being added follow once they were read
                 identity = place.identity.over(identity)
             self.compare_options()
             strays = self.processes.decide("acquire", self.steps.acquire, self._metadata, identity)

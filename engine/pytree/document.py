@@ -215,7 +215,7 @@ def _decode_node(document: Any, name: str, names: list[str], known: _Keys, depth
 def _decode_keys(stored: Any, name: str, known: _Keys) -> tuple[list[Key], list[str]]:
     if not isinstance(stored, list):
         raise _damaged(name, "has no list of keys")
-    texts = tuple(stored) if all(isinstance(item, str) for item in stored) else None
+    texts = tuple(stored) if set(map(type, stored)) <= {str} else None
     if texts is not None and texts in known:
         return known[texts]
     try:

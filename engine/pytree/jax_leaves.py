@@ -299,19 +299,19 @@ def _deleted(value: Any, error: RuntimeError) -> Exception:
 
 
 def template_facts(value: Any) -> tuple[Any, ...]:
-    """Return kind, stored shape, stored dtype, variant, weak and sharding of a leaf of a template."""
+    """Return kind, stored shape, stored dtype, leaf, variant, weak and sharding of a leaf of a template."""
     dtype = value.dtype
     if is_tracer(value):
         raise LeafProblem("is a tracer; load outside of jax.jit, jax.grad and the like")
     if isinstance(dtype, np.dtype):
         check_storable(dtype)
         is_weak = bool(getattr(value, "weak_type", False))  # it takes the dtype of the other operand
-        return "jax", value.shape, dtype, None, is_weak, template_sharding(value)
+        return "jax", value.shape, dtype, value, None, is_weak, template_sharding(value)
     if not is_key(value):
         raise LeafProblem(f"has dtype {dtype}, which cannot be stored")
     data_dtype, data_shape, implementation = _key_data(dtype)
     shape = (*value.shape, *data_shape)
-    return "key", shape, data_dtype, str(implementation), False, template_sharding(value)
+    return "key", shape, data_dtype, value, str(implementation), False, template_sharding(value)
 
 
 def implementation_of(key: Any) -> Any:
@@ -438,14 +438,15 @@ class NewArray(NamedTuple):
 
 def put(new: Sequence[NewArray]) -> list[Any]:
     """Make jax arrays, all in one call."""
+    are_spread = [is_spread(one.sharding) for one in new]
     hosts: list[NDArray[Any]] = []
     shardings: list[Any] = []
-    for sharding, shape, _, arrays, *_ in new:
-        own = [native(array) for array in arrays]
-        if not is_spread(sharding):
-            hosts += own
+    for (sharding, shape, _, arrays, *_), is_divided in zip(new, are_spread, strict=True):
+        if not is_divided:
+            hosts += map(native, arrays)
             shardings.append(sharding)
             continue
+        own = list(map(native, arrays))
         for device, number in _device_boxes(sharding, shape)[1]:
             hosts.append(own[number])
             shardings.append(jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
@@ -453,8 +454,8 @@ def put(new: Sequence[NewArray]) -> list[Any]:
     with _unguarded():
         placed = iter(jax.device_put(hosts, shardings[0] if same else shardings))
     results = []
-    for sharding, shape, dtype, _, implementation, weak in new:
-        if is_spread(sharding):
+    for (sharding, shape, dtype, _, implementation, weak), is_divided in zip(new, are_spread, strict=True):
+        if is_divided:
             local = [next(placed) for _ in _device_boxes(sharding, shape)[1]]
             array = jax.make_array_from_single_device_arrays(shape, sharding, local, dtype=dtype)
         else:

@@ -71,7 +71,7 @@ class _Framework:
         if name.startswith("__"):  # those who look at any object ask for such names
             raise AttributeError(name)
         found = getattr(sys.modules.get(self._name) or required(self._name), name)
-        if isinstance(found, type) or not callable(found):  # a program may replace functions
+        if not isinstance(found, types.FunctionType):  # a program may replace those
             setattr(self, name, found)
         return found
 

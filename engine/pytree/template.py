@@ -37,7 +37,7 @@ from .leaves import (
 )
 from .names import escape_key, format_path
 
-TemplateFacts = tuple[Any, ...]  # kind, shape, dtype, and what follows the leaf in `LeafTemplate`
+TemplateFacts = tuple[Any, ...]  # what follows the name in `LeafTemplate`
 _VALUES = NUMBER_KINDS | {"str"}
 _ARRAYS = frozenset({"jax", "numpy", "torch"})
 _SAVED_ARRAYS = _ARRAYS | {"numpy_scalar"}
@@ -74,8 +74,7 @@ def describe_template(names: Sequence[str], values: Sequence[Any]) -> list[LeafT
     for name, value in zip(names, values, strict=True):
         facts_of = known.get(type(value)) or known.setdefault(type(value), _facts_of(value))
         try:
-            kind, shape, dtype, *more = facts_of(value)
-            templates.append(LeafTemplate(name, kind, shape, dtype, value, *more))
+            templates.append(LeafTemplate(name, *facts_of(value)))
         except LeafProblem as problem:
             problems.append((name, str(problem)))
     report_problems(problems, "these leaves of the template cannot be loaded")
@@ -92,22 +91,22 @@ def _facts_of(value: Any) -> Callable[[Any], TemplateFacts]:
 
 def _numpy_facts(value: Any) -> TemplateFacts:
     check_storable(value.dtype)
-    return "numpy" if isinstance(value, np.ndarray) else "numpy_scalar", value.shape, value.dtype
+    return "numpy" if isinstance(value, np.ndarray) else "numpy_scalar", value.shape, value.dtype, value
 
 
 def _python_facts(value: Any) -> TemplateFacts:
     if isinstance(value, StaticLeaf):
-        return STATIC, None, None, value.name
+        return STATIC, None, None, value, value.name
     if value is ... or isinstance(value, LeafMetadata):
-        return "any", None, None
+        return "any", None, None, value
     if value is None:
-        return "none", None, None
+        return "none", None, None, value
     if not is_python_value(value):
         raise LeafProblem(
             f"is of type {class_name(value)}; templates are arrays, jax.ShapeDtypeStruct and Python values"
         )
     kinds = (bool, int, float, complex, str, bytes, set, frozenset)
-    return next(kind.__name__ for kind in kinds if isinstance(value, kind)), None, None
+    return next(kind.__name__ for kind in kinds if isinstance(value, kind)), None, None, value
 
 
 def compare(template: LeafTemplate, saved: Saved, path: str | None = None) -> str | None:

@@ -309,11 +309,12 @@ def tensor_of(array: NDArray[Any], *, copy: bool = True) -> Any:
 
 
 def template_facts(value: Any) -> tuple[Any, ...]:
-    """Return kind, stored shape, stored dtype and variant of a leaf of a template."""
+    """Return kind, stored shape, stored dtype, leaf and variant of a leaf of a template."""
     if not value.is_meta:
         _check(value)
     encoding = tensor_encoding(value.dtype)
-    return "torch", (*value.shape, 2) if encoding.paired else tuple(value.shape), encoding.stored, encoding.variant
+    shape = (*value.shape, 2) if encoding.paired else tuple(value.shape)
+    return "torch", shape, encoding.stored, value, encoding.variant
 
 
 def local_boxes(template: Any, shape: tuple[int, ...]) -> list[Box] | None:

@@ -237,7 +237,8 @@ def _prefix_option(series: str) -> str:
 
 def find_checkpoint(location: Location, step: int | None = None) -> Location:
     """Return the location of the checkpoint that a path stands for: its own, or that of one of its steps."""
-    if step is None or not has_record(location) or any(has_record(one.location) for one in step_folders(location)):
+    folders = step_folders(location, padded=True)
+    if step is None or not has_record(location) or any(has_record(one.location) for one in folders):
         return location if step is None and not is_run(location) else find_step(location, step).location
     own = read_record(location).step
     if own != step:
@@ -295,4 +296,4 @@ def is_ours(location: Location) -> bool:
         return True
     if not location.is_directory():
         return False
-    return any(has_record(folder.location) for folder in step_folders(location))
+    return any(has_record(folder.location) for folder in step_folders(location, padded=True))

@@ -637,9 +637,7 @@ def _check_segments(size: int, segments: Sequence[Segment]) -> None:
         raise ValueError(f"the last segment ends at {end}, after the end of the file ({size})")
 
 
-# A path, a URL (``file://``, ``memory://``, ``s3://``, ``gs://``, ``az://``, ...), or a
-# :class:`~holdfast.storage.Location`.
-Place = str | os.PathLike[str] | Location
+# ---- files that programs open: read whole when they are opened, sent whole when they are closed
 
 
 class _Upload(io.BytesIO):
@@ -670,3 +668,8 @@ def _open_object(place: Location, mode: str, **text: Any) -> IO[Any]:
     content = place.read_bytes() if kind == "r" or (kind == "a" and exists) else b""
     raw = io.BytesIO(content) if kind == "r" else _Upload(place.write_bytes, content)
     return raw if "b" in letters else io.TextIOWrapper(raw, **{**text, "encoding": text.get("encoding") or "utf-8"})
+
+
+# A path, a URL (``file://``, ``memory://``, ``s3://``, ``gs://``, ``az://``, ...), or a
+# :class:`~holdfast.storage.Location`.
+Place = str | os.PathLike[str] | Location

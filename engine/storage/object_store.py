@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-
 _logger = logging.getLogger("holdfast")
 
 T = TypeVar("T")
@@ -443,6 +442,3 @@ def failing_parts(parts: Iterator[T]) -> Iterator[Iterator[T]]:
         if failed:
             raise failed[0] from None
         raise
-
-
-# ---- files that programs open: read whole when they are opened, sent whole when they are closed

@@ -27,6 +27,7 @@ from ...engine.pytree import (
     PackedNumbers,
     Saved,
     TreeDocument,
+    collection_paused,
     describe,
     expand,
     flatten,
@@ -394,6 +395,7 @@ def _parameters(top: LiveComponent) -> dict[int, Path]:
     return top.parameters
 
 
+@collection_paused()
 def own_graph(component: LiveComponent) -> LiveGraph:
     """Return the graph of a component's own values, which ends at other components."""
     component.added.clear()

@@ -442,6 +442,11 @@ def keras_children(value: Any, order: list[int] | None = None, saved: Iterable[s
     return _numbered([*named, *(pair for pair in pairs if id(pair[1]) not in found)])
 
 
+def numbered_children(value: Any) -> list[tuple[str, Any]]:
+    """Return the same by the names of variables and numbered names of classes, as earlier versions saved them."""
+    return _numbered(_parts(value))
+
+
 def _parts(value: Any) -> list[tuple[str, Any]]:
     """Return the variables and the parts of an object of Keras, with the optimizer of a model, by their own names."""
     if _kind(value) == OPTIMIZER:  # the names of its variables contain those of layers, which Keras numbers

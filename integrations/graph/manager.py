@@ -33,7 +33,7 @@ class _Options(CheckpointManagerOptions):
 
     since: float
 
-    def time_rule(self, secs: float) -> KeepPolicy:
+    def _time_rule(self, secs: float) -> KeepPolicy:
         return _Apart(secs=secs, since=self.since)
 
 

@@ -181,8 +181,10 @@ class Matching:
 
     def _edges(self, number: int, view: Branch) -> list[Edge]:
         """Return the edges of an object as the checkpoint names and orders them."""
-        if view.listed is None:
+        if view.numbered is None or view.listed is None:
             return view.edges
+        if self.graph.numbers_keras:
+            return view.numbered()
         node = self.graph.nodes[number]
         listed = node.edges.get("_trainable_variables")  # as TensorFlow saves them
         in_lists = [] if listed is None else list(self.graph.nodes[listed].edges.values())

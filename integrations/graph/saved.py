@@ -16,6 +16,7 @@ from .outside import wrapped_nodes
 from .slots import Path, format_node_path, parse_path, storage_name
 
 OWN_STATES = "own_states"  # key of a document that includes the states that modules and optimizers give by methods
+ATTRIBUTES = "attributes"  # key of a document in which the parts of objects of Keras have the names of attributes
 
 Transform = Callable[[Any], Any]  # takes the saved array, and returns the array to restore
 
@@ -47,11 +48,17 @@ class SavedGraph:
     """The graph of a checkpoint; its root is node 0."""
 
     def __init__(
-        self, nodes: Sequence[SavedNode], before: SavedGraph | None = None, *, has_own_states: bool = False
+        self,
+        nodes: Sequence[SavedNode],
+        before: SavedGraph | None = None,
+        *,
+        has_own_states: bool = False,
+        numbers_keras: bool = False,
     ) -> None:
         self.nodes = list(nodes)
         # Whether modules and optimizers gave their states by methods of their own; in holdfast 0.1.0 they did not.
         self.has_own_states: bool = has_own_states if before is None else before.has_own_states
+        self.numbers_keras: bool = numbers_keras if before is None else before.numbers_keras
         self._before = before
         # The last edge of the shortest path to each node: where it begins, and its name. Paths are made on demand: in a
         # forged graph, each may be as long as there are nodes.
@@ -220,7 +227,9 @@ class SavedGraph:
             used.add(value)
         if read[0].value is not None:
             raise DamagedCheckpointError(f"{source}: its root has a value")
-        return cls(read, has_own_states=document.get(OWN_STATES) is True)
+        has_own_states = document.get(OWN_STATES) is True
+        numbers_keras = has_own_states and document.get(ATTRIBUTES) is not True
+        return cls(read, has_own_states=has_own_states, numbers_keras=numbers_keras)
 
 
 def _walk_down(nodes: list[SavedNode], start: int, path: Sequence[str]) -> int | None:

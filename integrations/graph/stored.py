@@ -33,7 +33,7 @@ from ...engine.pytree import (
 from ...engine.sources import CheckpointSource, read_checkpoint
 from ...engine.storage import Location
 from .frameworks import OPTIMIZER_SLOTS, is_module, is_uninitialized
-from .saved import OWN_STATES, SavedGraph
+from .saved import ATTRIBUTES, OWN_STATES, SavedGraph
 from .slots import BoxSlot, MemberSlot, StateSlot, format_node_path, storage_name
 from .views import Branch, Leaf
 from .walk import LiveGraph, LiveNode
@@ -77,7 +77,7 @@ def capture(graph: LiveGraph, *, apart: bool = False) -> CapturedGraph:
     tree = unflatten(flat.structure, [_stored(graph.nodes[number]) for number in flat.values])
     nodes = [_node_document(node, names) for node in graph.nodes]
     per_process = {storage_name(node.path): _stored(node) for node in states} if apart else None
-    return CapturedGraph(tree, {"nodes": nodes, OWN_STATES: True}, per_process)
+    return CapturedGraph(tree, {"nodes": nodes, OWN_STATES: True, ATTRIBUTES: True}, per_process)
 
 
 def _stored(node: LiveNode) -> Any:

@@ -49,6 +49,7 @@ from .frameworks import (
     keras_kind,
     module_children,
     nnx_children,
+    numbered_children,
     variable_accessors,
     why_not_saved,
 )
@@ -82,8 +83,9 @@ class Branch:
     functional: bool = False  # whether a restore rebuilds it, so that it is another object afterwards
     optimizer: Any = None  # the object itself, if it is a torch optimizer
     parameters: Sequence[Any] = ()  # those of an optimizer of Keras
-    # Returns the edges of an object of Keras in an order of the parameters, with lists of these names.
+    # Edges of Keras in an order of the parameters, with lists of these names, or as earlier versions have named them.
     listed: Callable[[list[int] | None, Iterable[str]], list[Edge]] | None = None
+    numbered: Callable[[], list[Edge]] | None = None
 
 
 @dataclass(slots=True)
@@ -313,6 +315,7 @@ def _keras(kind: str, value: Any, place: Slot) -> View:
         _attributes(value, keras_children(value), place),
         parameters=list(map(bare_variable, getattr(value, "_trainable_variables", ()))) if kind == OPTIMIZER else (),
         listed=lambda order, saved: _attributes(value, keras_children(value, order, saved), place),
+        numbered=lambda: _attributes(value, numbered_children(value), place),
     )
 
 

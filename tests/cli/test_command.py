@@ -570,10 +570,7 @@ SAVING = {"hashlib", "holdfast.engine.arrays.plan", "holdfast.engine.arrays.writ
 @pytest.mark.parametrize(
     ("words", "unneeded"),
     [
-        (
-            ("ls", "RUN/checkpoints"),
-            SLOW | FRAMEWORKS | {"numpy", "holdfast.engine.arrays.read", "holdfast.engine.pytree"},
-        ),
+        (("ls", "RUN/checkpoints"), SLOW | FRAMEWORKS | ARRAYS),
         (("show", "RUN"), SLOW | FRAMEWORKS | MANAGER | LOADING | SAVING),
         (("verify", "RUN"), SLOW | FRAMEWORKS | MANAGER | LOADING | SAVING),
         (("--help",), SLOW | FRAMEWORKS | {"holdfast.engine.manager"}),

@@ -112,6 +112,13 @@ def test_a_checkpoint_of_tensorflow_restores_into_the_same_model() -> None:
     assert np.array_equal(net.l1.kernel.value.detach().numpy(), expected)
 
 
+def test_a_checkpoint_of_a_version_that_numbered_layers_and_variables() -> None:
+    saved, fresh = keras_like.model("torch"), keras_like.model("torch")
+    keras_like.train(saved)
+    graph.Checkpoint(model=fresh).restore(Path(__file__).parent / "numbered_keras").assert_consumed()
+    assert keras_like.values(fresh) == keras_like.values(saved)
+
+
 def test_a_loop_of_torch_with_a_model_of_keras_resumes(tmp_path: Path) -> None:
     def program() -> tuple[Any, torch.optim.Adam]:
         model = keras_like.model("torch", make=lambda: None)

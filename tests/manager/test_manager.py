@@ -487,7 +487,7 @@ def test_empty_folders_of_steps_are_swept(tmp_path: Path) -> None:
     """A process may be killed between making the folder and marking it."""
     with hf.CheckpointManager(tmp_path) as manager:
         manager.save(1, tree(1))
-    for name in ("2", "3", "7x", "notes"):
+    for name in ("2", "3", "07", "notes"):
         (tmp_path / name).mkdir()
         os.utime(tmp_path / name, (1e9, 1e9))
     ahead = time.time() + 1e4
@@ -499,7 +499,7 @@ def test_empty_folders_of_steps_are_swept(tmp_path: Path) -> None:
     with hf.CheckpointManager(tmp_path) as manager:
         manager.acquire()
         left = {path.name for path in tmp_path.iterdir() if path.is_dir()}
-        assert left == {"1", "3", "4", "7x", "notes"}, "newer ones may be about to be filled"
+        assert left == {"1", "3", "4", "07", "notes"}, "newer ones may be about to be filled"
 
 
 def test_a_save_that_is_alive_is_not_swept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -35,14 +35,8 @@ ERRORS = {
         "FILE:3: checkpoint.dirpath: unknown key: the directory is the first argument of callbacks and managers, and "
         "directory: in a configuration",
     ),
-    "unknown key": (
-        "train:\n  stpes: 3",
-        'FILE:3: train.stpes: unknown key; did you mean "steps"?',
-    ),
-    "unknown section": (
-        "chekpoint:\n  max_to_keep: 3",
-        'FILE:2: chekpoint: unknown key; did you mean "checkpoint"?',
-    ),
+    "unknown key": ("train:\n  stpes: 3", 'FILE:3: train.stpes: unknown key; did you mean "steps"?'),
+    "unknown section": ("chekpoint:\n  max_to_keep: 3", 'FILE:2: chekpoint: unknown key; did you mean "checkpoint"?'),
     "key of another section": (
         "max_to_keep: 3",
         'FILE:2: max_to_keep: unknown key; did you mean "checkpoint.max_to_keep"?',
@@ -51,10 +45,7 @@ ERRORS = {
         "logging:\n  zzz: 3",
         "FILE:3: logging.zzz: unknown key; expected one of interval_steps, level",
     ),
-    "doubled key": (
-        "seed: 1\nname: x\nseed: 2",
-        "FILE:4: seed: the key is given twice; the first is at FILE:2",
-    ),
+    "doubled key": ("seed: 1\nname: x\nseed: 2", "FILE:4: seed: the key is given twice; the first is at FILE:2"),
     "doubled section": (
         "train:\n  steps: 3\ntrain:\n  steps: 4",
         "FILE:4: train: the key is given twice; the first is at FILE:2",
@@ -63,22 +54,13 @@ ERRORS = {
         "train: {steps: many}",
         'FILE:2: train.steps: expected a whole number, found the text "many"',
     ),
-    "quoted number": (
-        'train: {steps: "100"}',
-        'FILE:2: train.steps: expected a whole number, found the text "100"',
-    ),
+    "quoted number": ('train: {steps: "100"}', 'FILE:2: train.steps: expected a whole number, found the text "100"'),
     "fraction for a whole number": (
         "train: {steps: 1e3}",
         "FILE:2: train.steps: expected a whole number, found 1000.0",
     ),
-    "truth for a whole number": (
-        "seed: true",
-        "FILE:2: seed: expected a whole number, found true",
-    ),
-    "zero steps": (
-        "train: {steps: 0}",
-        "FILE:2: train.steps: expected a number above 0, found 0",
-    ),
+    "truth for a whole number": ("seed: true", "FILE:2: seed: expected a whole number, found true"),
+    "zero steps": ("train: {steps: 0}", "FILE:2: train.steps: expected a number above 0, found 0"),
     "text for a number": (
         "optimizer:\n  warmup_steps: 3\n  learning_rate: fast",
         'FILE:4: optimizer.learning_rate: expected a number, found the text "fast"',
@@ -87,10 +69,7 @@ ERRORS = {
         "optimizer: {learning_rate: .nan}",
         "FILE:2: optimizer.learning_rate: expected a finite number, found nan",
     ),
-    "out of range": (
-        "model: {dropout: 1.5}",
-        "FILE:2: model.dropout: expected a number below 1.0, found 1.5",
-    ),
+    "out of range": ("model: {dropout: 1.5}", "FILE:2: model.dropout: expected a number below 1.0, found 1.5"),
     "on is text": (
         "checkpoint: {save_on_best: on}",
         'FILE:2: checkpoint.save_on_best: expected true or false, found the text "on"',
@@ -114,30 +93,15 @@ ERRORS = {
         "model:\n  hidden:\n  - 64\n  - many",
         'FILE:5: model.hidden.1: expected a whole number, found the text "many"',
     ),
-    "empty list": (
-        "model: {hidden: []}",
-        "FILE:2: model.hidden: expected a list of at least 1, found the list []",
-    ),
-    "number for a list": (
-        "model: {hidden: 64}",
-        "FILE:2: model.hidden: expected a list, found 64",
-    ),
-    "empty section": (
-        "seed: 0\ntrain:\n",
-        "FILE:3: train: expected a section with keys, found nothing",
-    ),
-    "name of a folder": (
-        "name: a/b",
-        'FILE:2: name: expected a name that a folder can have, found the text "a/b"',
-    ),
+    "empty list": ("model: {hidden: []}", "FILE:2: model.hidden: expected a list of at least 1, found the list []"),
+    "number for a list": ("model: {hidden: 64}", "FILE:2: model.hidden: expected a list, found 64"),
+    "empty section": ("seed: 0\ntrain:\n", "FILE:3: train: expected a section with keys, found nothing"),
+    "name of a folder": ("name: a/b", 'FILE:2: name: expected a name that a folder can have, found the text "a/b"'),
     "tag": (
         "name: !!python/name:os.system x",
         "FILE:2: name: the tag tag:yaml.org,2002:python/name:os.system is not allowed: write plain YAML",
     ),
-    "key that is a list": (
-        "[a, b]: 3",
-        "FILE:2: a key must be text, found a list or a section",
-    ),
+    "key that is a list": ("[a, b]: 3", "FILE:2: a key must be text, found a list or a section"),
     "alias that holds itself": (
         "model: {hidden: &a [1, *a]}",
         "FILE:2: model.hidden.1: an alias that holds itself has no value",
@@ -197,12 +161,7 @@ ERRORS = {
 def test_errors_name_place_key_and_what_was_expected(tmp_path: Path, case: str) -> None:
     text, message = ERRORS[case]
 
-    assert message in problems_of(tmp_path, f"recipe: flax_digits\n{text}\n")
-
-
-@pytest.mark.parametrize("case", ERRORS)
-def test_each_of_these_is_one_problem(tmp_path: Path, case: str) -> None:
-    assert len(problems_of(tmp_path, f"recipe: flax_digits\n{ERRORS[case][0]}\n")) == 1
+    assert problems_of(tmp_path, f"recipe: flax_digits\n{text}\n") == [message]
 
 
 def test_all_problems_are_listed_in_the_order_of_the_file(tmp_path: Path) -> None:
@@ -358,18 +317,12 @@ OVERRIDE_ERRORS = {
     "empty part": (["train..steps=3"], "argument train..steps=3: expected key=value, such as train.steps=400"),
     "unknown": (["trian.steps=3"], 'argument trian.steps=3: trian: unknown key; did you mean "train"?'),
     "unknown inside": (["train.stesp=3"], 'argument train.stesp=3: train.stesp: unknown key; did you mean "steps"?'),
-    "type": (
-        ["train.steps=1.5"],
-        "argument train.steps=1.5: train.steps: expected a whole number, found 1.5",
-    ),
+    "type": (["train.steps=1.5"], "argument train.steps=1.5: train.steps: expected a whole number, found 1.5"),
     "type inside": (
         ["train={steps: x}"],
         'argument train={steps: x}: train.steps: expected a whole number, found the text "x"',
     ),
-    "twice": (
-        ["seed=1", "seed=2"],
-        "argument seed=2: seed: the key is given twice; the first is seed=1",
-    ),
+    "twice": (["seed=1", "seed=2"], "argument seed=2: seed: the key is given twice; the first is seed=1"),
     "section and key": (
         ["train={steps: 1}", "train.steps=2"],
         "argument train.steps=2: train.steps: the key is given twice; the first is train={steps: 1}",
@@ -382,10 +335,7 @@ OVERRIDE_ERRORS = {
         ["model.hidden.2=5"],
         "argument model.hidden.2=5: model.hidden.2: expected the index of an item, 0 to 1, found 2",
     ),
-    "key of a number": (
-        ["seed.x=5"],
-        "argument seed.x=5: seed: expected a section to set a key in, found 0",
-    ),
+    "key of a number": (["seed.x=5"], "argument seed.x=5: seed: expected a section to set a key in, found 0"),
     "syntax": (["name=[a"], "argument name=[a: name: this is not YAML: "),
     "doubled inside": (
         ["train={steps: 1, steps: 2}"],

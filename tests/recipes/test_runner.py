@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from tests.recipes.programs import preempt_at, values_of
 
 import holdfast as hf
 from holdfast.recipes.configuration import load_configuration
-from holdfast.recipes.registry import RECIPES, MissingExtraError, Outcome, Progress, Recipe
+from holdfast.recipes.registry import RECIPES, MissingExtraError, Outcome, Recipe
 from holdfast.recipes.runner import run
 
 SMALL = {
@@ -42,28 +42,6 @@ def steps_in(run_dir: str) -> list[int]:
         return manager.all_steps()
 
 
-def leaves(tree: Any, path: str = "") -> dict[str, Any]:
-    if isinstance(tree, dict):
-        return {name: leaf for key, item in tree.items() for name, leaf in leaves(item, f"{path}/{key}").items()}
-    if isinstance(tree, (list, tuple)):
-        return leaves(dict(enumerate(tree)), path)
-    return {path: (np.asarray(tree).dtype, np.asarray(tree).tobytes())}
-
-
-def preempt_at(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
-    """Sends this process a real SIGTERM when these steps are reported, each of them once."""
-    left = set(steps)
-    report = Progress.update
-
-    def update(self: Progress, step: int, metrics: Any) -> None:
-        report(self, step, metrics)
-        if step in left:
-            left.remove(step)
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(Progress, "update", update)
-
-
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("recipe", "stops"),
@@ -84,7 +62,7 @@ def test_preemptions_change_no_bit(recipe: str, stops: list[int], monkeypatch: p
         start = stop
 
     assert train(recipe, "run_dir=cut") == Outcome(start=start, step=6, preempted=False)
-    cut, whole = (leaves(hf.load(f"{name}/checkpoints/6")) for name in ("cut", "whole"))
+    cut, whole = (values_of(hf.load(f"{name}/checkpoints/6")) for name in ("cut", "whole"))
     for found in (cut, whole):  # Lightning's loops note when they got their loaders; that is no part of the training
         found.pop("/holdfast/reloaded_at_epoch", None)
     assert cut == whole

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import signal
@@ -13,13 +12,14 @@ import numpy as np
 import pytest
 import torch
 from tests.documents.examples import Examples
+from tests.recipes.programs import preempt_at, values_of
 
 import holdfast as hf
 from holdfast.cli.main import main
 from holdfast.integrations.components.saving import PreparedComponents
 from holdfast.recipes.configuration import load_configuration
 from holdfast.recipes.problems import ConfigError
-from holdfast.recipes.registry import Outcome, Progress
+from holdfast.recipes.registry import Outcome
 from holdfast.recipes.runner import run
 from holdfast.recipes.self_play import Observation, Policy, Trainer, choose
 
@@ -53,37 +53,12 @@ def saved(run_dir: str, step: int) -> str:
     return f"{run_dir}/checkpoints/{step}/state"
 
 
-def values_of(tree: Any, path: str = "") -> dict[str, Any]:
-    """Returns every value of a state by its path, arrays as dtype and bytes."""
-    if isinstance(tree, dict):
-        return {name: one for key, item in tree.items() for name, one in values_of(item, f"{path}/{key}").items()}
-    if isinstance(tree, (list, tuple)):
-        return values_of(dict(enumerate(tree)), path)
-    if isinstance(tree, np.ndarray | torch.Tensor):
-        return {path: (str(tree.dtype), np.asarray(tree).tobytes())}
-    return {path: repr(tree)}
-
-
 def state_of(component: Any) -> dict[str, Any]:
     return values_of(component.get_state())
 
 
 def trainer(seed: int = 0, **changes: Any) -> Trainer:
     return Trainer(5, [6], **{"games": 6, "seed": seed, **changes})
-
-
-def preempt_at(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
-    """Sends this process a real SIGTERM when these steps are reported, each of them once."""
-    left = set(steps)
-    report = Progress.update
-
-    def update(self: Progress, step: int, metrics: Any) -> None:
-        report(self, step, metrics)
-        if step in left:
-            left.remove(step)
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(Progress, "update", update)
 
 
 # ---- continue training
