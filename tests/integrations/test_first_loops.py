@@ -12,12 +12,12 @@ import os
 import random
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.starts import backend_of, run
 
 FOLDER = Path(__file__).parent / "first_loops"
 PROGRAMS = sorted(path.stem for path in (FOLDER / "plain").glob("*.py"))
@@ -57,8 +57,9 @@ def start(
 ) -> subprocess.CompletedProcess[str]:
     place.mkdir(exist_ok=True)
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-c", KILLED, name, str(at), str(FOLDER / folder / f"{program}.py")]
-    return subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=300)
+    script = FOLDER / folder / f"{program}.py"
+    backend = backend_of(script.read_text(encoding="utf-8"))
+    return run("-c", KILLED, name, at, script, backend=backend, cwd=place, env=environment)
 
 
 def weights(place: Path) -> dict[str, bytes]:
@@ -105,6 +106,7 @@ def test_a_program_is_adopted_in_a_few_lines(program: str) -> None:
     assert max(added, removed) <= CHANGED_LINES
 
 
+@pytest.mark.xdist_group("programs")
 @pytest.mark.parametrize("program", ["numpy_logistic", "torch_classic"])
 def test_a_killed_program_ends_as_the_plain_one(program: str, tmp_path: Path) -> None:
     draw = random.Random(program)
@@ -112,6 +114,7 @@ def test_a_killed_program_ends_as_the_plain_one(program: str, tmp_path: Path) ->
 
 
 @pytest.mark.sweep
+@pytest.mark.xdist_group("programs")
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_programs_killed_anywhere_end_as_the_plain_ones(program: str, tmp_path: Path) -> None:
     last = SAVES.get(program, 13)
