@@ -18,9 +18,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(autouse=True)
 def _workers_of_garbage_end_at_once() -> None:
-    """Shortens the five seconds that torch waits for a worker of a loader to end before it sends SIGTERM.
+    """Shortens the five seconds that torch waits for each worker of a loader to end, before it sends SIGTERM.
 
-    If its iterator is part of a cycle, Python closes the queues before it deletes the iterator, which then tells none.
+    An iterator in a reference cycle cannot tell its workers to end: the garbage collector closes its queues first.
     """
     utilities: ModuleType | None = sys.modules.get("torch.utils.data._utils")
     if utilities is not None:  # left so: the iterator of one test may be collected in another
