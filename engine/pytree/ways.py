@@ -75,13 +75,20 @@ def _values_from(root: Any) -> Callable[[_Way | None], Any]:
     """Return a function that gives what ways lead to from a root."""
     found: dict[_Way | None, Any] = {None: root}
 
+    # A function that called itself would keep the root, and the workers of its loaders, until garbage is collected.
     def value_at(way: _Way | None) -> Any:
-        if way is not None and way not in found:
+        steps: list[_Way] = []
+        while way is not None and way not in found:
+            steps.append(way)
+            way = way.parent
+        value = found[way]
+        for step in reversed(steps):
             try:
-                found[way] = way.get(value_at(way.parent), way.key)
+                value = step.get(value, step.key)
             except Exception:  # An entry or an attribute is gone, or MISSING has none.
-                found[way] = MISSING
-        return found[way]
+                value = MISSING
+            found[step] = value
+        return value
 
     return value_at
 

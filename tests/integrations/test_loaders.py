@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -1097,3 +1099,24 @@ def test_a_sampler_with_a_state_sets_its_generator(taken: int, tmp_path: Path) -
     with hf.CheckpointCallback(str(tmp_path), save_interval_steps=1) as checkpoint:
         checkpoint.restore_or_initialize({"w": np.zeros(1)}, data=again)
         assert (first + list(batches(again)))[:9] == whole
+
+
+def test_nothing_holds_a_loader_that_the_program_has_left(tmp_path: Path) -> None:
+    """The workers of one that waits for a collection of garbage would end seconds late."""
+
+    def train() -> weakref.ref[Any]:
+        batches = hf.skip_to(DataLoader(Augmented(), batch_size=2))
+        with hf.CheckpointCallback(tmp_path, save_interval_steps=1) as checkpoint:
+            state, start = checkpoint.restore_or_initialize({"w": 0}, data=batches)
+            for step in range(start, start + 3):
+                next(batches)
+                checkpoint.on_step(step + 1, state, data=batches)
+        return weakref.ref(batches)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert train()() is None
+        assert train()() is None, "after a resume"
+    finally:
+        gc.enable()
