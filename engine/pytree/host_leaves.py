@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DamagedCheckpointError
-from .leaves import EXTERNAL, PLACEHOLDER, STATIC, ArrayLeaf, Details, ExternalLeaf, LeafProblem, ValueLeaf
+from .leaves import EXTERNAL, PLACEHOLDER, STATIC, ArrayLeaf, Details, ExternalLeaf, LeafProblem, Piece, ValueLeaf
 from .names import format_path
 
 _ARRAY: Details = {"kind": "numpy"}
@@ -76,7 +76,8 @@ def describe_numpy(value: Any) -> ArrayLeaf:
     if type(value) is not np.ndarray:
         if isinstance(value, np.generic):
             check_storable(value.dtype)
-            return ArrayLeaf.of(np.array(value), _SCALAR)
+            # numpy makes an array of no characters one character wide.
+            return ArrayLeaf(value.dtype, (), [Piece((), np.array(value))], False, _SCALAR)
         # The module of masked arrays is imported when it is first used, and takes longer than a small save.
         if isinstance(value, np.ma.MaskedArray):
             raise LeafProblem("is a masked array; store its data and its mask as arrays of their own")
