@@ -328,10 +328,7 @@ def series_and_step(folder: str) -> tuple[str, int] | None:
 def step_folders(
     directory: Location, series: str | None = None, entries: Sequence[Entry] | None = None, *, padded: bool = False
 ) -> Iterator[StepEntry]:
-    """Generate the folders with the name of a step, of one series or of all, committed or not; read nothing.
-
-    Names with leading zeros count if the run has such names, or with ``padded``.
-    """
+    """Generate the folders of steps, committed or not; leading zeros count where the run has them, or if ``padded``."""
     entries = directory.entries() if entries is None else entries
     padded = padded or any(entry.name == PADDED for entry in entries)
     for entry in entries:

@@ -285,13 +285,7 @@ class OwnItems:
         """Return the name of the item that a checkpointer without names restores."""
         return ITEM
 
-    def restore(
-        self,
-        name: str,
-        handler: CheckpointHandler,
-        template: Any,
-        kwargs: Mapping[str, Any],
-    ) -> Any:
+    def restore(self, name: str, handler: CheckpointHandler, template: Any, kwargs: Mapping[str, Any]) -> Any:
         """Read an item back; raise OptionError if it is not one that the handler reads."""
         saved = self.record.items[name]
         folder = self.location / saved.folder
@@ -333,13 +327,7 @@ class OtherItems:
             raise OptionError(f"{self.location} has the items {', '.join(sorted(items))}; not one of JSON")
         return found[0]
 
-    def restore(
-        self,
-        name: str,
-        handler: CheckpointHandler,
-        template: Any,
-        kwargs: Mapping[str, Any],
-    ) -> Any:
+    def restore(self, name: str, handler: CheckpointHandler, template: Any, kwargs: Mapping[str, Any]) -> Any:
         kind = self._source.items[name]
         if isinstance(handler, PyTreeCheckpointHandler) and kind == TREE:
             return handler.restore(self.location, template, source=self._source.tree(name), **kwargs)

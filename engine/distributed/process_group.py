@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import OptionError, PeerFailedError, StateError, itemized
 from .all_gather import Transport, transport_of
 from .coordinators import Coordinator, current_coordinator
 from .rendezvous import Rendezvous, next_rendezvous
 
+_T = TypeVar("_T")
 _WORK = 7 * 24 * 3600.0  # seconds; the others learn within seconds that process 0 failed or died, so this may be long
 _MOST_LINES = 100  # differences that all processes get
 
@@ -91,11 +92,11 @@ class ProcessGroup:
     def decide(
         self,
         what: str,
-        work: Callable[..., Any],
+        work: Callable[..., _T],
         *inputs: Any,
         arguments: Sequence[Any] | None = None,
         work_timeout: float | None = None,
-    ) -> Any:
+    ) -> _T:
         """Do work on process 0 and return its result, a value that JSON can hold, on every process.
 
         Process 0 does not wait for the others. If the work fails, they raise PeerFailedError; if process 0 does not
@@ -111,7 +112,8 @@ class ProcessGroup:
             if not self.is_primary:
                 if arguments is not None:
                     self._check_arguments(what, arguments, rendezvous)
-                return json.loads(rendezvous.broadcast("answer", None, work_timeout))
+                answer: _T = json.loads(rendezvous.broadcast("answer", None, work_timeout))
+                return answer
             try:
                 if arguments is not None:
                     rendezvous.broadcast("arguments", json.dumps(arguments).encode(), self.timeout)

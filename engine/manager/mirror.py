@@ -156,8 +156,7 @@ class RunMirror(StepPlace):
     # ---- from the mirror to the run
 
     def newer_steps(self) -> list[int]:
-        newer: list[int] = self._processes.decide("the newest step of the mirror", self._newer_steps)
-        return newer
+        return self._processes.decide("the newest step of the mirror", self._newer_steps)
 
     def _newer_steps(self) -> list[int]:
         newest = max(self._run.steps(), default=-1)
@@ -191,7 +190,7 @@ class RunMirror(StepPlace):
 
     def fetch(self, step: int, overwrite: bool) -> bool:
         what = f"fetch step {step}"
-        found: bool = self._processes.decide(what, self._copy_here, step, overwrite, work_timeout=_FETCH)
+        found = self._processes.decide(what, self._copy_here, step, overwrite, work_timeout=_FETCH)
         if found and not self._processes.is_primary:
             self._run.reload()
         return found

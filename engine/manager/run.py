@@ -165,8 +165,7 @@ class Run:
         """Fetch a step that process 0 does not see in the directory; return whether it can be read now."""
         if step in self.steps.held_elsewhere():
             return True
-        here: bool = self.processes.decide(f"look for step {step}", self.steps.__contains__, step)
-        return here or self.fetch(step)
+        return self.processes.decide(f"look for step {step}", self.steps.__contains__, step) or self.fetch(step)
 
     def steps_everywhere(self) -> list[tuple[int, bool]]:
         """Return the steps, the newest last, damaged ones among them, and whether each is there without a fetch."""

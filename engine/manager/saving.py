@@ -85,14 +85,11 @@ class Saves:
 
     def _items_left_out(self, step: int) -> list[str]:
         """Return the items that a save at a step leaves out; process 0 knows."""
-        if not self.run.options.item_intervals:
+        intervals = self.run.options.item_intervals
+        if not intervals:
             return []
-
-        left_out: list[str] = self.run.processes.decide(
-            f"items of step {step}",
-            lambda: [name for name in self.run.options.item_intervals if not self.item_due(name, step)],
-        )
-        return left_out
+        what = f"items of step {step}"
+        return self.run.processes.decide(what, lambda: [one for one in intervals if not self.item_due(one, step)])
 
     def _earlier(self) -> Sequence[StepInfo]:
         """Return the steps that a new best must beat, the one that is being saved among them."""

@@ -100,10 +100,7 @@ class FirstSteps:
         self._saved: tuple[_Look, Ways, int, Mapping[str, Any]] | None = None  # the first save
 
     def begin(self, state: Any, step: int | None, extras: Mapping[str, Any], *, grows: bool) -> None:
-        """Look at what came back: ``step`` is that of the last update, None without ``restore_or_initialize``.
-
-        A state ``grows`` if the program takes care of that, by ``peek`` or a partial restore.
-        """
+        """Look at what came back from a step, None without a restore; a program that peeks may let the state grow."""
         self._is_compared = step is not None and not grows
         self._read = [(weakref.ref(one), getattr(one, _TAKEN, 0)) for one in _readers(extras, state)]
         if step is not None:

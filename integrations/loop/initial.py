@@ -180,11 +180,7 @@ class Hyperparameters:
         shown: bool,
         began: Mapping[str, Any] = MappingProxyType({}),
     ) -> Any:
-        """Return the restored state with the hyperparameters that count, ``"saved"`` or ``"program"``; log others.
-
-        Those that the run has changed itself are no difference if the program still begins with what the run ``began``
-        with.
-        """
+        """Return the restored state with the hyperparameters that count; log others, except those the run has moved."""
         is_mine, lines = counting == "program", []
         moved = {} if is_mine else began
         for name, group, option in _options(state, extras):
