@@ -222,6 +222,9 @@ def has_record(location: Location) -> bool:
         return True
 
 
+MOST_CHANGES = 100  # times that a checkpoint is read again because it has changed meanwhile
+
+
 def read_steadily(location: Location, read: Callable[[CheckpointRecord], T]) -> T:
     """Read a checkpoint by its record; where another process replaces it meanwhile, read the new one."""
     return read_again(location, partial(read_record, location), read, partial(has_changed, location))
@@ -229,15 +232,23 @@ def read_steadily(location: Location, read: Callable[[CheckpointRecord], T]) -> 
 
 def read_again(location: Location, look: Callable[[], S], read: Callable[[S], T], changed: Callable[[S], bool]) -> T:
     """Read what ``look`` finds at a location; read it again if it is damaged because another process has changed it."""
-    left = attempts_at(location)
-    while True:
+    least = attempts_at(location)
+    for attempt in range(1, MOST_CHANGES + 1):
         found = look()
         try:
             return read(found)
         except DamagedCheckpointError:
-            left -= 1
-            if not changed(found) and left <= 0:
+            if not changed(found) and attempt >= least:
                 raise
+    raise restless(location)
+
+
+def restless(location: Location) -> DamagedCheckpointError:
+    """Return the error of a place that was another one each time that it was read."""
+    advice = "look which programs write there, or copy it to another place first"
+    return DamagedCheckpointError(
+        f"{location}: it was replaced each of {MOST_CHANGES} times that it was read; {advice}"
+    )
 
 
 def has_changed(location: Location, record: CheckpointRecord) -> bool:

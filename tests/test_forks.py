@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import os
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from benchmarks.forks import locked_files
 
 import holdfast as hf
 from holdfast.engine.forks import Lock
@@ -69,6 +71,26 @@ IN_A_CHILD = {
     "integrations.loop.preemption._watchers": "their handlers are inherited, too, and a worker ignores the signals",
     "integrations.loop.preemption._started": "processes of the parent, which the child does not ask about",
     "integrations.loop.announce._open": "emptied",
+}
+# The modules with functions that remember their results, and of what these are.
+FACTS = "facts of types, names, shardings and processors"
+CACHING = {
+    "engine.fingerprints": FACTS,
+    "engine.format.zarr": FACTS,
+    "engine.loaders": FACTS,
+    "engine.observer": "the observer of the process, and whether a rehearsal has left it out",
+    "engine.pytree.device_replicas": FACTS,
+    "engine.pytree.host_leaves": FACTS,
+    "engine.pytree.jax_leaves": FACTS,
+    "engine.pytree.sampling": FACTS,
+    "engine.pytree.torch_leaves": FACTS,
+    "engine.pytree.ways": FACTS,
+    "engine.sources.opening": "handles that came from another process, which open their files again",
+    "engine.steps": FACTS,
+    "engine.storage.cloud": "stores, of which each call says that a child is refused",
+    "engine.storage.fsspec_store": "file systems, whose threads a child starts again",
+    "engine.storage.memory": "the memory of the process, which the child has a copy of",
+    "integrations.loop.witnessing": FACTS,
 }
 # What a child does without each thread.
 THREADS = {
@@ -134,6 +156,22 @@ def test_every_collection_that_a_module_keeps_is_known() -> None:
     assert kept == {*IN_A_CHILD}
 
 
+def test_every_cache_is_known() -> None:
+    """What a function has remembered holds in a child, too: it is a fact of types and texts, or says whose it is."""
+    caching = {
+        module.__name__.removeprefix("holdfast.")
+        for module in modules()
+        for value in [*vars(module).values(), *methods(module)]
+        if isinstance(value, functools._lru_cache_wrapper) and value.__module__ == module.__name__
+    }
+    assert caching == {*CACHING}
+
+
+def methods(module: Any) -> list[Any]:
+    classes = [one for one in vars(module).values() if isinstance(one, type) and one.__module__ == module.__name__]
+    return [value for one in classes for value in vars(one).values()]
+
+
 def test_every_thread_is_known() -> None:
     """Each thread that a module starts has a name, which says in the table what a child does without it."""
     named = {
@@ -148,14 +186,14 @@ def test_every_thread_is_known() -> None:
     assert started >= len(named)
 
 
-def test_a_child_of_a_living_run_has_no_file_of_it(tmp_path: Path) -> None:
+def test_a_child_of_a_living_run_has_no_lock_of_it(tmp_path: Path) -> None:
     local = hf.Local(tmp_path / "hosts", every=1)
     options = hf.CheckpointManagerOptions(mirror=str(tmp_path / "mirror"), local=local)
     with hf.CheckpointManager(tmp_path / "run", options=options) as run:
         run.save(1, {"w": np.arange(8.0)}, force=True)
         run.wait_until_finished()
-        assert [name for name in open_files() if name.startswith(str(tmp_path))]  # the lock of the run
-        assert in_child(lambda: not [name for name in open_files() if name.startswith(str(tmp_path))])
+        assert [name for name in locked_files() if name.startswith(str(tmp_path / "run"))]
+        assert in_child(lambda: not locked_files())
 
 
 def test_every_lock_of_a_living_run_is_free_in_a_child(tmp_path: Path) -> None:
@@ -167,12 +205,16 @@ def test_every_lock_of_a_living_run_is_free_in_a_child(tmp_path: Path) -> None:
         run.save(1, {"w": np.arange(8.0)}, force=True)
         run.wait_until_finished()
         run.restore()
+        in_store = hf.CheckpointManager(f"memory://forks/{tmp_path.name}")
+        in_store.save(1, {"w": np.arange(8.0)}, force=True)
+        in_store.wait_until_finished()
         ours = [
             one
             for one in gc.get_objects()
             if id(one) not in before and str(type(one).__module__).startswith("holdfast.") and hasattr(one, "__dict__")
         ]
         raw = {type(one).__name__ for one in ours for value in vars(one).values() if isinstance(value, RAW)}
+        in_store.close()
     assert raw - {*WITHIN_ONE_PROCESS, "Lock"} == set()
 
 

@@ -14,7 +14,7 @@ from ..errors import CheckpointNotFoundError, DamagedCheckpointError, HoldfastEr
 from ..forks import cached_property
 from ..format import OWN_FOLDER, CheckpointRecord, FileRecord, ItemRecord, own_shares
 from ..pytree import Patterns, format_path, unescape_key
-from ..steps import StepEntry, has_changed, has_record, read_again, read_record
+from ..steps import MOST_CHANGES, StepEntry, has_changed, has_record, read_again, read_record, restless
 from ..storage import Location, max_concurrency, parallel_map
 from .discovery import NATIVE, FoundSteps, find_checkpoint, find_step, find_steps, is_ours, recognise
 from .protocol import JSON, CheckpointSource
@@ -114,11 +114,7 @@ def leaf_path(item: str, name: str) -> str:
 
 
 def read_checkpoint(location: Location, read: Callable[[CheckpointSource], T], step: int | None = None) -> T:
-    """Open the checkpoint that a path stands for and read it; where a run replaces or deletes it meanwhile, again.
-
-    It is read again, too, where a link on the way leads elsewhere meanwhile, as the files of other libraries do not
-    tell that they belong together.
-    """
+    """Open the checkpoint that a path stands for and read it; again if it is replaced, or a link leads elsewhere."""
 
     def look() -> CheckpointSource:
         if step is None:
@@ -126,11 +122,12 @@ def read_checkpoint(location: Location, read: Callable[[CheckpointSource], T], s
                 return NativeCheckpoint(location)
         return open_checkpoint(location.snapshot(), step)
 
-    while True:
+    for _ in range(MOST_CHANGES):
         place = location.is_local and os.path.realpath(location)
         found = read_again(location, look, read, methodcaller("has_changed"))
         if place == (location.is_local and os.path.realpath(location)):
             return found
+    raise restless(location)
 
 
 def open_checkpoint(location: Location, step: int | None = None) -> CheckpointSource:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import pytest
 
 import holdfast as hf
 from holdfast.components import Checkpointable, read_state
+from holdfast.engine.sources.native import read_checkpoint
 from holdfast.engine.sources.weights import load_weights
-from holdfast.engine.steps import list_steps
+from holdfast.engine.steps import MOST_CHANGES, list_steps, read_again
 
 Read = Callable[[hf.storage.Location], Any]
 
@@ -191,3 +193,29 @@ def test_a_step_that_is_deleted_after_the_listing_of_an_object_store(tmp_path: P
         listed = run.snapshot()
         manager.delete(2)
     assert [entry.step for entry in list_steps(listed)] == [1]
+
+
+def test_a_checkpoint_that_is_always_another_one_is_read_so_many_times(tmp_path: Path) -> None:
+    place, reads = hf.storage.as_location(tmp_path), list[None]()
+
+    def read(_: object) -> None:
+        reads.append(None)
+        raise hf.DamagedCheckpointError("of a moment")
+
+    with pytest.raises(hf.DamagedCheckpointError, match=rf"{tmp_path}: it was replaced each of {MOST_CHANGES} times"):
+        read_again(place, lambda: None, read, lambda _: True)
+    assert len(reads) == MOST_CHANGES
+
+
+def test_a_link_that_always_leads_elsewhere_is_followed_so_many_times(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        hf.save(tmp_path / name, {"w": np.ones(2)})
+    link, turns = tmp_path / "link", itertools.cycle(("one", "other"))
+
+    def read(_: object) -> None:
+        link.unlink(missing_ok=True)
+        link.symlink_to(next(turns))
+
+    read(None)
+    with pytest.raises(hf.DamagedCheckpointError, match=rf"link: it was replaced each of {MOST_CHANGES} times"):
+        read_checkpoint(hf.storage.as_location(link), read)
