@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks.forks import locked_files
 
 import holdfast as hf
 from holdfast.engine.forks import Lock
@@ -296,6 +295,15 @@ def test_a_fork_while_another_thread_opens_a_lock(tmp_path: Path, monkeypatch: p
         forked.set()
         thread.join()
         lock.release()
+
+
+def locked_files() -> list[str]:
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if "FLOCK" in Path("/proc/self/fdinfo", name).read_text():
+                found.append(os.readlink(f"/proc/self/fd/{name}"))
+    return found
 
 
 def open_files() -> list[str]:
