@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tests.descriptors import open_files
 
 import holdfast as hf
 
@@ -32,23 +33,11 @@ _PATIENCE = 60  # seconds after which a child counts as hanging
 _MANY = 3000  # leaves: while they are loaded, garbage collection pauses
 
 
-def locked_files() -> list[str]:
-    """Return the paths of the files that this process keeps locked."""
-    paths = []
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            if "FLOCK" in Path("/proc/self/fdinfo", name).read_text():
-                paths.append(os.readlink(f"/proc/self/fd/{name}"))
-        except OSError:  # that of the listing itself
-            continue
-    return paths
-
-
 def outcome_in_child(folder: Path) -> int:
     """Return 0, or the number of what a child has inherited."""
     if not gc.isenabled():
         return 1
-    if kept := locked_files():
+    if kept := open_files(locked=True):
         print(f"a child has the locks of {kept}", file=sys.stderr)
         return 2
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import importlib
@@ -16,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.descriptors import open_files
 
 import holdfast as hf
 from holdfast.engine.forks import Lock
@@ -191,8 +191,8 @@ def test_a_child_of_a_living_run_has_no_lock_of_it(tmp_path: Path) -> None:
     with hf.CheckpointManager(tmp_path / "run", options=options) as run:
         run.save(1, {"w": np.arange(8.0)}, force=True)
         run.wait_until_finished()
-        assert [name for name in locked_files() if name.startswith(str(tmp_path / "run"))]
-        assert in_child(lambda: not locked_files())
+        assert [name for name in open_files(locked=True) if name.startswith(str(tmp_path / "run"))]
+        assert in_child(lambda: not open_files(locked=True))
 
 
 def test_every_lock_of_a_living_run_is_free_in_a_child(tmp_path: Path) -> None:
@@ -295,20 +295,3 @@ def test_a_fork_while_another_thread_opens_a_lock(tmp_path: Path, monkeypatch: p
         forked.set()
         thread.join()
         lock.release()
-
-
-def locked_files() -> list[str]:
-    found = []
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            if "FLOCK" in Path("/proc/self/fdinfo", name).read_text():
-                found.append(os.readlink(f"/proc/self/fd/{name}"))
-    return found
-
-
-def open_files() -> list[str]:
-    found = []
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            found.append(os.readlink(f"/proc/self/fd/{name}"))
-    return found

@@ -301,7 +301,7 @@ def prepare_state(
         ) from error
 
     def apply() -> OwnReport:
-        before = _options(graph)
+        before = {} if modes else _options(graph)
         prepared()
         report = restoration.report()
         unused = report.pending + report.unused
