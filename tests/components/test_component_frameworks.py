@@ -39,7 +39,6 @@ class Net(Checkpointable, nnx.Module):
         self.second = nnx.Linear(hidden, 1, rngs=rngs)
 
     def __call__(self, inputs: Any) -> Any:
-        """Returns one number for each input."""
         return self.second(self.drop(self.first(inputs)))
 
 
@@ -53,7 +52,6 @@ class FlaxLearner(Checkpointable):
         self.average = jnp.zeros(())
 
     def step(self) -> None:
-        """Takes one step."""
         self.key, key = jax.random.split(self.key)
         inputs = jax.random.normal(key, (4, 2))
 
@@ -65,7 +63,6 @@ class FlaxLearner(Checkpointable):
         self.average = 0.5 * self.average + 0.5 * value
 
     def values(self) -> list[Any]:
-        """Returns all that its future depends on."""
         found = [*jax.tree.leaves(nnx.state(self.net)), *jax.tree.leaves(nnx.state(self.optimizer)), self.key]
         plain = [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in found]
         return [np.asarray(x).tolist() for x in [*plain, self.average]]
@@ -140,23 +137,19 @@ class Plain:
         self.steps = 0
 
     def step(self) -> None:
-        """Takes one step."""
         self.optimizer.zero_grad()
         self.net(torch.ones(2)).sum().backward()
         self.optimizer.step()
         self.steps += 1
 
     def get_state(self) -> dict[str, Any]:
-        """Returns only its own values."""
         return {"steps": self.steps, "optimizer": self.optimizer.state_dict()}
 
     def set_state(self, state: Any) -> None:
-        """Takes that."""
         self.steps = state["steps"]
         self.optimizer.load_state_dict(state["optimizer"])
 
     def get_checkpointable_components(self) -> list[tuple[str, Any]]:
-        """Returns the modules."""
         return [("net", self.net), ("opponents/frozen", self.frozen)]
 
 
@@ -276,7 +269,6 @@ class Colour(enum.Enum):
 
 @allow
 def add(one: int, other: int) -> int:
-    """A function."""
     return one + other
 
 
@@ -419,7 +411,6 @@ class Called(Checkpointable):
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
 
     def get_checkpointable_components(self) -> list[tuple[str, Any]]:
-        """Returns none."""
         return []
 
 
@@ -443,7 +434,6 @@ class WithHooks(Statistics):
     """Does more when it is restored."""
 
     def set_state(self, state: Any) -> None:
-        """Counts."""
         super().set_state(state)
         self.history.append(-1.0)
 

@@ -642,7 +642,6 @@ class Lion(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr})
 
     def step(self, closure: Any = None) -> Any:
-        """Keeps the gradients, and subtracts them."""
         for parameter in self.param_groups[0]["params"]:
             self.state[parameter]["moment"] = parameter.grad.clone()
             parameter.detach().sub_(parameter.grad)
