@@ -184,7 +184,10 @@ class Save:
         archives = self._archives(awaited)
         folders = self._role.open(archives)
         process = replace(self._role.process, awaited=awaited)
-        fragments = self._role.gather({name: item.write(folders[name], process) for name, item in self._items.items()})
+        shares = {}
+        for name, item in self._items.items():
+            shares[name] = item.write(folders[name], process)
+        fragments = self._role.gather(shares)
         if fragments is None:
             return None
         sent = parallel_map(lambda name: write_file(folders[name], archives[name]), list(archives), REQUESTS)

@@ -11,6 +11,7 @@ import pytest
 
 import holdfast as hf
 from holdfast.engine.arrays import ArrayDatabase, TreeReader
+from holdfast.engine.arrays.assemble import Assembly
 from holdfast.engine.steps import read_record
 
 Same = Callable[[Any, Any], None]
@@ -306,6 +307,7 @@ def test_only_documents_have_a_limit(place: str) -> None:
     database.read_file("tree.json")
     assert database.file_checks()
     names = [leaf.name for leaf in TreeReader(location, item.files).leaves]
-    assert database.verify(names, [one for one in database.metadata(names) if one is not None]) == []
+    metadata = [one for one in database.metadata(names) if one is not None]
+    assert database.read(names, Assembly(metadata, keep=False)) == []
     with pytest.raises(hf.DamagedCheckpointError, match=r"tree\.json"):
         ArrayDatabase(location, item.files, limit=sizes["tree.json"] - 1).read_file("tree.json")

@@ -56,7 +56,6 @@ def of_jax(process: Process) -> list[str]:
 
 
 def test_jax_programs_keep_their_coordinator_when_a_backend_starts() -> None:
-    pytest.importorskip("jax")
     assert run_processes(of_jax, 2) == [["JaxCoordinator", "JaxCoordinator", "Alone"]] * 2
 
 
@@ -72,7 +71,6 @@ def of_torch(process: Process) -> list[str]:
 
 
 def test_torch_programs_are_alone_when_their_group_is_gone() -> None:
-    pytest.importorskip("torch")
     assert run_processes(of_torch, 2, backend="torch") == [["TorchCoordinator", "Alone", "Alone"]] * 2
 
 
@@ -90,5 +88,4 @@ def of_both(process: Process) -> list[str]:
 
 def test_jax_goes_before_torch() -> None:
     pytest.importorskip("jax")
-    pytest.importorskip("torch")
     assert run_processes(of_both, 2, backend="torch") == [["TorchCoordinator", "JaxCoordinator"]] * 2

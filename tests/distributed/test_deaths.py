@@ -33,7 +33,6 @@ def meet(process: Process, timeout: float) -> tuple[str, Any]:
 
 
 def outcomes(backend: Any, count: int, victim: int, **options: Any) -> list[Outcome]:
-    pytest.importorskip(backend)
     return run_outcomes(meet, count, 1.5, backend=backend, kill=(victim, "up"), **options)
 
 
@@ -94,7 +93,6 @@ def meet_frozen(process: Process, directory: str, saves: bool) -> str | None:
 
 @pytest.mark.parametrize("saves", [True, False], ids=["save", "restore"])
 def test_a_frozen_process_0_of_torch_is_not_awaited_for_ever(tmp_path: Path, saves: bool) -> None:
-    pytest.importorskip("torch")
     ended = run_outcomes(meet_frozen, 2, str(tmp_path), saves, backend="torch", timeout=20)
     assert ended[0].value == "resumed", told(ended)
     assert "has not answered for 3 s" in ended[1].value, told(ended)
@@ -123,6 +121,5 @@ def meet_frozen_at_first(process: Process, directory: str) -> str | None:
 
 def test_a_process_0_of_torch_that_is_frozen_from_the_start_is_not_awaited_for_ever(tmp_path: Path) -> None:
     """Before, the connection to its store was made without a deadline, when a manager was made."""
-    pytest.importorskip("torch")
     ended = run_outcomes(meet_frozen_at_first, 2, str(tmp_path), backend="torch", timeout=20)
     assert "has not answered for 1 s" in (ended[1].value or ""), told(ended)

@@ -83,19 +83,16 @@ def check(path: Path, backend: Backend, killed: int, phase: str) -> None:
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("phase", FOLLOWER)
 def test_a_torch_process_is_killed(tmp_path: Path, phase: str) -> None:
-    pytest.importorskip("torch")
     check(tmp_path, "torch", 1, phase)
 
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("phase", LEADER)
 def test_process_0_is_killed(tmp_path: Path, phase: str) -> None:
-    pytest.importorskip("torch")
     check(tmp_path, "torch", 0, phase)
 
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("phase", ["before it writes data", "when its data is written"])
 def test_a_jax_process_is_killed(tmp_path: Path, phase: str) -> None:
-    pytest.importorskip("jax")
     check(tmp_path, "jax", 2, phase)

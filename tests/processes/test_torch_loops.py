@@ -45,7 +45,6 @@ def train(process: Process, directory: str, told: dict[int, int]) -> tuple[int, 
 
 
 def test_all_save_the_same_step(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
     whole = run_processes(train, 2, str(tmp_path / "whole"), {}, backend="torch")
     for name, told in {"one": {1: 3}, "all, at different steps": {0: 3, 1: 4}}.items():
         stopped = run_processes(train, 2, str(tmp_path / name), told, backend="torch")
@@ -110,7 +109,6 @@ READER = hf.CheckpointManagerOptions(read_only=True, barrier_timeout_secs=20)
 
 def test_a_step_that_one_process_does_not_see_is_an_error(tmp_path: Path) -> None:
     """Before, all looked again and again until the stack was full."""
-    pytest.importorskip("torch")
     hf.save(tmp_path / "0" / "run" / "3", {"w": 1.0})
     (tmp_path / "1").mkdir()
     for text in run_processes(restore_own_view, 2, str(tmp_path), backend="torch"):
@@ -151,7 +149,6 @@ BEGIN = {
 @pytest.mark.parametrize("case", BEGIN)
 def test_what_stops_one_process_at_the_start_is_told_to_all(tmp_path: Path, case: str) -> None:
     """Before, the others waited until the timeout of the barrier, which did not say why."""
-    pytest.importorskip("torch")
     run_processes(begin, 3, str(tmp_path), "prepare", backend="torch")
     found = run_processes(begin, 3, str(tmp_path), case, backend="torch")
     for index in (0, 2):
@@ -175,7 +172,6 @@ def leave_alone(process: Process, directory: str) -> tuple[str, list[str]]:
 
 def test_a_run_whose_last_save_missed_a_process_does_not_wait_for_it_to_end(tmp_path: Path) -> None:
     """Before, it waited for the process twice: in the save, and at its end."""
-    pytest.importorskip("torch")
     outcomes = run_outcomes(leave_alone, 2, str(tmp_path), backend="torch", kill=(1, "the end"))
     message, warnings = outcomes[0].value
     assert "process 1 of 2 did not reach" in message
@@ -211,7 +207,6 @@ def fail_before_a_save(process: Process, directory: str) -> str:
 
 def test_a_process_that_fails_before_its_part_of_a_save_stops_that_of_the_others_at_once(tmp_path: Path) -> None:
     """Before, the others waited for it until the timeout of the barrier, which did not say why."""
-    pytest.importorskip("torch")
     first, second, third = run_processes(fail_before_a_save, 3, str(tmp_path), backend="torch")
     assert second == "ValueError: no state today"
     for text in (first, third):
