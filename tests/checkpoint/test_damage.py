@@ -236,15 +236,20 @@ def test_the_error_names_the_damaged_leaf(place: str, stored: Any) -> None:
 
 def test_json_items(place: str, stored: Any, assert_same: Same) -> None:
     value = {"lr": 0.1, "names": ["a", None, True], "n": 12}
-    hf.Checkpointer(hf.JsonCheckpointHandler()).save(place, value)
+    checkpointer = hf.Checkpointer(hf.JsonCheckpointHandler())
+    checkpointer.save(place, value)
     files = stored(place)
     content = files.read()["state/data.json"]
     for position in range(len(content)):
         files.write("state/data.json", flipped(content, position, position % 8))
         assert check(place, value, assert_same) or position == len(content) - 1
+    files.write("state/data.json", content.replace(b"0.1", b"0.2"))
+    with pytest.raises(hf.DamagedCheckpointError, match=r"data\.json"):
+        checkpointer.restore(place)
     files.remove("state/data.json")
-    with pytest.raises(hf.DamagedCheckpointError, match=r"data\.json is missing"):
-        hf.load(place)
+    for read in (hf.load, checkpointer.restore):
+        with pytest.raises(hf.DamagedCheckpointError, match=r"data\.json is missing"):
+            read(place)
     with pytest.raises(hf.errors.OptionError, match="is JSON, not a tree of arrays"):
         hf.load(place, select="lr")
 

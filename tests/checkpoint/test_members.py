@@ -8,24 +8,17 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.events import heard
-from tests.processes.threads import together
+from tests.processes.threads import together, unwrap
 
 import holdfast as hf
 from holdfast.engine.distributed.coordinators import Coordinator
-
-
-def unwrap(results: list[Any]) -> list[Any]:
-    """Raise the first error among results, or return them."""
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
 
 
 def tree(seed: int = 0) -> dict[str, Any]:
@@ -86,12 +79,13 @@ def test_each_process_copies_only_what_it_writes(tmp_path: Path) -> None:
 
 
 class Watching:
-    """A coordinator that notes what its process sends, and which fragments lie in a directory then."""
+    """A coordinator that notes what its process sends and waits for, and the fragments in a directory then."""
 
     def __init__(self, coordinator: Coordinator, directory: Path) -> None:
         self.coordinator, self.directory = coordinator, directory
         self.sent: dict[str, int] = {}
         self.fragments: set[str] = set()
+        self.waits = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.coordinator, name)
@@ -100,6 +94,10 @@ class Watching:
         self.sent[key] = len(value)
         self.fragments |= {path.name for path in self.directory.rglob("fragment.*")}
         self.coordinator.put(key, value)
+
+    def get(self, key: str, timeout: float, *, waited: float = 0.0) -> bytes:
+        self.waits += 1
+        return self.coordinator.get(key, timeout, waited=waited)
 
 
 def bytes_of_a_save(directory: Path, count: int) -> int:
@@ -154,27 +152,53 @@ def test_a_single_path_is_saved_together(tmp_path: Path) -> None:
     assert equal(hf.load(tmp_path / "one"), tree(5))
 
 
-def test_paths_that_differ_are_told(tmp_path: Path) -> None:
-    def run(coordinator: Coordinator) -> Any:
-        checkpointer = hf.Checkpointer(hf.PyTreeCheckpointHandler(), coordinator=coordinator, barrier_timeout_secs=10)
-        with pytest.raises((hf.errors.StateError, hf.errors.PeerFailedError)) as caught:
-            checkpointer.save(tmp_path / str(coordinator.process_index), tree(5))
-        return str(caught.value)
-
-    assert all("process 1 saves to" in text for text in unwrap(together(2, run)))
-    assert list(tmp_path.iterdir()) == []
+EITHER = (hf.errors.StateError, hf.errors.PeerFailedError)
 
 
-def test_steps_that_differ_are_told(tmp_path: Path) -> None:
-    def run(coordinator: Coordinator) -> Any:
-        several = manager(tmp_path, coordinator)
-        several.save(3 + coordinator.process_index, tree(5))
-        with pytest.raises(hf.SaveFailedError) as caught:
-            several.close()
-        return str(caught.value)
+def save_a_path(path: Path, coordinator: Coordinator) -> None:
+    """Save to a path of one's own, such as one with the time of the start in it."""
+    checkpointer = hf.Checkpointer(hf.PyTreeCheckpointHandler(), coordinator=coordinator, barrier_timeout_secs=10)
+    checkpointer.save(path / str(coordinator.process_index), tree(5))
 
-    results = unwrap(together(2, run))
-    assert all(f"process 1 saves to {hf.storage.as_location(tmp_path / '4').url}" in text for text in results)
+
+def save_a_step(path: Path, coordinator: Coordinator) -> None:
+    save_and_wait(manager(path, coordinator), coordinator.process_index, tree(5))
+
+
+def save_items(path: Path, coordinator: Coordinator) -> None:
+    """Save an item that only process 0 has of each process."""
+    handlers = {"state": hf.PyTreeCheckpointHandler(), "own": hf.handlers.PerProcessCheckpointHandler()}
+    items = {name: hf.AsyncCheckpointer(handler) for name, handler in handlers.items()}
+    if coordinator.process_index == 1:
+        del items["own"]
+    options = hf.CheckpointManagerOptions(barrier_timeout_secs=10)
+    several = hf.CheckpointManager(path, items, options=options, coordinator=coordinator)
+    save_and_wait(several, 1, {name: tree(1) for name in items})
+
+
+def save_shapes(path: Path, coordinator: Coordinator) -> None:
+    other = np.zeros(3 if coordinator.process_index == 1 else 4)
+    save_and_wait(manager(path, coordinator), 1, {"same": np.zeros(2), "other": other})
+
+
+@pytest.mark.parametrize(
+    ("save", "kinds", "said"),
+    [
+        pytest.param(save_a_path, EITHER, "process 1 saves to {place}, and process 0 to", id="paths"),
+        pytest.param(save_a_step, hf.SaveFailedError, "process 1 saves to {place}", id="steps"),
+        pytest.param(save_items, hf.HoldfastError, "process 1 saves the items ['state']", id="items"),
+        pytest.param(save_shapes, hf.SaveFailedError, "\n  other: process 0 has float64[4]", id="shapes"),
+    ],
+)
+def test_saves_that_differ_are_refused(
+    tmp_path: Path, save: Callable[[Path, Coordinator], None], kinds: Any, said: str
+) -> None:
+    found = together(2, lambda coordinator: save(tmp_path, coordinator))
+    for error in found:
+        assert isinstance(error, kinds)
+        assert "process 1" in str(error)
+        assert said.format(place=hf.storage.as_location(tmp_path / "1").url) in str(error)
+    assert hf.list_checkpoints(tmp_path) == []
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
 
 
@@ -278,25 +302,6 @@ def test_directories_that_differ_are_told_at_the_start(tmp_path: Path, call: str
     assert list(tmp_path.iterdir()) == []
 
 
-def test_items_that_differ_are_told(tmp_path: Path) -> None:
-    """Before, an item that only process 0 had of each process was saved with the share of process 0 alone."""
-
-    def run(coordinator: Coordinator) -> Any:
-        handlers = {"state": hf.PyTreeCheckpointHandler(), "own": hf.handlers.PerProcessCheckpointHandler()}
-        items = {name: hf.AsyncCheckpointer(handler) for name, handler in handlers.items()}
-        if coordinator.process_index == 1:
-            del items["own"]
-        several = hf.CheckpointManager(
-            tmp_path, items, options=hf.CheckpointManagerOptions(barrier_timeout_secs=10), coordinator=coordinator
-        )
-        with pytest.raises((hf.HoldfastError, hf.SaveFailedError)) as caught:
-            save_and_wait(several, 1, {name: tree(1) for name in items})
-        return str(caught.value)
-
-    assert all("process 1 saves the items ['state']" in text for text in unwrap(together(2, run)))
-    assert hf.list_checkpoints(tmp_path) == []
-
-
 def test_small_items_are_written_by_process_0(tmp_path: Path) -> None:
     items = {
         "state": hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler()),
@@ -355,34 +360,6 @@ def test_a_process_that_does_not_come(tmp_path: Path) -> None:
     assert equal(hf.load(tmp_path), tree(7))
 
 
-def test_trees_that_differ_are_refused(tmp_path: Path) -> None:
-    def run(coordinator: Coordinator) -> Any:
-        several = manager(tmp_path, coordinator)
-        shape = (3,) if coordinator.process_index == 1 else (4,)
-        several.save(1, {"same": np.zeros(2), "other": np.zeros(shape)})
-        with pytest.raises(hf.SaveFailedError) as caught:
-            several.close()
-        return str(caught.value)
-
-    results = unwrap(together(2, run))
-    assert all("other" in text and "process 1" in text for text in results)
-    assert hf.CheckpointManager(tmp_path, options=hf.CheckpointManagerOptions(read_only=True)).all_steps() == []
-
-
-class Counting:
-    """A coordinator that counts how often its process waits for a value of another one."""
-
-    def __init__(self, coordinator: Coordinator) -> None:
-        self.coordinator, self.waits = coordinator, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.coordinator, name)
-
-    def get(self, key: str, timeout: float, *, waited: float = 0.0) -> bytes:
-        self.waits += 1
-        return self.coordinator.get(key, timeout, waited=waited)
-
-
 def test_time_is_that_of_process_0(tmp_path: Path) -> None:
     class Ticking:
         def __init__(self, tick: float) -> None:
@@ -398,15 +375,15 @@ def test_time_is_that_of_process_0(tmp_path: Path) -> None:
     def run(coordinator: Coordinator) -> Any:
         clock = Ticking(1.0 if coordinator.process_index == 0 else 3.7)
         options = hf.CheckpointManagerOptions(save_interval_steps=None, save_interval_secs=100, barrier_timeout_secs=10)
-        counted: Any = Counting(coordinator)
-        several = hf.CheckpointManager(tmp_path, options=options, coordinator=counted, clock=clock)
+        watching: Any = Watching(coordinator, tmp_path)
+        several = hf.CheckpointManager(tmp_path, options=options, coordinator=watching, clock=clock)
         saved = []
         for step in range(1, 1001):
             clock.time += clock.tick
             if several.save(step, {"x": np.zeros(3)}):
                 saved.append(step)
         several.close()
-        return saved, counted.waits
+        return saved, watching.waits
 
     results = unwrap(together(2, run))
     saved = results[0][0]

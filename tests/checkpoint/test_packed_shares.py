@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.processes.threads import together
+from tests.processes.threads import together, unwrap
 
 import holdfast as hf
 from holdfast.engine.distributed import Coordinator
@@ -50,13 +50,6 @@ def values(process: int, count: int) -> dict[str, Any]:
 
 def expected(counts: Sequence[int]) -> list[list[float]]:
     return [values(process, count)["values"].tolist() for process, count in enumerate(counts)]
-
-
-def unwrap(results: list[Any]) -> list[Any]:
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import functools
 import json
+import logging
 import os
 import pickle
 import shutil
@@ -28,7 +29,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, Self
 
 import pytest
 
@@ -65,6 +66,24 @@ class Process:
             return result
 
         setattr(owner, name, marked)
+
+
+class Logged(logging.Handler):
+    """The warnings of holdfast in a process."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.warnings: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.warnings.append(record.getMessage())
+
+    def __enter__(self) -> Self:
+        logging.getLogger("holdfast").addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("holdfast").removeHandler(self)
 
 
 @dataclass(frozen=True)

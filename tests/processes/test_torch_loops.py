@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import time
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import pytest
-from tests.processes.harness import Process, run_outcomes, run_processes
+from tests.processes.harness import Logged, Process, run_outcomes, run_processes
+from tests.processes.meshes import torch_mesh
 
 import holdfast as hf
 
@@ -57,6 +57,53 @@ def test_all_save_the_same_step(tmp_path: Path) -> None:
     assert [(step, parameters) for _, step, _, parameters in resumed] == [(STEPS, one[3]) for one in whole]
 
 
+def train_divided(process: Process, directory: str, seed: int) -> tuple[int, list[float], list[float]]:
+    """Trains to the end; returns the first step, this process's part of a weight, and the losses."""
+    import torch
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    mesh = torch_mesh(process.count)
+    torch.manual_seed(seed)
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = torch.nn.Parameter(distribute_tensor(torch.randn(4, 3), mesh, [Shard(0)]))
+            self.b = torch.nn.Parameter(distribute_tensor(torch.randn(3), mesh, [Replicate()]))
+
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, foreach=False)
+    generator = torch.Generator().manual_seed(10 + process.index)  # each process draws its own
+    state = {"net": net, "optimizer": optimizer}
+    drawn = []
+    with hf.CheckpointCallback(directory, save_interval_steps=2) as checkpoint:
+        state, start = checkpoint.restore_or_initialize(state, rng=generator)
+        for step in range(start, 6):
+            drawn.append(float(torch.rand((), generator=generator)))
+            w: Any = net.w
+            w.grad = DTensor.from_local(w.to_local() * 0.1 + drawn[-1], mesh, [Shard(0)])
+            net.b.grad = distribute_tensor(torch.full((3,), float(step)), mesh, [Replicate()])
+            optimizer.step()
+            checkpoint.on_step(step + 1, state, rng=generator)
+            if step + 1 == 4:
+                checkpoint.manager.wait_until_finished()
+                process.reached("saved")
+    parts: Any = [net.w, optimizer.state[net.w]["exp_avg"], optimizer.state[net.w]["exp_avg_sq"], net.b]
+    return start, [value for part in parts for value in part.detach().to_local().flatten().tolist()], drawn
+
+
+def test_parameters_that_are_divided(tmp_path: Path) -> None:
+    """Killed and resumed bit for bit."""
+    whole = run_processes(train_divided, 2, str(tmp_path / "whole"), 1, backend="torch")
+    run_outcomes(train_divided, 2, str(tmp_path / "run"), 1, backend="torch", kill=(1, "saved"), timeout=30)
+    resumed = run_processes(train_divided, 2, str(tmp_path / "run"), 2, backend="torch")
+    assert [start for start, _, _ in resumed] == [4, 4]
+    assert [values for _, values, _ in resumed] == [values for _, values, _ in whole]
+    assert [drawn for _, _, drawn in resumed] == [drawn[4:] for _, _, drawn in whole]
+    assert resumed[0][2] != resumed[1][2]
+    assert hf.verify(tmp_path / "run").ok
+
+
 def accumulate(process: Process, directory: str) -> list[str]:
     """Reports each micro-batch as a step; returns what is logged."""
     import torch
@@ -68,24 +115,6 @@ def accumulate(process: Process, directory: str) -> list[str]:
             model(torch.ones(1, 2)).sum().backward()
             checkpoint.on_step(step, state)
     return logged.warnings
-
-
-class Logged(logging.Handler):
-    """Collects the warnings of holdfast."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.warnings: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.warnings.append(record.getMessage())
-
-    def __enter__(self) -> Self:
-        logging.getLogger("holdfast").addHandler(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        logging.getLogger("holdfast").removeHandler(self)
 
 
 def test_several_processes_warn_of_gradients_that_they_do_not_save(tmp_path: Path) -> None:
