@@ -39,6 +39,20 @@ def manager(path: Path, coordinator: Coordinator, **options: Any) -> hf.Checkpoi
     return hf.CheckpointManager(path, options=hf.CheckpointManagerOptions(**options), coordinator=coordinator)
 
 
+def played(count: int, path: Path, work: Callable[[hf.CheckpointManager, int], Any], **options: Any) -> list[Any]:
+    """Let threads that play processes work with a manager each; return their results, or raise the first error."""
+
+    def run(coordinator: Coordinator) -> Any:
+        with manager(path, coordinator, **options) as several:
+            return work(several, coordinator.process_index)
+
+    return unwrap(together(count, run))
+
+
+def steps_of(path: Path) -> list[int]:
+    return [found.step for found in hf.list_checkpoints(path)]
+
+
 def save_and_wait(several: hf.CheckpointManager, step: int, item: Any) -> None:
     several.save(step, item)
     several.wait_until_finished()
@@ -46,15 +60,14 @@ def save_and_wait(several: hf.CheckpointManager, step: int, item: Any) -> None:
 
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_saved_by_many_restored_by_many_and_by_one(tmp_path: Path, count: int) -> None:
-    def run(coordinator: Coordinator) -> list[int]:
-        with manager(tmp_path, coordinator, max_to_keep=2) as several:
-            for step in range(4):
-                several.save(step, tree(step))
-            several.wait_until_finished()
-            assert equal(several.restore(), tree(3))
-            return several.all_steps()
+    def run(several: hf.CheckpointManager, process: int) -> list[int]:
+        for step in range(4):
+            several.save(step, tree(step))
+        several.wait_until_finished()
+        assert equal(several.restore(), tree(3))
+        return list(several.all_steps())
 
-    assert unwrap(together(count, run)) == [[2, 3]] * count
+    assert played(count, tmp_path, run, max_to_keep=2) == [[2, 3]] * count
     assert equal(hf.load(tmp_path), tree(3))
     assert hf.verify(tmp_path).ok
     assert not [path for path in tmp_path.rglob("*") if "fragment" in path.name or "partial" in path.name]
@@ -232,34 +245,28 @@ def test_plain_values_that_differ_are_refused(tmp_path: Path, name: str, large: 
     mine, theirs, message = OWN_VALUES[name]
     weights = np.zeros((1 << 18) if large else 4)
 
-    def run(coordinator: Coordinator) -> Any:
-        several = manager(tmp_path, coordinator)
+    def run(several: hf.CheckpointManager, process: int) -> str:
         several.save(1, {"w": weights, "same": [1, "x"], "count": mine})
-        several.save(2, {"w": weights, "same": [1, "x"], "count": theirs if coordinator.process_index else mine})
+        several.save(2, {"w": weights, "same": [1, "x"], "count": theirs if process else mine})
         with pytest.raises(hf.SaveFailedError) as caught:
             several.wait_until_finished()
         several.save(3, {"w": weights, "same": [1, "x"], "count": theirs})
-        several.close()
         return str(caught.value)
 
-    for text in unwrap(together(2, run)):
+    for text in played(2, tmp_path, run):
         assert "\n  count" in text
         assert "same" not in text.partition("leaves, numbers")[2].partition("count")[0]
         assert message in text
         assert "hf.handlers.PerProcessCheckpointHandler" in text
-    assert [found.step for found in hf.list_checkpoints(tmp_path)] == [1, 3]
+    assert steps_of(tmp_path) == [1, 3]
 
 
 def test_values_that_are_alike_are_no_difference(tmp_path: Path) -> None:
-    def run(coordinator: Coordinator) -> Any:
+    def run(several: hf.CheckpointManager, process: int) -> None:
         own = {"nan": float("nan"), "half": np.float16(0.5), "set": {"a", "b", "c"}, "none": None, "zero": -0.0}
-        own["large"] = np.full(
-            3, coordinator.process_index
-        )  # arrays are not compared: hf.processes.check_replicas does that
-        with manager(tmp_path, coordinator) as several:
-            several.save(1, own)
+        several.save(1, {**own, "large": np.full(3, process)})  # hf.processes.check_replicas compares arrays
 
-    unwrap(together(3, run))
+    played(3, tmp_path, run)
     assert hf.load(tmp_path)["large"].shape == (3,)
 
 
@@ -318,17 +325,14 @@ def test_small_items_are_written_by_process_0(tmp_path: Path) -> None:
 
 
 def test_a_leaf_that_one_process_cannot_save(tmp_path: Path) -> None:
-    def run(coordinator: Coordinator) -> Any:
-        several = manager(tmp_path, coordinator)
+    def run(several: hf.CheckpointManager, process: int) -> Any:
         several.save(1, tree(1))
-        bad = object() if coordinator.process_index == 1 else 1
         with pytest.raises(hf.HoldfastError) as caught:
-            save_and_wait(several, 2, {**tree(2), "bad": bad})
-        several.save(3, tree(3))
-        several.close()
+            save_and_wait(several, 2, {**tree(2), "bad": object() if process == 1 else 1})
+        save_and_wait(several, 3, tree(3))
         return caught.value, several.all_steps()
 
-    results = unwrap(together(3, run))
+    results = played(3, tmp_path, run)
     assert isinstance(results[1][0], hf.errors.UnsupportedLeafError)
     for process in (0, 2):
         assert isinstance(results[process][0], hf.SaveFailedError)
@@ -354,7 +358,7 @@ def test_a_process_that_does_not_come(tmp_path: Path) -> None:
     results = unwrap(together(3, run))
     assert "process 2" in results[0][0]
     assert [steps for _, steps in results[:2]] == [[1], [1]]
-    assert hf.CheckpointManager(tmp_path, options=hf.CheckpointManagerOptions(read_only=True)).all_steps() == [1]
+    assert steps_of(tmp_path) == [1]
     with hf.CheckpointManager(tmp_path) as alone:  # the next run removes what was left
         alone.save(2, tree(7))
     assert equal(hf.load(tmp_path), tree(7))
@@ -393,50 +397,41 @@ def test_time_is_that_of_process_0(tmp_path: Path) -> None:
 
 
 def test_the_best_is_that_of_process_0(tmp_path: Path) -> None:
-    def run(coordinator: Coordinator) -> Any:
-        several = manager(
-            tmp_path,
-            coordinator,
-            save_interval_steps=None,
-            save_on_best=True,
-            best_fn="accuracy",
-            best_mode="max",
-            max_to_keep=1,
-        )
-        scores = [0.1, 0.5, 0.3, 0.9] if coordinator.process_index == 0 else [0.9, 0.1, 0.8, 0.2]
+    def run(several: hf.CheckpointManager, process: int) -> Any:
+        scores = [0.1, 0.5, 0.3, 0.9] if process == 0 else [0.9, 0.1, 0.8, 0.2]
         saved = [
             step
             for step, score in enumerate(scores)
             if several.should_save(step, metrics={"accuracy": score})
             and several.save(step, tree(step), metrics={"accuracy": score})
         ]
-        several.close()
+        several.wait_until_finished()
         return saved, several.best_step(), several.metrics(3)
 
-    assert unwrap(together(2, run)) == [([0, 1, 3], 3, {"accuracy": 0.9})] * 2
+    options = {"save_interval_steps": None, "save_on_best": True, "max_to_keep": 1}
+    found = played(2, tmp_path, run, best_fn="accuracy", best_mode="max", **options)
+    assert found == [([0, 1, 3], 3, {"accuracy": 0.9})] * 2
 
 
 def test_metrics_pins_and_deletions_reach_all(tmp_path: Path) -> None:
-    def run(coordinator: Coordinator) -> Any:
-        several = manager(tmp_path, coordinator, max_to_keep=1, best_fn="accuracy", best_mode="max", keep_latest=4)
+    def run(several: hf.CheckpointManager, process: int) -> Any:
         for step in range(4):
             several.save(step, tree(step))
-        several.record_metrics(3, {"accuracy": 0.5 if coordinator.process_index == 0 else 0.1})
+        several.record_metrics(3, {"accuracy": 0.5 if process == 0 else 0.1})
         several.wait_until_finished()
-        several.record_metrics(1, {"accuracy": 0.7 if coordinator.process_index == 0 else 0.2})
+        several.record_metrics(1, {"accuracy": 0.7 if process == 0 else 0.2})
         several.pin(0)
         several.delete(2)
         several.save(4, tree(4))
         assert several.delete_after(3) == [4]
         several.wait_until_finished()
-        found = several.all_steps(), several.best_step(), several.metrics(3), several.why_kept(0)[-1]
-        several.close()
-        return found
+        return several.all_steps(), several.best_step(), several.metrics(3), several.why_kept(0)[-1]
 
-    results = unwrap(together(2, run))
+    options = {"max_to_keep": 1, "best_fn": "accuracy", "best_mode": "max", "keep_latest": 4}
+    results = played(2, tmp_path, run, **options)
     assert results[0] == results[1]
     assert results[0][:3] == ([0, 1, 3], 1, {"accuracy": 0.5})
-    assert hf.CheckpointManager(tmp_path, options=hf.CheckpointManagerOptions(read_only=True)).all_steps() == [0, 1, 3]
+    assert steps_of(tmp_path) == [0, 1, 3]
 
 
 def test_all_fall_back_when_one_finds_damage(tmp_path: Path) -> None:
@@ -538,15 +533,13 @@ def test_each_process_shares_its_own_files(tmp_path: Path) -> None:
     frozen = {name: np.random.default_rng(number).normal(size=(512, 1024)) for number, name in enumerate("abcd")}
     size = sum(array.nbytes for array in frozen.values())
 
-    def run(coordinator: Coordinator) -> list[int]:
-        with manager(tmp_path, coordinator, max_to_keep=4) as several:
-            events = heard(several)
-            for step in range(6):
-                save_and_wait(several, step, {"frozen": frozen, "adapter": np.full(1000, step)})
+    def run(several: hf.CheckpointManager, process: int) -> list[int]:
+        events = heard(several)
+        for step in range(6):
+            save_and_wait(several, step, {"frozen": frozen, "adapter": np.full(1000, step)})
         return [event["shared_bytes"] for event in events]
 
-    results = unwrap(together(2, run))
-
+    results = played(2, tmp_path, run, max_to_keep=4)
     assert [shared > 0.9 * size for shared in results[0]] == [False, False, True, True, True, True]
     owners = {path.name.split(".")[1] for path in (tmp_path / "5" / "state" / "d").iterdir() if "." in path.name}
     assert owners == {"0", "1"}
