@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ..arrays import WrittenSteps, fsync_and_digest, write_file
 from ..clock import format_size
@@ -276,8 +276,7 @@ class Primary:
     rendezvous: Rendezvous | None
     timeout: float
     shared: bool
-    has_planned: bool = False  # whether the other processes know the folders
-    has_committed: bool = False
+    told: Literal["nothing", "the plan", "the commit"] = "nothing"  # what the other processes know of the save
 
     @property
     def process(self) -> ProcessInfo:
@@ -287,8 +286,8 @@ class Primary:
     def open(self, archives: Collection[str] = ()) -> Mapping[str, Location]:
         """Return the folder of every item, made ready; the names of those that are zip files are given first."""
         self.pending.begin(archives)
-        if self.rendezvous is not None and not self.has_planned:
-            self.has_planned = True
+        if self.rendezvous is not None and self.told == "nothing":
+            self.told = "the plan"
             folders = {name: folder.name for name, folder in self.pending.folders.items()}
             place = self.pending.location
             path = place.url if self.shared else place.name
@@ -317,7 +316,7 @@ class Primary:
         self.pending.commit(record)
         nbytes = record.nbytes - record.shared_bytes, record.shared_bytes
         if self.rendezvous is not None:
-            self.has_committed = True
+            self.told = "the commit"
             # Without its files, whose number grows with that of the processes.
             facts = {"record": record.summary().to_document(), "identity": record.identity, "bytes": nbytes}
             try:
@@ -335,11 +334,11 @@ class Primary:
             return
         if not isinstance(error, PeerFailedError):  # the others know of that already
             self.rendezvous.fail(error)
-        if self.has_committed:
+        if self.told == "the commit":
             return
         is_known = not isinstance(error, BarrierTimeoutError)
         try:
-            if not self.has_planned or (is_known and _all_stopped(self.rendezvous, self.timeout)):
+            if self.told == "nothing" or (is_known and _all_stopped(self.rendezvous, self.timeout)):
                 self.pending.abort(error)
             else:
                 self.pending.leave()

@@ -127,6 +127,28 @@ def test_handlers_of_ones_own_in_a_manager(tmp_path: Path) -> None:
     assert (found["texts"], found["facts"], found["tree"]["a"].tolist()) == ({"poem": "3"}, {"step": 3}, [3, 3, 3])
 
 
+class Delegating(hf.handlers.AsyncCheckpointHandler):
+    """Leaves the snapshot and the files to the handler of trees."""
+
+    def __init__(self) -> None:
+        self.trees = hf.PyTreeCheckpointHandler()
+
+    async def async_save(self, directory: hf.storage.Location, item: Any, **kwargs: Any) -> Any:
+        return await self.trees.async_save(directory, {"tree": item}, **kwargs)
+
+    def restore(self, directory: hf.storage.Location, item: Any = None, *, files: Any = None, **kwargs: Any) -> Any:
+        return self.trees.restore(directory)["tree"]
+
+
+@pytest.mark.parametrize("kind", [hf.Checkpointer, hf.AsyncCheckpointer])
+def test_a_handler_that_delegates_to_another(tmp_path: Path, kind: Any) -> None:
+    checkpointer, weights = kind(Delegating()), np.ones(1000)
+    checkpointer.save(tmp_path / "one", weights)
+    weights[:] = 2
+    assert set(checkpointer.restore(tmp_path / "one")) == {1.0}
+    assert hf.verify(tmp_path / "one").ok
+
+
 def test_a_coroutine_inside_a_running_loop(tmp_path: Path) -> None:
     async def notebook() -> None:
         hf.Checkpointer(AsyncTextFiles()).save(tmp_path / "one", {"a": 1})
@@ -354,13 +376,42 @@ def test_json(tmp_path: Path, item: Any) -> None:
     assert hf.load(tmp_path / "one") == item
 
 
+JSON, ARRAY = "cannot be saved as JSON", "ArrayCheckpointHandler saves one array, not a {}: use PyTreeCheckpointHandler"
+
+
 @pytest.mark.parametrize(
-    "item", [np.ones(3), {"a": object()}, float("nan"), {1, 2}], ids=["array", "object", "NaN", "set"]
+    ("handler", "item", "message"),
+    [
+        pytest.param(hf.JsonCheckpointHandler(), np.ones(3), JSON, id="an array as JSON"),
+        pytest.param(hf.JsonCheckpointHandler(), {"a": object()}, JSON, id="an object as JSON"),
+        pytest.param(hf.JsonCheckpointHandler(), float("nan"), JSON, id="NaN as JSON"),
+        pytest.param(hf.JsonCheckpointHandler(), {1, 2}, JSON, id="a set as JSON"),
+        pytest.param(hf.ArrayCheckpointHandler(), {"a": 1}, ARRAY.format("dict"), id="a dictionary as an array"),
+        pytest.param(hf.ArrayCheckpointHandler(), "text", ARRAY.format("str"), id="text as an array"),
+    ],
 )
-def test_what_json_cannot_hold(tmp_path: Path, item: Any) -> None:
-    with pytest.raises(hf.errors.UnsupportedLeafError, match="cannot be saved as JSON"):
-        hf.Checkpointer(hf.JsonCheckpointHandler()).save(tmp_path / "one", item)
+def test_what_a_handler_cannot_hold(
+    tmp_path: Path, handler: hf.handlers.CheckpointHandler, item: Any, message: str
+) -> None:
+    with pytest.raises(hf.errors.UnsupportedLeafError, match=message):
+        hf.Checkpointer(handler).save(tmp_path / "one", item)
     assert not (tmp_path / "one").exists()
+
+
+@pytest.mark.parametrize(
+    ("handler", "message"),
+    [
+        (hf.JsonCheckpointHandler(), "has the items .*; not one of JSON"),
+        (TextFiles(), r"TextFiles cannot restore item .* of this safetensors checkpoint; hf\.load\(path, item="),
+    ],
+)
+def test_what_a_checkpoint_of_another_library_lacks(
+    tmp_path: Path, handler: hf.handlers.CheckpointHandler, message: str
+) -> None:
+    hf.save(tmp_path / "one", {"w": np.ones(3)})
+    hf.export_checkpoint(tmp_path / "one", tmp_path / "one.safetensors", "safetensors")
+    with pytest.raises(hf.errors.OptionError, match=message):
+        hf.Checkpointer(handler).restore(tmp_path / "one.safetensors")
 
 
 def test_a_step_of_a_manager_is_a_checkpoint(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -153,6 +154,66 @@ def test_only_large_fragments_take_files(tmp_path: Path, chunk_bytes: int, files
     assert len(set.union(*unwrap(together(2, run)))) == files
     np.testing.assert_array_equal(hf.load(tmp_path), values)
     assert not list(tmp_path.rglob("fragment.*"))
+
+
+class Disturbing(Watching):
+    """A coordinator with which something happens before a key of this text is sent."""
+
+    def __init__(self, coordinator: Coordinator, directory: Path, text: str, act: Callable[[], object]) -> None:
+        super().__init__(coordinator, directory)
+        self.text, self.act = text, act
+
+    def put(self, key: str, value: bytes) -> None:
+        if self.text in key:
+            self.act()
+        super().put(key, value)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        pytest.param(Path.unlink, "cannot be read .*; do all processes see the same directory", id="missing"),
+        pytest.param(
+            lambda path: path.write_bytes(path.read_bytes()[:-1]), r"wrote \d+ bytes, found \d+", id="shorter"
+        ),
+    ],
+)
+def test_a_fragment_that_process_0_cannot_read(tmp_path: Path, change: Callable[[Path], object], said: str) -> None:
+    values = np.random.default_rng(0).integers(256, size=1 << 25, dtype=np.uint8)
+
+    def act() -> None:
+        [fragment] = tmp_path.rglob("fragment.1")
+        change(fragment)
+
+    def run(coordinator: Coordinator) -> None:
+        if coordinator.process_index:
+            coordinator = Disturbing(coordinator, tmp_path, "gather/written", act)
+        saves = hf.Checkpointer(hf.PyTreeCheckpointHandler(chunk_bytes=4096))
+        with hf.CheckpointManager(tmp_path, saves, coordinator=coordinator) as several:
+            save_and_wait(several, 1, values)
+
+    first, second = together(2, run)
+    assert isinstance(first, hf.DamagedCheckpointError)
+    assert re.search(f"fragment.1: .*process 1 {said}|fragment.1: what process 1 wrote {said}", str(first))
+    assert isinstance(second, hf.errors.PeerFailedError)
+    assert steps_of(tmp_path) == []
+
+
+def test_a_step_stays_although_the_others_cannot_be_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def act() -> None:
+        raise ConnectionError("the store is gone")
+
+    def run(coordinator: Coordinator) -> Any:
+        if coordinator.process_index == 0:
+            coordinator = Disturbing(coordinator, tmp_path, "broadcast/committed", act)
+        with manager(tmp_path, coordinator, barrier_timeout_secs=2) as several:
+            several.save(1, tree(1))
+
+    first, second = together(2, run)
+    assert first is None
+    assert isinstance(second, hf.SaveFailedError)
+    assert "saved, but the other processes could not be told" in caplog.text
+    assert equal(hf.load(tmp_path), tree(1))
 
 
 def test_a_single_path_is_saved_together(tmp_path: Path) -> None:

@@ -77,6 +77,15 @@ def test_round_trips(tmp_path: Path, counts: list[int], files: list[str], versio
         assert sum(leaf.path == "values" for leaf in hf.describe(place / "1")) == len(counts)
 
 
+def test_the_share_of_another_process_is_asked_for_by_its_number(tmp_path: Path) -> None:
+    saved(tmp_path, [5, 6])
+    with several(tmp_path, hf.processes.Alone()) as manager:
+        found = manager.restore(1, restore_kwargs={"own": {"process": 1}})["own"]["values"]
+        assert found.tolist() == expected([5, 6])[1]
+        with pytest.raises(hf.errors.OptionError, match=r"process=2: .*/own has trees of 2 processes, from 0"):
+            manager.restore(1, restore_kwargs={"own": {"process": 2}})
+
+
 def test_a_process_reads_its_own_share(tmp_path: Path) -> None:
     counts = [1500] * 16
     step = saved(tmp_path / "run", counts)

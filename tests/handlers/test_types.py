@@ -218,11 +218,16 @@ def test_registering_twice(registry: hf.type_handlers.TypeHandlerRegistry) -> No
 
 def test_handlers_that_lose_leaves(place: str, registry: hf.type_handlers.TypeHandlerRegistry) -> None:
     class Forgetful(VocabularyHandler):
+        def param_infos(self, values: Sequence[Any], names: Sequence[str]) -> list[hf.type_handlers.ParamInfo]:
+            return []
+
         def deserialize(self, infos: Sequence[hf.type_handlers.ParamInfo], args: Sequence[hf.RestoreArgs]) -> Any:
             return []
 
     hf.Checkpointer(hf.PyTreeCheckpointHandler(type_handler_registry=registry)).save(place, TREE)
     registry.register(Vocabulary, Forgetful(), override=True)
+    with pytest.raises(hf.errors.OptionError, match=r"gave 0 infos for 2 leaves: .*must return one for each; nothing"):
+        hf.Checkpointer(hf.PyTreeCheckpointHandler(type_handler_registry=registry)).save(f"{place}/other", TREE)
     with pytest.raises(hf.errors.OptionError, match=r"gave 0 values for 2 leaves: text/vocabulary \(.*Vocabul"):
         hf.Checkpointer(hf.PyTreeCheckpointHandler(type_handler_registry=registry)).restore(place)
 
