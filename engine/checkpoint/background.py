@@ -55,10 +55,7 @@ class BackgroundSave:
         step: int | None = None,
         ended: Callable[[Any, SaveFailedError | None], object] | None = None,
     ) -> None:
-        """Run work on a thread of its own; it gets an event that is set when the program begins to wait for it.
-
-        ``ended`` is called on that thread with the result of the work, or with its error.
-        """
+        """Run work on a new thread, with an event that is set when the program waits; then call ``ended`` there."""
 
         def run() -> None:
             # The loop continues first: a thread that works may keep the interpreter from it for milliseconds.

@@ -177,10 +177,7 @@ class Save:
             raise
 
     def write(self, awaited: threading.Event | None = None) -> Mapping[str, ItemRecord] | None:
-        """Write the items; return them as all processes wrote them, for the record, or None on processes other than 0.
-
-        ``awaited`` is set when the training loop, which runs beside this call, begins to wait for the save.
-        """
+        """Write the items; return them on process 0. ``awaited`` is set when the training loop waits for the save."""
         archives = self._archives(awaited)
         folders = self._role.open(archives)
         process = replace(self._role.process, awaited=awaited)
@@ -229,10 +226,7 @@ class Save:
         )
 
     def give_up(self, error: BaseException) -> bool:
-        """Give the save up unless a thread completes it already; return whether it was given up.
-
-        After an interrupt, only this tells whether the thread has begun.
-        """
+        """Give the save up, unless a thread completes it already; only this tells whether that thread has begun."""
         if not self._claim.acquire(blocking=False):
             return False
         self._role.give_up(error)
