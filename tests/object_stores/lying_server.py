@@ -7,11 +7,11 @@ from collections.abc import Callable
 from tests.object_stores.s3_server import S3Server
 from tests.object_stores.store_server import Answer, Fault
 
-PAGE = Answer(200, b"<html><body>Please log in</body></html>", {"Content-Type": "text/html"})
-
 
 class LyingServer(S3Server):
     """A region of S3 whose answers are wrong on demand: for requests that a pattern matches, so many times."""
+
+    page_of_a_proxy = Answer(200, b"<html><body>Please log in</body></html>", {"Content-Type": "text/html"})
 
     def __init__(self) -> None:
         super().__init__()
@@ -19,7 +19,7 @@ class LyingServer(S3Server):
 
     def answers_with_a_page(self, pattern: str, times: int = 1) -> Fault:
         """Answers requests with the page of a proxy, and does nothing."""
-        return self.fail(pattern, times=times, answer=PAGE)
+        return self.fail(pattern, times=times, answer=self.page_of_a_proxy)
 
     def answers_with_an_error(self, pattern: str, times: int = 1) -> Fault:
         """Answers requests with an error that has the status of success, and does nothing."""
