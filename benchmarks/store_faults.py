@@ -47,6 +47,8 @@ KINDS: dict[str, Callable[[LyingServer], dict[str, Any]]] = {
     },
 }
 
+LIES = ("<Error> with 200", "page of a proxy")  # a deletion that was not done looks like one that was
+
 
 class Run:
     """A run of which it is known what each step may hold."""
@@ -60,6 +62,7 @@ class Run:
         self._manager = hf.CheckpointManager(self._url)
         self._number = 0  # of the tree that was saved last
         self._steps: dict[int, set[int | None]] = {}  # the trees that each step may hold; None: it may be missing
+        self._deleted = 0  # the step that was deleted last
         self._operations: tuple[Callable[[], None], ...] = (
             *(self._save, self._save, self._replace, self._delete),
             *(self._restore, self._load, self._copy),
@@ -85,25 +88,35 @@ class Run:
         self.counts[outcome] += happened > 0
         self.server.reset()
         try:
-            self._check()
+            self._check(kind)
         except (AssertionError, hf.HoldfastError) as error:
             self.problems.append(f"{what}: {type(error).__name__}: {error}")
 
-    def _check(self) -> None:
+    def _check(self, kind: str) -> None:
         """Compare each step, and take the directory again, which removes what is left over."""
         self._manager.close()
         self._manager = hf.CheckpointManager(self._url)
         self._manager.acquire()
         listed = self._manager.all_steps()
         for step, allowed in list(self._steps.items()):
-            found = self._found(self._manager.restore(step)) if step in listed else None
+            try:
+                found = self._found(self._manager.restore(step)) if step in listed else None
+            except hf.DamagedCheckpointError:
+                if step != self._deleted or kind not in LIES:
+                    raise
+                found = None
+                listed.remove(step)  # the store only claimed to have deleted its record
             assert found in allowed, f"step {step} holds {found}, expected one of {allowed}"
             self._steps[step] = {found}
             if found is None:
                 del self._steps[step]
         assert listed == sorted(self._steps), f"found the steps {listed}, expected {sorted(self._steps)}"
-        left = {key.split("/")[1] for key in self.server.keys(BUCKET, "run/")} - {"owner.json", "options.json"}
-        assert left == set(map(str, listed)), f"found the objects of {sorted(left)} in a run of the steps {listed}"
+        known = {"owner.json", "options.json", *map(str, listed)}
+        left = [key for key in self.server.keys(BUCKET, "run/") if key.split("/")[1] not in known]
+        assert not left or kind in LIES, f"found {left} in a run of the steps {listed}"
+        self.counts["left over"] += len(left)
+        for key in left:
+            del self.server.buckets[BUCKET][key]
 
     def _tree(self) -> dict[str, Any]:
         self._number += 1
@@ -136,6 +149,7 @@ class Run:
         if len(self._steps) > 1:
             step = min(self._steps)
             self._steps[step] = {*self._steps[step], None}
+            self._deleted = step
             self._manager.delete(step)
             self._steps[step] = {None}
 
@@ -193,6 +207,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(
         f"{counts['faults']} faults in {time.perf_counter() - began:.0f} s (seed {seed}): {kinds}. Of the operations "
         f"that met them, {counts['succeeded']} succeeded and {counts['raised an error']} raised an error; "
+        f"{counts['left over']} objects were left over, whose deletion the store only claimed; "
         f"{len(problems)} promises broken"
     )
     return int(bool(problems))
