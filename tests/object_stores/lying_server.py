@@ -25,10 +25,6 @@ class LyingServer(S3Server):
         """Answers requests with an error that has the status of success, and does nothing."""
         return self.fail(pattern, times=times, answer=self.error(200, "InternalError"))
 
-    def says_that_it_did(self, pattern: str, times: int = 1) -> Fault:
-        """Answers deletions with success, and deletes nothing."""
-        return self.fail(pattern, times=times, answer=Answer(204))
-
     def garbles(self, pattern: str, content: bytes, times: int = 1) -> Fault:
         """Answers reads with other content, as an object of the service."""
         return self.fail(pattern, times=times, answer=Answer(200, content, {"ETag": '"another"'}))
