@@ -5,8 +5,10 @@ from __future__ import annotations
 import datetime
 import itertools
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from tests.object_stores.azure_server import ACCOUNT, KEY, AzureServer
@@ -33,6 +35,47 @@ class Store:
     def stored(self, prefix: str = "") -> list[str]:
         """Returns the keys in the bucket that begin with a prefix."""
         return self.server.keys(self.bucket, prefix)
+
+    def names(self, prefix: str) -> set[str]:
+        """Returns the names directly below a prefix."""
+        return {key.removeprefix(prefix).split("/")[0] for key in self.stored(prefix)}
+
+    def hold(self, pattern: str, action: Callable[[], Any], **fault: Any) -> Held:
+        """Begins an action in a thread; returns when it waits at a request that a pattern matches."""
+        held = Held(action)
+        self.server.fail(pattern, act=held.arrived.set, after=held.may_go_on, **fault)
+        held.start()
+        assert held.arrived.wait(60)
+        return held
+
+
+class Held(threading.Thread):
+    """A thread that waits at a request until :meth:`finish` lets it go on, and returns the outcome of its action."""
+
+    def __init__(self, action: Callable[[], Any], *, arrives_at_end: bool = False) -> None:
+        super().__init__(daemon=True)
+        self.arrived, self.may_go_on = threading.Event(), threading.Event()
+        self._action = action
+        self._arrives_at_end = arrives_at_end
+        self._outcome: Any = None
+
+    def run(self) -> None:
+        self._outcome = outcome(self._action)
+        if self._arrives_at_end:
+            self.arrived.set()
+
+    def finish(self) -> Any:
+        self.may_go_on.set()
+        self.join()
+        return self._outcome
+
+
+def outcome(action: Callable[[], Any]) -> Any:
+    """Returns what an action returns, or the error of holdfast that it raises."""
+    try:
+        return action()
+    except hf.HoldfastError as error:
+        return error
 
 
 @pytest.fixture(scope="session")
