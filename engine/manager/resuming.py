@@ -146,12 +146,14 @@ class StepRestorer:
                 skipped.clear()
                 steps = self._newest_first(named)
                 continue
+            place = None
             if damage is not None and not damage.deleted and is_here:
-                if place := self.run.fetch(step, overwrite=True):
-                    self._stands_in(place, step, damage)
-                    found, damage = read(step)
-                    if damage is not None:
-                        self._drop(step, damage.what)
+                place = self.run.fetch(step, overwrite=True)
+            if damage is not None and place is not None:
+                self._stands_in(place, step, damage)
+                found, damage = read(step)
+                if damage is not None:
+                    self._drop(step, damage.what)
             if damage is None:
                 return step, found, skipped
             if damage.deleted:  # the run that writes here deleted it, and has newer steps
