@@ -79,11 +79,6 @@ def test_texts_that_are_no_interval(value: str, what: str) -> None:
     assert what in str(caught.value)
 
 
-def test_a_mirror_learns_no_interval() -> None:
-    with pytest.raises(hf.errors.OptionError, match="save_interval_secs='auto' is not a duration"):
-        hf.Mirror("memory://tests/auto", save_interval_secs="auto")
-
-
 # ---- what the events say
 
 
