@@ -486,7 +486,7 @@ def test_closed(tmp_path: Path) -> None:
     manager.close()
     assert manager.all_steps() == [1]
     assert manager.restore(1)["a"] == 1
-    with pytest.raises(hf.errors.StateError, match="closed"):
+    with pytest.raises(hf.errors.StateError, match="closed; make a new one"):
         manager.save(2, tree(2))
 
 
