@@ -91,13 +91,13 @@ def test_the_requeue_signal_saves_and_requeues(
         monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "5")
     before = signal.getsignal(signal.SIGUSR1)
     trainer = trainer_of(tmp_path / "run", Signal(signal.SIGUSR1, after=3))
-    teardown = trainer.strategy.teardown
+    teardown = trainer.accelerator.teardown
 
     def note_teardown() -> None:
         teardown()
         slurm.write_text("ended\n")
 
-    trainer.strategy.teardown = note_teardown
+    trainer.accelerator.teardown = note_teardown
     with pytest.raises(Preempted) as caught:
         trainer.fit(program.Model(), program.training_loader("shuffled"), program.validation_loader())
     assert caught.value.code == 75
