@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -11,10 +12,9 @@ from typing import Any
 import lightning.pytorch as lightning
 import torch
 from tests.endings import run_to_end
-from tests.sweep.lightning_programs import (  # noqa: F401 - FEATURES is for the tests
+from tests.sweep.lightning_programs import (
     BATCH_SIZE,
     BATCHES,
-    FEATURES,
     Net,
     SizedStatefulLoader,
     StatefulLoader,
@@ -27,7 +27,19 @@ from holdfast.integrations.lightning import CheckpointCallback
 
 torch.set_num_threads(1)  # on these sizes more threads only wait for each other
 
-QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+_count = itertools.count()
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+def new_directory() -> str:
+    """Return the name of a directory that does not exist yet, in memory, where a save takes milliseconds."""
+    return f"memory://lightning-tests/{next(_count)}"
 
 
 class Model(Net):
@@ -131,15 +143,15 @@ class Outcome:
 def run(
     directory: str,
     *,
-    loader: str = "shuffled",
-    seed: int = 1,
-    schedule: str = "epoch",
-    facts: dict[str, Any] | None = None,
-    callbacks: tuple[Any, ...] = (),
-    checkpoint: dict[str, Any] | None = None,
-    recorder: Recorder | None = None,
+    loader: Any = "shuffled",
+    seed: Any = 1,
+    schedule: Any = "epoch",
+    facts: Any = None,
+    callbacks: Any = (),
+    checkpoint: Any = None,
+    recorder: Any = None,
     package: Any = lightning,
-    ckpt_path: str | None = None,
+    ckpt_path: Any = None,
     **trainer_options: Any,
 ) -> Outcome:
     """Trains from nothing but the directory: every object is new, and the seed is another one after a restart."""
