@@ -129,6 +129,15 @@ class Outcome:
     recorder: Recorder
 
     @property
+    def manager(self) -> Any:
+        return self.trainer.checkpoint_callback.manager
+
+    @property
+    def measured(self) -> dict[int, float]:
+        """The losses of validations by their steps."""
+        return {event[1]: event[2] for event in self.recorder.events if event[0] == "validation"}
+
+    @property
     def final(self) -> dict[str, Any]:
         """Parameters, buffers, optimizer state and schedule, to be compared bit by bit."""
         return {
@@ -159,12 +168,28 @@ def run(
     model = Model(schedule, **(facts or {}))
     recorder = recorder or Recorder()
     callback = CheckpointCallback(directory, **{"save_interval_steps": 1, **(checkpoint or {})})
-    trainer = package.Trainer(
-        callbacks=[callback, recorder, *callbacks],
-        **{**QUIET, "max_epochs": 3, **trainer_options},
-    )
-    trainer.fit(model, training_loader(loader), validation_loader(), ckpt_path=ckpt_path)
-    return Outcome(trainer, model, recorder)
+    used = trainer(callback, recorder, *callbacks, package=package, **{"max_epochs": 3, **trainer_options})
+    used.fit(model, *loaders(loader), ckpt_path=ckpt_path)
+    return Outcome(used, model, recorder)
+
+
+def trainer(*callbacks: Any, package: Any = lightning, **options: Any) -> Any:
+    """Return a trainer that says and shows nothing."""
+    return package.Trainer(callbacks=[*callbacks], **{**QUIET, **options})
+
+
+def loaders(kind: str = "shuffled") -> tuple[Any, Any]:
+    return training_loader(kind), validation_loader()
+
+
+def interrupt(directory: str, step: int, **options: Any) -> Recorder:
+    """Train until the batch after a step fails; return what was noted until then."""
+    recorder = Recorder(stop_after=step)
+    try:
+        run(directory, recorder=recorder, **options)
+    except InterruptionError:
+        return recorder
+    raise AssertionError(f"the run has not come to step {step}")
 
 
 def plain(value: Any) -> Any:

@@ -177,9 +177,8 @@ def test_callback_of_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
         callback = CheckpointCallback(directory, save_interval_steps=1)
         monkeypatch.setattr(program.Model, "configure_callbacks", lambda _: callback)
         torch.manual_seed(0)
-        trainer = lightning.pytorch.Trainer(**program.QUIET, enable_checkpointing=False, **options)
         model = program.Model()
-        trainer.fit(model, program.training_loader("shuffled"), program.validation_loader())
+        program.trainer(enable_checkpointing=False, **options).fit(model, *program.loaders())
         return model.head.weight.tolist()
 
     directory = new_directory()
@@ -207,8 +206,8 @@ def test_checkpoint_of_something_else() -> None:
 
 def test_metrics_belong_to_the_step_they_were_measured_at() -> None:
     outcome = program.run(new_directory(), checkpoint={**BY_LOSS, "save_interval_steps": 2})
-    manager = outcome.trainer.checkpoint_callback.manager
-    measured = {event[1]: event[2] for event in outcome.recorder.events if event[0] == "validation"}
+    manager = outcome.manager
+    measured = outcome.measured
     assert manager.all_steps() == [2, 4, 5, 6, 8, 10, 12, 14, 15]
     for step in manager.all_steps():
         metrics = manager.metrics(step)
@@ -231,10 +230,9 @@ def test_interval_saves_and_a_metric_of_validations(stop_after: int | None) -> N
 
     options = {"checkpoint": checkpoint, "callbacks": (Watcher(),), "max_epochs": 4}
     if stop_after is not None:
-        with pytest.raises(program.InterruptionError):
-            program.run(directory, recorder=program.Recorder(stop_after=stop_after), **options)
+        program.interrupt(directory, stop_after, **options)
     outcome = program.run(directory, **options)
-    manager = outcome.trainer.checkpoint_callback.manager
+    manager = outcome.manager
     ranked = [step for step in manager.all_steps() if "val_loss" in manager.metrics(step)]
     assert ranked == manager.all_steps()  # the best three, and the newest
     assert len(ranked) >= 3
@@ -245,13 +243,13 @@ def test_interval_saves_and_a_metric_of_validations(stop_after: int | None) -> N
 def test_metrics_that_come_after_the_save() -> None:
     # The third batch only begins a new accumulation, so the validation after it measures step 1.
     outcome = program.run(new_directory(), accumulate_grad_batches=2, val_check_interval=3, max_epochs=1)
-    manager = outcome.trainer.checkpoint_callback.manager
+    manager = outcome.manager
     [event] = [event for event in outcome.recorder.events if event[0] == "validation"]
     assert event[1] == 1
     assert manager.metrics(1)["val_loss"] == event[2]
     # Training ends within an epoch: its last step is saved before the epoch's means are known.
     outcome = program.run(new_directory(), max_steps=7)
-    manager = outcome.trainer.checkpoint_callback.manager
+    manager = outcome.manager
     assert manager.metrics(7)["train_loss_epoch"] == outcome.recorder.events[-1][2]
 
 
@@ -259,7 +257,7 @@ def test_best() -> None:
     options = {**BY_LOSS, "save_interval_steps": None, "save_on_best": True, "save_at_end": False, "max_to_keep": 1}
     outcome = program.run(new_directory(), checkpoint=options, max_epochs=4)
     callback = outcome.trainer.checkpoint_callback
-    measured = {event[1]: event[2] for event in outcome.recorder.events if event[0] == "validation"}
+    measured = outcome.measured
     best = min(measured, key=measured.__getitem__)
     assert callback.manager.best_step() == best
     assert callback.best_model_path == f"{callback.dirpath}/{best}"
@@ -271,7 +269,7 @@ def test_best() -> None:
 def test_function_of_the_metrics() -> None:
     ranks = {"best_fn": lambda metrics: metrics["val_loss"] + metrics["train_loss_epoch"], "best_mode": "min"}
     outcome = program.run(new_directory(), checkpoint={**ranks, "max_to_keep": 2, "save_interval_steps": 5})
-    manager = outcome.trainer.checkpoint_callback.manager
+    manager = outcome.manager
     scores = {
         step: sum(manager.metrics(step)[name] for name in ("val_loss", "train_loss_epoch"))
         for step in manager.all_steps()
@@ -290,7 +288,7 @@ def test_function_of_the_metrics() -> None:
 )
 def test_saved_and_kept_steps(options: dict[str, Any], trainer: dict[str, Any], steps: list[int]) -> None:
     outcome = program.run(new_directory(), checkpoint=options, **trainer)
-    assert outcome.trainer.checkpoint_callback.manager.all_steps() == steps
+    assert outcome.manager.all_steps() == steps
 
 
 def test_fast_dev_run_neither_resumes_nor_saves() -> None:
@@ -298,8 +296,8 @@ def test_fast_dev_run_neither_resumes_nor_saves() -> None:
     outcome = program.run(directory, max_epochs=1)
     dev = program.run(directory, fast_dev_run=True)
     assert dev.recorder.first_step == 0
-    assert outcome.trainer.checkpoint_callback.manager.all_steps() == [1, 2, 3, 4, 5]
-    assert dev.trainer.checkpoint_callback.manager.all_steps() == [1, 2, 3, 4, 5]
+    assert outcome.manager.all_steps() == [1, 2, 3, 4, 5]
+    assert dev.manager.all_steps() == [1, 2, 3, 4, 5]
 
 
 # ---- evaluation, tuner, loggers, packages
@@ -311,7 +309,7 @@ def test_evaluation_of_a_saved_step(kind: str) -> None:
     options: dict[str, Any] = {**BY_LOSS, "save_interval_steps": 5}
     outcome = program.run(directory, checkpoint=options, max_epochs=4)
     trainer, model = outcome.trainer, outcome.model
-    measured = {event[1]: event[2] for event in outcome.recorder.events if event[0] == "validation"}
+    measured = outcome.measured
     step = min(measured, key=measured.__getitem__) if kind == "best" else 20
     loader = program.validation_loader()
     with torch.no_grad():
@@ -322,16 +320,14 @@ def test_evaluation_of_a_saved_step(kind: str) -> None:
     assert result["test_loss"] == pytest.approx(measured[step])
     # and in a process that has not trained
     callback = CheckpointCallback(directory, **options)
-    fresh = lightning.pytorch.Trainer(callbacks=[callback], **program.QUIET)
-    [result] = fresh.test(program.Model(), loader, ckpt_path=kind, verbose=False)
+    [result] = program.trainer(callback).test(program.Model(), loader, ckpt_path=kind, verbose=False)
     assert result["test_loss"] == pytest.approx(measured[step])
 
 
 def test_evaluation_does_not_save() -> None:
     directory = new_directory()
     callback = CheckpointCallback(directory, save_interval_steps=1)
-    trainer = lightning.pytorch.Trainer(callbacks=[callback], **program.QUIET)
-    trainer.validate(program.Model(), program.validation_loader(), verbose=False)
+    program.trainer(callback).validate(program.Model(), program.validation_loader(), verbose=False)
     assert CheckpointCallback(directory).manager.all_steps() == []
     assert callback.best_model_path == ""
 
@@ -349,17 +345,13 @@ def test_tuner_keeps_its_own_files(tmp_path: Path) -> None:
 
     # The tuner's files lie in the very directory of the checkpoints.
     callback = CheckpointCallback(tmp_path, save_interval_steps=5)
-    trainer = lightning.pytorch.Trainer(
-        callbacks=[callback], plugins=[Inner()], default_root_dir=tmp_path, max_epochs=1, **program.QUIET
-    )
-    model = Tunable()
-    validation = program.validation_loader()
-    loader = program.training_loader("shuffled")
-    Tuner(trainer).lr_find(model, loader, validation, num_training=4, update_attr=False)
+    trainer = program.trainer(callback, plugins=[Inner()], default_root_dir=tmp_path, max_epochs=1)
+    model, loaders = Tunable(), program.loaders()
+    Tuner(trainer).lr_find(model, *loaders, num_training=4, update_attr=False)
     assert len(Inner.saved) == 1
     assert Inner.saved[0].startswith(".lr_find")
     assert callback.manager.all_steps() == []
-    trainer.fit(model, loader, validation)
+    trainer.fit(model, *loaders)
     assert callback.manager.all_steps() == [5]
 
 
@@ -432,9 +424,7 @@ def test_both_packages(package: Any) -> None:
             return torch.optim.Adam(self.parameters())
 
     def fit(directory: str, **options: Any) -> Any:
-        trainer = package.Trainer(
-            callbacks=[CheckpointCallback(directory, save_interval_steps=2)], **program.QUIET, **options
-        )
+        trainer = program.trainer(CheckpointCallback(directory, save_interval_steps=2), package=package, **options)
         assert len(trainer.checkpoint_callbacks) == 1
         model = Tiny()
         trainer.fit(model, program.training_loader("shuffled"))
@@ -454,8 +444,7 @@ def test_two_callbacks_with_directories_of_their_own() -> None:
     often, rarely = new_directory(), new_directory()
     whole = program.run(new_directory())
     second = CheckpointCallback(rarely, save_interval_steps=5)
-    with pytest.raises(program.InterruptionError):
-        program.run(often, callbacks=(second,), recorder=program.Recorder(stop_after=7))
+    program.interrupt(often, 7, callbacks=(second,))
     second = CheckpointCallback(rarely, save_interval_steps=5)
     resumed = program.run(often, callbacks=(second,), seed=2)
     assert resumed.final == whole.final
@@ -503,8 +492,7 @@ def test_a_fitted_callback_can_be_copied(duplicate: Callable[[Any], Any]) -> Non
         assert one.manager.all_steps() == [1, 2, 3]
         assert one.last_model_path == callback.last_model_path
         assert not one.preempted
-    trainer = lightning.pytorch.Trainer(callbacks=[made[0]], **program.QUIET, max_steps=5)
-    trainer.fit(program.Model(), program.training_loader("shuffled"), program.validation_loader())
+    program.trainer(made[0], max_steps=5).fit(program.Model(), *program.loaders())
     assert made[0].manager.all_steps() == [1, 2, 3, 4, 5]
 
 

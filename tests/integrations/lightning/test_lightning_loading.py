@@ -77,7 +77,7 @@ def test_what_cannot_be_loaded() -> None:
 def test_a_trainer_without_the_callback(tmp_path: Path) -> None:
     directory = new_directory()
     outcome = program.run(directory, max_epochs=4, checkpoint=BY_LOSS)
-    measured = {event[1]: event[2] for event in outcome.recorder.events if event[0] == "validation"}
+    measured = outcome.measured
     best = outcome.trainer.checkpoint_callback.best_model_path
     trainer = lightning.pytorch.Trainer(plugins=[HoldfastCheckpointIO()], default_root_dir=tmp_path, **program.QUIET)
     loader = program.validation_loader()

@@ -17,8 +17,7 @@ def test_a_run_resumes_from_its_local_steps(tmp_path: Path, stop: int, first: in
     directory = new_directory()
     local = hf.Local(tmp_path / "memory", every=2, copies=0)
     checkpoint = {"save_interval_steps": saved, "save_at_end": False, "local": local}
-    with pytest.raises(program.InterruptionError):
-        program.run(directory, recorder=program.Recorder(stop_after=stop), checkpoint=checkpoint)
+    program.interrupt(directory, stop, checkpoint=checkpoint)
     resumed = program.run(directory, seed=2, checkpoint=checkpoint)
     assert resumed.recorder.first_step == first
     assert resumed.final == whole.final
@@ -26,6 +25,5 @@ def test_a_run_resumes_from_its_local_steps(tmp_path: Path, stop: int, first: in
 
 def test_local_steps_of_another_run_do_not_count(tmp_path: Path) -> None:
     checkpoint = {"save_at_end": False, "local": hf.Local(tmp_path / "memory", every=2, copies=0)}
-    with pytest.raises(program.InterruptionError):
-        program.run(new_directory(), recorder=program.Recorder(stop_after=5), checkpoint=checkpoint)
+    program.interrupt(new_directory(), 5, checkpoint=checkpoint)
     assert program.run(new_directory(), checkpoint=checkpoint).recorder.first_step == 0

@@ -43,13 +43,7 @@ def test_a_fresh_run_beside_an_old_last_ckpt(tmp_path: Path, resume: str) -> Non
 def test_after_a_kill_only_our_directory_decides(tmp_path: Path) -> None:
     whole = program.run(new_directory())
     directory = new_directory()
-    with pytest.raises(program.InterruptionError):
-        program.run(
-            directory,
-            checkpoint={"save_interval_steps": 3},
-            callbacks=(beside(tmp_path),),
-            recorder=program.Recorder(stop_after=8),
-        )
+    program.interrupt(directory, 8, checkpoint={"save_interval_steps": 3}, callbacks=(beside(tmp_path),))
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 8
     resumed = program.run(directory, seed=2, callbacks=(beside(tmp_path),))
     assert resumed.recorder.first_step == 6

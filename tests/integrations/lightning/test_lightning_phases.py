@@ -75,8 +75,7 @@ def test_one_directory_for_all_folds_is_refused(start_again: Callable[[], None],
 @pytest.mark.usefixtures("start_again")
 def test_a_retry_after_an_error_is_no_other_run() -> None:
     directory = new_directory()
-    with pytest.raises(program.InterruptionError):
-        program.run(directory, recorder=program.Recorder(stop_after=4))
+    program.interrupt(directory, 4)
     assert program.run(directory).recorder.first_step == 4
 
 

@@ -20,7 +20,7 @@ BY_LOSS: dict[str, Any] = {"best_fn": "val_loss", "best_mode": "min", "save_inte
 
 
 def best_of(outcome: Any) -> int:
-    measured = {event[1]: event[2] for event in outcome.recorder.events if event[0] == "validation"}
+    measured = outcome.measured
     best: int = min(measured, key=measured.__getitem__)
     return best
 
@@ -37,10 +37,9 @@ def best_of(outcome: Any) -> int:
 def test_every_few_epochs(options: dict[str, Any], steps: list[int]) -> None:
     directory = new_directory()
     options = {"save_interval_steps": None, **options}
-    with pytest.raises(program.InterruptionError):
-        program.run(directory, checkpoint=options, max_epochs=5, recorder=program.Recorder(stop_after=17))
+    program.interrupt(directory, 17, checkpoint=options, max_epochs=5)
     outcome = program.run(directory, checkpoint=options, max_epochs=5)
-    assert outcome.trainer.checkpoint_callback.manager.all_steps() == steps
+    assert outcome.manager.all_steps() == steps
 
 
 @pytest.mark.parametrize("name", ["{elsewhere}/weights/best.safetensors", "best.ckpt"])
