@@ -83,6 +83,27 @@ def test_a_box_takes_the_saved_type(place: str) -> None:
     assert (fresh.best.value, fresh.last.value) == (0.5, 3)
 
 
+def test_boxes_are_made_by_the_program(place: str) -> None:
+    saved = graph.Checkpoint(listed=[graph.Value(1.0), graph.Value(2.0)], mapped={"n": graph.Value(3), "m": 4})
+    path = saved.write(f"{place}/x")
+    checkpoint = graph.Checkpoint(mapped={})
+    status = checkpoint.read(path)
+    assert checkpoint.mapped == {"m": 4}
+    checkpoint.listed = []
+    assert checkpoint.listed == []
+    checkpoint.listed.append(graph.Value(0.0))
+    assert checkpoint.listed[0].value == 1
+    assert status.report.pending == ("listed/1", "mapped/n")
+    with pytest.raises(hf.errors.StateError, match="mapped/n"):
+        checkpoint.write(f"{place}/y")
+    status.expect_partial()
+    assert graph.load_checkpoint(path).graph.type_of("mapped/n").endswith("Value")
+    assert hf.load(path) == {"listed": [1, 2], "mapped": {"n": 3, "m": 4}}
+    number = graph.Checkpoint(listed=[0.0, 0.0], mapped={"n": 0})
+    number.read(path)
+    assert (number.listed, number.mapped) == ([1, 2], {"n": 3, "m": 4})
+
+
 def test_saves_are_numbered_from_one(place: str) -> None:
     checkpoint = graph.Checkpoint(w=1.5)
     paths = [checkpoint.save(f"{place}/run") for _ in range(10)]
