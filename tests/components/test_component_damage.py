@@ -265,6 +265,10 @@ def test_classes_that_are_none_of_components(saved: Path, name: str, arguments: 
         {},
         {"recipe": 5},
         {"recipe": {"class": 5, "constructor": {"args": [], "kwargs": {}}}},
+        {"recipe": {"class": f"{__name__}:remember", "constructor": {"args": [], "kwargs": {}}}},
+        {"object": [f"{__name__}:remember", []]},
+        {"enum": [f"{__name__}:remember", "NOW"]},
+        {"partial": [5, [], []]},
     ],
     ids=str,
 )

@@ -64,9 +64,10 @@ def test_a_box_compares_and_counts_as_its_value() -> None:
     assert [box == 3, box != 3, 3 == box, box < 4, box >= 4, 2 < box, bool(box), bool(done)] == [  # noqa: SIM300
         *(True, False, True, True, False, True, True, False)
     ]
-    found = [box + 1, 10 - box, box * 2, 7 // box, 7 % box, 1 / graph.Value(2), box**2, -box, abs(-box)]
+    found = [box + 1, 10 - box, box * 2, 7 // box, 7 % box, 1 / graph.Value(2), box**2, -box, abs(graph.Value(-3))]
     assert found == [4, 7, 6, 2, 1, 0.5, 9, -3, 3]
     assert {type(one) for one in found} == {int, float}
+    assert (range(9)[box], float(box), repr(box)) == (3, 3.0, "Value(3)")
     assert (np.ones(2) * box).tolist() == [3, 3]
     rounds = 0
     while not done:
