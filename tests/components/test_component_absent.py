@@ -31,8 +31,8 @@ class Team(Checkpointable):
     """Makes its player in the first round."""
 
     def __init__(self) -> None:
-        self.coach, self.player, self.rounds = Coach(), None, 0
-        self.named = True
+        self.coach, self.rounds, self.named = Coach(), 0, True
+        self.player: Any = None
 
     def get_checkpointable_components(self) -> list[tuple[str, Any]]:
         found = [("coach", self.coach), ("player", self.player)]
@@ -41,7 +41,7 @@ class Team(Checkpointable):
     __untracked__ = ("named",)
 
     def start(self, **options: Any) -> Team:
-        self.player: Any = Player(**options)
+        self.player = Player(**options)
         self.player.weights += 3
         self.rounds = 1
         return self
