@@ -379,7 +379,7 @@ class LocalHosts:
                     break
             else:
                 break
-        self.unused = dict(answer["unused"])
+        self.unused.update(answer["unused"])
         if whole is None:
             return None
         self.further.discard(step.step)

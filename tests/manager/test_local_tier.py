@@ -486,6 +486,22 @@ def test_damage_of_every_copy_goes_back_to_an_older_local_step(tmp_path: Path) -
     assert hosts.resume()[0] == 12
 
 
+def test_a_local_step_that_is_damaged_after_it_was_verified_is_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hosts = Hosts(tmp_path, 1).train(1, 15)
+
+    def work(manager: hf.CheckpointManager) -> tuple[int, list[int]]:
+        flip(next((newest(hosts.place(0)) / "state" / "d").glob("*.0.*")))
+        restored = manager.restore_latest()
+        assert restored is not None
+        assert equal(restored.items, restored.step)
+        return restored.step, [step for step, _ in restored.skipped]
+
+    assert hosts.run(work) == [(12, [14])]
+    assert "the local step 14 is damaged and passed over, on process 0" in caplog.text
+
+
 def test_another_run_is_never_taken(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path, 2).train(1, 15)
     shutil.rmtree(tmp_path / "store")
@@ -895,12 +911,16 @@ def no_room(*_: Any, **__: Any) -> None:
     raise OSError("no space left")
 
 
-def test_a_run_that_goes_back_without_a_restore_leaves_the_later_local_steps(tmp_path: Path) -> None:
+@pytest.mark.parametrize("restores", [False, True])
+def test_a_run_that_goes_back_leaves_the_later_local_steps(tmp_path: Path, restores: bool) -> None:
     hosts = Hosts(tmp_path, 1, store=100)
 
     def work(manager: hf.CheckpointManager) -> None:
-        manager.save(0, tree(0), force=True)
-        trains(manager, 1, 18)
+        trains(manager, 1, 9)
+        manager.save(10, tree(10), force=True)
+        trains(manager, 11, 18)
+        if restores:
+            manager.restore(10)
         shutil.copytree(newest(hosts.place(0)), tmp_path / newest(hosts.place(0)).name)  # a host that is away
         trains(manager, 11, 14)
 

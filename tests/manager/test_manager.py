@@ -131,11 +131,18 @@ def test_items_that_do_not_fit(tmp_path: Path, items: Any) -> None:
         pytest.param({}, "saves nothing", id="none"),
         pytest.param({"../up": hf.PyTreeCheckpointer()}, "item name '../up'", id="path"),
         pytest.param({"state": 3}, "expected a Checkpointer, found int", id="no checkpointer"),
+        pytest.param(
+            3, "checkpointers must be a Checkpointer, or a dictionary of them by item, not int", id="a number"
+        ),
     ],
 )
 def test_checkpointers_that_make_no_sense(tmp_path: Path, checkpointers: Any, what: str) -> None:
     with pytest.raises(hf.errors.OptionError, match=what):
         hf.CheckpointManager(tmp_path, checkpointers)
+    with pytest.raises(
+        hf.errors.OptionError, match=r"options= must be hf\.CheckpointManagerOptions\(\*\*{'a': 1}\), not"
+    ):
+        hf.CheckpointManager(tmp_path, options={"a": 1})  # type: ignore[arg-type]
 
 
 def test_unknown_items(tmp_path: Path) -> None:
@@ -202,8 +209,10 @@ def test_metadata(tmp_path: Path) -> None:
     with hf.CheckpointManager(tmp_path, metadata={"name": "other"}) as manager:
         manager.acquire()
     assert hf.CheckpointManager(tmp_path).metadata() == {"name": "other"}
-    with pytest.raises(hf.errors.OptionError, match="metadata"):
-        hf.CheckpointManager(tmp_path, metadata={"array": np.ones(3)}).acquire()
+    others: list[Any] = [{"array": np.ones(3)}, 3]
+    for facts, what in zip(others, ["cannot be stored as JSON", "must be a dictionary, not int"], strict=True):
+        with pytest.raises(hf.errors.OptionError, match=f"metadata= {what}"):
+            hf.CheckpointManager(tmp_path, metadata=facts).acquire()
 
 
 def test_structure(tmp_path: Path) -> None:

@@ -244,7 +244,9 @@ def test_a_damaged_step_of_the_mirror_is_passed_over(
     assert "step 2 cannot be fetched" in caplog.text
 
 
-def test_one_step_is_fetched_on_request(tmp_path: Path, place: str) -> None:
+def test_one_step_is_fetched_on_request(
+    tmp_path: Path, place: str, broken: Broken, caplog: pytest.LogCaptureFixture
+) -> None:
     with manager(tmp_path / "run", hf.Mirror(place, max_to_keep=5), max_to_keep=1) as run:
         for step in (1, 2, 3):
             run.save(step, tree(step))
@@ -255,6 +257,12 @@ def test_one_step_is_fetched_on_request(tmp_path: Path, place: str) -> None:
         assert not run.fetch(7)
         with pytest.raises(hf.CheckpointNotFoundError):
             run.restore(7)
+        run.delete(1, mirror=False)
+        broken.error = hf.errors.StorageUnavailableError
+        with pytest.raises(hf.CheckpointNotFoundError, match="no checkpoint of step 1; there are 3"):
+            run.restore(1)
+        broken.error = None
+    assert "the mirror failed, and" in caplog.text
 
 
 # ---- which steps, and for how long
@@ -556,6 +564,25 @@ def without_identity(directory: Location) -> None:
     options = directory / "options.json"
     content = decode_document(options.read_bytes(), "options", source="")
     options.write_bytes(encode_document("options", {"options": content["options"]}))
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    [
+        {"doomed": {"": 3}, "branches": {"": 3}},
+        {"doomed": {"": {"records": [[1], ["1", False, None, None]]}}, "branches": {"": [["a", 1]]}},
+        {"doomed": {"": {"steps": ["3"], "after": None}}, "branches": 3},
+        {"doomed": 3},
+    ],
+)
+def test_tombstones_that_cannot_be_read_delete_nothing(tmp_path: Path, place: str, spoilt: dict[str, Any]) -> None:
+    mirrored(tmp_path / "run", place, 1, 3)
+    options = tmp_path / "run" / "options.json"
+    document = decode_document(options.read_bytes(), "options", source="")
+    document["run"] |= spoilt
+    options.write_bytes(encode_document("options", document))
+    mirrored(tmp_path / "run", place, 4)
+    assert steps(place) == [1, 3, 4]
 
 
 @pytest.mark.parametrize("which", ["both", "directory", "mirror"])
