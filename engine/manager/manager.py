@@ -661,7 +661,7 @@ def step_location(manager: CheckpointManager, step: int) -> Location:
 
 
 def elsewhere(manager: CheckpointManager, step: object) -> str:
-    """Return, for the end of a sentence, where the hosts have a step that cannot be resumed from there; or ""."""
+    """Return the end of a sentence that says where the hosts have a step that the run cannot read; or ""."""
     return manager._steps.elsewhere(step)
 
 
