@@ -502,11 +502,15 @@ class CheckpointManager(ExplainsNames):
 
     def pin(self, step: int) -> None:
         """Keep a step until it is unpinned, even if no rule keeps it."""
-        self._run.change(f"pin {step}", partial(self._steps.change, step, pinned=True))
+        self._pin(step, True)
 
     def unpin(self, step: int) -> None:
         """Leave a step to the rules again."""
-        self._run.change(f"unpin {step}", partial(self._steps.change, step, pinned=False))
+        self._pin(step, False)
+
+    def _pin(self, step: int, pinned: bool) -> None:
+        self._saves.join_save_of(step)  # a save that replaces the step commits a new record
+        self._run.change(f"{'' if pinned else 'un'}pin {step}", partial(self._steps.change, step, pinned=pinned))
 
     def delete(self, step: int, *, mirror: bool = True) -> None:
         """Delete a step.

@@ -77,7 +77,12 @@ def test_several_items_in_the_background_with_metrics(tmp_path: Path) -> None:
 
 def test_templates(tmp_path: Path) -> None:
     with hf.CheckpointManager(tmp_path) as manager:
+        with pytest.raises(hf.CheckpointNotFoundError, match="there is no checkpoint"):
+            manager.structure()
         manager.save(1, tree(1))
+        manager.wait_until_finished()
+        leaf = manager.structure()["b"]["c"]
+        assert (leaf.shape, leaf.dtype) == ((3,), np.dtype(np.int64))
         found = manager.restore(1, tree(0))
         assert found["b"]["c"].tolist() == [1, 1, 1]
         with pytest.raises(hf.TreeMismatchError, match="b/c"):
@@ -215,16 +220,6 @@ def test_metadata(tmp_path: Path) -> None:
             hf.CheckpointManager(tmp_path, metadata=facts).acquire()
 
 
-def test_structure(tmp_path: Path) -> None:
-    with hf.CheckpointManager(tmp_path) as manager:
-        with pytest.raises(hf.CheckpointNotFoundError, match="there is no checkpoint"):
-            manager.structure()
-        manager.save(1, tree(1))
-        manager.wait_until_finished()
-        leaf = manager.structure()["b"]["c"]
-        assert (leaf.shape, leaf.dtype) == ((3,), np.dtype(np.int64))
-
-
 def test_metrics_that_come_later(tmp_path: Path) -> None:
     options = hf.CheckpointManagerOptions(max_to_keep=1, best_fn="loss", best_mode="min")
     with hf.CheckpointManager(tmp_path, options=options) as manager:
@@ -344,20 +339,15 @@ def test_delete(tmp_path: Path) -> None:
         assert manager.restore(3)["a"] == 33
 
 
-def test_reload_sees_what_others_did(tmp_path: Path) -> None:
-    looking = hf.CheckpointManager(tmp_path)
-    assert (looking.latest_step(), looking.best_step(), looking.all_steps()) == (None, None, [])
-    saved(tmp_path, 1)
-    assert looking.all_steps() == []
-    looking.reload()
-    assert looking.all_steps() == [1]
-
-
 def test_a_step_that_another_program_has_committed_is_found_when_it_is_asked_for(tmp_path: Path) -> None:
     looking = hf.CheckpointManager(tmp_path)
+    assert (looking.latest_step(), looking.best_step(), looking.all_steps()) == (None, None, [])
     saved(tmp_path, 1, 2)
+    assert looking.all_steps() == []
     assert looking.restore(1)["a"] == 1
     assert looking.all_steps() == [1]
+    looking.reload()
+    assert looking.all_steps() == [1, 2]
     os.rename(tmp_path / "2", tmp_path / "3")
     assert hf.CheckpointManager(tmp_path).all_steps() == [1]
     with pytest.raises(hf.DamagedCheckpointError, match="written for step 2, found in the directory of step 3"):
