@@ -253,15 +253,18 @@ class StepIndex:
     def _look(self, step: int) -> StepEntry | None:
         return read_entry(StepEntry(step, self.step_location(step), self._series))
 
-    def record(self, step: int) -> CheckpointRecord:
-        """Return the commit record of a step with its files."""
-        record = self.stored_record(step)
-        if record.summarizes is None:
-            return record
+    def _look_again(self, step: int) -> None:
+        """Read the commit record of a step anew; raise the error if it is damaged."""
         found = self._look(step)
         if found is not None and found.error is not None:
             raise found.error
-        self.add(step, None if found is None else found.record)  # then stored_record() raises that it is not there
+        if found is not None or not self.is_stray(step):
+            self.add(step, None if found is None else found.record)
+
+    def record(self, step: int) -> CheckpointRecord:
+        """Return the commit record of a step with its files."""
+        if self.stored_record(step).summarizes is not None:
+            self._look_again(step)
         return self.stored_record(step)
 
     def listed_record(self, step: int) -> CheckpointRecord:
@@ -272,11 +275,7 @@ class StepIndex:
     def stored_record(self, step: int) -> CheckpointRecord:
         """Return the commit record of a step of the directory, or the summary that processes other than 0 know."""
         if self._known(step).is_none:  # another program may have saved it since
-            found = self._look(step)
-            if found is not None and found.error is not None:
-                raise found.error
-            if found is not None and found.record is not None:
-                self.add(step, found.record)
+            self._look_again(step)
         known = self._known(step)
         if known.error is not None:
             raise copy.copy(known.error)

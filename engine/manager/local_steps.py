@@ -387,7 +387,8 @@ class LocalHosts:
 
     def forget(self) -> None:
         """Forget the steps that were found."""
-        self.unused, self.further, self.left = {}, set(), set()
+        for found in (self.unused, self.further, self.left):
+            found.clear()
 
     def _newest_in_directory(self) -> int:
         return max(self._run.steps(), default=-1)

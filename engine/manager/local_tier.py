@@ -79,6 +79,7 @@ class LocalTier(StepPlace):
         self._kept: dict[str, int] = {}  # the local steps that count, by their folder, in ascending order
         self._space: Location | None = None  # the folder of the run; None until this run has its directory
         self._hosts = LocalHosts(options, run.steps, run.processes)
+        self.unused = self._hosts.unused
         self._sequence = self._hosts.sequence
         self._history = LocalHistory(0, ())
         self._continue_after(-1, ())
@@ -88,10 +89,6 @@ class LocalTier(StepPlace):
         self._saved: frozenset[int] = frozenset()  # the local steps that this run has saved, for its next start
         if self._hosts.newest is not None:
             self._read(self._hosts.newest)
-
-    @property
-    def unused(self) -> Mapping[int, str]:
-        return self._hosts.unused
 
     @property
     def bytes_from_peers(self) -> int:

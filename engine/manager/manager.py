@@ -9,7 +9,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
-from ..checkpoint import Checkpointer
+from ..checkpoint import Checkpointer, leave_save
 from ..clock import Clock, SystemClock, seconds
 from ..distributed import Alone, Coordinator, ProcessGroup, missed_a_process
 from ..errors import CheckpointNotFoundError, OptionError, SaveFailedError
@@ -676,7 +676,7 @@ def part_of_save(manager: CheckpointManager, step: int, *, locally: bool = False
         yield
     except BaseException as error:
         if not locally:
-            manager._saves.miss(error)
+            leave_save(manager.processes.rendezvous("save"), error)
         if manager._local is not None:
             manager._local.miss(step, error)
         raise

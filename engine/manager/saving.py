@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..checkpoint import ItemToSave, Save, leave_save
+from ..checkpoint import ItemToSave, Save
 from ..errors import SaveFailedError
 from ..format import CheckpointRecord, ItemRecord
 from ..steps import LEFT_BEHIND
@@ -172,10 +172,6 @@ class SaveQueue:
             if earlier is not None:
                 raise earlier
             return True
-
-    def miss(self, error: BaseException) -> None:
-        """Tell the other processes at once that this one, which has failed before, takes no part in a save."""
-        leave_save(self.run.processes.rendezvous("save"), error)
 
     def _complete(self, pending: PendingSave, save: Save, awaited: threading.Event | None = None) -> None:
         """Write and commit a save, then delete what no rule keeps."""
