@@ -30,7 +30,7 @@ _logger = logging.getLogger("holdfast")
 
 
 def median(values: Iterable[float]) -> float:
-    import statistics  # not above: it imports random and decimal, and a listing of checkpoints needs no median
+    import statistics  # Imported lazily: it imports random and decimal, which a listing of checkpoints does not need.
 
     return statistics.median(values)
 
