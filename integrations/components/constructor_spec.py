@@ -47,6 +47,7 @@ _TORCH_DTYPES = ("float16", "float32", "float64", "int8", "int16", "int32", "int
 _MISSING = "missing"  # the kind of an argument that could not be kept
 _NUMBERS = "numbers"  # the kind of a long sequence of numbers
 _NESTED = "recipe"  # the kind of an object that is made by a spec of its own
+_NAMING = {"enum", "name", "object", "partial", _MISSING, _NESTED}  # kinds that name classes or functions, or nothing
 
 # ---- writing
 
@@ -71,13 +72,15 @@ class CtorArguments(Untracked):
         return hash(CtorArguments)
 
 
-def _kept(value: Any) -> Any:
+def _kept(value: Any, depth: int = 0) -> Any:
     """Return copies of plain containers, as the object may change them."""
+    if depth > _WRITTEN_DEPTH:  # It is not written.
+        return value
     if type(value) is dict:
-        return {key: _kept(item) for key, item in value.items()}
+        return {key: _kept(item, depth + 1) for key, item in value.items()}
     if type(value) in (list, tuple):
         plain = set(map(type, value)).issubset(PLAIN)  # Long lists of numbers are copied in one go.
-        return value[:] if plain else type(value)(map(_kept, value))
+        return value[:] if plain else type(value)(_kept(item, depth + 1) for item in value)
     return set(value) if type(value) is set else value
 
 
@@ -158,6 +161,14 @@ def _encode(value: Any, reference: Reference, nested: Nested, depth: int) -> Any
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return {"object": [_named(kind), pairs(dict(zip(value._fields, value, strict=True)))]}
     raise NotData(f"is a {kind.__module__}.{kind.__qualname__}, which a constructor spec cannot hold")
+
+
+def is_plain_spec(spec: Mapping[str, Any]) -> bool:
+    """Whether a spec has all arguments, and names no class or function, which would need permission."""
+    queue = [*spec["args"], *spec["kwargs"].values()]
+    for value in queue:
+        queue += value if isinstance(value, list) else value.values() if isinstance(value, dict) else ()
+    return all(_NAMING.isdisjoint(value) for value in queue if isinstance(value, dict))
 
 
 def _named(thing: Any) -> str:
