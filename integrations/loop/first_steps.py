@@ -22,7 +22,7 @@ from ...engine.pytree import Sampler, Samples, Ways, flatten, is_plain, is_torch
 from ...engine.witness import Seen, is_time
 from .extras import GLOBAL_GENERATORS, changes_in_place
 from .objects import is_versioned, live_objects
-from .states import STATE, located
+from .states import STATE, StateAdapter, empty_dicts, located
 
 logger = logging.getLogger("holdfast")
 
@@ -92,7 +92,8 @@ class _Look(NamedTuple):
 class FirstSteps:
     """Looks at the state that came back, the first two reports and the first saves of a run."""
 
-    def __init__(self) -> None:
+    def __init__(self, adapter: StateAdapter) -> None:
+        self._adapter = adapter
         self._reports = self._saves = 0
         self._sampler = Sampler()
         self._looks: list[_Look] = []  # at what came back and at the first reports, until these are compared
@@ -170,7 +171,11 @@ class FirstSteps:
                 raise StateError(_STATE_DICT % (path or "the state"))
         if missing := self._ways.ended(state):  # Perhaps other containers or wrappers have the same names.
             names = {unwrapped_name(name) for name in Ways(state, _ALL).names}
-            if missing := sorted(name for name in missing if unwrapped_name(name) not in names):
+            filled = tuple(f"{path}." for path in self._adapter.empty)  # dictionaries that the fresh state has empty
+            left = {f"{path}." for path in empty_dicts(state)} | {one for one in names if one.startswith(filled)}
+            emptied = tuple(path for path in filled if any(one.startswith(path) for one in left))
+            missing = [name for name in missing if unwrapped_name(name) not in names and not name.startswith(emptied)]
+            if missing := sorted(missing):
                 raise StateError(_OTHER_STATE % (step, shortened(missing, 4)))
 
     def _leaves_out(self) -> bool:

@@ -193,7 +193,7 @@ class StepSaver:
     ) -> None:
         """Begin to watch the state after step ``last``, if that is known; ``began`` has what the loop has changed."""
         self._start = StartValues(self._adapter, state, extras, began)
-        first = self._first_steps = FirstSteps()
+        first = self._first_steps = FirstSteps(self._adapter)
         self._templates = [name for name, extra in extras.items() if is_template(extra)]
         self._ask(lambda: first.begin(state, last, extras, grows=grows))
         self._versions.watch(self._live(state, {name: one for name, one in extras.items() if is_versioned(one)}))
