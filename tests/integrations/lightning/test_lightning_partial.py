@@ -261,7 +261,8 @@ def test_what_an_optimizer_keeps_follows_the_names() -> None:
     _, moments, _, _ = contents(old, old.lightning_module)
     ways: list[Any] = [None, "initialize"]
     for partial in ways:
-        turned, saves = dict(reversed(layers.items())), {"save_interval_steps": None, "save_at_end": False}
+        turned = dict(reversed(layers.items()))
+        saves: dict[str, Any] = {"save_interval_steps": None, "save_at_end": False}
         _, seen = fit(directory, STEPS + 1, turned, adam, kind=Reversed, seed=7, partial=partial, **saves)
         assert [names for names, _ in seen.groups] == [["two.weight", "two.bias", "one.weight", "one.bias"]]
         for name, state in seen.moments.items():
