@@ -123,23 +123,27 @@ def read_chunks(
     def read_extent(extent: Extent) -> int:
         if not hasattr(own, "buffer"):
             own.buffer = Buffer()
-        try:
-            if places is not None and _receive(files, extent, places):
-                return extent.length
-            data = files[extent.file].read(extent.offset, extent.length, None if extent.kept else own.buffer)
-        except (DamagedCheckpointError, StorageError) as error:
-            if isinstance(error, StorageError) and not (isinstance(error, ObjectNotFoundError) or is_unreadable(error)):
-                raise  # the bytes are unavailable at the moment, and not lost
-            if extent.stop - extent.first == 1:
-                failed(extent.first, error)
-                return 0
-            # One by one, so that only the damaged chunks fail.
-            singles = (_extent(chunks, row, row + 1, kept=extent.kept) for row in range(extent.first, extent.stop))
-            return sum(map(read_extent, singles))
-        if not extent.kept:
-            data.flags.writeable = False  # spares the checksums a view of each chunk
-        use(extent, data)
-        return extent.length
+        left, count = [extent], 0
+        for one in left:  # no recursion: a function that refers to itself would keep the files in memory
+            try:
+                if places is not None and _receive(files, one, places):
+                    count += one.length
+                    continue
+                data = files[one.file].read(one.offset, one.length, None if one.kept else own.buffer)
+            except (DamagedCheckpointError, StorageError) as error:
+                is_gone = isinstance(error, DamagedCheckpointError | ObjectNotFoundError) or is_unreadable(error)
+                if not is_gone:
+                    raise  # the bytes are unavailable at the moment, and not lost
+                if one.stop - one.first == 1:
+                    failed(one.first, error)
+                else:  # one by one, so that only the damaged chunks fail
+                    left += [_extent(chunks, row, row + 1, kept=one.kept) for row in range(one.first, one.stop)]
+                continue
+            if not one.kept:
+                data.flags.writeable = False  # spares the checksums a view of each chunk
+            use(one, data)
+            count += one.length
+        return count
 
     total = int(chunks.lengths.sum())
     buffer = max((extent.length for extent in extents if not extent.kept), default=1)
