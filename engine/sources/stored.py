@@ -49,10 +49,7 @@ class _Branch(dict[str | int, Any]):
 def nested(
     leaves: Iterable[tuple[Path, Any]], *, root_is_dict: bool = False, number: Callable[[int], str | int] = int
 ) -> Any:
-    """Make the dictionaries and lists that values at these paths are in.
-
-    A container is a list where its keys are the integers from 0 on, as ``number`` makes them; the root may be excepted.
-    """
+    """Make the containers of values at these paths: lists where the keys are ``number(0)``, ``number(1)``, ..."""
     root = _Branch()
     for path, value in leaves:
         if len(path) >= MAX_DEPTH:
@@ -469,8 +466,7 @@ class FetchedTree(OtherTree):
 def renamed_for(source: TreeSource, names: Sequence[str]) -> TreeSource:
     """Return a tree with the names of a template, where joining keys by dots gives the same.
 
-    So ``layers/0/weight`` matches ``layers.0.weight`` and vice versa, because formats without containers, and the state
-    dicts of modules, do not distinguish them.
+    Formats without containers, and state dicts of modules, do not tell ``layers/0/weight`` from ``layers.0.weight``.
     """
     source = TreeSource.for_template(source, names)
     ours = {".".join(split(leaf.name)): leaf for leaf in source.leaves}

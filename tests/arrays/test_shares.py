@@ -395,14 +395,6 @@ def test_compressed_leaves(count: int, place: str, assert_same: Same) -> None:
     assert sum(f.size for f in files.values()) < 0.8 * sum(f.size for f in plain_files.values())
 
 
-def test_a_compressed_save(tmp_path: Path, assert_same: Same) -> None:
-    values = np.arange(1 << 20, dtype=np.int64) % 1000
-    hf.save(tmp_path / "a", {"w": values}, layout=hf.Layout(compression=1, chunk_bytes=1 << 20))
-    assert_same(hf.load(tmp_path / "a"), {"w": values})
-    assert sum(file.stat().st_size for file in (tmp_path / "a" / "state" / "d").iterdir()) < values.nbytes // 3
-    np.testing.assert_array_equal(read_with_tensorstore(f"file://{tmp_path}/a/state", "w"), values)
-
-
 def test_sizes_of_single_leaves(place: str, assert_same: Same) -> None:
     writer, fragments = write_shares(place, TREE, 1, chunk_bytes={"params.kernel": 1 << 20})
     files = writer.merge(as_location(place), fragments)
