@@ -127,6 +127,19 @@ class BackendConformance:
             with pytest.raises(ObjectNotFoundError, match="absent"):
                 ask(size)
 
+    def test_writes_and_deletions_with_a_condition(self, folder: Location) -> None:
+        if not (folder / "asked").honours_conditions(b"?"):
+            pytest.skip("nothing is conditional here")
+        place = folder / "object"
+        assert place.write_bytes_if(b"first", None)
+        assert [place.write_bytes_if(data, None) for data in (b"first", b"second")] == [True, False]
+        assert not place.write_bytes_if(b"second", b"another")
+        assert [place.write_bytes_if(b"second", b"first") for _ in range(2)] == [True, True], "it has it already"
+        place.remove_if(b"first")
+        assert place.read_bytes() == b"second"
+        place.remove_if(b"second")
+        assert not place.exists()
+
     def test_data_of_a_known_size(self, folder: Location) -> None:
         data = noise(9000)
         (folder / "data").write_data(9000, [segment(0, data)])
