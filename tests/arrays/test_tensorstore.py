@@ -17,7 +17,7 @@ from hypothesis.extra import numpy as hnp
 from tests.dtypes import ZARR_BUILT_IN, ZARR_EXTENDED
 
 import holdfast as hf
-from holdfast.engine.arrays import ArrayDatabase
+from holdfast.engine.arrays import TreeReader
 from holdfast.engine.storage import as_location, shared_context
 
 Same = Callable[[Any, Any], None]
@@ -260,6 +260,5 @@ def test_a_chunk_that_is_missing_from_a_checkpoint_is_damage(place: str) -> None
     database.write(b"w/c/2", None).result()
     with pytest.raises(hf.DamagedCheckpointError):
         hf.load(place)
-    folder = ArrayDatabase(as_location(place) / "state", {})
-    problems = folder.verify(["w"], [metadata for metadata in folder.metadata(["w"]) if metadata is not None])
+    problems = TreeReader(as_location(place) / "state", {}).verify()
     assert [problem.what for problem in problems] == ["chunk 2 is not in the index"]
