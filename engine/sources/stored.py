@@ -295,7 +295,17 @@ class OtherTree(TreeSource):
         return [[array for _ in wanted if (array := next(found)) is not None] for wanted in boxes]
 
     def for_template(self, names: Sequence[str]) -> TreeSource:
-        return renamed_for(self, names)
+        # Formats without containers, and state dicts of modules, do not tell layers/0/weight from layers.0.weight.
+        source = super().for_template(names)
+        ours = {".".join(split(leaf.name)): leaf for leaf in source.leaves}
+        theirs = {".".join(split(name)): name for name in names}
+        if len(ours) != len(source.leaves) or len(theirs) != len(names):
+            return source
+        kept = set(names)
+        renamed = {
+            leaf.name if leaf.name in kept else theirs.get(joined, leaf.name): leaf for joined, leaf in ours.items()
+        }
+        return source if len(renamed) != len(ours) else PartialTree(source, renamed, source.tree)
 
 
 class StoredTree(OtherTree):
@@ -461,21 +471,6 @@ class FetchedTree(OtherTree):
                 # The library has made the array for this call: another copy would take its memory twice.
                 found.append(_own(np.asarray(array).view(dtype) if raw else np.asarray(array, dtype), is_new=True))
         return found
-
-
-def renamed_for(source: TreeSource, names: Sequence[str]) -> TreeSource:
-    """Return a tree with the names of a template, where joining keys by dots gives the same.
-
-    Formats without containers, and state dicts of modules, do not tell ``layers/0/weight`` from ``layers.0.weight``.
-    """
-    source = TreeSource.for_template(source, names)
-    ours = {".".join(split(leaf.name)): leaf for leaf in source.leaves}
-    theirs = {".".join(split(name)): name for name in names}
-    if len(ours) != len(source.leaves) or len(theirs) != len(names):
-        return source
-    kept = set(names)
-    renamed = {leaf.name if leaf.name in kept else theirs.get(joined, leaf.name): leaf for joined, leaf in ours.items()}
-    return source if len(renamed) != len(ours) else PartialTree(source, renamed, source.tree)
 
 
 def refuse_unreadable(source: TreeSource, leaves: Sequence[SavedLeaf]) -> None:
