@@ -38,7 +38,10 @@ def expand(value: object, objects: NnxObjects | None = None) -> Contents | None:
             return contents
         return Contents("namedtuple", list(value._fields), list(value), namedtuple._make, class_name(value))
     if is_nnx(value):
-        return _open_nnx(value, objects or NnxObjects())
+        objects = objects or NnxObjects()
+        number, variables = objects.state_of(value)
+        build = partial(objects.build, number, list(variables))
+        return Contents("node", list(variables), list(variables.values()), build, class_name(value))
     # Built-in types are not looked up: only classes can be registered with jax.
     is_registrable = type(value).__module__ != "builtins" and loaded("jax") is not None
     if is_registrable and (contents := _open_registered(value)) is not None:
@@ -145,12 +148,6 @@ class NnxObjects:
             nested = [child.raw_mapping if isinstance(child, nnx.State) else child for child in children]
             nnx.update(self._copies[number], nnx.State(dict(zip(keys, nested, strict=True))))
         return self._copies[number]
-
-
-def _open_nnx(value: object, objects: NnxObjects) -> Contents:
-    number, variables = objects.state_of(value)
-    keys = list(variables)
-    return Contents("node", keys, list(variables.values()), partial(objects.build, number, keys), class_name(value))
 
 
 def _has_own_children(value: tuple[Any, ...]) -> bool:

@@ -462,14 +462,11 @@ def put(new: Sequence[NewArray]) -> list[Any]:
             array = next(placed)
         if implementation is not None:
             array = jax.random.wrap_key_data(array, impl=implementation)
-        results.append(weakened(array) if weak else array)
+        if weak:
+            with _unguarded():
+                array = _weakening(array.sharding if array.committed else None)(array)
+        results.append(array)
     return results
-
-
-def weakened(array: Any) -> Any:
-    """Return a jax array with the same elements on the same devices, weakly typed."""
-    with _unguarded():
-        return _weakening(array.sharding if array.committed else None)(array)
 
 
 @contextlib.contextmanager
@@ -481,6 +478,7 @@ def _unguarded() -> Iterator[None]:
 
 @lru_cache(maxsize=64)
 def _weakening(sharding: Any) -> Any:
+    """Return the function that makes an array weakly typed, with the same elements on the same devices."""
     convert = importlib.import_module("jax.extend.core.primitives").convert_element_type_p
 
     def weak(array: Any) -> Any:

@@ -25,7 +25,7 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes)  # types of values t
 ARRAY_KINDS = frozenset({"numpy", "jax", "torch", "key"})  # kinds of leaves that are arrays for their owners
 # Kinds that are Python numbers for their owners, stored as 0-d arrays.
 NUMBER_KINDS = frozenset({"bool", "int", "float", "complex"})
-NUMBERS = "numbers"  # kind of the leaves that are sequences of numbers (`packing`)
+NUMBERS = "numbers"  # kind of the leaves that are sequences of numbers (`PackedNumbers`)
 MIXED = "mixed"  # the elements of such a sequence that are bool, int and float side by side
 EXTERNAL = "external"  # kind of the leaves whose values a handler stores
 WEAK = "weak"  # key in the details of weakly typed jax arrays

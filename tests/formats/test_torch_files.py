@@ -215,6 +215,7 @@ def test_lightning_checkpoints_lose_what_is_no_data_outside_the_weights(
         "hyper_parameters/list",
     ]
     assert loaded(path)["hyper_parameters"] == {"lr": 0.1}
+    caplog.clear()
     hf.load(path, select="state_dict/**")
     assert caplog.text == ""
     hf.load(path)
