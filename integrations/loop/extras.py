@@ -14,7 +14,7 @@ from ...engine.generators import is_generator
 from ...engine.handlers import DEFAULT_REGISTRY
 from ...engine.loaders import LoaderPosition, drawing_sampler, is_accelerate_loader, is_torchdata_loader, nodes_of
 from ...engine.pytree import flatten, is_nnx, is_plain, is_torch_tensor
-from ...engine.stateful import is_replicated, is_stateful, state_of, warn_of_held_records
+from ...engine.stateful import check_window, is_replicated, is_stateful, state_of, warn_of_held_records
 from ..hugging_face import check_stream
 from .objects import is_versioned
 from .states import LoopArguments, check_depth
@@ -84,6 +84,7 @@ def check_extras(extras: Mapping[str, Any]) -> None:
     check_depth(extras)
     for name, extra in extras.items():
         warn_of_held_records(name, extra)
+        check_window(name, extra)
         check_stream(f"{name}=", extra)
         if is_generator(extra):
             state_of(extra)  # This refuses one that has no state.

@@ -22,7 +22,7 @@ from ...engine.pytree import Sampler, Samples, Ways, flatten, is_plain, is_torch
 from ...engine.witness import Seen, is_time
 from .extras import GLOBAL_GENERATORS, changes_in_place
 from .objects import is_versioned, live_objects
-from .states import STATE, StateAdapter, located
+from .states import STATE, StateAdapter, empty_dicts, located
 
 logger = logging.getLogger("holdfast")
 
@@ -165,7 +165,11 @@ class FirstSteps:
                 raise StateError(_STATE_DICT % (path or "the state"))
         if missing := self._ways.ended(state):  # Perhaps other containers or wrappers have the same names.
             names = {unwrapped_name(name) for name in Ways(state, _ALL).names}
-            if missing := sorted(name for name in missing if unwrapped_name(name) not in names):
+            filled = tuple(f"{path}." for path in self._adapter.empty)  # dictionaries that the fresh state has empty
+            left = {f"{path}." for path in empty_dicts(state)} | {one for one in names if one.startswith(filled)}
+            emptied = tuple(path for path in filled if any(one.startswith(path) for one in left))
+            missing = [name for name in missing if unwrapped_name(name) not in names and not name.startswith(emptied)]
+            if missing := sorted(missing):
                 raise StateError(_OTHER_STATE % (step, shortened(missing, 4)))
 
     def _leaves_out(self) -> bool:

@@ -54,6 +54,7 @@ class TreeAdapter(StateAdapter):
         return to_tree(state)
 
     def begin(self, state: Any) -> None:
+        super().begin(state)
         self._fresh = fresh_types(to_tree(state))
 
     def refused(self, state: Any) -> list[str]:

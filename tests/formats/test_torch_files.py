@@ -182,9 +182,10 @@ class Custom:
         (torch.eye(2).to_sparse(), "_rebuild_sparse_tensor"),
         (torch.ones(2, device="meta"), "_rebuild_meta_tensor_no_storage"),
         ({(1, 2): 3}, "with the key a tuple"),
+        ({None: torch.ones(2)}, "with the key None"),
         (np.array([object()]), "an array of Python objects"),
     ],
-    ids=["class", "function", "sparse", "meta", "tuple keys", "numpy objects"],
+    ids=["class", "function", "sparse", "meta", "tuple keys", "None as a key", "numpy objects"],
 )
 def test_objects_are_refused_by_name(tmp_path: Path, value: Any, what: str) -> None:
     path = saved(tmp_path, {"good": torch.ones(1), "bad": [value]})
