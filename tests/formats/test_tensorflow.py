@@ -133,14 +133,6 @@ def test_imported_checkpoints_hold_the_same(prefix: str, tmp_path: Path) -> None
     assert_same(hf.load(tmp_path / "ours"), hf.load(FIXTURES / prefix))
 
 
-def test_a_template_and_a_selection() -> None:
-    path = FIXTURES / "guide" / "ckpt-5"
-
-    found = hf.load(path, like={"net": {"l1": {"bias": np.zeros(5, np.float32)}}}, select="net/l1/bias")
-
-    assert_same(found, {"net": {"l1": {"bias": hf.load(path)["net"]["l1"]["bias"]}}})
-
-
 @pytest.mark.parametrize("name", ["ckpt-4", "ckpt-4.index", "ckpt-4.data-00000-of-00001"])
 def test_paths_of_one_checkpoint(guide: Path, name: str) -> None:
     assert int(hf.load(guide / name)["step"]) == 41
