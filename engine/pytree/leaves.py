@@ -23,8 +23,9 @@ Details = dict[str, Any]
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes)  # types of values that hold no others
 ARRAY_KINDS = frozenset({"numpy", "jax", "torch", "key"})  # kinds of leaves that are arrays for their owners
-# Kinds that are Python numbers for their owners, stored as 0-d arrays.
-NUMBER_KINDS = frozenset({"bool", "int", "float", "complex"})
+# Types of Python numbers by kind, the narrowest first; such leaves are stored as 0-d arrays.
+NUMBER_TYPES: dict[str, Any] = {"bool": bool, "int": int, "float": float, "complex": complex}
+NUMBER_KINDS = frozenset(NUMBER_TYPES)
 NUMBERS = "numbers"  # kind of the leaves that are sequences of numbers (`PackedNumbers`)
 MIXED = "mixed"  # the elements of such a sequence that are bool, int and float side by side
 EXTERNAL = "external"  # kind of the leaves whose values a handler stores
@@ -346,7 +347,7 @@ class StaticLeaf:
         return None if name is None else cls(value, name)
 
 
-_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, type, np.dtype, types.ModuleType)
+_CONSTANTS = (*PLAIN, type, np.dtype, types.ModuleType)
 _DEEPEST = 8  # functions in functions
 
 

@@ -182,7 +182,7 @@ def _view_of(tensor: Any) -> Any:
 
 def _first_part(array: Any) -> tuple[Any, Any, str]:
     """Return the first part of an array of jax on a device of this process, that device, and the kind of all."""
-    if not isinstance(array.dtype, np.dtype) and is_key(array):
+    if is_key(array):
         array = jax.random.key_data(array)
     device, *others = array.sharding.device_set
     if not others:

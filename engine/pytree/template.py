@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,12 +11,14 @@ import numpy as np
 
 from ..errors import DamagedCheckpointError, OptionError, difference
 from . import jax_leaves, torch_leaves
+from .codec import loaded_object
 from .containers import class_name
 from .flattening import Flattened, TreeDef
 from .host_leaves import check_storable, is_python_value, number_kind
 from .leaves import (
     ARRAY_KINDS,
     NUMBER_KINDS,
+    NUMBER_TYPES,
     NUMBERS,
     STATIC,
     ArrayLeaf,
@@ -103,7 +104,7 @@ def _python_facts(value: Any) -> TemplateFacts:
         raise LeafProblem(
             f"is of type {class_name(value)}; templates are arrays, jax.ShapeDtypeStruct and Python values"
         )
-    kinds = (bool, int, float, complex, str, bytes, set, frozenset)
+    kinds = (*NUMBER_TYPES.values(), str, bytes, set, frozenset)
     return next(kind.__name__ for kind in kinds if isinstance(value, kind)), None, None, value
 
 
@@ -489,7 +490,7 @@ def _maker(saved: TreeDef) -> Callable[[list[Any]], Any] | None:
     """Return what makes a container of a class that the program has loaded: named tuples, and containers of flax."""
     label, keys = saved.label or "", saved.keys
     module, _, name = label.rpartition(".")
-    kind: Any = vars(sys.modules.get(module, object)).get(name)
+    kind = loaded_object(f"{module}:{name}")
     if not isinstance(kind, type) or keys is None:
         return None
     if issubclass(kind, tuple) and getattr(kind, "_fields", None) == tuple(keys):

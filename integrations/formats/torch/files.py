@@ -26,7 +26,7 @@ import numpy as np
 
 from ....engine.arrays import Problem, TreeSource, load_tree, naming
 from ....engine.errors import DamagedCheckpointError, OptionError, shortened
-from ....engine.pytree import MAX_DEPTH, NUMBERS, format_path, tensor_like
+from ....engine.pytree import MAX_DEPTH, NUMBER_KINDS, NUMBERS, format_path, tensor_like
 from ....engine.sources import (
     FoundSteps,
     SingleTree,
@@ -49,7 +49,6 @@ _NEEDED = ("state_dict", "optimizer_states")  # the members of a Lightning check
 _VISITS = 200_000  # nodes of a tree, besides one for each byte of its pickle: shared containers count each time
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 _GONE = object()
-_NUMBERS = ("bool", "int", "float", "complex")
 _PICKLE = "data.pkl"
 _PICKLE_LIMIT = 512 << 20  # bytes
 _RECORDS_LIMIT = 1 << 22
@@ -351,7 +350,7 @@ def templates(source: TreeSource) -> list[Any]:
     problems = []
     for leaf in source.leaves:
         saved = leaf.saved
-        is_array = saved.dtype is not None and saved.kind not in (*_NUMBERS, "str", "bytes", "key", NUMBERS)
+        is_array = saved.dtype is not None and saved.kind not in (*NUMBER_KINDS, "str", "bytes", "key", NUMBERS)
         found.append(tensor_like(saved) if is_array else ...)
         if found[-1] is None:
             name = saved.details.get("torch_dtype") or np.dtype(saved.dtype).newbyteorder("=").name
