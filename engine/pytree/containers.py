@@ -118,7 +118,7 @@ def opens_as(subclass: type, kind: str) -> None:
 
 
 def is_nnx(value: object) -> bool:
-    """Return whether a value is an nnx object, such as a Module, an Optimizer or Rngs."""
+    """True if a value is an nnx object, such as a Module, an Optimizer or Rngs."""
     if loaded("flax.nnx") is None:
         return False
     # Module, Optimizer and Rngs share this base under a name that differs between releases.
@@ -151,7 +151,7 @@ class NnxObjects:
 
 
 def _has_own_children(value: tuple[Any, ...]) -> bool:
-    """Return whether a named tuple is registered with jax with other children than its fields."""
+    """True if a named tuple is registered with jax with other children than its fields."""
     children = jax.tree_util.tree_leaves(value, is_leaf=lambda inner: inner is not value)
     return len(children) != len(value) or not all(map(operator.is_, children, value))
 

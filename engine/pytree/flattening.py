@@ -135,7 +135,7 @@ class _Walk:
 
 
 def is_leaf(value: Any) -> bool:
-    """Whether a value is an array or scalar, which is never opened although it may be iterable or registered."""
+    """True if a value is an array or scalar, which is never opened although it may be iterable or registered."""
     kind = type(value)
     if kind in _LEAF_TYPES:
         return True

@@ -46,7 +46,7 @@ _BUILT_IN = {"b": "bool", "i": "int", "u": "int", "f": "float", "c": "complex"}
 @cache
 def _extended() -> dict[np.dtype[Any], str]:
     """Return the real number types of ml_dtypes, with the Python kind of each; its complex ones are not stored."""
-    import ml_dtypes  # not above: programs with the dtypes of numpy need nothing of it
+    import ml_dtypes  # Imported lazily: programs with the dtypes of numpy do not need it.
 
     return {
         np.dtype(found): "int" if "int" in name else "float"
@@ -97,7 +97,7 @@ def describe_numpy(value: Any) -> ArrayLeaf:
 
 
 def is_python_value(value: object) -> bool:
-    """Whether `describe_python` takes the value; the elements of a set are not checked."""
+    """True if `describe_python` takes the value; the elements of a set are not checked."""
     return isinstance(value, _VALUES)
 
 

@@ -83,13 +83,13 @@ torch: Any = _Framework("torch")
 
 
 def is_torch_tensor(value: object) -> bool:
-    """Whether the value is a torch tensor (parameters and other subclasses included)."""
+    """True if the value is a torch tensor (parameters and other subclasses included)."""
     found = loaded("torch")
     return found is not None and isinstance(value, found.Tensor)
 
 
 def is_jax_array(value: object) -> bool:
-    """Whether the value is a jax array, a typed PRNG key, or the tracer of one."""
+    """True if the value is a jax array, a typed PRNG key, or the tracer of one."""
     found = loaded("jax")
     return found is not None and isinstance(value, found.Array)
 
@@ -104,7 +104,7 @@ def library_of(value: object) -> str | None:
 
 
 def is_jax_abstract(value: object) -> bool:
-    """Whether the value is a `jax.ShapeDtypeStruct`: a shape, a dtype and perhaps a sharding, without data."""
+    """True if the value is a `jax.ShapeDtypeStruct`: a shape, a dtype and perhaps a sharding, without data."""
     found = loaded("jax")
     return found is not None and isinstance(value, found.ShapeDtypeStruct)
 
@@ -265,12 +265,12 @@ class Saved:
 
     @property
     def weak(self) -> bool:
-        """Whether it is a jax array that was weakly typed."""
+        """True if it is a jax array that was weakly typed."""
         return self.kind == "jax" and self.details.get(WEAK) is True
 
     @property
     def is_number_array(self) -> bool:
-        """Whether it is a sequence of numbers that is stored as the array of its elements."""
+        """True if it is a sequence of numbers that is stored as the array of its elements."""
         return self.kind == NUMBERS and self.details.get("elements") != MIXED
 
     @property

@@ -65,7 +65,7 @@ def cast_number(value: complex, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 def _limits() -> Any:
     """Return the module with iinfo and finfo of all dtypes; it has no types for them."""
-    import ml_dtypes  # not above: to save the dtypes of numpy needs nothing of it
+    import ml_dtypes  # Imported lazily: to save the dtypes of numpy does not need it.
 
     return ml_dtypes
 
@@ -122,7 +122,7 @@ def _wide(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def _saturates(dtype: np.dtype[Any]) -> bool:
-    """Whether a dtype has neither infinities nor NaN, so that larger numbers become its largest."""
+    """True if a dtype has neither infinities nor NaN, so that larger numbers become its largest."""
     return dtype.kind not in "fc" and bool(np.isfinite(np.array([np.inf], np.float64).astype(dtype)).all())
 
 
@@ -258,7 +258,7 @@ def materialize(
 
 
 def _is_as_read(leaf: Saved) -> bool:
-    """Whether an array without a template is what was read."""
+    """True if an array without a template is what was read."""
     return leaf.kind in ARRAY_KINDS and leaf.details.get("torch_dtype") != "complex32"
 
 

@@ -53,7 +53,7 @@ class Samples:
 
     @property
     def is_ready(self) -> bool:
-        """Whether :meth:`fetch` returns without waiting for a device."""
+        """True if :meth:`fetch` returns without waiting for a device."""
         return all(group.is_ready() for group in self._groups)
 
     def fetch(self, shown: int) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:

@@ -172,12 +172,12 @@ def castable(template: LeafTemplate, saved: Saved | None) -> LeafTemplate:
 
 
 def _castable(one: str | None, other: str | None) -> bool:
-    """Whether numbers of one kind can be cast to another on request; imaginary parts are never dropped."""
+    """True if numbers of one kind can be cast to another on request; imaginary parts are never dropped."""
     return one is not None and other is not None and (one != "complex" or other == "complex")
 
 
 def _same_dtype(one: np.dtype[Any], other: np.dtype[Any]) -> bool:
-    """Whether two dtypes have the same values, in any byte order."""
+    """True if two dtypes have the same values, in any byte order."""
     return one == other or one.newbyteorder("=") == other.newbyteorder("=")
 
 
@@ -323,7 +323,7 @@ class LeafType(NamedTuple):
         return [self.kind, self.dtype, None if self.shape is None else list(self.shape), self.variant, self.weak]
 
     def is_like(self, other: LeafType) -> bool:
-        """Whether jit makes the same of both: a Python float is a weakly typed scalar, a numpy array a jax array."""
+        """True if jit makes the same of both: a Python float is a weakly typed scalar, a numpy array a jax array."""
         return self == other or (self._traced is not None and self._traced == other._traced)
 
     @property
@@ -384,7 +384,7 @@ class FreshTypes:
         return document if self._roots is None else {**document, "roots": self._roots}
 
     def covers(self, name: str) -> bool:
-        """Whether a leaf of a later state was a leaf of the fresh one, or is below one."""
+        """True if a leaf of a later state was a leaf of the fresh one, or is below one."""
         return not {name, name.rpartition(".")[0]}.isdisjoint(self._types.keys() | self._others)
 
     def refused(self, tree: Flattened) -> list[str]:

@@ -107,7 +107,7 @@ class TorchArchive:
         return content
 
     def _record(self, file: BinaryIO, info: zipfile.ZipInfo) -> Record:
-        """Locate the bytes of a record: behind a header of its own, whose length only that header gives."""
+        """Locate the bytes of a record; they follow a header, and only that header gives its length."""
         file.seek(max(0, info.header_offset))
         header = file.read(_LOCAL_HEADER.size)
         if info.header_offset < 0 or len(header) < _LOCAL_HEADER.size or not header.startswith(ZIP_MAGIC):
@@ -135,7 +135,7 @@ class TorchArchive:
 
 
 class _Extent(io.RawIOBase):
-    """An extent of a file as a file of its own."""
+    """An extent of a file, which is read like a file."""
 
     def __init__(self, reader: DataReader, offset: int, size: int) -> None:
         self._reader = reader
@@ -220,7 +220,7 @@ def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
             begin = first_bytes(place, len(_LEGACY_MAGIC))
             step = int(match[1]) if begin.startswith((ZIP_MAGIC, _LEGACY_MAGIC)) else None
         elif not entry.is_directory:
-            with contextlib.suppress(DamagedCheckpointError):  # A damaged file does not tell its step.
+            with contextlib.suppress(DamagedCheckpointError):  # The step of a damaged file is unknown.
                 checkpoint = recognise(place, frozenset())
                 step = None if checkpoint is None else checkpoint.step
         if step is not None:
