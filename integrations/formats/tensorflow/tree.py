@@ -150,7 +150,7 @@ class Bundle:
         return StoredArray(entry.dtype, entry.shape, {"kind": "numpy"}, lambda: self._parts(name, entry))
 
     def is_text(self, name: str) -> bool:
-        """Whether the elements of a tensor are text or messages, which are bytes as well."""
+        """True if the elements of a tensor are text or messages, which are bytes as well."""
         return self.tensors[name].kind in (STRING, VARIANT)
 
     def check_texts(self) -> None:
@@ -345,7 +345,7 @@ def _node(message: bytes) -> ObjectNode:
 
 
 def _matching(keys: Sequence[str], beginning: str, limit: int) -> Iterator[str]:
-    """Yield the tensors of an attribute: that of its name, or, of tables and the like, all that begin with it."""
+    """Yield the tensors of an attribute: the one with its name, or, for tables, all whose names begin with it."""
     index = bisect_left(keys, beginning)
     if index < len(keys) and keys[index] == beginning:
         yield beginning
