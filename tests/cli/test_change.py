@@ -235,6 +235,28 @@ def test_no_answer_deletes_nothing(
     assert len(steps(run)) == 6
 
 
+def test_no_deletes_nothing(
+    cli: Cli, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, run: Path
+) -> None:
+    answers = io.StringIO("n\n")
+    monkeypatch.setattr(answers, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdin", answers)
+    assert main(["rm", str(run), "1"]) == 1
+    assert capsys.readouterr().out.endswith("nothing was deleted\n")
+    assert len(steps(run)) == 6
+
+
+def test_a_rollback_of_a_run_with_local_steps_says_that_these_do_not_count(cli: Cli, tmp_path: Path) -> None:
+    local = tmp_path / "local"
+    options = hf.CheckpointManagerOptions(local=hf.Local(local, every=1, copies=0))
+    with hf.CheckpointManager(tmp_path / "run", options=options) as manager:
+        for step in (1, 2):
+            manager.save(step, {"w": np.full(8, step)}, force=True)
+    said = cli.output("rollback", tmp_path / "run", 1, "--yes")
+    assert f"local steps that the hosts have in {local} do not count any more\n" in said
+    assert steps(tmp_path / "run") == [1]
+
+
 def test_a_run_that_is_alive_is_refused(cli: Cli, run: Path) -> None:
     writer = (
         "import sys, holdfast as hf\n"
@@ -255,6 +277,10 @@ def test_several_prefixes(cli: Cli, run: Path) -> None:
         shutil.copytree(run / str(step), run / f"b_{step}")
 
     assert "give one with --prefix" in cli.error("rm", run, 1, "--yes", status=2)
+    said = cli.error("rm", run, 1, "--prefix", "c", "--yes", status=2)
+    assert "no checkpoint has the prefix c; there are: " in said
+    names = [line.split()[0] for line in cli.output("ls", run).splitlines()]
+    assert names == ["STEP", *"012345", "b_1", "b_2"]
     cli.output("rm", run, 1, "--prefix", "b", "--yes")
 
     assert (steps(run), steps(run, "b")) == ([0, 1, 2, 3, 4, 5], [2])

@@ -301,6 +301,8 @@ BAD_USAGE = {
     "no such directory": (["ls", "/nowhere"], "/nowhere: no such directory; give a run, "),
     "no such step": (["show", "RUN", "7"], "no checkpoint of step 7 here; it holds the steps 10, 20, 30"),
     "nothing to verify": (["verify", "RUN/.."], "no checkpoint here"),
+    "nothing to pin": (["pin", "RUN/..", "1"], "no checkpoint was found"),
+    "no directory of a run": (["rm", "RUN/checkpoints/20", "20"], "this is one checkpoint; give the directory of its"),
     "step that is no number": (["verify", "RUN", "x"], "Invalid value for '[STEP]'"),
     "negative step": (["show", "RUN", "--", "-1"], "Invalid value for '[STEP]'"),
     "unknown scheme": (["ls", "what://x"], "has an unknown scheme, 'what'"),

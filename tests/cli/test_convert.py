@@ -50,6 +50,8 @@ def test_the_directory_of_a_run_is_imported(cli: Cli, model: Path, run: Path) ->
     (trained / "checkpoints").mkdir(parents=True)
     model.rename(trained / "checkpoints" / "epoch=0-step=5.ckpt")
 
+    said = cli.error("rm", trained, 5, "--yes", status=2)
+    assert "Lightning wrote these checkpoints; holdfast changes only its own" in said
     assert "(Lightning)" in cli.output("import", trained, model.parent / "imported")
     assert hf.load(model.parent / "imported")["global_step"] == 5
     said = cli.error("import", run, model.parent / "other", status=2)
@@ -140,6 +142,8 @@ def test_export_in_place(cli: Cli, run: Path) -> None:
     lines = cli.output("export", run, "--to", "orbax", "--in-place").splitlines()
 
     assert lines == [f"{run}/checkpoints/{step}: orbax can read it now, too" for step in (1, 2)]
+    found = cli.json("export", run, "--to", "orbax", "--in-place", "--step", "2")
+    assert found == {"checkpoints": [f"{run}/checkpoints/2"]}
     with ocp.StandardCheckpointer() as checkpointer:
         template = {"w": np.zeros(3, np.int64)}
         assert checkpointer.restore(run / "checkpoints" / "2" / "state", template)["w"].tolist() == [2, 2, 2]
@@ -153,10 +157,11 @@ def test_export_in_place(cli: Cli, run: Path) -> None:
         ([], "DST is missing: give the file or directory to write"),
         (["--in-place"], "--in-place takes --to orbax"),
         (["x", "--to", "orbax", "--in-place"], "--in-place takes --to orbax"),
+        (["--to", "orbax", "--in-place", "--step", "best"], "--in-place takes the number of a step, and not"),
         (["x.pt", "--step", "9"], "no checkpoint of step 9"),
         (["x.pt", "--item", "y"], "no tree 'y'; it has state"),
     ],
-    ids=["format", "no destination", "in place", "in place and elsewhere", "step", "item"],
+    ids=["format", "no destination", "in place", "in place and elsewhere", "in place, best", "step", "item"],
 )
 def test_export_refuses(cli: Cli, run: Path, arguments: list[str], message: str) -> None:
     assert message in cli.error("export", run, *arguments, status=2)

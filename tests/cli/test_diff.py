@@ -92,6 +92,12 @@ def test_the_tree(cli: Cli, run: Path) -> None:
     ]
 
 
+def test_the_tree_with_statistics(cli: Cli, run: Path) -> None:
+    lines = cli.output("show", run, 1, "--tree", "--stats").splitlines()
+    assert lines[4].split("  ")[-1] == "float32[3], min 1, max 1, mean 1, norm 1, nan 1, inf 1"
+    assert lines[6].split("  ")[-1] == "str 'x'"
+
+
 def test_a_pattern_that_matches_nothing(cli: Cli, run: Path) -> None:
     assert "matches no leaf" in cli.error("show", run, "--select", "b/**", status=2)
 
