@@ -123,9 +123,23 @@ def read_chunks(
     def read_extent(extent: Extent) -> int:
         if not hasattr(own, "buffer"):
             own.buffer = Buffer()
-        if places is not None and _receive(files, extent, places):
-            return extent.length
-        return _read_extent(files, chunks, extent, own.buffer, use, failed)
+        try:
+            if places is not None and _receive(files, extent, places):
+                return extent.length
+            data = files[extent.file].read(extent.offset, extent.length, None if extent.kept else own.buffer)
+        except (DamagedCheckpointError, StorageError) as error:
+            if isinstance(error, StorageError) and not (isinstance(error, ObjectNotFoundError) or is_unreadable(error)):
+                raise  # the bytes are unavailable at the moment, and not lost
+            if extent.stop - extent.first == 1:
+                failed(extent.first, error)
+                return 0
+            # One by one, so that only the damaged chunks fail.
+            singles = (_extent(chunks, row, row + 1, kept=extent.kept) for row in range(extent.first, extent.stop))
+            return sum(map(read_extent, singles))
+        if not extent.kept:
+            data.flags.writeable = False  # spares the checksums a view of each chunk
+        use(extent, data)
+        return extent.length
 
     total = int(chunks.lengths.sum())
     buffer = max((extent.length for extent in extents if not extent.kept), default=1)
@@ -158,31 +172,6 @@ def _spread(extents: Sequence[Extent]) -> list[Extent]:
         order.append(ranks[extent.file])
         ranks[extent.file] += 1
     return [extent for _, extent in sorted(zip(order, extents, strict=True), key=lambda pair: pair[0])]
-
-
-def _read_extent(
-    files: Mapping[str, DataReader],
-    chunks: ChunkTable,
-    extent: Extent,
-    buffer: Buffer,
-    use: Use,
-    failed: Callable[[int, Exception], None],
-) -> int:
-    try:
-        data = files[extent.file].read(extent.offset, extent.length, None if extent.kept else buffer)
-    except (DamagedCheckpointError, StorageError) as error:
-        if isinstance(error, StorageError) and not (isinstance(error, ObjectNotFoundError) or is_unreadable(error)):
-            raise  # the bytes are unavailable at the moment, and not lost
-        if extent.stop - extent.first == 1:
-            failed(extent.first, error)
-            return 0
-        # One by one, so that only the damaged chunks fail.
-        singles = [_extent(chunks, row, row + 1, kept=extent.kept) for row in range(extent.first, extent.stop)]
-        return sum(_read_extent(files, chunks, single, buffer, use, failed) for single in singles)
-    if not extent.kept:
-        data.flags.writeable = False  # spares the checksums a view of each chunk
-    use(extent, data)
-    return extent.length
 
 
 def plan_extents(chunks: ChunkTable, gap: int) -> Iterator[Extent]:

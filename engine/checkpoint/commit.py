@@ -156,10 +156,7 @@ class PendingCheckpoint(ABC):
         return self._old_record is not None
 
     def begin(self, archives: Collection[str] = ()) -> None:
-        """Make the folders, and mark the directory so that a crash leaves nothing unexplained; done once.
-
-        The items in ``archives`` become zip files, which need no folders.
-        """
+        """Make folders, except for items in ``archives``, and mark the directory so that a crash is explained."""
         if self._phase is not Phase.PLANNED:
             return
         self._phase = Phase.BEGUN
@@ -188,10 +185,7 @@ class PendingCheckpoint(ABC):
         self._lock.release()
 
     def abort(self, error: BaseException | None = None) -> None:
-        """Remove what was written; the checkpoint that was to be replaced stays as it was.
-
-        A storage error becomes a StorageConflictError if another save has taken the path over.
-        """
+        """Remove what was written. A StorageError becomes a StorageConflictError if another save has taken over."""
         ours = True
         try:
             if self._phase in _REMOVABLE:

@@ -99,10 +99,7 @@ class StoreCommit(PendingCheckpoint):
             self._check_listed(record)
 
     def _check_listed(self, record: CheckpointRecord) -> None:
-        """Raise StorageConflictError if a run has removed files of this save, which had no marker, before its record.
-
-        Saves that have begun meanwhile will not be committed. A marker explains what they may leave.
-        """
+        """Raise if a run has removed files of this save, which had no marker; mark files that others have left."""
         names = names_in(self.location)
         if DELETED in names or not folders_of(record) <= names:
             raise self._lock.conflict()

@@ -206,11 +206,7 @@ class Rendezvous:
         self._closed = False
 
     def broadcast(self, topic: str, value: bytes | None, timeout: float, *, gathered: bool = False) -> bytes:
-        """Return the value of process 0 on all processes.
-
-        With ``gathered``, process 0 has heard from all others before: it may wait as long itself for one of them, and
-        then tells which one it missed.
-        """
+        """Return the value of process 0. If it has ``gathered`` before, it may itself have waited for a process."""
         self.check()
         key = self._key("broadcast", topic, 0)
         if self.index == 0:
@@ -288,10 +284,7 @@ class Rendezvous:
             _logger.debug("%s: this failure could not be reported to the other processes: %s", self.name, problem)
 
     def close(self) -> None:
-        """End this process's part. Never waits, never raises.
-
-        Process 0 deletes the keys once all processes have closed the rendezvous, when it closes this or a later one.
-        """
+        """End the part of this process; never wait or raise. Process 0 deletes the keys once all have closed it."""
         if self._closed:
             return
         self._closed = True

@@ -34,11 +34,11 @@ from ..errors import (
 from ..forks import Lock
 from ..format import CheckpointRecord
 from ..steps import store_metadata, stored_metadata
-from ..storage import Helper, Location
+from ..storage import Helper, Location, as_location
 from .copying import follow
 from .decisions import Moment, decide
 from .directory import RunDirectory
-from .options import KEEP_PERIODS, CheckpointManagerOptions, Mirror, save_triggers
+from .options import KEEP_PERIODS, CheckpointManagerOptions, Mirror, mirror_of, save_triggers
 from .ownership import NO_LOCAL_STEPS, RunIdentity, stored_options
 from .places import Point, StepPlace
 from .run import Run
@@ -121,6 +121,7 @@ def _mirror_options(mirror: Mirror, run: CheckpointManagerOptions) -> Checkpoint
 class RunMirror(StepPlace):
     """The mirror of one run, which process 0 of its program reads and writes."""
 
+    shown = "the mirror"
     writes_directory = True
 
     def __init__(self, location: Location, mirror: Mirror, run: Run) -> None:
@@ -294,6 +295,10 @@ class RunMirror(StepPlace):
             error=self._error,
         )
 
+    def close(self, *, finished: bool) -> None:
+        if self._processes.is_primary:
+            self.finish(None)
+
     def finish(self, timeout: float | None) -> bool:
         """Copy the newest step, due or not, if it fits into ``timeout`` seconds; None waits for ``wait_secs``."""
         limit = self._limit if timeout is None else timeout
@@ -426,7 +431,7 @@ class RunMirror(StepPlace):
         for step in reversed(far.steps_and_damaged()) if tombstones else ():
             record = far.record(step) if step in far else None
             if tombstones.cover(step, record) and (record is None or not self._is_here(record)):
-                far.delete(step)
+                far.delete(step, everywhere=False)
         self._run.clear_tombstones(tombstones)
         self._changed()
 
@@ -615,6 +620,22 @@ def _is_same(steps: RunDirectory, record: CheckpointRecord) -> bool:
 def _step_of(record: CheckpointRecord) -> int:
     assert record.step is not None
     return record.step
+
+
+def add_mirror(run: Run) -> RunMirror | None:
+    """Add the mirror that the options name to the places of a run that writes; return it."""
+    options = mirror_of(run.options)
+    if options is None or run.options.read_only:
+        return None
+    mirror = RunMirror(as_location(options.url), options, run)
+    run.add_place(mirror)
+    return mirror
+
+
+def has_remote_mirror(options: CheckpointManagerOptions) -> bool:
+    """Whether the files of steps are uploaded from the disk."""
+    mirror = mirror_of(options)
+    return mirror is not None and not as_location(mirror.url).is_local
 
 
 _open: weakref.WeakSet[RunMirror] = weakref.WeakSet()

@@ -1,4 +1,4 @@
-"""The step that a run resumes from: the newest that is whole for all processes, perhaps from the mirror."""
+"""The step that a run resumes from: the newest that is whole for all processes, in any of its places."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from ..errors import (
 )
 from .decisions import AbandonedSteps, SaveDecisions
 from .items import ItemSet
+from .places import StepPlace
 from .retention import newest_with
 from .run import Run
 
@@ -138,15 +139,18 @@ class StepRestorer:
             if not is_here and not self.run.fetch(step):
                 continue
             found, damage = read(step)
-            if damage is not None and step in self.run.steps.held_elsewhere():
+            if damage is not None and step in self.run.steps.borrowed:
                 text = "%s: the local step %d is damaged and passed over, on process %d: %s"
                 _logger.warning(text, directory, step, damage.process, damage.what)
                 self._drop(step, damage.what)
                 skipped.clear()
                 steps = self._newest_first(named)
                 continue
-            if damage is not None and not damage.deleted and is_here and self.run.fetch(step, overwrite=True):
-                self._stands_in(step, damage)
+            place = None
+            if damage is not None and not damage.deleted and is_here:
+                place = self.run.fetch(step, overwrite=True)
+            if damage is not None and place is not None:
+                self._stands_in(place, step, damage)
                 found, damage = read(step)
                 if damage is not None:
                     self._drop(step, damage.what)
@@ -198,35 +202,35 @@ class StepRestorer:
         return later
 
     def _drop(self, step: int, damage: str) -> None:
+        """Read a step of another place no more, as it is damaged there."""
+        steps = self.run.steps
+        steps.borrowed = {other: found for other, found in steps.borrowed.items() if other != step}
         for place in self.run.places:
             place.drop(step, damage)
 
     def _stands_in_alone(self, step: int, error: DamagedCheckpointError) -> bool:
         """Return whether the step of the hosts stands in for a damaged one; of several processes, not all may ask."""
-        local = self.run.options.local
         places = [place for place in self.run.places if not place.writes_directory and step in place.steps()]
-        if local is None or not places:
+        if not places:
             return False
         if self.run.processes.alone:
-            found = any(place.fetch(step, False) for place in places)
-            if found:
-                self._stands_in(step, _Damage(str(error), error.unreadable))
-            return found
-        place = self.run.steps.step_location(step)
+            found = next((place for place in places if place.fetch(step, False)), None)
+            if found is not None:
+                self._stands_in(found, step, _Damage(str(error), error.unreadable))
+            return found is not None
+        folder = self.run.steps.step_location(step)
         error.add_note(
-            f"The hosts have step {step} in {local.url}, too. A restore without a number, such as resume='auto', takes "
-            f"it from there unless a newer step is whole. To name the step, rename {place} to {place.name}.damaged, "
-            "and start the program again"
+            f"The hosts have step {step} in {places[0].url}, too. A restore without a number, such as resume='auto', "
+            f"takes it from there unless a newer step is whole. To name the step, rename {folder} to "
+            f"{folder.name}.damaged, and start the program again"
         )
         return False
 
-    def _stands_in(self, step: int, damage: _Damage) -> None:
+    def _stands_in(self, place: StepPlace, step: int, damage: _Damage) -> None:
         """Warn that a step of the directory was damaged, and is read from elsewhere."""
-        is_local = step in self.run.steps.held_elsewhere()
-        where = "the local places of the hosts" if is_local else "the mirror"
-        directory = self.run.steps.location
-        _logger.warning("%s: step %d was damaged, and is that of %s now: %s", directory, step, where, damage.what)
-        if is_local:
+        text = "%s: step %d was damaged, and is that of %s now: %s"
+        _logger.warning(text, self.run.steps.location, step, place.shown, damage.what)
+        if not place.writes_directory:
             self.run.steps.mark_damaged(step, damage.what, unreadable=damage.unreadable)
 
     def _fetch_missing(self, step: int) -> None:

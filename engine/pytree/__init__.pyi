@@ -108,13 +108,16 @@ from .template import new_leaf as new_leaf
 from .template import recorded_types as recorded_types
 from .template import regrown as regrown
 from .template import with_request as with_request
+from .torch_leaves import COMMON_DTYPES as COMMON_DTYPES
 from .torch_leaves import STRIDES as STRIDES
+from .torch_leaves import TorchDType as TorchDType
 from .torch_leaves import copy_tensors as copy_tensors
 from .torch_leaves import is_dense as is_dense
 from .torch_leaves import is_permuted as is_permuted
 from .torch_leaves import tensor_like as tensor_like
 from .torch_leaves import tensor_of as tensor_of
 from .torch_leaves import tensors_over as tensors_over
+from .torch_leaves import torch_dtype as torch_dtype
 from .torch_leaves import with_strides as with_strides
 from .transform import Call as Call
 from .transform import Computed as Computed

@@ -187,7 +187,10 @@ def _open_subclass(value: Any, kind: str) -> Contents:
     if kind in {"list", "tuple"}:
         return Contents(kind, None, list(value), type(value), class_name(value))
     keys = list(value)
-    build = partial(_mapping, value, keys) if kind == "mapping" else partial(_copied, value, operator.setitem, keys)
+    if kind == "mapping":
+        build = partial(build_mapping, lambda pairs: type(value)(dict(pairs)), keys)
+    else:
+        build = partial(_copied, value, operator.setitem, keys)
     return Contents(kind, keys, [value[key] for key in keys], build, class_name(value))
 
 
@@ -197,10 +200,6 @@ def _copied(template: Any, assign: Callable[[Any, Any, Any], None], keys: list[A
     for key, value in zip(keys, values, strict=True):
         assign(built, key, value)
     return built
-
-
-def _mapping(template: Any, keys: list[Any], values: list[Any]) -> Any:
-    return type(template)(dict(zip(keys, values, strict=True)))
 
 
 _SUBCLASSES: list[tuple[type, str]] = [

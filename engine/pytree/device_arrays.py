@@ -41,11 +41,6 @@ _GATHERED = 4 << 20  # bytes of small tensors that are put together on the devic
 FIRST_BYTES = 256 << 20  # bytes that are waited for first; then twice as many, and so on, because each wait costs time
 
 
-def streams_of(device: Any) -> Any:
-    """Return the module of torch with the streams and events of a device, such as ``torch.cuda``."""
-    return getattr(torch, device.type)
-
-
 class DeviceArray:
     """Elements on an accelerator, in the place of a host array until a snapshot copies them.
 
@@ -239,7 +234,7 @@ class PinnedMemory:
         return arrival
 
     def _start_on(self, device: Any, group: Sequence[_Started], arrival: Arrival) -> None:
-        streams = streams_of(device)
+        streams = getattr(torch, device.type)  # the module with its streams and events, such as ``torch.cuda``
         side = self._streams.get(device)
         if side is None:
             side = self._streams[device] = streams.Stream(device)

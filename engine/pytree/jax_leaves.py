@@ -408,7 +408,7 @@ def narrowed(dtype: np.dtype[Any]) -> np.dtype[Any] | None:
 
 def is_spread(sharding: Any) -> bool:
     """Whether a sharding is anything but one device of this process."""
-    return sharding is not None and not (len(sharding.device_set) == 1 and sharding.is_fully_addressable)
+    return sharding is not None and not is_whole(sharding)
 
 
 @lru_cache(maxsize=512)

@@ -93,6 +93,15 @@ def is_jax_array(value: object) -> bool:
     return found is not None and isinstance(value, found.Array)
 
 
+def library_of(value: object) -> str | None:
+    """Return the library of an array or scalar: "numpy", "jax" (also for keys and tracers), "torch" or None."""
+    if isinstance(value, np.ndarray | np.generic):
+        return "numpy"
+    if is_torch_tensor(value):
+        return "torch"
+    return "jax" if is_jax_array(value) else None
+
+
 def is_jax_abstract(value: object) -> bool:
     """Whether the value is a `jax.ShapeDtypeStruct`: a shape, a dtype and perhaps a sharding, without data."""
     found = loaded("jax")

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .jax_leaves import is_key
-from .leaves import is_jax_array, is_torch_tensor, jax, torch
+from .jax_leaves import is_key, is_tracer
+from .leaves import is_jax_array, is_torch_tensor, jax, library_of, torch
 from .torch_leaves import is_dense
 
 _ELEMENTS = 64  # of a leaf that are read
@@ -161,14 +161,12 @@ _KINDS: dict[type, str] = {bool: "number", int: "number", float: "number"}  # of
 
 
 def _kind_of(leaf: Any) -> str:
-    kind = "other"
-    if isinstance(leaf, np.ndarray | np.generic):
+    kind = library_of(leaf)
+    if kind == "numpy":
         kind = "array" if isinstance(leaf, np.ndarray) else "number"
-    elif is_torch_tensor(leaf):
-        kind = "torch"
-    elif is_jax_array(leaf) and not isinstance(leaf, jax.core.Tracer):
-        kind = "jax"
-    return _KINDS.setdefault(type(leaf), kind)
+    elif kind == "jax" and is_tracer(leaf):
+        kind = None
+    return _KINDS.setdefault(type(leaf), kind or "other")
 
 
 def _view_of(tensor: Any) -> Any:

@@ -28,8 +28,7 @@ from .leaves import (
     StaticLeaf,
     ValueLeaf,
     is_jax_abstract,
-    is_jax_array,
-    is_torch_tensor,
+    library_of,
     metadata_of,
     report_problems,
     required,
@@ -82,11 +81,10 @@ def describe_template(names: Sequence[str], values: Sequence[Any]) -> list[LeafT
 
 
 def _facts_of(value: Any) -> Callable[[Any], TemplateFacts]:
-    if isinstance(value, np.ndarray | np.generic):
-        return _numpy_facts
-    if is_jax_array(value) or is_jax_abstract(value):
+    if is_jax_abstract(value):
         return jax_leaves.template_facts
-    return torch_leaves.template_facts if is_torch_tensor(value) else _python_facts
+    known = {"numpy": _numpy_facts, "jax": jax_leaves.template_facts, "torch": torch_leaves.template_facts}
+    return known.get(library_of(value) or "", _python_facts)
 
 
 def _numpy_facts(value: Any) -> TemplateFacts:

@@ -15,7 +15,7 @@ from typing import Any
 from ..errors import OptionError, TreeMismatchError, shortened
 from .containers import class_name, expand
 from .flattening import MAX_DEPTH, Flattened, TreeDef, flatten, unflatten
-from .leaves import is_jax_abstract, is_jax_array, is_torch_tensor
+from .leaves import is_jax_abstract, library_of
 from .names import format_path
 
 _PLAIN = re.compile(r"[\w/%-]*")  # characters without a meaning in a regular expression
@@ -343,9 +343,10 @@ def has_values(leaf: Any) -> bool:
     """Whether a leaf of a template has values; an abstract or deleted one has none."""
     if is_jax_abstract(leaf):
         return False
-    if is_jax_array(leaf):
+    library = library_of(leaf)
+    if library == "jax":
         return not leaf.is_deleted()
-    return not (is_torch_tensor(leaf) and leaf.is_meta)
+    return library != "torch" or not leaf.is_meta
 
 
 def _explained(function: Callable[[], Any], what: str, path: str) -> Any:

@@ -24,7 +24,7 @@ import numpy as np
 
 from .containers import expand, is_nnx
 from .jax_leaves import is_key
-from .leaves import PLAIN, is_jax_array, is_torch_tensor, loaded, nnx, torch
+from .leaves import PLAIN, is_jax_array, is_torch_tensor, library_of, loaded, nnx, torch
 
 MISSING: Any = object()
 """What a way leads to that has ended, as an entry or an attribute is gone."""
@@ -32,8 +32,10 @@ MISSING: Any = object()
 _MOST_NODES = 60_000  # objects and leaves that are visited
 _MOST_ATTRIBUTES = 4_000
 _MOST_RATES = 32
+_MOST_VALUES = 1000  # of a batch
 _LONG = 200  # characters of a text that is kept whole
 _SMALL = 1 << 10  # bytes of an array whose values are a text
+_TEXT_DEPTH = 3  # containers in containers
 _MOST_ENTRIES = 256  # of a container whose entries are a text
 _CLOSED = (str, bytes, type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 _LOADERS = ("holdfast", "torchdata", "datasets", "grain", "lightning", "pytorch_lightning", "keras", "flax")
@@ -120,13 +122,13 @@ class Ways:
             count += len(children)
             prefix = f"{path}." if path else ""
             if len(self._attributes) < _MOST_ATTRIBUTES:
-                # Without leaves, arrays are texts as well.
-                opened = [one for one in children if _is_open("", one.value) and (most or not _is_array(one.value))]
-                taken = {child.key for child in opened if child.get is getattr}
+                taken = {child.key for child in children if child.get is getattr and _is_open("", child.value)}
+                if not most:  # Without leaves, arrays are texts as well.
+                    taken -= {child.key for child in children if library_of(child.value) is not None}
                 self._attributes += [(f"{prefix}{name}", way, name) for name in _attributes(value) if name not in taken]
             for child in children:
                 name, below = f"{prefix}{child.name}", _Way(way, child.get, child.key)
-                if _is_array(child.value) or type(child.value) in (bool, int, float):
+                if library_of(child.value) is not None or type(child.value) in (bool, int, float):
                     leaves.append((name, below, _rank(child)))
                 elif not isinstance(child.value, _CLOSED) and child.value is not None:
                     queue.append((name, below, child.value, (*above, id(value))))
@@ -172,7 +174,7 @@ def _children(value: Any) -> list[_Child]:
         names = getattr(value, "_fields", None) or map(str, range(len(value)))
         pairs = zip(names, [*value], strict=True)
         return [_Child(name, operator.getitem, index, one) for index, (name, one) in enumerate(pairs)]
-    if _is_array(value) or isinstance(value, _CLOSED):
+    if library_of(value) is not None or isinstance(value, _CLOSED):
         return []
     if loaded("torch") is not None and isinstance(value, torch.nn.Module):
         return list(_of_module(value))
@@ -250,10 +252,6 @@ def _is_of_library(value: Any) -> bool:
     return module.partition(".")[0] in _LIBRARIES and not is_loader
 
 
-def _is_array(value: Any) -> bool:
-    return isinstance(value, np.ndarray | np.generic) or is_torch_tensor(value) or is_jax_array(value)
-
-
 def _rank(child: _Child) -> int:
     """Return 0 for learning rates, 1 for what an optimizer trains and what it keeps, 2 for other leaves."""
     if child.get is _option:
@@ -289,13 +287,13 @@ def _attributes_of_modules(lightning: Any) -> frozenset[str]:
 _INTERNAL = ("__", "_pytree__", "_nnx", "_object__", "_TrackedList", "_self_")  # names that libraries give
 
 
-def text_of(value: Any, depth: int = 3) -> str | None:
+def text_of(value: Any) -> str | None:
     """Return a plain value as a text that is the same in every process, without addresses; None for other objects.
 
     >>> text_of({"b", "a"}), text_of(len), text_of(object()), text_of([1.5, None])
     ("{'a', 'b'}", 'builtins.len', None, '[1.5, None]')
     """
-    text = _text_of(value, depth)
+    text = _text_of(value, _TEXT_DEPTH)
     if text is not None and len(text) > _LONG:
         return f"{text[:40]}... ({len(text)} characters, checksum {zlib.crc32(text.encode()):08x})"
     return text
@@ -348,16 +346,16 @@ def _state_of_generator(value: Any) -> Any:
     return value.get_state().tolist() if loaded("torch") is not None and isinstance(value, torch.Generator) else None
 
 
-def leaves_of(value: Any, most: int = 1000) -> tuple[list[Any], str]:
+def leaves_of(value: Any) -> tuple[list[Any], str]:
     """Return the arrays in a value, such as a batch or a state, and a text of its plain values."""
     arrays: list[Any] = []
     texts: list[str] = []
     queue: deque[Any] = deque([value])
-    for _ in range(most):
+    for _ in range(_MOST_VALUES):
         if not queue:
             break
         one = queue.popleft()
-        if _is_array(one):
+        if library_of(one) is not None:
             arrays.append(one)
         elif isinstance(one, list | tuple) and len(one) > 16 and (kinds := {*map(type, one)}) <= {*PLAIN}:
             texts.append(_text_of_integers(one) if kinds == {int} else repr(one))

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ..errors import DamagedCheckpointError
 from ..forks import Lock
@@ -30,6 +30,8 @@ from .status import check_extent, os_errors, truncated
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+T = TypeVar("T")
 
 HIDDEN_SUFFIX = ".__lock"  # TensorStore's lock files, which its own listings hide, too
 
@@ -316,7 +318,8 @@ class LocalDataReader(DataReader):
                 _make_buffered(self._descriptor)
                 _advise(self._descriptor, _AHEAD)
             while found < needed:
-                count = _transfer(_read_into, self._descriptor, memory[found:end].data, first + found)
+                read = os.preadv if hasattr(os, "preadv") else _preadv
+                count = _transfer(read, self._descriptor, [memory[found:end].data], first + found)
                 if not count:
                     raise truncated(self._path, first + found, offset, length)
                 found += count
@@ -338,7 +341,7 @@ def _lock_request(descriptor: int, request: int, kind: int) -> int:
     return int(struct.unpack(_LOCK, fcntl.fcntl(descriptor, request, lock))[0])
 
 
-def _transfer(work: Callable[[int, memoryview, int], int], descriptor: int, memory: memoryview, offset: int) -> int:
+def _transfer(work: Callable[[int, T, int], int], descriptor: int, memory: T, offset: int) -> int:
     """Read or write, by ordinary I/O if the file system takes no direct I/O after all."""
     try:
         return work(descriptor, memory, offset)
@@ -349,10 +352,10 @@ def _transfer(work: Callable[[int, memoryview, int], int], descriptor: int, memo
         return work(descriptor, memory, offset)
 
 
-def _read_into(descriptor: int, memory: memoryview, offset: int) -> int:
-    if hasattr(os, "preadv"):
-        return os.preadv(descriptor, [memory], offset)
-    data = os.pread(descriptor, len(memory), offset)  # older versions of macOS: one copy more
+def _preadv(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+    """Do what ``os.preadv``, which older versions of macOS lack, does with one buffer; it costs one more copy."""
+    [memory] = buffers
+    data = os.pread(descriptor, len(memory), offset)
     memory[: len(data)] = data
     return len(data)
 

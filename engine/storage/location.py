@@ -554,12 +554,7 @@ class Location:
             StorageError: The system refused; no file is left behind.
             ValueError: The segments do not fit, or the parts of one are shorter or longer than its size.
         """
-        _check_segments(size, segments)
-        backend = self._writing()
-        if isinstance(backend, LocalBackend):
-            backend.write_data(self._key, size, segments, awaited, sync=sync)
-        else:
-            backend.write_data(self._key, size, segments)
+        self.parent.write_data_files([DataFile(self.name, size, segments)], awaited, sync=sync)
 
     def write_data_files(
         self, files: Sequence[DataFile], awaited: threading.Event | None = None, *, sync: bool = True
@@ -573,11 +568,15 @@ class Location:
             awaited: As for :meth:`write_data`.
             sync: As for :meth:`write_data`.
         """
-
-        def write(file: DataFile) -> None:
-            (self / file.name).write_data(file.size, file.segments, awaited, sync=sync)
-
-        parallel_map(write, files, 1 if self.is_local else UPLOADS, name="holdfast-upload")
+        backend = self._writing()
+        for file in files:
+            _check_segments(file.size, file.segments)
+        keyed = [((self / file.name)._key, file.size, file.segments) for file in files]
+        if isinstance(backend, LocalBackend):
+            for key, size, segments in keyed:
+                backend.write_data(key, size, segments, awaited, sync=sync)
+        else:
+            parallel_map(lambda file: backend.write_data(*file), keyed, UPLOADS, name="holdfast-upload")
 
     def open_data(self, *, size: int | None = None, cached: bool | None = False) -> DataReader:
         """Open a bulk data file for reading; use it as a context manager, or close it.

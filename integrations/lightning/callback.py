@@ -279,7 +279,7 @@ class CheckpointCallback(ResumingCallback):
         install(trainer, self._store)
         if stage != "fit":
             redirect_resume(trainer, lambda path: None if private_api.is_left_alone(trainer, path) else path)
-            self._signals = Signals(trainer, self._preemption, self._store.processes)
+            self._signals = Signals(trainer, self._preemption, self._store)
             self._evaluation = self._stop(getattr(trainer, f"{trainer.state.fn.value}_loop"))
             self._evaluation.begin()
             return
@@ -316,12 +316,12 @@ class CheckpointCallback(ResumingCallback):
         self._store.open()
         if trainer.is_global_zero:
             self._store.publish(self._options)  # a process that was killed may not have done it
-        self._signals = Signals(trainer, self._preemption, self._store.processes)
+        self._signals = Signals(trainer, self._preemption, self._store)
         stop = self._stop(trainer.fit_loop.epoch_loop.val_loop)
         if not isinstance(stop, AgreedStop):
             self._evaluation = stop  # Several processes agree as soon as training has begun, after the first batch.
         self._recorder = FitRecorder(trainer, self._store, self._options, self._preemption, stop, callback=self)
-        self._witness = self._recorder.witness
+        self._witness = self._recorder.witness.run
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Keep the position in the data and the random generators until the loops need them."""

@@ -62,9 +62,10 @@ def _optimizers_of(trainer: Any) -> list[_Optimizer]:
 class Fitting:
     """Restores the objects of one ``fit`` from a checkpoint: all of it, or with ``misfits`` what fits."""
 
-    def __init__(self, trainer: Any, misfits: Misfits | None, hooks: LoopHooks) -> None:
+    def __init__(self, trainer: Any, misfits: Misfits | None, counting: str, hooks: LoopHooks) -> None:
         self.misfits = misfits
         self._trainer = trainer
+        self._counting = counting  # whose hyperparameters count in a resumed run
         self._saved: list[_Optimizer] = []  # of the checkpoint; files of Lightning do not describe them
         self._saved_schedulers: list[str] | None = None  # their classes when training began
         self._shapes: dict[str, torch.Size] = {}  # the shapes of the weights in the checkpoint
@@ -82,11 +83,11 @@ class Fitting:
         """Note what the program has set, before the restore replaces it."""
         self._hyperparameters = Hyperparameters(StateAdapter(), (), self._optimizing())
 
-    def begin(self, counting: str) -> None:
+    def begin(self) -> None:
         """Note the schedulers, which callbacks may change; in a resumed run, set the hyperparameters that count."""
         if self._hyperparameters is not None and self._is_resumed:
             shown = self._trainer.is_global_zero
-            self._hyperparameters.settle((), self._optimizing(), counting, shown=shown)
+            self._hyperparameters.settle((), self._optimizing(), self._counting, shown=shown)
         self._schedulers = [class_name(config.scheduler) for config in self._trainer.strategy.lr_scheduler_configs]
 
     def description(self) -> str:

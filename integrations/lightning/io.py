@@ -173,6 +173,10 @@ class EngineCheckpointIO(HoldfastCheckpointIO):
         else:
             self.store.manager.delete(step)
 
+    def teardown(self) -> None:
+        super().teardown()
+        self.store.at_teardown.close()
+
     # ---- wrappers of methods of a trainer and its strategy, so that all processes save, delete and load a step
     # together: Lightning would ask the plugin on one of them, or on none
 

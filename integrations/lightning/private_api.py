@@ -38,14 +38,14 @@ NAMES = {  # by the object of a trainer that has them
         *("restore_training_state", "resume_start"),
     ),
     "_logger_connector": ("_first_loop_iter",),
-    "_signal_connector": ("_original_handlers", "received_sigterm", "register_signal_handlers", "teardown"),
+    "_signal_connector": ("_original_handlers", "received_sigterm", "register_signal_handlers"),
     "fit_loop": (
         *("_can_stop_early", "_combined_loader", "_last_train_dl_reload_epoch"),
         *("_load_combined_loader_states", "epoch_progress", "on_advance_end", "on_advance_start", "on_iteration_done"),
     ),
     "fit_loop.epoch_loop": (
         *("_num_ready_batches_reached", "_restarting", "_results", "_should_accumulate", "_should_check_val_fx"),
-        *("advance", "batch_progress", "on_advance_end", "on_run_start"),
+        *("advance", "batch_progress", "on_run_start"),
     ),
     "fit_loop.epoch_loop.val_loop": (
         *("_combined_loader", "_has_run", "_last_val_dl_reload_epoch", "batch_progress", "restarting", "setup_data"),
@@ -252,8 +252,6 @@ checkpoint_connector = attrgetter("_checkpoint_connector")
 loaded_checkpoint = attrgetter("_checkpoint_connector._loaded_checkpoint")
 signal_connector = attrgetter("_signal_connector")
 cluster_environment = attrgetter("_accelerator_connector.cluster_environment")
-# A method of the fit loop.
-can_stop_early = attrgetter("_can_stop_early")
 # The present iterator over all loaders of a loop.
 iterator_of = attrgetter("_iterator")
 
@@ -329,6 +327,19 @@ def is_accumulating(fit: Any) -> bool:
 def has_done_all_batches(fit: Any) -> bool:
     """Return whether the epoch has no batch left."""
     return bool(fit.epoch_loop._num_ready_batches_reached())
+
+
+def is_over(fit: Any) -> bool:
+    """Return whether the run ends here; ``fit.done``, which is the same, logs a message."""
+    return (
+        _reached(fit.epoch_loop.global_step, fit.max_steps)
+        or _reached(fit.epoch_progress.current.processed, fit.max_epochs)
+        or bool(fit.trainer.should_stop and fit._can_stop_early)
+    )
+
+
+def _reached(count: int, limit: int | None) -> bool:
+    return limit is not None and limit != -1 and count >= limit
 
 
 def skip_sanity_check(fit: Any) -> None:

@@ -30,10 +30,11 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any, Literal
 
+from ...engine.distributed import ProcessGroup
 from ...engine.errors import shortened
 from ...engine.generators import as_tree, capture, restore
 from ...engine.loaders import warn_of_new_workers
@@ -43,7 +44,9 @@ from . import loader_states as loaders
 from . import private_api
 from .averages import ModuleSwitches, capture_averages, restore_averages
 from .private_api import LoopHooks
-from .resharding import SavedPosition, check_same_place
+from .resharding import SavedPosition, check_same_place, share_of
+from .steps import StepCount
+from .store import CallbackArguments
 from .strategies import keeps_own_buffers, live_names, own_buffers, replicas
 
 logger = logging.getLogger("holdfast")
@@ -63,12 +66,17 @@ class EpochReplay:
     """Follows one ``fit`` through its epochs, and takes it to where a checkpoint was saved; see the table above."""
 
     def __init__(
-        self, trainer: Any, hooks: LoopHooks, restored: Callable[[], None], replicated: Collection[str] = ()
+        self,
+        trainer: Any,
+        hooks: LoopHooks,
+        steps: StepCount,
+        options: CallbackArguments,
+        restored: Callable[[], None],
     ) -> None:
         self._trainer = trainer
         self._fit = trainer.fit_loop
         self._restored = restored  # called when everything is as it was at the save
-        self._replicated = replicated  # the names of state that is the same in all processes
+        self._options = options
         self._saved: SavedPosition | None = None  # None while this follows the run
         self._switches = ModuleSwitches(trainer.lightning_module)
         self._made: dict[str, Any] = {}  # the generators when the program made the loaders, if it makes them again
@@ -76,7 +84,7 @@ class EpochReplay:
         self._ended: list[Any] | None = None  # states of loaders at the end of an epoch, which a resume has left
         self._ahead = loaders.DrawnAhead()
         self.fetcher: Any = None  # the data fetcher of the present epoch
-        self.steps = StepCount(trainer)
+        self.steps = steps
         hooks.place(self._fit, private_api.LOADERS_MADE, self._loaders_made)
         hooks.place(self._fit, "on_advance_start", self._epoch_begins)
         hooks.place(self._fit.epoch_loop, "on_run_start", self._batches_begin)
@@ -114,7 +122,7 @@ class EpochReplay:
             "batches_as_steps": self.steps.batches,
             "replicas": count if count > 1 else 0,
             "buffers": own_buffers(self._trainer.lightning_module) if keeps_buffers else {},
-            "replicated": loaders.replicated_states(parts, self._replicated),
+            "replicated": loaders.replicated_states(parts, self._options.replicated),
         }
         position |= {name: value for name, value in others.items() if value}
         if point != "epoch" or averages["metrics"]:
@@ -130,10 +138,11 @@ class EpochReplay:
                 position |= self._ahead.capture(self.fetcher)
         return position
 
-    def resume(self, saved: SavedPosition) -> None:
-        """Resume from what :meth:`capture` returned; called before the loops of the trainer run."""
-        self._saved = saved
-        self.steps.batches = saved.tree.get("batches_as_steps", 0)
+    def resume(self, saved: dict[str, Any], processes: ProcessGroup) -> bool:
+        """Resume from what :meth:`capture` returned, before the loops run; return whether the save was cut off."""
+        self._saved = share_of(saved, self._trainer, self._options.replicated, self._options.reshard, processes)
+        self.steps.batches = saved.get("batches_as_steps", 0)
+        return self._saved.is_cut_off
 
     # ---- the events
 
@@ -160,7 +169,7 @@ class EpochReplay:
     def _loaders_made(self, original: Callable[[], None]) -> None:
         original()
         parts, saved = self._loaders(), self._saved
-        loaders.replicated_states(parts, self._replicated)  # This refuses unknown names.
+        loaders.replicated_states(parts, self._options.replicated)  # This refuses unknown names.
         for index, loader in enumerate(parts):
             check_stream(f"training data loader {index}", loader)
         self._ended = None  # These loaders are new.
@@ -184,7 +193,7 @@ class EpochReplay:
 
     def _batches_begin(self, original: Callable[[Any], None], fetcher: Any) -> None:
         self.fetcher = fetcher
-        self._ahead.begin(self._loaders(), self._replicated)
+        self._ahead.begin(self._loaders(), self._options.replicated)
         if (saved := self._saved) is not None:
             saved.until_batches.close()
             self._find_batch(saved, fetcher)
@@ -424,48 +433,3 @@ class EpochReplay:
         if not saved.keeps_random:
             own = [] if saved.is_new else self._loaders()
             loaders.restore_generators(state, self._trainer.strategy.root_device, own)
-
-
-class StepCount:
-    """Counts the batches that train a module without an optimizer of Lightning, which alone moves ``global_step``."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self.batches = 0  # that count as steps
-        self.holds_gradients = False  # whether manual optimization has gradients that no update has used yet
-
-    @property
-    def step(self) -> int:
-        """The number of the step that the run has finished."""
-        return int(self._trainer.global_step) + self.batches
-
-    def count(self, train: Callable[[Any], None], fetcher: Any) -> None:
-        """Train one batch, and count it if it is a step that ``global_step`` does not show."""
-        trainer = self._trainer
-        if trainer.lightning_module.automatic_optimization:
-            train(fetcher)
-            return
-        step, before, optimized = trainer.global_step, *self._versions()
-        self.holds_gradients = False
-        train(fetcher)
-        if trainer.global_step != step:
-            return
-        moved = any(parameter._version != version for parameter, version in before)
-        # Checkpoints hold no gradients, so that those which no update has used yet are waited for.
-        holds = any(parameter.grad is not None and parameter._version == version for parameter, version in before)
-        self.holds_gradients = holds and (optimized or not moved)
-        if not self.holds_gradients and (moved or not optimized):
-            if not self.batches:
-                text = "steps are batches here, since no optimizer of Lightning steps"
-                announce(text, shown=trainer.is_global_zero)
-            self.batches += 1
-
-    def _versions(self) -> tuple[list[tuple[Any, int]], bool]:
-        """Return the trained parameters with torch's counts of their changes, and whether optimizers hold them."""
-        own = [parameter for parameter in self._trainer.lightning_module.parameters() if parameter.requires_grad]
-        groups = (group for optimizer in self._trainer.optimizers for group in optimizer.param_groups)
-        given = {id(parameter) for group in groups for parameter in group["params"]}
-        # Lightning itself makes an optimizer of no parameter.
-        optimized = [parameter for parameter in own if id(parameter) in given]
-        trained = optimized or own
-        return [(one, one._version) for one in trained if not one.is_inference()], bool(optimized)

@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import signal
 import subprocess
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
-
-import numpy as np
-import torch
 
 from ...engine.distributed import ProcessGroup
 from ...engine.errors import PREEMPTED, HoldfastError
-from ..loop import PreemptionSignal
+from ..loop import PreemptionSignal, StepsAfterSignal, Stop, announce, barrier_exit
 from . import private_api
 from .private_api import LoopHooks
-from .strategies import Path, mapped
+from .store import RunStore
 
 
 class Preempted(SystemExit):
@@ -39,20 +39,46 @@ def leave(trainer: Any, preemption: PreemptionSignal) -> NoReturn:
     raise Preempted(preemption.exit_status)
 
 
+@dataclass(frozen=True)
+class FitStop:
+    """How one ``fit`` stops after a signal: at its next point, or after some more steps, which are only recorded."""
+
+    trainer: Any
+    store: RunStore
+    preemption: PreemptionSignal
+    points: Stop
+    steps: StepsAfterSignal
+
+    def let_steps_follow(self) -> bool:
+        """Return whether steps follow the one that is being saved, as soon as it is durable."""
+        self.steps.finish_saves()
+        fit = self.trainer.fit_loop
+        left = fit.max_batches - fit.epoch_loop.batch_idx - 2  # A validation may follow the last batch.
+        return self.steps.begin(None if math.isinf(left) else int(left))
+
+    def leave(self, step: int) -> NoReturn:
+        """End the run, which is saved up to a step."""
+        try:
+            self.steps.finish_saves()
+        finally:
+            barrier_exit(self.store.processes)
+        text, shown = "preempted: stopping after step %d in %s", self.trainer.is_global_zero
+        announce(text, step, self.store.directory, shown=shown)
+        leave(self.trainer, self.preemption)
+
+
 class Signals:
     """The signals of one call of a trainer; Lightning's handlers would end it while gradients are being accumulated."""
 
-    def __init__(self, trainer: Any, preemption: PreemptionSignal, processes: ProcessGroup) -> None:
+    def __init__(self, trainer: Any, preemption: PreemptionSignal, store: RunStore) -> None:
         self._connector = private_api.signal_connector(trainer)
         self._preemption = preemption
-        self._processes = processes
-        self._left = False
+        self._store = store
         self._requeue_signal = take_over_requeue(trainer)
         if self._requeue_signal is not None:
             preemption.add(self._requeue_signal, PREEMPTED)
         self._hooks = LoopHooks()
         self._hooks.place(self._connector, "register_signal_handlers", self._register)
-        self._hooks.place(self._connector, "teardown", self._teardown)
 
     def _register(self, original: Callable[[], None]) -> None:
         """Replace Lightning's handler of SIGTERM, until the run ends, by one that only sets a flag."""
@@ -76,17 +102,10 @@ class Signals:
 
     def end(self, error: object = None) -> None:
         """End the handling of signals; ``error`` is the exception that ends the run, if any."""
-        self._left = isinstance(error, Preempted)
         self._preemption.restore()
-        if not self._left:
-            self._hooks.remove()
-
-    def _teardown(self, original: Callable[[], None]) -> None:
-        original()
-        if self._left:
-            self._hooks.remove()
-            if self._preemption.number == self._requeue_signal:
-                requeue(self._processes)
+        self._hooks.remove()
+        if isinstance(error, Preempted) and self._preemption.number == self._requeue_signal:
+            self._store.at_teardown.callback(partial(requeue, self._store.processes))
 
 
 # ---- SLURM: the requeue signal saves a step of the run, and Lightning's own files for requeueing are left alone
@@ -144,31 +163,3 @@ def _requeue() -> None:
         problem = str(error)
     if problem is not None:
         logger.warning("%s failed: %s. The run is saved; submit the same job again", " ".join(command), problem)
-
-
-# ---- copies of a checkpoint in memory that is reused
-
-
-class Copies:
-    """Copies Lightning's dictionaries, one after the other, into the same host memory, as fresh memory costs more."""
-
-    def __init__(self) -> None:
-        self._memory: dict[Path, torch.Tensor] = {}
-
-    def of(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy of all containers and arrays, in the memory of the last copy."""
-        copied: dict[str, Any] = mapped(self._copy, checkpoint, None)
-        return copied
-
-    def _copy(self, value: Any, path: Path, _: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value.copy() if isinstance(value, np.ndarray) else value
-        tensor = value.detach()
-        if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-            return tensor.clone()
-        memory = self._memory.get(path)
-        like = torch.empty_like(tensor, device="meta")  # It is dense, with the tensor's order of axes.
-        facts = like.shape, like.dtype, like.stride()
-        if memory is None or (memory.shape, memory.dtype, memory.stride()) != facts:
-            memory = self._memory[path] = torch.empty_like(tensor, device="cpu")
-        return memory.copy_(tensor)

@@ -128,6 +128,7 @@ class RunStore:
         self._has_fetched = False
         self._exported: int | None = None  # the step whose weights are in the file of ``export_best``
         self._reported: set[str] = set()
+        self.at_teardown = contextlib.ExitStack()  # what follows a run when its strategy is torn down
         self._events: list[dict[str, Any]] = []  # the events since the last :meth:`take_events`
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -221,18 +222,16 @@ class RunStore:
             return None
 
     def awaited_metric(
-        self, newest: Mapping[int, Mapping[str, float]], metrics: Callable[[], Mapping[str, float]]
+        self, newest: int, saved: Mapping[str, float] | None, metrics: Callable[[], Mapping[str, float]]
     ) -> str | None:
-        """Return the name of the metric that ranks checkpoints if the newest one lacks it, unlike ``metrics``."""
+        """Return the name of the metric that ranks checkpoints if the newest step lacks it, unlike ``metrics``."""
         metric = self._options.best_fn
         if metric is None or self._options.save_on_best:  # ``save_on_best`` has decided about this step.
             return None
 
         # An interval seldom ends at a validation: its checkpoints would never be ranked.
         def awaited() -> str | None:
-            lacks = any(
-                metric_value(saved, metric) is None and self.score(step) is None for step, saved in newest.items()
-            )
+            lacks = saved is not None and metric_value(saved, metric) is None and self.score(newest) is None
             return metric_name(metric) if lacks and metric_value(metrics(), metric) is not None else None
 
         name: str | None = self.processes.decide("a step with the metric", awaited)

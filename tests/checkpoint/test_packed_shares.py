@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.processes.threads import together
+from tests.processes.threads import together, unwrap
 
 import holdfast as hf
 from holdfast.engine.distributed import Coordinator
@@ -52,13 +52,6 @@ def expected(counts: Sequence[int]) -> list[list[float]]:
     return [values(process, count)["values"].tolist() for process, count in enumerate(counts)]
 
 
-def unwrap(results: list[Any]) -> list[Any]:
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
-
-
 @pytest.mark.parametrize(
     ("counts", "files", "version"),
     [
@@ -82,6 +75,15 @@ def test_round_trips(tmp_path: Path, counts: list[int], files: list[str], versio
         for process, own in enumerate(expected(counts)):
             assert hf.load(place / "1", item=f"own/{process}")["values"].tolist() == own
         assert sum(leaf.path == "values" for leaf in hf.describe(place / "1")) == len(counts)
+
+
+def test_the_share_of_another_process_is_asked_for_by_its_number(tmp_path: Path) -> None:
+    saved(tmp_path, [5, 6])
+    with several(tmp_path, hf.processes.Alone()) as manager:
+        found = manager.restore(1, restore_kwargs={"own": {"process": 1}})["own"]["values"]
+        assert found.tolist() == expected([5, 6])[1]
+        with pytest.raises(hf.errors.OptionError, match=r"process=2: .*/own has trees of 2 processes, from 0"):
+            manager.restore(1, restore_kwargs={"own": {"process": 2}})
 
 
 def test_a_process_reads_its_own_share(tmp_path: Path) -> None:

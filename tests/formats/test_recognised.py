@@ -36,13 +36,17 @@ KINDS = ["safetensors", "dcp", "torch"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_state_dict_as_its_own_template(tmp_path: Path, kind: str) -> None:
+def test_a_state_dict_as_its_own_template_and_from_one_library_to_another(tmp_path: Path, kind: str) -> None:
     tensors = state()
+    path = written(tmp_path, kind, tensors)
 
-    found = hf.load(written(tmp_path, kind, tensors), like=tensors)
+    found = hf.load(path, like=tensors)
+    (done,) = hf.export_checkpoint(path, tmp_path / "x.safetensors", "safetensors")
 
-    assert found.keys() == tensors.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    assert done.leaves == len(tensors)
+    for one in (found, safetensors.torch.load_file(tmp_path / "x.safetensors")):
+        assert one.keys() == tensors.keys()
+        assert all(torch.equal(one[name], tensor) for name, tensor in tensors.items())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -52,30 +56,6 @@ def test_a_nested_template(tmp_path: Path, kind: str) -> None:
     found = hf.load(path, like={"Dense_0": {"kernel": np.zeros((2, 3), np.float32), "bias": np.ones(3, np.float32)}})
 
     assert found["Dense_0"]["kernel"].tolist() == np.ones((2, 3)).tolist()
-
-
-def test_objects_are_shown_and_not_read(tmp_path: Path) -> None:
-    torch.save({"w": torch.ones(1), "x": print}, tmp_path / "x.pt")
-
-    assert hf.describe(tmp_path / "x.pt")[1].value == "'(the class or function builtins.print, which is not read)'"
-    with pytest.raises(hf.errors.UnsupportedLeafError):
-        hf.load(tmp_path / "x.pt")
-
-
-def test_objects_that_are_left_out_are_named_when_a_whole_file_is_loaded(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    checkpoint = {
-        "state_dict": {"w": torch.ones(1)},
-        "pytorch-lightning_version": "2",
-        "hyper_parameters": {"f": print},
-    }
-    torch.save(checkpoint, tmp_path / "x.ckpt")
-
-    hf.load(tmp_path / "x.ckpt", select="state_dict/**")
-    assert caplog.text == ""
-    hf.load(tmp_path / "x.ckpt")
-    assert "left out, as they are not data: hyper_parameters/f (the class or function builtins.print)" in caplog.text
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -92,16 +72,6 @@ def test_files_in_an_object_store(tmp_path: Path, kind: str) -> None:
     for to, name in (("safetensors", "x.safetensors"), ("torch", "x.pt")):
         hf.export_checkpoint(place / "ckpt", place / name, to)  # type: ignore[arg-type]  # a loop over literals
         assert hf.load(place / name, select="c")["c"].tolist() == [1, 1]
-
-
-def test_from_one_library_to_another(tmp_path: Path) -> None:
-    tensors = state()
-
-    (done,) = hf.export_checkpoint(written(tmp_path, "dcp", tensors), tmp_path / "x.safetensors", "safetensors")
-
-    assert done.leaves == len(tensors)
-    found = safetensors.torch.load_file(tmp_path / "x.safetensors")
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
 def test_keys_of_jax_survive_an_exported_file(tmp_path: Path) -> None:

@@ -214,6 +214,31 @@ def test_one_in_so_many_hours_is_kept_across_managers(place: str, clock: Any) ->
     assert times[4] == 16130
 
 
+@pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
+@pytest.mark.parametrize(
+    ("options", "listed", "kept"),
+    [
+        ((5, 1), [2, 3, 4, 5], [1, 2, 3, 4, 5]),
+        ((None, None), [2, 3, 4, 5], [1, 2, 3, 4, 5]),
+        ((2, None), [4, 5], [1, 4, 5]),
+        ((2, 100), [4, 5], [1, 4, 5]),
+    ],
+    ids=["a higher limit", "no limit", "no hours", "other hours"],
+)
+def test_what_the_hours_keep_for_good_is_never_listed_or_deleted_again(
+    options: Any, listed: list[int], kept: list[int], background: bool, place: str, clock: Any
+) -> None:
+    checkpoint = graph.Checkpoint(step=0)
+    with graph.CheckpointManager(checkpoint, place, 2, 1, clock=clock, background=background) as manager:
+        for clock.wall in (10000, 10010, 10020):
+            manager.save()
+    with graph.CheckpointManager(checkpoint, place, *options, clock=clock) as manager:
+        for clock.wall in (17000, 17010):
+            manager.save()
+        assert numbers(manager.checkpoints) == listed
+    assert names(place) == [f"ckpt-{number}" for number in kept]
+
+
 def test_a_clock_that_went_backwards_deletes_nothing_from_before(place: str, clock: Any) -> None:
     checkpoint = graph.Checkpoint(step=0)
     with graph.CheckpointManager(checkpoint, place, 1, 1, clock=clock) as manager:

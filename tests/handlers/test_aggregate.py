@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 import holdfast as hf
 from holdfast.engine.arrays import MsgpackHandler
+from holdfast.engine.handlers import args
 
 Same = Callable[[Any, Any], None]
 Spec: Any = PartitionSpec
@@ -101,22 +102,26 @@ def test_arrays_of_three_libraries(place: str, pytrees: hf.PyTreeCheckpointer) -
         pytrees.restore(place, {**tree, "jax": jnp.zeros(5)})
 
 
-def test_sharded_leaves_are_refused(place: str, pytrees: hf.PyTreeCheckpointer) -> None:
+def sharded() -> Any:
     mesh = Mesh(np.array(jax.devices()[:4]), ("x",))
-    tree = {"a": {"w": jax.device_put(jnp.arange(4.0), NamedSharding(mesh, Spec("x")))}, "b": 1}
-    with pytest.raises(hf.errors.UnsupportedLeafError, match=r"(?s)nothing was written.*a/w: is sharded over devices"):
-        pytrees.save(place, tree, save_args=ALL)
+    return jax.device_put(jnp.arange(4.0), NamedSharding(mesh, Spec("x")))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        pytest.param(sharded, "is sharded over devices; leave out aggregate=True", id="sharded"),
+        pytest.param(lambda: np.zeros(1001, np.uint8), "makes the aggregate larger than 1000 bytes", id="large"),
+    ],
+)
+def test_leaves_that_cannot_be_aggregated(
+    place: str, pytrees: hf.PyTreeCheckpointer, make: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(args, "AGGREGATE_LIMIT", 1000)
+    with pytest.raises(hf.errors.UnsupportedLeafError, match=rf"(?s)nothing was written.*a/w: {message}"):
+        pytrees.save(place, {"a": {"w": make()}, "b": 1}, save_args=ALL)
     with pytest.raises(hf.CheckpointNotFoundError):
         hf.load(place)
-
-
-def test_a_snapshot_in_the_background(place: str) -> None:
-    array = np.arange(3)
-    with hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler()) as checkpointer:
-        checkpointer.save(place, {"a": array, "b": array}, save_args={"a": ALL})
-        array[...] = 9
-        found = checkpointer.restore(place)
-    assert found["a"].tolist() == found["b"].tolist() == [0, 1, 2]
 
 
 def test_damage_is_found(place: str, pytrees: hf.PyTreeCheckpointer, stored: Any, look: Callable[..., Any]) -> None:
@@ -227,8 +232,8 @@ def test_casting(place: str, pytrees: hf.PyTreeCheckpointer, aggregate: bool) ->
         "day": np.array(["2026-01-01"], "datetime64[D]"),
         "scalar": np.float64(0.1),
     }
-    args = hf.SaveArgs(dtype=jnp.bfloat16, aggregate=aggregate)
-    pytrees.save(place, {**tree, "key": jax.random.key(1)}, save_args=args)
+    save_args = hf.SaveArgs(dtype=jnp.bfloat16, aggregate=aggregate)
+    pytrees.save(place, {**tree, "key": jax.random.key(1)}, save_args=save_args)
     found = hf.load(place)
     half = np.dtype(ml_dtypes.bfloat16)
     for name, expected in [("numpy", numbers), ("columns", numbers.T), ("torch", numbers)]:
@@ -255,16 +260,6 @@ def test_casting_to_any_number(place: str, pytrees: hf.PyTreeCheckpointer, dtype
     found = hf.load(place)["a"]
     assert found.dtype == np.dtype(dtype)
     np.testing.assert_array_equal(found, numbers.astype(dtype))
-
-
-def test_casting_leaves_the_item_alone(place: str) -> None:
-    array = np.linspace(0, 1, 1000)
-    before = array.copy()
-    with hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler()) as checkpointer:
-        checkpointer.save(place, {"a": array}, save_args=hf.SaveArgs(dtype=np.float16))
-        array += 1
-        found = checkpointer.restore(place)["a"]
-    np.testing.assert_array_equal(found, before.astype(np.float16))
 
 
 def test_complex_numbers_are_not_cut(place: str, pytrees: hf.PyTreeCheckpointer) -> None:

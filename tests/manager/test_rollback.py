@@ -6,19 +6,17 @@ import logging
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tests.manager.runs import reading, saved
 from tests.processes.threads import MemoryCoordinator, together
 
 import holdfast as hf
 from holdfast.engine.distributed import Coordinator
 
 
-def trained(place: str, *steps: int, branch: str = "old", **options: Any) -> None:
-    with hf.CheckpointManager(place, options=hf.CheckpointManagerOptions(**options)) as manager:
-        for step in steps:
-            manager.save(step, {"branch": branch})
+def trained(place: object, *steps: int) -> None:
+    saved(place, *steps, items=lambda step: {"branch": "old"})
 
 
 def branches(manager: hf.CheckpointManager) -> dict[int, str]:
@@ -70,11 +68,11 @@ def test_delete_after(place: str, caplog: pytest.LogCaptureFixture) -> None:
         with pytest.raises(hf.errors.OptionError, match="must not be negative"):
             manager.delete_after(-1)
     with pytest.raises(hf.errors.StateError, match="read_only"):
-        hf.CheckpointManager(place, options=hf.CheckpointManagerOptions(read_only=True)).delete_after(1)
+        reading(place).delete_after(1)
 
 
 def test_delete_after_waits_for_processes_that_still_restore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trained(str(tmp_path), 1, 2)
+    trained(tmp_path, 1, 2)
     first_is_there = threading.Event()
     all_of = MemoryCoordinator.try_get_all
 

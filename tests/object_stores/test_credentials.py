@@ -1,4 +1,4 @@
-"""Credentials and settings of S3 and Google that are not in the environment: which are found, and none in a message."""
+"""Credentials and settings: which are found where the environment has none, and none in a message."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import parse_qs
 
 import pytest
+from tests.object_stores.azure_server import KEY
 from tests.object_stores.conftest import Store
 from tests.object_stores.gcs_server import TOKEN
 from tests.object_stores.s3_server import KEY_ID, REGION, SECRET
@@ -256,9 +257,63 @@ def test_the_workload_identity_of_a_cluster_at_google(
     assert "canary" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"])
-def test_a_variable_that_no_header_can_have(s3: Store, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(name, "canary\n")
-    with pytest.raises(hf.errors.StoragePermissionError, match=f"value of {name} .*line break") as caught:
-        hf.load(f"{s3.url}/ckpt")
-    assert "canary" not in str(caught.value)
+SETTINGS: dict[str, tuple[str, dict[str, str | None], str]] = {
+    "S3, another key": (
+        "s3",
+        {"AWS_ACCESS_KEY_ID": "another"},
+        "InvalidAccessKeyId.*credentials of AWS_ACCESS_KEY_ID",
+    ),
+    "S3, another secret": (
+        "s3",
+        {"AWS_SECRET_ACCESS_KEY": "canary"},
+        "SignatureDoesNotMatch.*credentials of AWS_ACCESS_KEY_ID",
+    ),
+    "S3, no secret": (
+        "s3",
+        {"AWS_SECRET_ACCESS_KEY": None},
+        "AWS_SECRET_ACCESS_KEY is missing.*credentials of AWS_ACCESS_KEY_ID",
+    ),
+    "S3, another region": ("s3", {"AWS_REGION": "elsewhere-1"}, "AuthorizationHeaderMalformed.*region elsewhere-1"),
+    "S3, no region": ("s3", {"AWS_REGION": None}, "AuthorizationHeaderMalformed.*region us-east-1"),
+    **{
+        f"S3, {name} with a line break": ("s3", {name: "canary\n"}, f"value of {name} .*line break")
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+    },
+    "Azure, no key": (
+        "az",
+        {"AZURE_STORAGE_ACCOUNT_KEY": "not base64, canary"},
+        "Invalid Access Key.*credentials",
+    ),
+    "Azure, another key": (
+        "az",
+        {"AZURE_STORAGE_ACCOUNT_KEY": "Y2FuYXJ5LWNhbmFyeS1jYW5hcnk="},
+        "AuthenticationFailed",
+    ),
+    "Azure, no signature": (
+        "az",
+        {"AZURE_STORAGE_ACCOUNT_KEY": None, "AZURE_STORAGE_SAS_TOKEN": "canary"},
+        "SAS query.*credentials",
+    ),
+    "Azure, a token with a line break": (
+        "az",
+        {"AZURE_STORAGE_ACCOUNT_KEY": None, "AZURE_STORAGE_TOKEN": "canary\n"},
+        "AZURE_STORAGE_TOKEN.*line break",
+    ),
+    "Azure, no account": (
+        "az",
+        {"AZURE_STORAGE_ACCOUNT_NAME": None},
+        "Account must be specified.*AZURE_STORAGE_ACCOUNT_NAME",
+    ),
+}
+
+
+@pytest.mark.parametrize(("store", "change", "message"), SETTINGS.values(), ids=SETTINGS, indirect=["store"])
+def test_settings_that_are_wrong_are_told_without_secrets(
+    store: Store, change: dict[str, str | None], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in change.items():
+        monkeypatch.delenv(name) if value is None else monkeypatch.setenv(name, value)
+    with pytest.raises(hf.errors.StoragePermissionError, match=message) as caught:
+        hf.CheckpointManager(f"{store.url}/run")
+    told = "".join(traceback.format_exception(caught.value))
+    assert not [secret for secret in ("canary", "Y2FuYXJ5LWNhbmFyeS1jYW5hcnk", KEY) if secret in told]

@@ -65,7 +65,6 @@ def train(
 @pytest.mark.parametrize(("terminate", "mirrored"), [(3, False), (8, True)])
 def test_a_preemption_of_one_process(tmp_path: Path, terminate: int, mirrored: bool) -> None:
     """With a mirror, the last step is there when the run ends; all processes resume from it on another machine."""
-    pytest.importorskip("jax")
     mirror = str(tmp_path / "mirror") if mirrored else None
     whole = run_processes(train, COUNT, str(tmp_path / "whole"), None)
     stopped = run_processes(train, COUNT, str(tmp_path / "runs"), terminate, mirror)
@@ -84,14 +83,12 @@ def test_a_preemption_of_one_process(tmp_path: Path, terminate: int, mirrored: b
 
 
 def test_fewer_processes_go_on(tmp_path: Path) -> None:
-    pytest.importorskip("jax")
     run_processes(train, COUNT, str(tmp_path), 5)
     resumed = run_processes(train, 1, str(tmp_path), None)
     assert resumed[0][1] == STEPS
 
 
 def test_what_each_process_has_is_seen_from_outside(tmp_path: Path) -> None:
-    pytest.importorskip("jax")
     ended = run_processes(train, COUNT, str(tmp_path), None)
     found = hf.load(tmp_path)
     assert sorted(found) == ["extras", "process/0", "process/1", "state"]

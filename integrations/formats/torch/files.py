@@ -39,7 +39,7 @@ from ....engine.sources import (
     replacing,
 )
 from ....engine.storage import DataReader, Entry, Location, os_errors
-from .objects import BUILDERS, ByteOrder, Record, plain_array, storage_finder, torch_dtype
+from .objects import BUILDERS, ByteOrder, Record, named_dtype, plain_array, storage_finder
 from .pickles import Inert, Name, shown, unpickle
 
 ZIP_MAGIC = b"PK\x03\x04"
@@ -313,7 +313,7 @@ def _leaf(value: Any) -> Any:
         return value
     if isinstance(value, Name):
         try:
-            torch_dtype(value)
+            named_dtype(value)
         except DamagedCheckpointError:
             return Unreadable(f"the class or function {value}")
         return str(value)  # It is a dtype.

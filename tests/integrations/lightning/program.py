@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -11,10 +12,9 @@ from typing import Any
 import lightning.pytorch as lightning
 import torch
 from tests.endings import run_to_end
-from tests.sweep.lightning_programs import (  # noqa: F401 - FEATURES is for the tests
+from tests.sweep.lightning_programs import (
     BATCH_SIZE,
     BATCHES,
-    FEATURES,
     Net,
     SizedStatefulLoader,
     StatefulLoader,
@@ -27,7 +27,19 @@ from holdfast.integrations.lightning import CheckpointCallback
 
 torch.set_num_threads(1)  # on these sizes more threads only wait for each other
 
-QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+_count = itertools.count()
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+def new_directory() -> str:
+    """Return the name of a directory that does not exist yet, in memory, where a save takes milliseconds."""
+    return f"memory://lightning-tests/{next(_count)}"
 
 
 class Model(Net):
@@ -117,6 +129,15 @@ class Outcome:
     recorder: Recorder
 
     @property
+    def manager(self) -> Any:
+        return self.trainer.checkpoint_callback.manager
+
+    @property
+    def measured(self) -> dict[int, float]:
+        """The losses of validations by their steps."""
+        return {event[1]: event[2] for event in self.recorder.events if event[0] == "validation"}
+
+    @property
     def final(self) -> dict[str, Any]:
         """Parameters, buffers, optimizer state and schedule, to be compared bit by bit."""
         return {
@@ -131,15 +152,15 @@ class Outcome:
 def run(
     directory: str,
     *,
-    loader: str = "shuffled",
-    seed: int = 1,
-    schedule: str = "epoch",
-    facts: dict[str, Any] | None = None,
-    callbacks: tuple[Any, ...] = (),
-    checkpoint: dict[str, Any] | None = None,
-    recorder: Recorder | None = None,
+    loader: Any = "shuffled",
+    seed: Any = 1,
+    schedule: Any = "epoch",
+    facts: Any = None,
+    callbacks: Any = (),
+    checkpoint: Any = None,
+    recorder: Any = None,
     package: Any = lightning,
-    ckpt_path: str | None = None,
+    ckpt_path: Any = None,
     **trainer_options: Any,
 ) -> Outcome:
     """Trains from nothing but the directory: every object is new, and the seed is another one after a restart."""
@@ -147,12 +168,28 @@ def run(
     model = Model(schedule, **(facts or {}))
     recorder = recorder or Recorder()
     callback = CheckpointCallback(directory, **{"save_interval_steps": 1, **(checkpoint or {})})
-    trainer = package.Trainer(
-        callbacks=[callback, recorder, *callbacks],
-        **{**QUIET, "max_epochs": 3, **trainer_options},
-    )
-    trainer.fit(model, training_loader(loader), validation_loader(), ckpt_path=ckpt_path)
-    return Outcome(trainer, model, recorder)
+    used = trainer(callback, recorder, *callbacks, package=package, **{"max_epochs": 3, **trainer_options})
+    used.fit(model, *loaders(loader), ckpt_path=ckpt_path)
+    return Outcome(used, model, recorder)
+
+
+def trainer(*callbacks: Any, package: Any = lightning, **options: Any) -> Any:
+    """Return a trainer that says and shows nothing."""
+    return package.Trainer(callbacks=[*callbacks], **{**QUIET, **options})
+
+
+def loaders(kind: str = "shuffled") -> tuple[Any, Any]:
+    return training_loader(kind), validation_loader()
+
+
+def interrupt(directory: str, step: int, **options: Any) -> Recorder:
+    """Train until the batch after a step fails; return what was noted until then."""
+    recorder = Recorder(stop_after=step)
+    try:
+        run(directory, recorder=recorder, **options)
+    except InterruptionError:
+        return recorder
+    raise AssertionError(f"the run has not come to step {step}")
 
 
 def plain(value: Any) -> Any:

@@ -22,15 +22,13 @@ import torch
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.tuner.tuning import Tuner
-from tests.lightning_advice import ADVICE
+from tests.integrations.lightning import program
+from tests.integrations.lightning.program import new_directory
 from tests.logs import unconfigure
+from tests.sweep.lightning_programs import FEATURES
 
 import holdfast as hf
 from holdfast.integrations.lightning import CheckpointCallback, load_checkpoint
-
-pytestmark = ADVICE
-
-NewDirectory = Callable[[], str]
 
 BY_LOSS = {"best_fn": "val_loss", "best_mode": "min"}
 
@@ -42,7 +40,7 @@ def weights(path: str) -> Any:
 # ---- what is on disk
 
 
-def test_every_parameter_is_listed_by_name(program: Any, tmp_path: Path) -> None:
+def test_every_parameter_is_listed_by_name(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     outcome = program.run(str(directory), checkpoint={"save_interval_steps": 5}, max_epochs=1)
     leaves = {leaf.path: leaf for leaf in hf.describe(directory, 5)}
@@ -57,7 +55,7 @@ def test_every_parameter_is_listed_by_name(program: Any, tmp_path: Path) -> None
     assert hf.verify(directory).ok
 
 
-def test_nothing_is_pickled(program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_pickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("pickled")
 
@@ -70,7 +68,7 @@ def test_nothing_is_pickled(program: Any, tmp_path: Path, monkeypatch: pytest.Mo
         assert not file.read_bytes().startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"))
 
 
-def test_loads_without_torch(program: Any, tmp_path: Path) -> None:
+def test_loads_without_torch(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     outcome = program.run(str(directory), max_epochs=1)
     code = (
@@ -83,7 +81,7 @@ def test_loads_without_torch(program: Any, tmp_path: Path) -> None:
     assert json.loads(done.stdout) == outcome.model.head.weight.tolist()
 
 
-def test_load_checkpoint_returns_what_lightning_would(program: Any, new_directory: NewDirectory) -> None:
+def test_load_checkpoint_returns_what_lightning_would() -> None:
     directory = new_directory()
     outcome = program.run(directory, max_epochs=1, facts={"width": 3})
     checkpoint = load_checkpoint(directory)
@@ -97,9 +95,7 @@ def test_load_checkpoint_returns_what_lightning_would(program: Any, new_director
 
 
 @pytest.mark.filterwarnings("ignore:Attribute 'loss' is an instance of `nn.Module`")
-def test_objects_are_left_out_with_one_warning(
-    program: Any, new_directory: NewDirectory, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_objects_are_left_out_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     class Opinionated(lightning.pytorch.Callback):
         def state_dict(self) -> dict[str, Any]:
             return {"count": 3, "object": object()}
@@ -121,7 +117,7 @@ def test_objects_are_left_out_with_one_warning(
     assert list(saved["callbacks"].values()) == [{"count": 3}]
 
 
-def test_what_a_resume_needs_is_never_left_out(program: Any, new_directory: NewDirectory) -> None:
+def test_what_a_resume_needs_is_never_left_out() -> None:
     class Secretive(torch.nn.Module):
         def get_extra_state(self) -> object:
             return object()
@@ -137,7 +133,7 @@ def test_what_a_resume_needs_is_never_left_out(program: Any, new_directory: NewD
 # ---- which checkpoint a run begins with
 
 
-def test_explicit_path_wins(program: Any, new_directory: NewDirectory, caplog: pytest.LogCaptureFixture) -> None:
+def test_explicit_path_wins(caplog: pytest.LogCaptureFixture) -> None:
     directory = new_directory()
     first = program.run(directory)
     with caplog.at_level(logging.WARNING, logger="holdfast"):
@@ -149,7 +145,7 @@ def test_explicit_path_wins(program: Any, new_directory: NewDirectory, caplog: p
     assert "this run went back to step 7, and later steps are there" in warnings[0]
 
 
-def test_later_steps_are_replaced_after_going_back(program: Any, new_directory: NewDirectory) -> None:
+def test_later_steps_are_replaced_after_going_back() -> None:
     directory = new_directory()
     program.run(directory, checkpoint={"save_interval_steps": 3})
     old = weights(f"{directory}/12")
@@ -157,7 +153,7 @@ def test_later_steps_are_replaced_after_going_back(program: Any, new_directory: 
     assert not np.array_equal(weights(f"{directory}/12"), old)
 
 
-def test_another_runs_checkpoint(program: Any, new_directory: NewDirectory) -> None:
+def test_another_runs_checkpoint() -> None:
     there, here = new_directory(), new_directory()
     first = program.run(there)
     assert program.run(here, seed=2, ckpt_path=f"{there}/9").recorder.first_step == 9
@@ -165,7 +161,7 @@ def test_another_runs_checkpoint(program: Any, new_directory: NewDirectory) -> N
     assert newest.recorder.first_step == first.trainer.global_step
 
 
-def test_lightnings_own_file(program: Any, new_directory: NewDirectory, tmp_path: Path) -> None:
+def test_lightnings_own_file(tmp_path: Path) -> None:
     class Saves(lightning.pytorch.Callback):
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
             trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt")
@@ -176,14 +172,13 @@ def test_lightnings_own_file(program: Any, new_directory: NewDirectory, tmp_path
     assert resumed.recorder.first_step == 10
 
 
-def test_callback_of_the_module(program: Any, new_directory: NewDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_callback_of_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
     def fit(directory: str, **options: Any) -> Any:
         callback = CheckpointCallback(directory, save_interval_steps=1)
         monkeypatch.setattr(program.Model, "configure_callbacks", lambda _: callback)
         torch.manual_seed(0)
-        trainer = lightning.pytorch.Trainer(**program.QUIET, enable_checkpointing=False, **options)
         model = program.Model()
-        trainer.fit(model, program.training_loader("shuffled"), program.validation_loader())
+        program.trainer(enable_checkpointing=False, **options).fit(model, *program.loaders())
         return model.head.weight.tolist()
 
     directory = new_directory()
@@ -191,9 +186,7 @@ def test_callback_of_the_module(program: Any, new_directory: NewDirectory, monke
     assert fit(directory, max_epochs=2) == fit(new_directory(), max_epochs=2)
 
 
-def test_checkpoints_are_never_started_over(
-    program: Any, new_directory: NewDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoints_are_never_started_over(monkeypatch: pytest.MonkeyPatch) -> None:
     directory = new_directory()
     program.run(directory, max_epochs=1)
     monkeypatch.setattr(CheckpointCallback, "ckpt_path", None)  # as if a trainer did not ask any more
@@ -201,7 +194,7 @@ def test_checkpoints_are_never_started_over(
         program.run(directory)
 
 
-def test_checkpoint_of_something_else(program: Any, new_directory: NewDirectory) -> None:
+def test_checkpoint_of_something_else() -> None:
     directory = new_directory()
     hf.save(f"{directory}/5", {"weights": np.zeros(3)})
     with pytest.raises(hf.errors.StateError, match="was not saved from a Lightning trainer"):
@@ -211,10 +204,10 @@ def test_checkpoint_of_something_else(program: Any, new_directory: NewDirectory)
 # ---- when it saves, what it keeps, what it measures
 
 
-def test_metrics_belong_to_the_step_they_were_measured_at(program: Any, new_directory: NewDirectory) -> None:
+def test_metrics_belong_to_the_step_they_were_measured_at() -> None:
     outcome = program.run(new_directory(), checkpoint={**BY_LOSS, "save_interval_steps": 2})
-    manager = outcome.trainer.checkpoint_callback.manager
-    measured = {event[1]: event[2] for event in outcome.recorder.events if event[0] == "validation"}
+    manager = outcome.manager
+    measured = outcome.measured
     assert manager.all_steps() == [2, 4, 5, 6, 8, 10, 12, 14, 15]
     for step in manager.all_steps():
         metrics = manager.metrics(step)
@@ -225,9 +218,7 @@ def test_metrics_belong_to_the_step_they_were_measured_at(program: Any, new_dire
 
 
 @pytest.mark.parametrize("stop_after", [None, 9, 11])
-def test_interval_saves_and_a_metric_of_validations(
-    program: Any, new_directory: NewDirectory, stop_after: int | None
-) -> None:
+def test_interval_saves_and_a_metric_of_validations(stop_after: int | None) -> None:
     """An interval that never ends at a validation: the next validation is saved, and three steps stay at any time."""
     directory, kept = new_directory(), []
     checkpoint = {**BY_LOSS, "save_interval_steps": 3, "max_to_keep": 3, "save_at_end": False}
@@ -239,10 +230,9 @@ def test_interval_saves_and_a_metric_of_validations(
 
     options = {"checkpoint": checkpoint, "callbacks": (Watcher(),), "max_epochs": 4}
     if stop_after is not None:
-        with pytest.raises(program.InterruptionError):
-            program.run(directory, recorder=program.Recorder(stop_after=stop_after), **options)
+        program.interrupt(directory, stop_after, **options)
     outcome = program.run(directory, **options)
-    manager = outcome.trainer.checkpoint_callback.manager
+    manager = outcome.manager
     ranked = [step for step in manager.all_steps() if "val_loss" in manager.metrics(step)]
     assert ranked == manager.all_steps()  # the best three, and the newest
     assert len(ranked) >= 3
@@ -250,24 +240,24 @@ def test_interval_saves_and_a_metric_of_validations(
     assert all(count >= 3 for step, count in kept if step > 6)
 
 
-def test_metrics_that_come_after_the_save(program: Any, new_directory: NewDirectory) -> None:
+def test_metrics_that_come_after_the_save() -> None:
     # The third batch only begins a new accumulation, so the validation after it measures step 1.
     outcome = program.run(new_directory(), accumulate_grad_batches=2, val_check_interval=3, max_epochs=1)
-    manager = outcome.trainer.checkpoint_callback.manager
+    manager = outcome.manager
     [event] = [event for event in outcome.recorder.events if event[0] == "validation"]
     assert event[1] == 1
     assert manager.metrics(1)["val_loss"] == event[2]
     # Training ends within an epoch: its last step is saved before the epoch's means are known.
     outcome = program.run(new_directory(), max_steps=7)
-    manager = outcome.trainer.checkpoint_callback.manager
+    manager = outcome.manager
     assert manager.metrics(7)["train_loss_epoch"] == outcome.recorder.events[-1][2]
 
 
-def test_best(program: Any, new_directory: NewDirectory) -> None:
+def test_best() -> None:
     options = {**BY_LOSS, "save_interval_steps": None, "save_on_best": True, "save_at_end": False, "max_to_keep": 1}
     outcome = program.run(new_directory(), checkpoint=options, max_epochs=4)
     callback = outcome.trainer.checkpoint_callback
-    measured = {event[1]: event[2] for event in outcome.recorder.events if event[0] == "validation"}
+    measured = outcome.measured
     best = min(measured, key=measured.__getitem__)
     assert callback.manager.best_step() == best
     assert callback.best_model_path == f"{callback.dirpath}/{best}"
@@ -276,10 +266,10 @@ def test_best(program: Any, new_directory: NewDirectory) -> None:
     assert (callback.monitor, callback.mode, callback.save_top_k) == ("val_loss", "min", 1)
 
 
-def test_function_of_the_metrics(program: Any, new_directory: NewDirectory) -> None:
+def test_function_of_the_metrics() -> None:
     ranks = {"best_fn": lambda metrics: metrics["val_loss"] + metrics["train_loss_epoch"], "best_mode": "min"}
     outcome = program.run(new_directory(), checkpoint={**ranks, "max_to_keep": 2, "save_interval_steps": 5})
-    manager = outcome.trainer.checkpoint_callback.manager
+    manager = outcome.manager
     scores = {
         step: sum(manager.metrics(step)[name] for name in ("val_loss", "train_loss_epoch"))
         for step in manager.all_steps()
@@ -296,32 +286,30 @@ def test_function_of_the_metrics(program: Any, new_directory: NewDirectory) -> N
         pytest.param({"save_interval_steps": 2}, {"accumulate_grad_batches": 3}, [2, 4, 6], id="optimizer steps"),
     ],
 )
-def test_saved_and_kept_steps(
-    program: Any, new_directory: NewDirectory, options: dict[str, Any], trainer: dict[str, Any], steps: list[int]
-) -> None:
+def test_saved_and_kept_steps(options: dict[str, Any], trainer: dict[str, Any], steps: list[int]) -> None:
     outcome = program.run(new_directory(), checkpoint=options, **trainer)
-    assert outcome.trainer.checkpoint_callback.manager.all_steps() == steps
+    assert outcome.manager.all_steps() == steps
 
 
-def test_fast_dev_run_neither_resumes_nor_saves(program: Any, new_directory: NewDirectory) -> None:
+def test_fast_dev_run_neither_resumes_nor_saves() -> None:
     directory = new_directory()
     outcome = program.run(directory, max_epochs=1)
     dev = program.run(directory, fast_dev_run=True)
     assert dev.recorder.first_step == 0
-    assert outcome.trainer.checkpoint_callback.manager.all_steps() == [1, 2, 3, 4, 5]
-    assert dev.trainer.checkpoint_callback.manager.all_steps() == [1, 2, 3, 4, 5]
+    assert outcome.manager.all_steps() == [1, 2, 3, 4, 5]
+    assert dev.manager.all_steps() == [1, 2, 3, 4, 5]
 
 
 # ---- evaluation, tuner, loggers, packages
 
 
 @pytest.mark.parametrize("kind", ["best", "last"])
-def test_evaluation_of_a_saved_step(program: Any, new_directory: NewDirectory, kind: str) -> None:
+def test_evaluation_of_a_saved_step(kind: str) -> None:
     directory = new_directory()
     options: dict[str, Any] = {**BY_LOSS, "save_interval_steps": 5}
     outcome = program.run(directory, checkpoint=options, max_epochs=4)
     trainer, model = outcome.trainer, outcome.model
-    measured = {event[1]: event[2] for event in outcome.recorder.events if event[0] == "validation"}
+    measured = outcome.measured
     step = min(measured, key=measured.__getitem__) if kind == "best" else 20
     loader = program.validation_loader()
     with torch.no_grad():
@@ -332,22 +320,20 @@ def test_evaluation_of_a_saved_step(program: Any, new_directory: NewDirectory, k
     assert result["test_loss"] == pytest.approx(measured[step])
     # and in a process that has not trained
     callback = CheckpointCallback(directory, **options)
-    fresh = lightning.pytorch.Trainer(callbacks=[callback], **program.QUIET)
-    [result] = fresh.test(program.Model(), loader, ckpt_path=kind, verbose=False)
+    [result] = program.trainer(callback).test(program.Model(), loader, ckpt_path=kind, verbose=False)
     assert result["test_loss"] == pytest.approx(measured[step])
 
 
-def test_evaluation_does_not_save(program: Any, new_directory: NewDirectory) -> None:
+def test_evaluation_does_not_save() -> None:
     directory = new_directory()
     callback = CheckpointCallback(directory, save_interval_steps=1)
-    trainer = lightning.pytorch.Trainer(callbacks=[callback], **program.QUIET)
-    trainer.validate(program.Model(), program.validation_loader(), verbose=False)
+    program.trainer(callback).validate(program.Model(), program.validation_loader(), verbose=False)
     assert CheckpointCallback(directory).manager.all_steps() == []
     assert callback.best_model_path == ""
 
 
-def test_tuner_keeps_its_own_files(program: Any, tmp_path: Path) -> None:
-    class Tunable(program.Model):  # type: ignore[misc] # the base is loaded by the fixture
+def test_tuner_keeps_its_own_files(tmp_path: Path) -> None:
+    class Tunable(program.Model):
         lr = 0.05
 
     class Inner(TorchCheckpointIO):
@@ -359,21 +345,17 @@ def test_tuner_keeps_its_own_files(program: Any, tmp_path: Path) -> None:
 
     # The tuner's files lie in the very directory of the checkpoints.
     callback = CheckpointCallback(tmp_path, save_interval_steps=5)
-    trainer = lightning.pytorch.Trainer(
-        callbacks=[callback], plugins=[Inner()], default_root_dir=tmp_path, max_epochs=1, **program.QUIET
-    )
-    model = Tunable()
-    validation = program.validation_loader()
-    loader = program.training_loader("shuffled")
-    Tuner(trainer).lr_find(model, loader, validation, num_training=4, update_attr=False)
+    trainer = program.trainer(callback, plugins=[Inner()], default_root_dir=tmp_path, max_epochs=1)
+    model, loaders = Tunable(), program.loaders()
+    Tuner(trainer).lr_find(model, *loaders, num_training=4, update_attr=False)
     assert len(Inner.saved) == 1
     assert Inner.saved[0].startswith(".lr_find")
     assert callback.manager.all_steps() == []
-    trainer.fit(model, loader, validation)
+    trainer.fit(model, *loaders)
     assert callback.manager.all_steps() == [5]
 
 
-def test_loggers_are_told_after_the_commit(program: Any, tmp_path: Path) -> None:
+def test_loggers_are_told_after_the_commit(tmp_path: Path) -> None:
     class Listening(Logger):
         name = version = "listening"
 
@@ -396,7 +378,7 @@ def test_loggers_are_told_after_the_commit(program: Any, tmp_path: Path) -> None
     assert all(committed for _, committed in listening.told)
 
 
-def test_loggers_get_the_numbers_of_events(program: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_loggers_get_the_numbers_of_events(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """On the trainer's thread; a logger that fails is named once, and stops nothing."""
     logged: list[tuple[int | None, list[str]]] = []
 
@@ -429,11 +411,11 @@ def test_loggers_get_the_numbers_of_events(program: Any, tmp_path: Path, caplog:
 
 
 @pytest.mark.parametrize("package", [lightning.pytorch, pytorch_lightning], ids=["lightning", "pytorch_lightning"])
-def test_both_packages(program: Any, new_directory: NewDirectory, package: Any) -> None:
+def test_both_packages(package: Any) -> None:
     class Tiny(package.LightningModule):  # type: ignore[misc] # the package is a parameter
         def __init__(self) -> None:
             super().__init__()
-            self.head = torch.nn.Linear(program.FEATURES, 1)
+            self.head = torch.nn.Linear(FEATURES, 1)
 
         def training_step(self, batch: Any, index: int) -> Any:
             return torch.nn.functional.mse_loss(self.head(batch[0]), batch[1])
@@ -442,9 +424,7 @@ def test_both_packages(program: Any, new_directory: NewDirectory, package: Any) 
             return torch.optim.Adam(self.parameters())
 
     def fit(directory: str, **options: Any) -> Any:
-        trainer = package.Trainer(
-            callbacks=[CheckpointCallback(directory, save_interval_steps=2)], **program.QUIET, **options
-        )
+        trainer = program.trainer(CheckpointCallback(directory, save_interval_steps=2), package=package, **options)
         assert len(trainer.checkpoint_callbacks) == 1
         model = Tiny()
         trainer.fit(model, program.training_loader("shuffled"))
@@ -460,12 +440,11 @@ def test_both_packages(program: Any, new_directory: NewDirectory, package: Any) 
     assert trainer.checkpoint_callback.manager.all_steps() == [2, 4, 6, 8, 10]
 
 
-def test_two_callbacks_with_directories_of_their_own(program: Any, new_directory: NewDirectory) -> None:
+def test_two_callbacks_with_directories_of_their_own() -> None:
     often, rarely = new_directory(), new_directory()
     whole = program.run(new_directory())
     second = CheckpointCallback(rarely, save_interval_steps=5)
-    with pytest.raises(program.InterruptionError):
-        program.run(often, callbacks=(second,), recorder=program.Recorder(stop_after=7))
+    program.interrupt(often, 7, callbacks=(second,))
     second = CheckpointCallback(rarely, save_interval_steps=5)
     resumed = program.run(often, callbacks=(second,), seed=2)
     assert resumed.final == whole.final
@@ -475,9 +454,7 @@ def test_two_callbacks_with_directories_of_their_own(program: Any, new_directory
 # ---- what it says
 
 
-def test_one_line_says_where_a_run_is(
-    program: Any, new_directory: NewDirectory, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_one_line_says_where_a_run_is(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     unconfigure(monkeypatch)
     directory, said = new_directory(), []
     for options in ({"max_steps": 3}, {}, {}):
@@ -503,9 +480,7 @@ def test_one_line_says_where_a_run_is(
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
-def test_a_fitted_callback_can_be_copied(
-    program: Any, new_directory: NewDirectory, duplicate: Callable[[Any], Any]
-) -> None:
+def test_a_fitted_callback_can_be_copied(duplicate: Callable[[Any], Any]) -> None:
     class Duplicates(lightning.pytorch.Callback):
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
             made.append(duplicate(trainer.checkpoint_callback))
@@ -517,15 +492,12 @@ def test_a_fitted_callback_can_be_copied(
         assert one.manager.all_steps() == [1, 2, 3]
         assert one.last_model_path == callback.last_model_path
         assert not one.preempted
-    trainer = lightning.pytorch.Trainer(callbacks=[made[0]], **program.QUIET, max_steps=5)
-    trainer.fit(program.Model(), program.training_loader("shuffled"), program.validation_loader())
+    program.trainer(made[0], max_steps=5).fit(program.Model(), *program.loaders())
     assert made[0].manager.all_steps() == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("end", [{"max_epochs": 2}, {"max_steps": 7}])
-def test_a_finished_run_is_started_again(
-    program: Any, new_directory: NewDirectory, caplog: pytest.LogCaptureFixture, end: dict[str, int]
-) -> None:
+def test_a_finished_run_is_started_again(caplog: pytest.LogCaptureFixture, end: dict[str, int]) -> None:
     directory = new_directory()
     first = program.run(directory, **end)
     with caplog.at_level(logging.INFO, logger="holdfast"):
@@ -537,9 +509,7 @@ def test_a_finished_run_is_started_again(
     assert f"nothing left to do after step {step} in {directory}" in caplog.messages
 
 
-def test_a_stopped_run_is_started_again(
-    program: Any, new_directory: NewDirectory, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_stopped_run_is_started_again(caplog: pytest.LogCaptureFixture) -> None:
     class Stops(lightning.pytorch.Callback):
         def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
             trainer.should_stop = trainer.global_step >= 10

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch
 import pytest
 import torch
-from tests.lightning_advice import ADVICE
+from tests.integrations.lightning import program
+from tests.integrations.lightning.program import new_directory
 
 import holdfast as hf
-
-pytestmark = ADVICE
-
-NewDirectory = Callable[[], str]
 
 RARELY: dict[str, Any] = {"save_interval_steps": 4, "save_on_exception": True}
 
@@ -50,13 +46,7 @@ class Fails(lightning.pytorch.Callback):
     ],
 )
 def test_the_last_point_is_saved(
-    program: Any,
-    new_directory: NewDirectory,
-    where: str,
-    step: int,
-    saved: int,
-    options: dict[str, Any],
-    error: type[BaseException],
+    where: str, step: int, saved: int, options: dict[str, Any], error: type[BaseException]
 ) -> None:
     whole = program.run(new_directory(), **options)
     directory = new_directory()
@@ -71,7 +61,7 @@ def test_the_last_point_is_saved(
     assert resumed.final == whole.final
 
 
-def test_without_the_option_nothing_more_is_saved(program: Any, new_directory: NewDirectory) -> None:
+def test_without_the_option_nothing_more_is_saved() -> None:
     directory = new_directory()
     with pytest.raises(RuntimeError, match="spoiled"):
         program.run(
@@ -80,7 +70,7 @@ def test_without_the_option_nothing_more_is_saved(program: Any, new_directory: N
     assert [one.step for one in hf.list_checkpoints(directory)] == [4]
 
 
-def test_a_fresh_run_that_fails_at_once_saves_nothing(program: Any, new_directory: NewDirectory) -> None:
+def test_a_fresh_run_that_fails_at_once_saves_nothing() -> None:
     directory = new_directory()
     with pytest.raises(RuntimeError, match="spoiled"):
         program.run(directory, checkpoint=RARELY, callbacks=(Fails("on_after_backward", 0, RuntimeError),))

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from tests.lightning_advice import ADVICE
+from tests.integrations.lightning.program import new_directory
 from tests.sweep.lightning_programs import FINETUNING
 from tests.sweep.lightning_runs import Interruption, Program
 
 from holdfast.integrations.lightning.averages import ModuleSwitches
 
 pytestmark = [
-    *ADVICE,
     pytest.mark.filterwarnings("ignore:The provided params to be frozen already exist"),
     pytest.mark.filterwarnings("ignore:Found .* in eval mode at the start of training"),
 ]
@@ -27,7 +24,7 @@ SOME = {
 
 
 @pytest.mark.parametrize("setup", SETUPS)
-def test_after_the_unfreeze(new_directory: Callable[[], str], setup: str, every: bool) -> None:
+def test_after_the_unfreeze(setup: str, every: bool) -> None:
     if not every and setup not in SOME:
         return
     whole = Program(new_directory(), setup, "shuffled")
@@ -41,7 +38,7 @@ def test_after_the_unfreeze(new_directory: Callable[[], str], setup: str, every:
         assert resumed.final() == whole.final(), f"interrupted after step {step}"
 
 
-def test_a_group_that_only_training_adds_is_refused(new_directory: Callable[[], str]) -> None:
+def test_a_group_that_only_training_adds_is_refused() -> None:
     directory = new_directory()
     assert Program(directory, "parameter group by hand", "shuffled", every=7).fit(Interruption("error", 7)) == 1
     with pytest.raises(ValueError, match="different number of parameter groups"):

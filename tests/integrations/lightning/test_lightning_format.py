@@ -7,13 +7,12 @@ from typing import Any
 
 import lightning.pytorch as lightning
 import pytest
-from tests.lightning_advice import ADVICE
+from tests.integrations.lightning import program
+from tests.integrations.lightning.program import new_directory
 
 import holdfast as hf
 from holdfast.integrations.lightning import CheckpointCallback, load_checkpoint
 from holdfast.integrations.lightning.trees import POSITION, VERSION, from_tree
-
-pytestmark = ADVICE
 
 WRITTEN = Path(__file__).with_name("written.txt")
 DEPTH = 3  # keys of a path that are ours; below are names of the program and fields of Lightning
@@ -26,7 +25,7 @@ def outline(value: Any, keys: tuple[str, ...] = ()) -> list[str]:
     return [f"{'/'.join(keys)}: {type(value).__name__}"]
 
 
-def test_what_is_written_has_not_changed(program: Any, new_directory: Any) -> None:
+def test_what_is_written_has_not_changed() -> None:
     directory = new_directory()
     callback = CheckpointCallback(directory, save_interval_steps=3)
     trainer = lightning.Trainer(callbacks=[callback], max_steps=3, **program.QUIET)
@@ -50,7 +49,7 @@ def test_a_newer_version_is_refused(version: Any) -> None:
         from_tree({"state_dict": {}, "tree_version": version}, "runs/x")
 
 
-def test_a_run_of_a_newer_version_is_refused(program: Any, new_directory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_a_newer_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def fit() -> None:
         callback = CheckpointCallback(directory, save_interval_steps=3)
         trainer = lightning.Trainer(callbacks=[callback], max_steps=3, **program.QUIET)

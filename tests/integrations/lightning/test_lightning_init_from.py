@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,15 +11,12 @@ import lightning.pytorch as lightning
 import pytest
 import safetensors.torch
 import torch
-from tests.lightning_advice import ADVICE
+from tests.integrations.lightning import program
+from tests.integrations.lightning.program import new_directory
 
 import holdfast as hf
 from holdfast.integrations.lightning import CheckpointCallback
 from holdfast.integrations.lightning.callback import take_weights
-
-pytestmark = ADVICE
-
-NewDirectory = Callable[[], str]
 
 
 class Beginning(lightning.Callback):
@@ -37,7 +33,7 @@ class Beginning(lightning.Callback):
         self.moments = len(trainer.optimizers[0].state)
 
 
-def fit(program: Any, directory: str, steps: int, seed: int, **options: Any) -> tuple[Beginning, Any]:
+def fit(directory: str, steps: int, seed: int, **options: Any) -> tuple[Beginning, Any]:
     torch.manual_seed(seed)
     beginning = Beginning()
     trainer = lightning.Trainer(
@@ -51,10 +47,10 @@ def fit(program: Any, directory: str, steps: int, seed: int, **options: Any) -> 
 
 
 @pytest.fixture(scope="module")
-def other(program: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def other(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A run of three steps, and what else may be written of it."""
     path = tmp_path_factory.mktemp("other")
-    _, trainer = fit(program, str(path / "run"), 3, seed=5)
+    _, trainer = fit(str(path / "run"), 3, seed=5)
     weights = {name: value.clone() for name, value in trainer.lightning_module.state_dict().items()}
     trainer.save_checkpoint(path / "lightning.ckpt")
     torch.save(weights, path / "weights.pt")
@@ -63,13 +59,11 @@ def other(program: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("name", ["run", "lightning.ckpt", "weights.pt", "weights.safetensors"])
-def test_weights_come_from_any_checkpoint(
-    program: Any, other: Any, new_directory: NewDirectory, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_weights_come_from_any_checkpoint(other: Any, name: str, caplog: pytest.LogCaptureFixture) -> None:
     path, weights = other
 
     with caplog.at_level(logging.INFO, "holdfast"):
-        beginning, _ = fit(program, new_directory(), 1, seed=6, init_from=path / name)
+        beginning, _ = fit(new_directory(), 1, seed=6, init_from=path / name)
 
     assert beginning.weights.keys() == weights.keys()
     assert all(torch.equal(beginning.weights[key], value) for key, value in weights.items())
@@ -77,14 +71,14 @@ def test_weights_come_from_any_checkpoint(
     assert len([line for line in caplog.messages if line.startswith("took the weights from ")]) == 1
 
 
-def test_every_difference_is_named(program: Any, other: Any, new_directory: NewDirectory, tmp_path: Path) -> None:
+def test_every_difference_is_named(other: Any, tmp_path: Path) -> None:
     _, weights = other
     changed = {**weights, "head.bias": torch.ones(2), "head.weight": weights["head.weight"].double()}
     del changed["average"]
     torch.save({**changed, "new": torch.ones(1)}, tmp_path / "x.pt")
 
     with pytest.raises(hf.TreeMismatchError, match="are not those of the model") as caught:
-        fit(program, new_directory(), 1, seed=6, init_from=tmp_path / "x.pt")
+        fit(new_directory(), 1, seed=6, init_from=tmp_path / "x.pt")
 
     assert sorted(line.partition(":")[0] for line in caught.value.differences) == [
         "average",
@@ -94,7 +88,9 @@ def test_every_difference_is_named(program: Any, other: Any, new_directory: NewD
     ]
 
 
-def test_one_fit_after_another_takes_it_once(program: Any, other: Any, new_directory: NewDirectory) -> None:
+def test_one_fit_after_another_takes_it_once(
+    other: Any,
+) -> None:
     path, weights = other
     beginning = Beginning()
     checkpoint = CheckpointCallback(
@@ -110,7 +106,9 @@ def test_one_fit_after_another_takes_it_once(program: Any, other: Any, new_direc
     assert not torch.equal(beginning.weights["head.weight"], weights["head.weight"])
 
 
-def test_strategies_that_shard_first_are_refused(other: Any, program: Any) -> None:
+def test_strategies_that_shard_first_are_refused(
+    other: Any,
+) -> None:
     path, _ = other
     trainer = SimpleNamespace(strategy=SimpleNamespace(restore_checkpoint_after_setup=True))
 

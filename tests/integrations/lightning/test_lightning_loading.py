@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch
 import pytest
 import torch
-from tests.lightning_advice import ADVICE
+from tests.integrations.lightning import program
+from tests.integrations.lightning.program import new_directory
 
 import holdfast as hf
 from holdfast.integrations.lightning import CheckpointCallback, HoldfastCheckpointIO, load_from_checkpoint
-
-pytestmark = ADVICE
-
-NewDirectory = Callable[[], str]
 
 BY_LOSS: dict[str, Any] = {"best_fn": "val_loss", "best_mode": "min", "save_interval_steps": 5}
 
@@ -29,8 +25,8 @@ class Data:
     dtype: torch.dtype = torch.float32
 
 
-def test_a_module_is_made_from_a_step(program: Any, new_directory: NewDirectory) -> None:
-    class Configured(program.Model):  # type: ignore[misc] # the base is loaded by the fixture
+def test_a_module_is_made_from_a_step() -> None:
+    class Configured(program.Model):
         def __init__(self, data: Data, options: Namespace, scale: float = 1.0) -> None:
             super().__init__()
             self.save_hyperparameters()
@@ -49,7 +45,7 @@ def test_a_module_is_made_from_a_step(program: Any, new_directory: NewDirectory)
     for name, value in model.state_dict().items():
         assert torch.equal(newest.state_dict()[name], value)
     best = load_from_checkpoint(Configured, directory, step="best", scale=2.0)
-    assert (best.scale, best.hparams.scale) == (2.0, 2.0)
+    assert (best.scale, best.hparams["scale"]) == (2.0, 2.0)
     assert torch.equal(
         best.head.weight,
         torch.from_numpy(hf.load(callback.best_model_path)["state_dict"]["head.weight"]),
@@ -60,7 +56,7 @@ def test_a_module_is_made_from_a_step(program: Any, new_directory: NewDirectory)
     )
 
 
-def test_what_cannot_be_loaded(program: Any, new_directory: NewDirectory) -> None:
+def test_what_cannot_be_loaded() -> None:
     directory = new_directory()
     program.run(directory, max_epochs=1, checkpoint={"save_interval_steps": 5})
     with pytest.raises(hf.errors.OptionError, match="does not rank its checkpoints by the name of a metric"):
@@ -78,10 +74,10 @@ def test_what_cannot_be_loaded(program: Any, new_directory: NewDirectory) -> Non
         load_from_checkpoint(Other, directory)
 
 
-def test_a_trainer_without_the_callback(program: Any, new_directory: NewDirectory, tmp_path: Path) -> None:
+def test_a_trainer_without_the_callback(tmp_path: Path) -> None:
     directory = new_directory()
     outcome = program.run(directory, max_epochs=4, checkpoint=BY_LOSS)
-    measured = {event[1]: event[2] for event in outcome.recorder.events if event[0] == "validation"}
+    measured = outcome.measured
     best = outcome.trainer.checkpoint_callback.best_model_path
     trainer = lightning.pytorch.Trainer(plugins=[HoldfastCheckpointIO()], default_root_dir=tmp_path, **program.QUIET)
     loader = program.validation_loader()

@@ -5,20 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch
 import pytest
 import torch
-from tests.lightning_advice import ADVICE
+from tests.integrations.lightning.program import new_directory
 from torch.utils.data import DataLoader
 
 import holdfast as hf
 from holdfast.integrations.lightning import CheckpointCallback
 from holdfast.integrations.lightning.stopping import Preempted
 
-pytestmark = [*ADVICE, pytest.mark.filterwarnings("ignore:.*configure_optimizers. returned .None")]
+pytestmark = [pytest.mark.filterwarnings("ignore:.*configure_optimizers. returned .None")]
 
 BATCHES, EPOCHS = 6, 2
 SAID = "steps are batches here, since no optimizer of Lightning steps"
@@ -99,12 +98,7 @@ def fit(directory: str, kind: type[Raw], seed: int = 1, signal_at: int | None = 
     [(Raw, [3], 5, 12), (Own, [3], 5, 12), (Accumulating, [], 3, 6)],
 )
 def test_batches_are_steps_where_no_optimizer_of_lightning_steps(
-    new_directory: Callable[[], str],
-    caplog: pytest.LogCaptureFixture,
-    kind: type[Raw],
-    saved: list[int],
-    after_signal: int,
-    at_end: int,
+    caplog: pytest.LogCaptureFixture, kind: type[Raw], saved: list[int], after_signal: int, at_end: int
 ) -> None:
     whole = fit(new_directory(), kind)
     directory = new_directory()

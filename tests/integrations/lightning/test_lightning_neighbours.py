@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +10,17 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.tuner.tuning import Tuner
-from tests.lightning_advice import ADVICE
+from tests.integrations.lightning import program
+from tests.integrations.lightning.program import new_directory
+from tests.sweep.lightning_programs import samples
 from torch.utils.data import DataLoader
 
 from holdfast.integrations.lightning import CheckpointCallback
 
 pytestmark = [
-    *ADVICE,
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
     pytest.mark.filterwarnings("ignore:The `lr_find`|The number of training batches"),
 ]
-
-NewDirectory = Callable[[], str]
 
 
 # ---- ModelCheckpoint
@@ -33,9 +31,7 @@ def beside(place: Path) -> ModelCheckpoint:
 
 
 @pytest.mark.parametrize("resume", [pytest.param("auto", marks=pytest.mark.sweep), "never"])
-def test_a_fresh_run_beside_an_old_last_ckpt(
-    program: Any, new_directory: NewDirectory, tmp_path: Path, resume: str
-) -> None:
+def test_a_fresh_run_beside_an_old_last_ckpt(tmp_path: Path, resume: str) -> None:
     program.run(new_directory(), callbacks=(beside(tmp_path),), max_steps=3)
     assert (tmp_path / "last.ckpt").exists()
     whole = program.run(new_directory())
@@ -44,16 +40,10 @@ def test_a_fresh_run_beside_an_old_last_ckpt(
     assert fresh.final == whole.final
 
 
-def test_after_a_kill_only_our_directory_decides(program: Any, new_directory: NewDirectory, tmp_path: Path) -> None:
+def test_after_a_kill_only_our_directory_decides(tmp_path: Path) -> None:
     whole = program.run(new_directory())
     directory = new_directory()
-    with pytest.raises(program.InterruptionError):
-        program.run(
-            directory,
-            checkpoint={"save_interval_steps": 3},
-            callbacks=(beside(tmp_path),),
-            recorder=program.Recorder(stop_after=8),
-        )
+    program.interrupt(directory, 8, checkpoint={"save_interval_steps": 3}, callbacks=(beside(tmp_path),))
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 8
     resumed = program.run(directory, seed=2, callbacks=(beside(tmp_path),))
     assert resumed.recorder.first_step == 6
@@ -62,7 +52,7 @@ def test_after_a_kill_only_our_directory_decides(program: Any, new_directory: Ne
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 @pytest.mark.parametrize("named", ["last", "last.ckpt"])
-def test_a_path_that_is_named_is_taken(program: Any, new_directory: NewDirectory, tmp_path: Path, named: str) -> None:
+def test_a_path_that_is_named_is_taken(tmp_path: Path, named: str) -> None:
     program.run(new_directory(), callbacks=(beside(tmp_path),), max_steps=3)
     path = str(tmp_path / named) if named.endswith(".ckpt") else named
     resumed = program.run(new_directory(), callbacks=(beside(tmp_path),), ckpt_path=path, max_steps=5)
@@ -72,14 +62,16 @@ def test_a_path_that_is_named_is_taken(program: Any, new_directory: NewDirectory
 # ---- searches for a learning rate and a batch size
 
 
-def searching(program: Any) -> Any:
-    class Searched(program.Model):  # type: ignore[misc] # the base is loaded by the fixture
+def searching() -> Any:
+    class Searched(program.Model):
+        hparams: Any
+
         def __init__(self, lr: float = 0.02, batch_size: int = 4, **facts: Any) -> None:
             super().__init__(**facts)
             self.save_hyperparameters()
 
         def train_dataloader(self) -> Any:
-            return DataLoader(program.samples(24, seed=1), self.hparams.batch_size, shuffle=True)
+            return DataLoader(samples(24, seed=1), self.hparams.batch_size, shuffle=True)
 
         def val_dataloader(self) -> Any:
             return program.validation_loader()
@@ -92,10 +84,10 @@ def searching(program: Any) -> Any:
     return Searched
 
 
-def fit(program: Any, directory: str, root: Path, callbacks: list[Any], *, tuner: str = "", **options: Any) -> Any:
+def fit(directory: str, root: Path, callbacks: list[Any], *, tuner: str = "", **options: Any) -> Any:
     torch.manual_seed(options.pop("seed", 1))
     stop = options.pop("stop_after", None)
-    recorder, model = program.Recorder(stop_after=stop), searching(program)(**options.pop("given", {}))
+    recorder, model = program.Recorder(stop_after=stop), searching()(**options.pop("given", {}))
     checkpoint = CheckpointCallback(directory, save_interval_steps=1)
     trainer = lightning.pytorch.Trainer(
         callbacks=[checkpoint, *callbacks, recorder], default_root_dir=root, max_epochs=3, **program.QUIET, **options
@@ -127,8 +119,6 @@ def finders(kind: str) -> list[Any]:
     ],
 )
 def test_a_resumed_run_does_not_search(
-    program: Any,
-    new_directory: NewDirectory,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
@@ -138,16 +128,16 @@ def test_a_resumed_run_does_not_search(
 ) -> None:
     # Lightning collects garbage in each trial, which takes seconds in a process that holds as much as this one.
     monkeypatch.setattr("lightning.pytorch.tuner.batch_size_scaling.garbage_collection_cuda", lambda: None)
-    whole = fit(program, new_directory(), tmp_path, finders(kind), tuner=tuner)
-    assert dict(whole.model.hparams) != dict(searching(program)().hparams)  # something was found
+    whole = fit(new_directory(), tmp_path, finders(kind), tuner=tuner)
+    assert dict(whole.model.hparams) != dict(searching()().hparams)  # something was found
     epoch = whole.trainer.num_training_batches
     for step in range(1, 3 * epoch) if every else (2, epoch):
         directory = new_directory()
         with pytest.raises(program.InterruptionError):
-            fit(program, directory, tmp_path, finders(kind), tuner=tuner, stop_after=step)
+            fit(directory, tmp_path, finders(kind), tuner=tuner, stop_after=step)
         caplog.clear()
         given = {} if tuner else {"batch_size": whole.model.hparams.batch_size}
-        resumed = fit(program, directory, tmp_path, finders(kind), tuner=tuner, seed=1 if tuner else 7, given=given)
+        resumed = fit(directory, tmp_path, finders(kind), tuner=tuner, seed=1 if tuner else 7, given=given)
         said = [one for one in caplog.records if "does not search again" in one.getMessage()]
         assert len(said) == len(finders(kind))
         assert resumed.recorder.first_step == step

@@ -10,14 +10,11 @@ from typing import Any
 import lightning.pytorch as lightning
 import pytest
 import torch
-from tests.lightning_advice import ADVICE
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import holdfast as hf
 from holdfast.integrations.lightning import CheckpointCallback, load_checkpoint
 from holdfast.integrations.lightning.loader_states import replicated_states
-
-pytestmark = ADVICE
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",

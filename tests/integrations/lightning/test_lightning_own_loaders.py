@@ -3,44 +3,50 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import combined_loader as combined
 from tests.documents.examples import Examples
+from tests.integrations.lightning import program
 
 from holdfast.engine.generators import same_state
+from holdfast.errors import StateError
+from holdfast.integrations.lightning import CheckpointCallback
 
-torch: Any = pytest.importorskip("torch")
-lightning: Any = pytest.importorskip("lightning")
-combined: Any = pytest.importorskip("lightning.pytorch.utilities.combined_loader")
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
-    pytest.mark.filterwarnings("ignore:`isinstance:FutureWarning"),
-]
 SIZE, EPOCHS = 3, 3
 
 
-class Sized:
-    """Begins an epoch with every iterator, except the one after a resume within an epoch."""
+class Placed:
+    """Has an epoch, and a place in it."""
 
     size = SIZE
 
     def __init__(self) -> None:
         self.epoch = self.place = 0
-        self.has_begun = self.is_resumed = False
-
-    def __len__(self) -> int:
-        return self.size
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self.epoch, "place": self.place}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.epoch, self.place = state["epoch"], state["place"]
+
+
+class Sized(Placed):
+    """Begins an epoch with every iterator, except the one after a resume within an epoch."""
+
+    has_begun = is_resumed = False
+
+    def __len__(self) -> int:
+        return self.size
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
         self.has_begun = self.place > 0
         self.is_resumed = 0 < self.place < self.size
 
@@ -53,19 +59,8 @@ class Sized:
             yield torch.tensor([10.0 * self.epoch + self.place])
 
 
-class Unsized:
+class Unsized(Placed):
     """Goes to the next epoch when its iterator ends; a new iterator continues where the one before it stopped."""
-
-    size = SIZE
-
-    def __init__(self) -> None:
-        self.epoch = self.place = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "place": self.place}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.epoch, self.place = state["epoch"], state["place"]
 
     def __iter__(self) -> Iterator[Any]:
         while self.place < self.size:
@@ -128,7 +123,7 @@ class DatedDeclared(Dated):
         return {**Sized.state_dict(self), "saved": {"at": Dated.now}}
 
 
-class WithoutLength(torch.utils.data.IterableDataset):  # type: ignore[misc]
+class WithoutLength(torch.utils.data.IterableDataset[Any]):
     def __init__(self, size: int) -> None:
         self.size = size
 
@@ -136,7 +131,7 @@ class WithoutLength(torch.utils.data.IterableDataset):  # type: ignore[misc]
         return iter(torch.arange(float(self.size)).view(-1, 1))
 
 
-def beside(own: Callable[[], Any], mode: str, size: int = SIZE) -> Callable[[], Any]:
+def beside(own: Callable[[], Any], mode: Any, size: int = SIZE) -> Callable[[], Any]:
     """Return loaders of which the second has neither a state nor a length."""
     return lambda: combined.CombinedLoader(
         [own(), torch.utils.data.DataLoader(WithoutLength(size), batch_size=1)], mode
@@ -147,7 +142,7 @@ class KilledError(Exception):
     """Ends a run."""
 
 
-class Net(lightning.LightningModule):  # type: ignore[misc]
+class Net(LightningModule):
     def __init__(self, end: int) -> None:
         super().__init__()
         self.layer, self.end = torch.nn.Linear(1, 1), end
@@ -171,103 +166,55 @@ def run(loaders: Any, directory: Path, end: int = -1, limit: int | None = None) 
     A run that is cut off saves its last step only, a run that resumes every fourth step and its end, and a whole run
     every step: saves may not change what follows.
     """
-    from holdfast.integrations.lightning import CheckpointCallback
-
     Dated.now += 1
     interval = end if end > 0 else SIZE + 1 if directory.exists() else 1
-    callback = CheckpointCallback(str(directory), save_interval_steps=interval)
-    trainer = lightning.Trainer(
-        max_epochs=EPOCHS,
-        limit_train_batches=limit,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[callback],
-    )
-    net = Net(end)
+    callback, net = CheckpointCallback(str(directory), save_interval_steps=interval), Net(end)
     try:
-        trainer.fit(net, loaders)
+        program.trainer(callback, max_epochs=EPOCHS, limit_train_batches=limit).fit(net, loaders)
     except KilledError:
         assert end >= 0
     return net.seen
 
 
+def check(
+    loaders: Callable[[], Any],
+    directory: Path,
+    ends: Sequence[int],
+    then: Sequence[int] = (1, -1),
+    limit: int | None = None,
+) -> list[Any]:
+    """Compare a whole run with runs that are cut off at some steps, and cut off again as they go on; return it."""
+
+    def seeded(seed: int, directory: Path, end: int = -1) -> list[Any]:
+        torch.manual_seed(seed)
+        return run(loaders(), directory, end, limit)
+
+    whole = seeded(1, directory / "whole")
+    for end in ends[: len(whole) - 2]:
+        parts = [seeded(seed, directory / str(end), steps) for seed, steps in enumerate((end, *then), start=1)]
+        assert [batch for part in parts for batch in part] == whole
+    return whole
+
+
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "loaders",
-    [Sized, Unsized, WithLast, ByNext, Dated, Declared, beside(Sized, "min_size"), beside(Sized, "max_size"),
-     beside(Unsized, "max_size"), beside(WithLast, "max_size")],
-    ids=["sized", "unsized", "with last", "by next", "dated", "declared", "sized beside", "sized padded",
-         "unsized beside", "with last beside"],
-)  # fmt: skip
-def test_no_batch_is_lost_or_repeated(loaders: Callable[[], Any], tmp_path: Path) -> None:
-    whole = run(loaders(), tmp_path / "whole")
-    assert [batch[0] for batch in whole] == [10.0 * e + i + 1 for e in range(EPOCHS) for i in range(SIZE)]
-    for end in (1, 2, 3, 4, 6):  # within an epoch, and at its end
-        parts = [run(loaders(), tmp_path / str(end), steps) for steps in (end, 1, -1)]
-        assert [batch for part in parts for batch in part] == whole
-
-
-CYCLE = "max_size_cycle"
-
-
-@pytest.mark.parametrize(
-    ("loaders", "limit"),
-    [(beside(Unsized, CYCLE), None), (beside(WithLast, CYCLE), None), (beside(Declared, CYCLE), None),
-     (beside(Endless, "min_size", 1), None), (Endless, 2)],
-    ids=["together", "with last together", "declared together", "cut", "limited"],
-)  # fmt: skip
-def test_an_epoch_ends_before_the_data_of_a_loader(
-    loaders: Callable[[], Any], limit: int | None, tmp_path: Path
-) -> None:
-    """The next iterator continues behind the last batch, also after two resumes."""
-    whole = run(loaders(), tmp_path / "whole", limit=limit)
-    for end in (1, 2, 3, 4)[: len(whole) - 2]:
-        parts = [run(loaders(), tmp_path / str(end), steps, limit=limit) for steps in (end, 1, -1)]
-        assert [batch for part in parts for batch in part] == whole
-
-
-@pytest.mark.parametrize(
-    ("mode", "kind"),
-    [(CYCLE, Unsized), (CYCLE, Declared), ("min_size", Unsized), ("min_size", Declared)],
-)  # fmt: skip
-def test_loaders_of_different_lengths(mode: str, kind: type[Any], tmp_path: Path) -> None:
-    """An epoch lasts until each has ended, or one of them, also where that is with the first batch after a resume."""
-    short: Any = type("Short", (kind,), {"size": 2})
-
-    def loaders() -> Any:
-        return combined.CombinedLoader([short(), kind()], mode)
-
-    whole = run(loaders(), tmp_path / "whole")
-    for end in (1, 2, 3):  # then at the next step, which ends the epoch or not
-        parts = [run(loaders(), tmp_path / str(end), steps) for steps in (end, 1, -1)]
-        assert [batch for part in parts for batch in part] == whole
-
-
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata with torch 2.13
-@pytest.mark.parametrize(
-    ("loaders", "limit"),
     [
-        (lambda kind: kind(torch.arange(3.0), shuffle=True), None),
-        (lambda kind: kind(torch.arange(3.0), shuffle=True, generator=torch.Generator().manual_seed(1)), None),
-        (lambda kind: kind(torch.arange(5.0), shuffle=True), 3),
-        (lambda kind: combined.CombinedLoader([kind(torch.arange(6.0)), kind(torch.arange(4.0))], CYCLE), None),
-        (lambda kind: combined.CombinedLoader([kind(torch.arange(6.0)), kind(torch.arange(4.0))], "min_size"), None),
+        pytest.param(Sized, id="sized"),
+        pytest.param(Unsized, id="unsized"),
+        pytest.param(WithLast, id="with last"),
+        pytest.param(ByNext, id="by next"),
+        pytest.param(Dated, id="dated"),
+        pytest.param(Declared, id="declared"),
+        pytest.param(beside(Sized, "min_size"), id="sized beside"),
+        pytest.param(beside(Sized, "max_size"), id="sized padded"),
+        pytest.param(beside(Unsized, "max_size"), id="unsized beside"),
+        pytest.param(beside(WithLast, "max_size"), id="with last beside"),
     ],
-    ids=["alone", "generator", "limited", "together", "beside a shorter one"],
 )
-def test_loaders_of_torchdata(loaders: Callable[[Any], Any], limit: int | None, tmp_path: Path) -> None:
-    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
-
-    def seeded(seed: int) -> Any:
-        torch.manual_seed(seed)
-        return loaders(stateful)
-
-    whole = run(seeded(1), tmp_path / "whole", limit=limit)
-    for end in (2, 3, 4, 5):
-        parts = [run(seeded(seed), tmp_path / str(end), steps, limit) for seed, steps in enumerate((end, 1, -1), 1)]
-        assert [batch for part in parts for batch in part] == whole
+def test_no_batch_is_lost_or_repeated(loaders: Callable[[], Any], tmp_path: Path) -> None:
+    whole = check(loaders, tmp_path, (1, 2, 3, 4, 6))  # within an epoch, and at its end
+    assert [batch[0] for batch in whole] == [10.0 * e + i + 1 for e in range(EPOCHS) for i in range(SIZE)]
 
 
 class Shuffled(Sized):
@@ -327,28 +274,63 @@ class Live(ByReference):
 @pytest.mark.examples("docs/lightning.md", "python 2")
 def test_the_loader_of_the_page(examples: Examples, tmp_path: Path) -> None:
     kind = examples.run({})["Shuffled"]
-
-    def loader() -> Any:
-        return kind(torch.arange(float(SIZE)).view(-1, 1), 1)
-
-    whole = run(loader(), tmp_path / "whole")
+    whole = check(lambda: kind(torch.arange(float(SIZE)).view(-1, 1), 1), tmp_path, (1, 2, 3, 4))
     assert len(set(map(str, [whole[:SIZE], whole[SIZE : 2 * SIZE], whole[2 * SIZE :]]))) > 1
-    for end in (1, 2, 3, 4):
-        parts = [run(loader(), tmp_path / str(end), steps) for steps in (end, 1, -1)]
-        assert [batch for part in parts for batch in part] == whole
 
 
+CYCLE = "max_size_cycle"
+
+
+def lengths(kind: type[Any], mode: Any) -> Callable[[], Any]:
+    """Return loaders of two lengths: an epoch lasts until each has ended, or one of them."""
+    short: Any = type("Short", (kind,), {"size": 2})
+    return lambda: combined.CombinedLoader([short(), kind()], mode)
+
+
+def of_torchdata(size: int, other: int = 0, mode: Any = CYCLE, **options: Any) -> Callable[[], Any]:
+    """Return a loader of torchdata, or two of them."""
+
+    def loaders() -> Any:
+        kind = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+        generators = {"generator": torch.Generator().manual_seed(1)} if options.get("generator") else {}
+        parts = [kind(torch.arange(float(one)), **{**options, **generators}) for one in (size, other) if one]
+        return combined.CombinedLoader(parts, mode) if other else parts[0]
+
+    return loaders
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata with torch 2.13
 @pytest.mark.parametrize(
-    "loaders",
-    [Shuffled, ByReference, Live, beside(Live, "min_size"), beside(Live, CYCLE)],
-    ids=["shuffled", "by reference", "live", "live beside", "live together"],
+    ("loaders", "ends", "limit"),
+    [
+        # The epoch ends before the data of a loader: the next iterator continues behind the last batch.
+        pytest.param(beside(Unsized, CYCLE), (1, 2, 3, 4), None, id="together"),
+        pytest.param(beside(WithLast, CYCLE), (1, 2, 3, 4), None, id="with last together"),
+        pytest.param(beside(Declared, CYCLE), (1, 2, 3, 4), None, id="declared together"),
+        pytest.param(beside(Endless, "min_size", 1), (1, 2, 3, 4), None, id="cut"),
+        pytest.param(Endless, (1, 2, 3, 4), 2, id="limited"),
+        # Also where that is with the first batch after a resume.
+        pytest.param(lengths(Unsized, CYCLE), (1, 2, 3), None, id="until both have ended"),
+        pytest.param(lengths(Declared, CYCLE), (1, 2, 3), None, id="declared, until both have ended"),
+        pytest.param(lengths(Unsized, "min_size"), (1, 2, 3), None, id="until one has ended"),
+        pytest.param(lengths(Declared, "min_size"), (1, 2, 3), None, id="declared, until one has ended"),
+        pytest.param(of_torchdata(3, shuffle=True), (2, 3, 4, 5), None, id="torchdata"),
+        pytest.param(of_torchdata(3, shuffle=True, generator=True), (2, 3, 4, 5), None, id="torchdata, generator"),
+        pytest.param(of_torchdata(5, shuffle=True), (2, 3, 4, 5), 3, id="torchdata, limited"),
+        pytest.param(of_torchdata(6, 4), (2, 3, 4, 5), None, id="torchdata, together"),
+        pytest.param(of_torchdata(6, 4, "min_size"), (2, 3, 4, 5), None, id="torchdata, beside a shorter one"),
+        # A loader restores its generator itself; nothing else does.
+        pytest.param(Shuffled, (1, 2, 3), None, id="shuffled"),
+        pytest.param(ByReference, (1, 2, 3), None, id="by reference"),
+        pytest.param(Live, (1, 2, 3), None, id="live"),
+        pytest.param(beside(Live, "min_size"), (1, 2, 3), None, id="live beside"),
+        pytest.param(beside(Live, CYCLE), (1, 2, 3), None, id="live together"),
+    ],
 )
-def test_states_of_any_form(loaders: Callable[[], Any], tmp_path: Path) -> None:
-    """A loader restores its generator itself; nothing else does."""
-    whole = run(loaders(), tmp_path / "whole")
-    for end in (1, 2, 3):  # within an epoch, and then at its end, too
-        parts = [run(loaders(), tmp_path / str(end), steps) for steps in (end, 1, -1)]
-        assert [batch for part in parts for batch in part] == whole
+def test_a_run_goes_on_behind_its_last_batch(
+    loaders: Callable[[], Any], ends: tuple[int, ...], limit: int | None, tmp_path: Path
+) -> None:
+    check(loaders, tmp_path, ends, limit=limit)
 
 
 class Opaque:
@@ -412,26 +394,26 @@ class DrawingLater(Drawing):
 
 def lasting() -> Any:
     """Return a loader whose iterator, with the counts of its worker, stays from epoch to epoch."""
-    return torch.utils.data.DataLoader(torch.arange(float(SIZE)), batch_size=1, num_workers=1, persistent_workers=True)
+    data: Any = torch.arange(float(SIZE))
+    return torch.utils.data.DataLoader(data, batch_size=1, num_workers=1, persistent_workers=True)
 
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "loaders",
-    [Drawing, DrawingLater, beside(Drawing, "min_size"), lasting],
-    ids=["as it begins", "with a batch", "beside", "lasting workers"],
+    [
+        pytest.param(Drawing, id="as it begins"),
+        pytest.param(DrawingLater, id="with a batch"),
+        pytest.param(beside(Drawing, "min_size"), id="beside"),
+        pytest.param(lasting, id="lasting workers"),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:.*fork")
 def test_a_loader_without_a_state(loaders: Callable[[], Any], tmp_path: Path) -> None:
-    whole = run(loaders(), tmp_path / "whole")
-    for end in (1, 2, 3, 4):
-        parts = [run(loaders(), tmp_path / str(end), steps) for steps in (end, 1, 1, -1)]
-        assert [batch for part in parts for batch in part] == whole
+    check(loaders, tmp_path, (1, 2, 3, 4), then=(1, 1, -1))
 
 
 def test_a_place_that_is_not_found_again_is_told_with_what_differs(tmp_path: Path) -> None:
-    from holdfast.engine.errors import StateError
-
     run(beside(DatedDeclared, CYCLE)(), tmp_path, 2)
     with pytest.raises(StateError, match=r"\(different: saved\.at\)\. Leave out of its state what differs without"):
         run(beside(DatedDeclared, CYCLE)(), tmp_path, 1)

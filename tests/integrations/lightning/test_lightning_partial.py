@@ -11,21 +11,20 @@ import pytest
 import torch
 from lightning.pytorch import callbacks as parts
 from tests.equality import assert_same
-from tests.lightning_advice import ADVICE
+from tests.integrations.lightning import program
+from tests.integrations.lightning.program import new_directory
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 
 import holdfast as hf
 from holdfast.integrations.lightning import CheckpointCallback
 
 pytestmark = [
-    *ADVICE,
     # of callbacks that only one of two programs has
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create the checkpoint"),
     pytest.mark.filterwarnings("ignore:The checkpoint was not created with WeightAveraging"),
 ]
 
 activations: Any = checkpoint_wrapper  # whose functions have no types
-NewDirectory = Callable[[], str]
 STEPS = 3
 
 
@@ -82,7 +81,6 @@ def contents(trainer: Any, module: Any) -> tuple[Any, ...]:
 
 
 def fit(
-    program: Any,
     directory: str,
     steps: int,
     layers: dict[str, int],
@@ -208,19 +206,17 @@ CHANGES: dict[str, tuple[Any, Any, set[str], set[str], list[str]]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_fits_is_restored_and_the_rest_is_told(
-    program: Any, new_directory: NewDirectory, change: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_fits_is_restored_and_the_rest_is_told(change: str, caplog: pytest.LogCaptureFixture) -> None:
     before, after, new, fresh, texts = CHANGES[change]
     directory = new_directory()
-    old, _ = fit(program, directory, STEPS, *before)
+    old, _ = fit(directory, STEPS, *before)
     weights, moments, _, schedules = contents(old, old.lightning_module)
 
     with pytest.raises((hf.TreeMismatchError, RuntimeError, ValueError)) as refused:
-        fit(program, directory, STEPS + 1, *after, seed=2)
+        fit(directory, STEPS + 1, *after, seed=2)
     assert "partial='initialize' restores what fits" in refused.value.__notes__[0]
     caplog.clear()
-    trainer, seen = fit(program, directory, STEPS + 1, *after, seed=2, partial="initialize")
+    trainer, seen = fit(directory, STEPS + 1, *after, seed=2, partial="initialize")
 
     net = trainer.lightning_module
     assert seen.step == STEPS
@@ -237,26 +233,26 @@ def test_what_fits_is_restored_and_the_rest_is_told(
     assert trainer.global_step == STEPS + 1
 
     caplog.clear()  # once saved, it resumes as any other, and strictly
-    _, seen = fit(program, directory, STEPS + 2, *after, seed=3)
+    _, seen = fit(directory, STEPS + 2, *after, seed=3)
     assert seen.step == STEPS + 1
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_a_group_of_its_own_keeps_its_rate(program: Any, new_directory: NewDirectory) -> None:
+def test_a_group_of_its_own_keeps_its_rate() -> None:
     directory = new_directory()
-    fit(program, directory, STEPS, LAYERS, decayed)
-    _, seen = fit(program, directory, STEPS + 1, {**LAYERS, "new": 2}, new_group, partial="initialize")
+    fit(directory, STEPS, LAYERS, decayed)
+    _, seen = fit(directory, STEPS + 1, {**LAYERS, "new": 2}, new_group, partial="initialize")
 
     assert [(names[0], rate) for names, rate in seen.groups] == [("new.weight", 1.0), ("one.weight", 0.05 * 0.5**3)]
     assert seen.schedules[0]["base_lrs"] == [1.0, 0.05]
     assert seen.schedules[0]["last_epoch"] == STEPS
 
 
-def test_what_an_optimizer_keeps_follows_the_names(program: Any, new_directory: NewDirectory) -> None:
+def test_what_an_optimizer_keeps_follows_the_names() -> None:
     """Parameters of the same shape in another order: torch would exchange their moments, also without partial."""
     layers = {"one": 3, "two": 3}
     directory = new_directory()
-    old, _ = fit(program, directory, STEPS, layers, adam)
+    old, _ = fit(directory, STEPS, layers, adam)
     _, moments, _, _ = contents(old, old.lightning_module)
     ways: list[Any] = [None, "initialize"]
     for partial in ways:
@@ -281,9 +277,7 @@ class Checkpointed(Net):
 
 @pytest.mark.parametrize(("before", "after"), [(Net, Checkpointed), (Checkpointed, Net)])
 @pytest.mark.parametrize("partial", [None, "initialize"])
-def test_activation_checkpointing_on_and_off(
-    program: Any, new_directory: NewDirectory, before: type[Net], after: type[Net], partial: Any
-) -> None:
+def test_activation_checkpointing_on_and_off(before: type[Net], after: type[Net], partial: Any) -> None:
     """Each layer with a rate of its own, so that names decide about groups."""
 
     def rates(net: Any) -> Any:
@@ -316,7 +310,7 @@ def test_activation_checkpointing_on_and_off(
     assert [([bare(name) for name in names], rate) for names, rate in again.groups][: len(groups)] == before_names
 
 
-def test_parameters_in_other_groups_are_refused(program: Any, new_directory: NewDirectory) -> None:
+def test_parameters_in_other_groups_are_refused() -> None:
     def groups(*first: str) -> Any:
         def make(net: Any) -> Any:
             one = [value for name, value in net.named_parameters() if name.startswith(first)]
@@ -328,12 +322,12 @@ def test_parameters_in_other_groups_are_refused(program: Any, new_directory: New
 
     layers = {"one": 3, "two": 3}
     directory = new_directory()
-    fit(program, directory, STEPS, layers, groups("one"))
+    fit(directory, STEPS, layers, groups("one"))
     with pytest.raises(hf.TreeMismatchError, match="in other groups of an optimizer"):
-        fit(program, directory, STEPS + 1, layers, groups("two"))
+        fit(directory, STEPS + 1, layers, groups("two"))
 
 
-def test_another_number_of_optimizers_is_refused(program: Any, new_directory: NewDirectory) -> None:
+def test_another_number_of_optimizers_is_refused() -> None:
     """Lightning would leave the second one as it is made, and say nothing."""
 
     class Two(Net):
@@ -416,42 +410,36 @@ class Replacing(lightning.Callback):
 
 
 @pytest.mark.parametrize(("first", "then"), [(torch.optim.Adam, torch.optim.RAdam), (Lion, Lynx)])
-def test_an_optimizer_that_replaced_another_is_refused_to_the_first(
-    program: Any, new_directory: NewDirectory, first: Any, then: Any
-) -> None:
+def test_an_optimizer_that_replaced_another_is_refused_to_the_first(first: Any, then: Any) -> None:
     directory, layers = new_directory(), {"one": 3}
 
     def begun(net: Any) -> Any:
         return first(net.parameters(), lr=0.05)
 
-    fit(program, directory, STEPS, layers, begun, callbacks=(Replacing(then),))
+    fit(directory, STEPS, layers, begun, callbacks=(Replacing(then),))
     with pytest.raises(hf.TreeMismatchError, match=f"optimizer 0: expected .*{first.__name__}.*{then.__name__}"):
-        fit(program, directory, STEPS + 1, layers, begun)
-    _, seen = fit(program, directory, STEPS + 1, layers, begun, partial="initialize")
+        fit(directory, STEPS + 1, layers, begun)
+    _, seen = fit(directory, STEPS + 1, layers, begun, partial="initialize")
     assert (seen.step, seen.moments) == (STEPS, {})
-    _, seen = fit(
-        program, directory, STEPS + 2, layers, lambda net: then(net.parameters(), lr=0.05), partial="initialize"
-    )
+    _, seen = fit(directory, STEPS + 2, layers, lambda net: then(net.parameters(), lr=0.05), partial="initialize")
     assert seen.step == STEPS + 1
 
 
-def test_a_derived_optimizer_takes_the_state_of_its_base(program: Any, new_directory: NewDirectory) -> None:
+def test_a_derived_optimizer_takes_the_state_of_its_base() -> None:
     directory, layers = new_directory(), {"one": 3}
-    fit(program, directory, STEPS, layers, lambda net: Lion(net.parameters(), lr=0.05))
-    _, seen = fit(program, directory, STEPS + 1, layers, lambda net: Tiger(net.parameters(), lr=0.05))
+    fit(directory, STEPS, layers, lambda net: Lion(net.parameters(), lr=0.05))
+    _, seen = fit(directory, STEPS + 1, layers, lambda net: Tiger(net.parameters(), lr=0.05))
     assert seen.moments.keys() == {"one.weight", "one.bias"}
 
 
 @pytest.mark.parametrize("partial", [None, "initialize"])
-def test_what_an_optimizer_keeps_has_the_dtypes_that_it_had(
-    program: Any, new_directory: NewDirectory, partial: Any
-) -> None:
+def test_what_an_optimizer_keeps_has_the_dtypes_that_it_had(partial: Any) -> None:
     directory, layers = new_directory(), {"one": 3}
 
     def lion(net: Any) -> Any:
         return Lion(net.parameters(), lr=0.05)
 
-    trainer, _ = fit(program, directory, STEPS, layers, lion)
+    trainer, _ = fit(directory, STEPS, layers, lion)
     saved = {name: dict(trainer.optimizers[0].state[one]) for name, one in trainer.model.named_parameters()}
     found: list[Any] = []
 
@@ -460,24 +448,22 @@ def test_what_an_optimizer_keeps_has_the_dtypes_that_it_had(
             state = trainer.optimizers[0].state
             found.append({name: dict(state[one]) for name, one in pl_module.named_parameters()})
 
-    fit(program, directory, STEPS + 1, layers, lion, callbacks=(Keeping(),), partial=partial)
+    fit(directory, STEPS + 1, layers, lion, callbacks=(Keeping(),), partial=partial)
     assert_same(found, [saved])
 
 
 @pytest.mark.needs("lightning", "2.6")
 @pytest.mark.parametrize("partial", [None, "initialize"])
-def test_an_average_from_now_on(
-    program: Any, new_directory: NewDirectory, partial: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_average_from_now_on(partial: Any, caplog: pytest.LogCaptureFixture) -> None:
     directory = new_directory()
-    old, _ = fit(program, directory, STEPS, LAYERS, adam)
+    old, _ = fit(directory, STEPS, LAYERS, adam)
     weights = old.lightning_module.state_dict()
     average = parts.EMAWeightAveraging(decay=0.5)
-    _, seen = fit(program, directory, STEPS, LAYERS, adam, seed=2, callbacks=(average,), partial=partial)
+    _, seen = fit(directory, STEPS, LAYERS, adam, seed=2, callbacks=(average,), partial=partial)
     assert not hasattr(seen, "step")  # nothing left to do, with the average in place
     average = parts.EMAWeightAveraging(decay=0.5)
     caplog.clear()
-    _, seen = fit(program, directory, STEPS + 2, LAYERS, adam, seed=2, callbacks=(average,), partial=partial)
+    _, seen = fit(directory, STEPS + 2, LAYERS, adam, seed=2, callbacks=(average,), partial=partial)
     assert seen.step == STEPS
     assert all(torch.equal(value, weights[name]) for name, value in seen.weights.items())
     told = [text for text in caplog.messages if "callbacks/EMAWeightAveraging: not in the checkpoint" in text]
@@ -485,10 +471,10 @@ def test_an_average_from_now_on(
 
 
 @pytest.mark.needs("lightning", "2.6")
-def test_an_average_and_a_new_layer(program: Any, new_directory: NewDirectory) -> None:
+def test_an_average_and_a_new_layer() -> None:
     """Of both: the weights and their average keep what fits."""
     directory = new_directory()
-    fit(program, directory, STEPS, LAYERS, adam, callbacks=(parts.EMAWeightAveraging(decay=0.5),))
+    fit(directory, STEPS, LAYERS, adam, callbacks=(parts.EMAWeightAveraging(decay=0.5),))
     saved = hf.load(f"{directory}/{STEPS}")
 
     class Began(Seen):
@@ -500,7 +486,7 @@ def test_an_average_and_a_new_layer(program: Any, new_directory: NewDirectory) -
 
     began = Began()
     callbacks = (parts.EMAWeightAveraging(decay=0.5), began)
-    fit(program, directory, STEPS + 1, {**LAYERS, "new": 2}, adam, seed=2, callbacks=callbacks, partial="initialize")
+    fit(directory, STEPS + 1, {**LAYERS, "new": 2}, adam, seed=2, callbacks=callbacks, partial="initialize")
     for name in ALL:
         assert began.weights[name].numpy().tobytes() == saved["current_model_state"][name].tobytes()
         assert began.average[name].numpy().tobytes() == saved["state_dict"][name].tobytes()
@@ -510,23 +496,23 @@ def test_an_average_and_a_new_layer(program: Any, new_directory: NewDirectory) -
 
 
 @pytest.mark.needs("lightning", "2.6")
-def test_an_average_no_more(program: Any, new_directory: NewDirectory, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_average_no_more(caplog: pytest.LogCaptureFixture) -> None:
     """The state dict of such a checkpoint is the average: training would continue from it, and say nothing."""
     directory = new_directory()
-    fit(program, directory, STEPS, LAYERS, adam, callbacks=(parts.EMAWeightAveraging(decay=0.5),))
+    fit(directory, STEPS, LAYERS, adam, callbacks=(parts.EMAWeightAveraging(decay=0.5),))
     saved = hf.load(f"{directory}/{STEPS}")
     with pytest.raises(hf.TreeMismatchError, match="saved with WeightAveraging"):
-        fit(program, directory, STEPS + 1, LAYERS, adam, seed=2)
-    _, seen = fit(program, directory, STEPS + 1, LAYERS, adam, seed=2, partial="initialize")
+        fit(directory, STEPS + 1, LAYERS, adam, seed=2)
+    _, seen = fit(directory, STEPS + 1, LAYERS, adam, seed=2, partial="initialize")
     for name in ALL:
         assert seen.weights[name].numpy().tobytes() == saved["current_model_state"][name].tobytes()
     assert "left in the checkpoint: the average of WeightAveraging" in caplog.text
 
 
-def test_clipping_is_no_state(program: Any, new_directory: NewDirectory, caplog: pytest.LogCaptureFixture) -> None:
+def test_clipping_is_no_state(caplog: pytest.LogCaptureFixture) -> None:
     directory = new_directory()
-    fit(program, directory, STEPS, LAYERS, adam)
-    _, seen = fit(program, directory, STEPS + 1, LAYERS, adam, partial="initialize", trainer={"gradient_clip_val": 0.1})
+    fit(directory, STEPS, LAYERS, adam)
+    _, seen = fit(directory, STEPS + 1, LAYERS, adam, partial="initialize", trainer={"gradient_clip_val": 0.1})
     assert seen.step == STEPS
     assert seen.moments.keys() == ALL
     assert "partial='initialize'" not in caplog.text
@@ -535,35 +521,26 @@ def test_clipping_is_no_state(program: Any, new_directory: NewDirectory, caplog:
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 @pytest.mark.parametrize(("layers", "taken"), [(LAYERS, True), ({"new": 3, **LAYERS}, False)], ids=["same", "changed"])
 def test_a_file_of_lightning_does_not_name_parameters(
-    program: Any,
-    new_directory: NewDirectory,
-    tmp_path: Any,
-    layers: dict[str, int],
-    taken: bool,
-    caplog: pytest.LogCaptureFixture,
+    tmp_path: Any, layers: dict[str, int], taken: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Their order is all there is: it is used where all shapes fit, and never guessed from."""
-    old, _ = fit(program, new_directory(), STEPS, LAYERS, adam)
+    old, _ = fit(new_directory(), STEPS, LAYERS, adam)
     old.save_checkpoint(tmp_path / "x.ckpt")
     _, moments, _, _ = contents(old, old.lightning_module)
-    _, seen = fit(
-        program, new_directory(), STEPS + 1, layers, adam, partial="initialize", ckpt_path=tmp_path / "x.ckpt"
-    )
+    _, seen = fit(new_directory(), STEPS + 1, layers, adam, partial="initialize", ckpt_path=tmp_path / "x.ckpt")
     assert seen.step == STEPS
     assert set(seen.moments) == (ALL if taken else set())
     assert all(torch.equal(seen.moments[name]["exp_avg"], moments[name]["exp_avg"]) for name in seen.moments)
     assert ("does not name the parameters" in caplog.text) == (not taken)
 
 
-def test_init_from_takes_the_weights_that_fit(
-    program: Any, new_directory: NewDirectory, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_init_from_takes_the_weights_that_fit(caplog: pytest.LogCaptureFixture) -> None:
     other = new_directory()
-    old, _ = fit(program, other, STEPS, LAYERS, adam)
+    old, _ = fit(other, STEPS, LAYERS, adam)
     layers = {**LAYERS, "head": 5, "new": 2}
     with pytest.raises(hf.TreeMismatchError, match="are not those of the model"):
-        fit(program, new_directory(), 1, layers, adam, seed=2, init_from=other)
-    trainer, seen = fit(program, new_directory(), 1, layers, adam, seed=2, init_from=other, partial="initialize")
+        fit(new_directory(), 1, layers, adam, seed=2, init_from=other)
+    trainer, seen = fit(new_directory(), 1, layers, adam, seed=2, init_from=other, partial="initialize")
 
     weights, net = old.lightning_module.state_dict(), trainer.lightning_module
     for name, value in seen.weights.items():
@@ -573,29 +550,28 @@ def test_init_from_takes_the_weights_that_fit(
     assert {line.split(":")[1].strip() for line in warning.splitlines()[1:]} == OF_HEAD | OF_NEW
 
 
-def test_an_interruption_after_it_changes_nothing(program: Any, new_directory: NewDirectory) -> None:
+def test_an_interruption_after_it_changes_nothing() -> None:
     """The first start of the changed program may be the last one with partial=."""
     layers = {"new": 3, **LAYERS}
     finals = []
     for steps in ((2 * STEPS,), (STEPS + 1, STEPS + 2, 2 * STEPS)):
         directory = new_directory()
-        fit(program, directory, STEPS, LAYERS, decayed)
+        fit(directory, STEPS, LAYERS, decayed)
         for index, count in enumerate(steps):
             partial = None if index else "initialize"
-            trainer, _ = fit(program, directory, count, layers, decayed, seed=2 + index * 9, partial=partial)
+            trainer, _ = fit(directory, count, layers, decayed, seed=2 + index * 9, partial=partial)
         finals.append(contents(trainer, trainer.lightning_module))
     assert program.plain(finals[0][0]) == program.plain(finals[1][0])
     assert program.plain(finals[0][1]) == program.plain(finals[1][1])
     assert finals[0][2] == finals[1][2]
 
 
-def test_a_strategy_that_divides_modules_is_refused(program: Any, new_directory: NewDirectory) -> None:
+def test_a_strategy_that_divides_modules_is_refused() -> None:
     class ModelParallelStrategy(lightning.strategies.SingleDeviceStrategy):
         _save_distributed_checkpoint = True
 
     with pytest.raises(hf.errors.OptionError, match="partial='initialize' does not work with ModelParallelStrategy"):
         fit(
-            program,
             new_directory(),
             1,
             LAYERS,

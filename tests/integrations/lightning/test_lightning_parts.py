@@ -31,8 +31,7 @@ import holdfast as hf
 from holdfast.integrations.lightning import CheckpointCallback, private_api
 from holdfast.integrations.lightning.loader_states import capture_generators, restore_generators
 from holdfast.integrations.lightning.private_api import LoopHooks, check_version, missing_names
-from holdfast.integrations.lightning.recorder import MetricsLedger
-from holdfast.integrations.lightning.stopping import Copies
+from holdfast.integrations.lightning.saving import Copies, MetricsLedger
 from holdfast.integrations.lightning.strategies import StateHandler
 from holdfast.integrations.lightning.trees import from_tree, to_tree
 

@@ -10,18 +10,16 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from tests.lightning_advice import ADVICE
+from tests.integrations.lightning import program
+from tests.integrations.lightning.program import new_directory
+from tests.sweep.lightning_programs import BATCH_SIZE, BATCHES, samples
 from torch.utils.data import DataLoader
 
 import holdfast as hf
 from holdfast.integrations.lightning import CheckpointCallback
 
-pytestmark = ADVICE
 
-NewDirectory = Callable[[], str]
-
-
-def folds(program: Any, root: str, stop: tuple[int, int] | None = None, **options: Any) -> list[Any]:
+def folds(root: str, stop: tuple[int, int] | None = None, **options: Any) -> list[Any]:
     """Trains three models one after the other, as a cross-validation does, and returns what each came to."""
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(3)
@@ -33,8 +31,8 @@ def folds(program: Any, root: str, stop: tuple[int, int] | None = None, **option
         recorder = program.Recorder(stop_after=stop[1] if stop is not None and stop[0] == fold else None)
         callback = CheckpointCallback(f"{root}/fold_{fold}", save_interval_steps=2)
         trainer = Trainer(callbacks=[callback, recorder], **program.QUIET, **options)
-        data = program.samples(program.BATCHES * program.BATCH_SIZE, seed=fold)
-        loader = DataLoader(data, program.BATCH_SIZE, shuffle=True, generator=own)
+        data = samples(BATCHES * BATCH_SIZE, seed=fold)
+        loader = DataLoader(data, BATCH_SIZE, shuffle=True, generator=own)
         trainer.fit(model, loader, program.validation_loader())
         outcome = program.Outcome(trainer, model, recorder)
         progress = trainer.fit_loop.epoch_progress.state_dict()
@@ -45,23 +43,21 @@ def folds(program: Any, root: str, stop: tuple[int, int] | None = None, **option
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", [{"max_epochs": 2}, {"max_epochs": -1, "max_steps": 7}], ids=str)
 def test_what_follows_a_finished_run_is_what_followed_it(
-    program: Any, new_directory: NewDirectory, start_again: Callable[[], None], options: dict[str, Any]
+    start_again: Callable[[], None], options: dict[str, Any]
 ) -> None:
-    whole = folds(program, new_directory(), **options)
+    whole = folds(new_directory(), **options)
     for stop in ((1, 1), (1, 5), (2, 6)):
         root = new_directory()
         with pytest.raises(program.InterruptionError):
-            folds(program, root, stop, **options)
+            folds(root, stop, **options)
         start_again()
-        assert folds(program, root, **options) == whole, f"interrupted in fold {stop[0]} after step {stop[1]}"
+        assert folds(root, **options) == whole, f"interrupted in fold {stop[0]} after step {stop[1]}"
         start_again()
-        assert folds(program, root, **options) == whole  # all are finished
+        assert folds(root, **options) == whole  # all are finished
 
 
 @pytest.mark.parametrize("restarts", [False, True])
-def test_one_directory_for_all_folds_is_refused(
-    program: Any, new_directory: NewDirectory, start_again: Callable[[], None], restarts: bool
-) -> None:
+def test_one_directory_for_all_folds_is_refused(start_again: Callable[[], None], restarts: bool) -> None:
     directory = new_directory()
     program.run(directory, max_epochs=1)
     if restarts:
@@ -77,22 +73,15 @@ def test_one_directory_for_all_folds_is_refused(
 
 
 @pytest.mark.usefixtures("start_again")
-def test_a_retry_after_an_error_is_no_other_run(program: Any, new_directory: NewDirectory) -> None:
+def test_a_retry_after_an_error_is_no_other_run() -> None:
     directory = new_directory()
-    with pytest.raises(program.InterruptionError):
-        program.run(directory, recorder=program.Recorder(stop_after=4))
+    program.interrupt(directory, 4)
     assert program.run(directory).recorder.first_step == 4
 
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("step", [3, 7, 10, 11, 14])
-def test_one_run_in_two_phases(
-    program: Any,
-    new_directory: NewDirectory,
-    start_again: Callable[[], None],
-    step: int,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_one_run_in_two_phases(start_again: Callable[[], None], step: int, caplog: pytest.LogCaptureFixture) -> None:
     """``fit`` up to one epoch, then up to three, in one directory: one that the run is past has nothing left to do."""
 
     def train(directory: str, stop_after: int | None = None) -> list[Any]:

@@ -117,9 +117,14 @@ def test_two_processes_write_one_checkpoint(finish: Callable[..., list[Any]], tm
     ],
 )
 def test_a_preempted_run_goes_on_bit_for_bit(
-    finish: Callable[..., list[Any]], stop: Callable[..., None], whole: Callable[..., list[Any]],
-    tmp_path: Path, who: int | str, step: int, options: dict[str, Any],
-) -> None:  # fmt: skip
+    finish: Callable[..., list[Any]],
+    stop: Callable[..., None],
+    whole: Callable[..., list[Any]],
+    tmp_path: Path,
+    who: int | str,
+    step: int,
+    options: dict[str, Any],
+) -> None:
     stop(tmp_path, checkpoint=NEVER, signal_after=[who, step], **options)
     [saved] = hf.list_checkpoints(tmp_path)
     assert saved.reason == "preempted"
@@ -143,9 +148,14 @@ def test_a_preempted_run_goes_on_bit_for_bit(
     ],
 )
 def test_a_run_that_is_preempted_in_a_validation_goes_on_from_the_step_before(
-    finish: Callable[..., list[Any]], stop: Callable[..., None], whole: Callable[..., list[Any]],
-    tmp_path: Path, who: int, step: int, options: dict[str, Any],
-) -> None:  # fmt: skip
+    finish: Callable[..., list[Any]],
+    stop: Callable[..., None],
+    whole: Callable[..., list[Any]],
+    tmp_path: Path,
+    who: int,
+    step: int,
+    options: dict[str, Any],
+) -> None:
     stop(tmp_path, signal_in_validation_after=[who, step], **options)
     saved = hf.list_checkpoints(tmp_path)[-1].step
     resumed = finish(tmp_path, checkpoint=NEVER, seed=7, **options)
@@ -155,9 +165,12 @@ def test_a_run_that_is_preempted_in_a_validation_goes_on_from_the_step_before(
 
 @pytest.mark.parametrize("who", [0, pytest.param(1, marks=SWEEP)])
 def test_a_killed_process_costs_what_was_not_saved(
-    finish: Callable[..., list[Any]], stop: Callable[..., None], whole: Callable[..., list[Any]],
-    tmp_path: Path, who: int,
-) -> None:  # fmt: skip
+    finish: Callable[..., list[Any]],
+    stop: Callable[..., None],
+    whole: Callable[..., list[Any]],
+    tmp_path: Path,
+    who: int,
+) -> None:
     stop(tmp_path, -signal.SIGKILL, kill_after=[who, 5])
     steps = hf.CheckpointManager(tmp_path, options=hf.CheckpointManagerOptions(read_only=True)).all_steps()
     assert steps[-1] in (4, 5)
@@ -169,9 +182,12 @@ def test_a_killed_process_costs_what_was_not_saved(
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=SWEEP)])
 def test_a_run_resumes_from_local_steps_without_one_host(
-    stop: Callable[..., None], finish: Callable[..., list[Any]], whole: Callable[..., list[Any]], tmp_path: Path,
+    stop: Callable[..., None],
+    finish: Callable[..., list[Any]],
+    whole: Callable[..., list[Any]],
+    tmp_path: Path,
     strategy: str,
-) -> None:  # fmt: skip
+) -> None:
     options = {} if strategy == "ddp" else {"strategy": strategy}
     memory = str(tmp_path / "memory")
     run = tmp_path / "run"

@@ -13,14 +13,12 @@ import pytest
 import torch
 import torchmetrics
 from lightning.pytorch.callbacks import ModelCheckpoint
-from tests.lightning_advice import ADVICE
+from tests.integrations.lightning.program import new_directory
 from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast as hf
 from holdfast.integrations.lightning import CheckpointCallback
 from holdfast.integrations.lightning.stopping import Preempted
-
-pytestmark = ADVICE
 
 BATCHES, EPOCHS = 4, 3
 
@@ -172,7 +170,7 @@ RELOADED = {"reload_dataloaders_every_n_epochs": 1}
     ],
 )  # fmt: skip
 def test_a_program_that_is_stopped_ends_as_one_that_is_not(
-    new_directory: Callable[[], str], kinds: list[type[Net]], stops: tuple[int, ...], options: dict[str, Any]
+    kinds: list[type[Net]], stops: tuple[int, ...], options: dict[str, Any]
 ) -> None:
     directory, in_one, seen = new_directory(), new_directory(), []
     whole = fit(in_one, kinds[0], **options)
@@ -207,9 +205,7 @@ class Named(ModelCheckpoint):
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
-def test_a_checkpoint_callback_of_the_program_is_none_of_ours(
-    new_directory: Callable[[], str], tmp_path: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_checkpoint_callback_of_the_program_is_none_of_ours(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
     directory = new_directory()
 
     def callbacks() -> list[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +10,17 @@ import lightning.pytorch
 import pytest
 import safetensors.torch
 import torch
-from tests.lightning_advice import ADVICE
+from tests.integrations.lightning import program
+from tests.integrations.lightning.program import new_directory
 
 import holdfast as hf
 from holdfast.integrations.lightning import CheckpointCallback, load_checkpoint
-
-pytestmark = ADVICE
-
-NewDirectory = Callable[[], str]
 
 BY_LOSS: dict[str, Any] = {"best_fn": "val_loss", "best_mode": "min", "save_interval_steps": 5}
 
 
 def best_of(outcome: Any) -> int:
-    measured = {event[1]: event[2] for event in outcome.recorder.events if event[0] == "validation"}
+    measured = outcome.measured
     best: int = min(measured, key=measured.__getitem__)
     return best
 
@@ -38,17 +34,16 @@ def best_of(outcome: Any) -> int:
         ({"every_n_epochs": 3, "save_interval_steps": 7, "save_at_end": False}, [7, 14, 15, 21]),
     ],
 )
-def test_every_few_epochs(program: Any, new_directory: NewDirectory, options: dict[str, Any], steps: list[int]) -> None:
+def test_every_few_epochs(options: dict[str, Any], steps: list[int]) -> None:
     directory = new_directory()
     options = {"save_interval_steps": None, **options}
-    with pytest.raises(program.InterruptionError):
-        program.run(directory, checkpoint=options, max_epochs=5, recorder=program.Recorder(stop_after=17))
+    program.interrupt(directory, 17, checkpoint=options, max_epochs=5)
     outcome = program.run(directory, checkpoint=options, max_epochs=5)
-    assert outcome.trainer.checkpoint_callback.manager.all_steps() == steps
+    assert outcome.manager.all_steps() == steps
 
 
 @pytest.mark.parametrize("name", ["{elsewhere}/weights/best.safetensors", "best.ckpt"])
-def test_the_best_weights_are_exported(program: Any, tmp_path: Path, name: str) -> None:
+def test_the_best_weights_are_exported(tmp_path: Path, name: str) -> None:
     class Looks(lightning.pytorch.Callback):
         def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
             if file.exists():
@@ -73,7 +68,7 @@ def test_the_best_weights_are_exported(program: Any, tmp_path: Path, name: str) 
     assert file.exists()
 
 
-def test_links_follow_the_steps(program: Any, tmp_path: Path) -> None:
+def test_links_follow_the_steps(tmp_path: Path) -> None:
     outcome = program.run(str(tmp_path), checkpoint=BY_LOSS, max_epochs=4)
     assert os.readlink(tmp_path / "last") == "20"
     assert os.readlink(tmp_path / "best") == str(best_of(outcome))
@@ -88,7 +83,7 @@ def test_links_follow_the_steps(program: Any, tmp_path: Path) -> None:
     assert os.readlink(tmp_path / "last") == "25"
 
 
-def test_what_is_no_link_stays(program: Any, tmp_path: Path) -> None:
+def test_what_is_no_link_stays(tmp_path: Path) -> None:
     (tmp_path / "best").write_text("of the user")
     program.run(str(tmp_path), checkpoint={**BY_LOSS, "links": True}, max_epochs=1)
     assert (tmp_path / "best").read_text() == "of the user"

@@ -13,17 +13,14 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from tests.fixtures import StoredFiles
-from tests.lightning_advice import ADVICE
-from tests.sweep.lightning_programs import DrawsNumbers
+from tests.integrations.lightning import program
+from tests.integrations.lightning.program import new_directory
+from tests.sweep.lightning_programs import BATCH_SIZE, FEATURES, DrawsNumbers
 from torch.utils.data import DataLoader
 
 from holdfast.engine.storage import as_location
 from holdfast.integrations.lightning import CheckpointCallback
 from holdfast.integrations.lightning.replay import EpochReplay
-
-pytestmark = ADVICE
-
-NewDirectory = Callable[[], str]
 
 NEVER = {"save_interval_steps": 1000, "save_at_end": False}
 
@@ -36,7 +33,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def interrupt(program: Any, directory: str, step: int, **options: Any) -> list[Any]:
+def interrupt(directory: str, step: int, **options: Any) -> list[Any]:
     """Runs until a step, which is the only one that is saved, and returns what happened."""
     recorder = program.Recorder(stop_after=step)
     with pytest.raises(program.InterruptionError):
@@ -44,7 +41,7 @@ def interrupt(program: Any, directory: str, step: int, **options: Any) -> list[A
     return list(recorder.events)
 
 
-def check(program: Any, new_directory: NewDirectory, steps: Iterable[int], **options: Any) -> None:
+def check(steps: Iterable[int], **options: Any) -> None:
     """Resumes a run from each of some steps alone, and compares everything with a whole run that has saved nothing."""
     whole = program.run(new_directory(), checkpoint=NEVER, **options)
     every_step = new_directory()
@@ -66,12 +63,10 @@ LOADERS = ["plain", "shuffled", "stateful"]
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("loader", LOADERS)
-def test_resumed_from_any_step(
-    program: Any, new_directory: NewDirectory, loader: str, variant: str, every: bool
-) -> None:
+def test_resumed_from_any_step(loader: str, variant: str, every: bool) -> None:
     # Together, the loaders cover every step of every variant; the end of the first epoch is among the steps of each.
     steps = range(1, 100) if every else sorted({5, *range(1 + LOADERS.index(loader), 100, len(LOADERS))})
-    check(program, new_directory, steps, loader=loader, **VARIANTS[variant])
+    check(steps, loader=loader, **VARIANTS[variant])
 
 
 @pytest.mark.one_in(2)
@@ -82,8 +77,8 @@ def test_resumed_from_any_step(
         *("shuffled+generator", "shuffled+stateful", "stateful+plain"),  # beside a shorter one that begins again
     ],
 )
-def test_other_loaders(program: Any, new_directory: NewDirectory, loader: str, every: bool) -> None:
-    check(program, new_directory, [2, 4, 5, 7, 9, 10] if every else [2, 5, 9], loader=loader)
+def test_other_loaders(loader: str, every: bool) -> None:
+    check([2, 4, 5, 7, 9, 10] if every else [2, 5, 9], loader=loader)
 
 
 @pytest.mark.filterwarnings("ignore:Swapping scheduler")
@@ -102,11 +97,11 @@ def test_other_loaders(program: Any, new_directory: NewDirectory, loader: str, e
         ),
     ],
 )
-def test_other_callbacks(program: Any, new_directory: NewDirectory, make: Callable[[], Callback], every: bool) -> None:
+def test_other_callbacks(make: Callable[[], Callback], every: bool) -> None:
     whole = program.run(new_directory(), checkpoint=NEVER, callbacks=(make(),))
     for step in (2, 5, 6, 7, 8) if every else (2, 5, 7):
         directory = new_directory()
-        interrupt(program, directory, step, callbacks=(make(),))
+        interrupt(directory, step, callbacks=(make(),))
         resumed = program.run(directory, seed=2, checkpoint=NEVER, callbacks=(make(),))
         assert resumed.recorder.first_step == step
         assert resumed.final == whole.final, f"interrupted after step {step}"
@@ -120,25 +115,25 @@ class CountsSanityChecks(Callback):
         self.batches += trainer.sanity_checking
 
 
-def test_a_resumed_run_has_no_sanity_check(program: Any, new_directory: NewDirectory) -> None:
+def test_a_resumed_run_has_no_sanity_check() -> None:
     """Its validation steps would change what was restored, such as a count of batches."""
     fresh = CountsSanityChecks()
     program.run(new_directory(), checkpoint=NEVER, callbacks=(fresh,))
     assert fresh.batches > 0
     for step in (2, 5, 7):
         directory, resumed = new_directory(), CountsSanityChecks()
-        interrupt(program, directory, step)
+        interrupt(directory, step)
         program.run(directory, seed=2, checkpoint=NEVER, callbacks=(resumed,))
         assert resumed.batches == 0, f"interrupted after step {step}"
 
 
-def test_two_optimizers(program: Any, new_directory: NewDirectory) -> None:
+def test_two_optimizers() -> None:
     class Adversaries(LightningModule):
         automatic_optimization = False
 
         def __init__(self) -> None:
             super().__init__()
-            self.one, self.other = torch.nn.Linear(program.FEATURES, 2), torch.nn.Linear(2, 1)
+            self.one, self.other = torch.nn.Linear(FEATURES, 2), torch.nn.Linear(2, 1)
 
         def training_step(self, batch: Any, index: int) -> None:
             for sign, optimizer in zip((1, -1), self.optimizers(), strict=True):
@@ -154,7 +149,7 @@ def test_two_optimizers(program: Any, new_directory: NewDirectory) -> None:
         torch.manual_seed(seed)
         model = Adversaries()
         callback = CheckpointCallback(directory, save_interval_steps=3)
-        recorder = program.Recorder(stop_after=stop_after)
+        recorder: Any = program.Recorder(stop_after=stop_after)
         recorder.on_train_epoch_end = lambda *_: None
         trainer = Trainer(callbacks=[callback, recorder], max_epochs=3, **program.QUIET)
         trainer.fit(model, program.training_loader("shuffled"))
@@ -189,13 +184,11 @@ class Draws(torch.utils.data.IterableDataset[Any]):
 
 @pytest.mark.filterwarnings("ignore:.*fork")
 @pytest.mark.parametrize("kind", ["a generator of its own", "a worker"])
-def test_a_dataset_that_draws(
-    program: Any, new_directory: NewDirectory, monkeypatch: pytest.MonkeyPatch, kind: str, every: bool
-) -> None:
+def test_a_dataset_that_draws(monkeypatch: pytest.MonkeyPatch, kind: str, every: bool) -> None:
     """A dataset that draws from the generator of the model, in its process, would draw other numbers."""
-    options = {"batch_size": program.BATCH_SIZE, "num_workers": int(kind == "a worker")}
+    options: dict[str, Any] = {"batch_size": BATCH_SIZE, "num_workers": int(kind == "a worker")}
     monkeypatch.setattr(program, "training_loader", lambda _: DataLoader(Draws(kind), **options))
-    check(program, new_directory, [2, 4, 5, 8] if every else [2, 5])
+    check([2, 4, 5, 8] if every else [2, 5])
 
 
 def as_earlier(replay: Any, *args: Any, capture: Any = EpochReplay.capture, **options: Any) -> dict[str, Any]:
@@ -207,12 +200,12 @@ def as_earlier(replay: Any, *args: Any, capture: Any = EpochReplay.capture, **op
 
 
 def test_what_a_step_of_an_earlier_version_has_more_is_named(
-    program: Any, new_directory: NewDirectory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(EpochReplay, "capture", as_earlier)
     for step in (2, 5):  # within an epoch, and at its end
         directory = new_directory()
-        interrupt(program, directory, step)
+        interrupt(directory, step)
         caplog.clear()
         program.run(directory, checkpoint=NEVER, max_steps=step + 1)
         (told,) = [one.getMessage() for one in caplog.records if "an earlier version of holdfast" in one.getMessage()]
@@ -223,8 +216,8 @@ def test_what_a_step_of_an_earlier_version_has_more_is_named(
 
 
 @pytest.mark.parametrize("loader", ["shuffled", "stateful stream"])
-def test_float64(program: Any, new_directory: NewDirectory, loader: str) -> None:
-    check(program, new_directory, [2, 5, 8], loader=loader, precision="64-true")
+def test_float64(loader: str) -> None:
+    check([2, 5, 8], loader=loader, precision="64-true")
 
 
 class Rotated(torch.optim.Optimizer):
@@ -247,8 +240,8 @@ class Rotated(torch.optim.Optimizer):
         return loss
 
 
-def test_an_optimizer_with_matrices_in_another_order(program: Any, new_directory: NewDirectory) -> None:
-    class Rotates(program.Model):  # type: ignore[misc]
+def test_an_optimizer_with_matrices_in_another_order() -> None:
+    class Rotates(program.Model):
         def configure_optimizers(self) -> Any:
             return Rotated(self.parameters())
 
@@ -271,10 +264,10 @@ def test_an_optimizer_with_matrices_in_another_order(program: Any, new_directory
 
 @pytest.mark.filterwarnings("ignore:ReduceLROnPlateau conditioned on metric val_loss which is not available")
 @pytest.mark.parametrize("schedule", ["step", "plateau of validation", "plateau"])
-def test_schedules(program: Any, new_directory: NewDirectory, schedule: str, every: bool) -> None:
+def test_schedules(schedule: str, every: bool) -> None:
     epochs = 2 if schedule == "plateau of validation" else 1
     steps = [1, 4, 5, 6, 10, 12] if every else [4, 5, 10]
-    check(program, new_directory, steps, schedule=schedule, check_val_every_n_epoch=epochs)
+    check(steps, schedule=schedule, check_val_every_n_epoch=epochs)
 
 
 @pytest.mark.one_in(2)
@@ -290,12 +283,12 @@ def test_schedules(program: Any, new_directory: NewDirectory, schedule: str, eve
         pytest.param({"gradient_clip_val": 0.1, "precision": "bf16-mixed"}, id="bf16"),
     ],
 )
-def test_trainer_options(program: Any, new_directory: NewDirectory, options: dict[str, Any], every: bool) -> None:
-    check(program, new_directory, [1, 3, 4, 5, 6, 8] if every else [3, 5, 8], **options)
+def test_trainer_options(options: dict[str, Any], every: bool) -> None:
+    check([1, 3, 4, 5, 6, 8] if every else [3, 5, 8], **options)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_two_interruptions_in_a_row(program: Any, new_directory: NewDirectory, variant: str, every: bool) -> None:
+def test_two_interruptions_in_a_row(variant: str, every: bool) -> None:
     options = VARIANTS[variant]
     whole = program.run(new_directory(), checkpoint=NEVER, **options)
     last = whole.trainer.global_step
@@ -304,7 +297,7 @@ def test_two_interruptions_in_a_row(program: Any, new_directory: NewDirectory, v
         pairs = pairs[list(VARIANTS).index(variant) % 2 :: 2]
     for first, second in [pair for pair in pairs if pair[1] < last]:
         directory = new_directory()
-        interrupt(program, directory, first, **options)
+        interrupt(directory, first, **options)
         # The second save is not at a multiple of its interval only: it comes from a run that was resumed.
         recorder = program.Recorder(stop_after=second)
         with pytest.raises(program.InterruptionError):
@@ -314,17 +307,16 @@ def test_two_interruptions_in_a_row(program: Any, new_directory: NewDirectory, v
         assert resumed.final == whole.final, f"interrupted after steps {first} and {second}"
 
 
-def test_steps_since_the_save_are_done_again(program: Any, new_directory: NewDirectory) -> None:
+def test_steps_since_the_save_are_done_again() -> None:
     whole = program.run(new_directory(), checkpoint=NEVER)
     directory = new_directory()
-    with pytest.raises(program.InterruptionError):
-        program.run(directory, recorder=program.Recorder(stop_after=9), checkpoint={"save_interval_steps": 4})
+    program.interrupt(directory, 9, checkpoint={"save_interval_steps": 4})
     resumed = program.run(directory, seed=2, checkpoint={"save_interval_steps": 4})
     assert resumed.recorder.first_step == 8
     assert resumed.final == whole.final
 
 
-def test_early_stopping_ends_at_the_same_step(program: Any, new_directory: NewDirectory) -> None:
+def test_early_stopping_ends_at_the_same_step() -> None:
     def stopping() -> tuple[Any, ...]:
         return (callbacks.EarlyStopping("val_loss", patience=2, min_delta=10.0),)
 
@@ -332,7 +324,7 @@ def test_early_stopping_ends_at_the_same_step(program: Any, new_directory: NewDi
     assert whole.trainer.global_step == 15
     for step in (5, 7, 10, 13):
         directory = new_directory()
-        interrupt(program, directory, step, callbacks=stopping(), max_epochs=9)
+        interrupt(directory, step, callbacks=stopping(), max_epochs=9)
         resumed = program.run(directory, seed=2, callbacks=stopping(), max_epochs=9)
         assert resumed.final == whole.final
     again = program.run(directory, seed=3, callbacks=stopping(), max_epochs=9)
@@ -341,7 +333,7 @@ def test_early_stopping_ends_at_the_same_step(program: Any, new_directory: NewDi
 
 
 @pytest.mark.parametrize("limit", [{"max_epochs": 2}, {"max_steps": 7}, {"max_steps": 10}])
-def test_longer_run_goes_on(program: Any, new_directory: NewDirectory, limit: dict[str, int]) -> None:
+def test_longer_run_goes_on(limit: dict[str, int]) -> None:
     whole = program.run(new_directory(), checkpoint=NEVER)
     directory = new_directory()
     program.run(directory, checkpoint={"save_interval_steps": 1000}, **limit)
@@ -349,9 +341,7 @@ def test_longer_run_goes_on(program: Any, new_directory: NewDirectory, limit: di
 
 
 @pytest.mark.parametrize("loader", ["shuffled", "stateful"])
-def test_signal_in_the_middle_of_a_validation(
-    program: Any, new_directory: NewDirectory, loader: str, every: bool
-) -> None:
+def test_signal_in_the_middle_of_a_validation(loader: str, every: bool) -> None:
     handler = signal.getsignal(signal.SIGTERM)
     for number, variant in enumerate(VARIANTS.values(), start=LOADERS.index(loader)):
         if not every and number % 2:  # the other loader's
@@ -369,7 +359,7 @@ def test_signal_in_the_middle_of_a_validation(
             assert resumed.final == whole.final
             # The validation is begun anew: its result is that of all its batches.
             assert recorder.events + resumed.recorder.events == whole.recorder.events
-            manager = resumed.trainer.checkpoint_callback.manager
+            manager = resumed.manager
             measured = next(event[2] for event in resumed.recorder.events if event[0] == "validation")
             assert manager.metrics(step)["val_loss"] == measured
     assert signal.getsignal(signal.SIGTERM) is handler
@@ -377,9 +367,7 @@ def test_signal_in_the_middle_of_a_validation(
 
 @pytest.mark.needs("lightning", "2.6")  # before, ModelPruning fails in its second epoch
 @pytest.mark.filterwarnings("ignore:ModelPruning")
-def test_what_is_not_exact_is_said_once(
-    program: Any, new_directory: NewDirectory, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_not_exact_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     pruning = functools.partial(callbacks.ModelPruning, "l1_unstructured", amount=0.2)
     directory, recorder = new_directory(), program.Recorder()
     program.run(directory, recorder=recorder, callbacks=(pruning(),), checkpoint={"save_interval_steps": 2})

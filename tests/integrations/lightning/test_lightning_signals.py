@@ -12,14 +12,11 @@ from typing import Any
 
 import lightning.pytorch as lightning
 import pytest
-from tests.lightning_advice import ADVICE
+from tests.integrations.lightning import program
+from tests.integrations.lightning.program import new_directory
 
 import holdfast as hf
 from holdfast.integrations.lightning import CheckpointCallback, Preempted
-
-pytestmark = ADVICE
-
-NewDirectory = Callable[[], str]
 
 NEVER: dict[str, Any] = {"save_interval_steps": 1000, "save_at_end": False}
 
@@ -35,9 +32,7 @@ NEVER: dict[str, Any] = {"save_interval_steps": 1000, "save_at_end": False}
     ],
 )
 def test_killed_twice(
-    program: Any,
     run_process: Callable[..., tuple[int, Any, str]],
-    new_directory: NewDirectory,
     tmp_path: Path,
     kind: str,
     first: int,
@@ -76,7 +71,7 @@ def test_a_loader_with_workers(run_process: Callable[..., tuple[int, Any, str]],
         assert resumed["events"] == [event for event in whole["events"] if event[1] >= step]
 
 
-def test_preemption_ends_with_the_status_of_sigterm(program: Any, new_directory: NewDirectory) -> None:
+def test_preemption_ends_with_the_status_of_sigterm() -> None:
     handler = signal.getsignal(signal.SIGTERM)
     directory = new_directory()
     with pytest.raises(Preempted) as caught:
@@ -88,7 +83,7 @@ def test_preemption_ends_with_the_status_of_sigterm(program: Any, new_directory:
     assert [entry.reason for entry in hf.list_checkpoints(directory)] == ["preempted"]
 
 
-def test_signal_between_batches_is_kept_for_users_own_handler(program: Any, new_directory: NewDirectory) -> None:
+def test_signal_between_batches_is_kept_for_users_own_handler() -> None:
     received: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
     try:
@@ -100,7 +95,7 @@ def test_signal_between_batches_is_kept_for_users_own_handler(program: Any, new_
     assert received == [signal.SIGTERM, signal.SIGTERM]
 
 
-def test_signal_when_the_step_is_saved_already(program: Any, new_directory: NewDirectory) -> None:
+def test_signal_when_the_step_is_saved_already() -> None:
     # The first batch after step 2 begins an accumulation: the run need not continue to its end.
     directory = new_directory()
     recorder = program.Recorder(signal_after=2)
@@ -133,14 +128,14 @@ class SignalIn(lightning.Callback):
     ],
 )
 @pytest.mark.usefixtures("default_sigterm")
-def test_nothing_to_save_yet(program: Any, new_directory: NewDirectory, function: str, hook: str) -> None:
+def test_nothing_to_save_yet(function: str, hook: str) -> None:
     sender = SignalIn(hook)
     callback = CheckpointCallback(new_directory(), **NEVER)
     trainer: Any = lightning.Trainer(callbacks=[callback, sender], max_epochs=1, **program.QUIET)
     loaders = [program.validation_loader()]
     if function == "fit":
         loaders.insert(0, program.training_loader("shuffled"))
-    model = program.Model()
+    model: Any = program.Model()
     model.predict_step = model.loss
     with pytest.raises(Preempted) as caught:
         getattr(trainer, function)(model, *loaders)
@@ -148,9 +143,7 @@ def test_nothing_to_save_yet(program: Any, new_directory: NewDirectory, function
     assert callback.manager.all_steps() == []
 
 
-def test_training_in_another_thread(
-    program: Any, new_directory: NewDirectory, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_training_in_another_thread(caplog: pytest.LogCaptureFixture) -> None:
     outcomes: list[Any] = []
     thread = threading.Thread(target=lambda: outcomes.append(program.run(new_directory(), max_epochs=1)))
     thread.start()

@@ -17,13 +17,12 @@ import pytest
 import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
-from tests.lightning_advice import ADVICE
+from tests.integrations.lightning import program
 
 import holdfast as hf
 from holdfast.integrations.lightning import CheckpointCallback, Preempted
 
 pytestmark = [
-    *ADVICE,
     pytest.mark.filterwarnings("ignore:.*was called without a model"),
 ]
 
@@ -84,20 +83,20 @@ def trainer_of(directory: Path, *callbacks: Any, environment: Any = None, **opti
 
 @pytest.mark.parametrize("array", [False, True], ids=["job", "task of an array"])
 def test_the_requeue_signal_saves_and_requeues(
-    slurm: Path, program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, array: bool
+    slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, array: bool
 ) -> None:
     if array:
         monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "77")
         monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "5")
     before = signal.getsignal(signal.SIGUSR1)
     trainer = trainer_of(tmp_path / "run", Signal(signal.SIGUSR1, after=3))
-    teardown = trainer.strategy.teardown
+    teardown = trainer.accelerator.teardown
 
     def note_teardown() -> None:
         teardown()
         slurm.write_text("ended\n")
 
-    trainer.strategy.teardown = note_teardown
+    trainer.accelerator.teardown = note_teardown
     with pytest.raises(Preempted) as caught:
         trainer.fit(program.Model(), program.training_loader("shuffled"), program.validation_loader())
     assert caught.value.code == 75
@@ -121,9 +120,7 @@ def test_the_requeue_signal_saves_and_requeues(
         pytest.param(signal.SIGUSR2, {"requeue_signal": signal.SIGUSR2}, 75, id="another signal"),
     ],
 )
-def test_signals_of_a_job(
-    slurm: Path, program: Any, tmp_path: Path, number: int, environment: dict[str, Any], status: int
-) -> None:
+def test_signals_of_a_job(slurm: Path, tmp_path: Path, number: int, environment: dict[str, Any], status: int) -> None:
     trainer = trainer_of(tmp_path / "run", Signal(number, after=3), environment=SLURMEnvironment(**environment))
     with pytest.raises(Preempted) as caught:
         trainer.fit(program.Model(), program.training_loader("shuffled"), program.validation_loader())
@@ -131,7 +128,7 @@ def test_signals_of_a_job(
     assert slurm.exists() == (status == 75)
 
 
-def test_a_signal_without_slurm_saves_as_sigterm_does(program: Any, tmp_path: Path) -> None:
+def test_a_signal_without_slurm_saves_as_sigterm_does(tmp_path: Path) -> None:
     recorder = Signal(signal.SIGUSR1, after=3)
     with pytest.raises(Preempted) as caught:
         program.run(str(tmp_path / "run"), callbacks=(recorder,), checkpoint={**NEVER, "signals": ["SIGUSR1"]})
@@ -140,7 +137,7 @@ def test_a_signal_without_slurm_saves_as_sigterm_does(program: Any, tmp_path: Pa
 
 
 def test_a_job_that_cannot_be_requeued_ends_all_the_same(
-    slurm: Path, program: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    slurm: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "bin" / "scontrol").write_text("#!/bin/sh\necho 'Job is not requeueable' >&2\nexit 1\n")
     with pytest.raises(Preempted) as caught:
@@ -151,7 +148,7 @@ def test_a_job_that_cannot_be_requeued_ends_all_the_same(
     assert "scontrol requeue 4321 failed: Job is not requeueable. The run is saved" in caplog.text
 
 
-def test_the_requeue_signal_in_a_test(slurm: Path, program: Any, tmp_path: Path) -> None:
+def test_the_requeue_signal_in_a_test(slurm: Path, tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path / "run", Signal(signal.SIGUSR1, after=0, hook="on_test_batch_start"))
     with pytest.raises(Preempted) as caught:
         trainer.test(program.Model(), program.validation_loader(), verbose=False)
@@ -160,7 +157,7 @@ def test_the_requeue_signal_in_a_test(slurm: Path, program: Any, tmp_path: Path)
 
 
 @pytest.fixture
-def file_of_lightning(slurm: Path, program: Any, tmp_path: Path) -> None:
+def file_of_lightning(slurm: Path, tmp_path: Path) -> None:
     """A job that Lightning has requeued by itself, with a weight that is in its file only."""
     model = program.Model()
     torch.nn.init.constant_(model.head.bias, 41.0)
@@ -170,7 +167,7 @@ def file_of_lightning(slurm: Path, program: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("file_of_lightning")
-def test_a_file_of_lightning_never_wins(program: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_of_lightning_never_wins(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def biases(use: Callable[[Any, Any], Any]) -> list[float]:
         trainer, model = trainer_of(tmp_path / "run", save_at_end=True), program.Model()
         use(trainer, model)
@@ -203,9 +200,8 @@ def test_a_file_of_lightning_never_wins(program: Any, tmp_path: Path, caplog: py
 @pytest.mark.parametrize("given_by", ["trainer", "module", "module, the first of a process"])
 @pytest.mark.parametrize("function", ["fit", "validate", "test", "predict"])
 def test_a_file_of_lightning_never_wins_over_a_newer_step(
-    program: Any, tmp_path: Path, given_by: str, function: str, caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    tmp_path: Path, given_by: str, function: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def use(function: str, *, epochs: int, ckpt_path: Any = None) -> tuple[float, int]:
         if late := given_by.endswith("the first of a process"):
             choose = inspect.unwrap(_CheckpointConnector._parse_ckpt_path)
@@ -216,7 +212,7 @@ def test_a_file_of_lightning_never_wins_over_a_newer_step(
 
         checkpoint = None if late else made()
 
-        class Model(program.Model):  # type: ignore[misc]
+        class Model(program.Model):
             def configure_callbacks(self) -> Any:
                 return [checkpoint or made()] if given_by != "trainer" else []
 

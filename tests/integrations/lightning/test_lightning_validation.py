@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as lightning
 import pytest
-from tests.lightning_advice import ADVICE
+from tests.integrations.lightning.program import new_directory
 from tests.sweep.lightning_programs import AVERAGES, SETUPS
 from tests.sweep.lightning_runs import NEVER, Interruption, Program
 
 pytestmark = [
-    *ADVICE,
     pytest.mark.filterwarnings("ignore:Swapping scheduler"),
 ]
-
-NewDirectory = Callable[[], str]
 
 IN_FIRST, IN_SECOND, BEFORE = (
     ("signal in validation", 0),
@@ -36,7 +32,7 @@ CASES = {
 }
 
 
-def check(new_directory: NewDirectory, setup: str, *interruptions: Interruption) -> list[Program]:
+def check(setup: str, *interruptions: Interruption) -> list[Program]:
     """Interrupts a program, and compares it with the whole run; gives the programs that did it together.
 
     A signal before a validation saves; one within it loses what is not saved, so that such a program saves every step.
@@ -61,19 +57,19 @@ def _case(setup: str) -> Any:
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("setup", [_case(name) for name in CASES])
-def test_left_in_a_validation(new_directory: NewDirectory, setup: str) -> None:
+def test_left_in_a_validation(setup: str) -> None:
     kind, batch = CASES[setup]
     step = 3 if "accumulate_grad_batches" in SETUPS[setup].trainer or _is_within(setup) else 5
-    check(new_directory, setup, Interruption(kind, step, batch))
+    check(setup, Interruption(kind, step, batch))
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("setup", [_case(name) for name in [*AVERAGES, "validation within epochs"]])
-def test_left_in_any_validation(new_directory: NewDirectory, setup: str) -> None:
+def test_left_in_any_validation(setup: str) -> None:
     steps = (3, 8) if _is_within(setup) else (3, 6) if "accumulation" in setup else (5, 10)
     for step in steps:
         for kind, batch in (IN_FIRST, IN_SECOND, BEFORE):
-            check(new_directory, setup, Interruption(kind, step, batch))
+            check(setup, Interruption(kind, step, batch))
 
 
 def _is_within(setup: str) -> bool:
@@ -81,16 +77,14 @@ def _is_within(setup: str) -> bool:
 
 
 @pytest.mark.needs("lightning", "2.6")
-def test_left_twice_in_the_same_validation(new_directory: NewDirectory) -> None:
+def test_left_twice_in_the_same_validation() -> None:
     in_validation = Interruption("signal in validation", 5, 1)
-    check(new_directory, "EMA", in_validation, in_validation)
+    check("EMA", in_validation, in_validation)
 
 
-def test_a_validation_is_left_with_its_first_batch(
-    new_directory: NewDirectory, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_validation_is_left_with_its_first_batch(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "holdfast"):
-        first, _ = check(new_directory, "counts validation batches", Interruption("signal in validation", 3, 0))
+        first, _ = check("counts validation batches", Interruption("signal in validation", 3, 0))
     assert "preempted in the validation after step 3, which is not saved: the run resumes from step 2" in caplog.text
     assert first.recorder.validations == []
 
@@ -103,7 +97,7 @@ class CountsStates(lightning.Callback):
         return {}
 
 
-def test_nothing_is_captured_before_a_validation(new_directory: NewDirectory) -> None:
+def test_nothing_is_captured_before_a_validation() -> None:
     program = Program(new_directory(), "swap by hand", "shuffled")
     counts = CountsStates()
     program.trainer.callbacks.insert(0, counts)

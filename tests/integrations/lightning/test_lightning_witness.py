@@ -7,13 +7,11 @@ from typing import Any
 
 import lightning.pytorch
 import pytest
-from tests.lightning_advice import ADVICE
+from tests.integrations.lightning import program
 
 import holdfast as hf
 from holdfast.integrations.lightning import CheckpointCallback
 from holdfast.integrations.loop import Proof
-
-pytestmark = ADVICE
 
 
 class StopHereError(Exception):
@@ -44,49 +42,49 @@ class Counting(lightning.pytorch.Callback):
             parameter.grad *= self.count
 
 
-def crashed(program: Any, directory: str, after: int, *callbacks: Any, every: int = 3, **options: Any) -> None:
+def crashed(directory: str, after: int, *callbacks: Any, every: int = 3, **options: Any) -> None:
     with pytest.raises(StopHereError):
         program.run(
             directory, callbacks=(Crash(after), *callbacks), checkpoint={"save_interval_steps": every}, **options
         )
 
 
-def resumed(program: Any, directory: str, *callbacks: Any, every: int = 3, **checkpoint: Any) -> CheckpointCallback:
+def resumed(directory: str, *callbacks: Any, every: int = 3, **checkpoint: Any) -> CheckpointCallback:
     run = program.run(directory, seed=2, callbacks=callbacks, checkpoint={"save_interval_steps": every, **checkpoint})
     found: CheckpointCallback = run.trainer.checkpoint_callback
     return found
 
 
-def test_a_resume_that_is_exact(program: Any, tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_resume_that_is_exact(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "holdfast")
-    crashed(program, str(tmp_path), 5)
-    assert resumed(program, str(tmp_path)).proof == Proof(exact=True, steps=(4, 5))
+    crashed(str(tmp_path), 5)
+    assert resumed(str(tmp_path)).proof == Proof(exact=True, steps=(4, 5))
     (line,) = [text for text in caplog.messages if text.startswith("exact: ")]
     assert line.startswith("exact: steps 4 and 5 are those of before the stop (batch, ")
     assert "batch, epoch, step" in line
     assert not [text for text in caplog.messages if text.startswith("not exact")]
 
 
-def test_what_a_callback_hides_is_named(program: Any, tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
-    crashed(program, str(tmp_path), 5, Counting())
-    proof = resumed(program, str(tmp_path), Counting()).proof
+def test_what_a_callback_hides_is_named(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+    crashed(str(tmp_path), 5, Counting())
+    proof = resumed(str(tmp_path), Counting()).proof
     assert (proof.exact, proof.steps) == (False, ())
     assert "state" in proof.differs
     assert "batch" not in proof.differs
     assert len([text for text in caplog.messages if text.startswith("not exact from step 4 on: ")]) == 1
 
 
-def test_nothing_is_saved_after_a_difference_with_raise(program: Any, tmp_path: Any) -> None:
-    crashed(program, str(tmp_path), 5, Counting())
+def test_nothing_is_saved_after_a_difference_with_raise(tmp_path: Any) -> None:
+    crashed(str(tmp_path), 5, Counting())
     with pytest.raises(hf.errors.StateError, match="not exact from step 4 on"):
-        resumed(program, str(tmp_path), Counting(), on_inexact="raise", save_on_exception=True)
+        resumed(str(tmp_path), Counting(), on_inexact="raise", save_on_exception=True)
     assert [entry.step for entry in hf.list_checkpoints(tmp_path)] == [3]
 
 
 @pytest.mark.usefixtures("default_sigterm")
 @pytest.mark.parametrize(("signal_after", "saved", "compared"), [(1, 2, (3, 4)), (2, 3, (4,))])
 def test_a_preempted_trainer_goes_on_to_be_compared(
-    program: Any, tmp_path: Any, signal_after: int, saved: int, compared: tuple[int, ...]
+    tmp_path: Any, signal_after: int, saved: int, compared: tuple[int, ...]
 ) -> None:
     """Up to four batches, but not the last one of an epoch, here of five, which a validation follows."""
     with pytest.raises(SystemExit) as ended:
@@ -97,4 +95,4 @@ def test_a_preempted_trainer_goes_on_to_be_compared(
         )
     assert ended.value.code == 143
     assert [entry.step for entry in hf.list_checkpoints(tmp_path)] == [saved]
-    assert resumed(program, str(tmp_path), every=100).proof == Proof(exact=True, steps=compared)
+    assert resumed(str(tmp_path), every=100).proof == Proof(exact=True, steps=compared)

@@ -1,0 +1,260 @@
+"""How a ``fit`` saves: when a step is due, what a checkpoint holds of it, and the metrics that belong to it."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...engine.errors import shortened
+from ...engine.manager import note_resume
+from ..loop import announce
+from ..options import epoch_reason
+from . import private_api
+from .fitting import Fitting
+from .replay import EpochReplay, Point
+from .steps import FitWitness
+from .store import CallbackArguments, RunStore
+from .strategies import Path, mapped
+from .trees import POSITION
+
+logger = logging.getLogger("holdfast")
+
+PREEMPTED = "preempted"
+"""The reason of a save after a signal."""
+
+
+@dataclass(frozen=True)
+class Newest:
+    """The newest checkpoint that a run has saved or resumed from; a fresh run has no checkpoint of its first step."""
+
+    step: int
+    metrics: Mapping[str, float] | None = None  # None unless the directory holds the checkpoint
+    is_cut_off: bool = False  # whether something follows the last batch of the step, such as its validation
+
+    def is_complete(self, step: int) -> bool:
+        """Return whether nothing is left to save of a step."""
+        return step == self.step and not self.is_cut_off
+
+    def holds(self, step: int) -> bool:
+        """Return whether a run that resumes continues from a step, or from what follows its last batch."""
+        return step == self.step and (self.metrics is not None or not self.is_cut_off)
+
+
+class StepWriter:
+    """Saves the steps of one ``fit``, as soon as they are due."""
+
+    def __init__(
+        self,
+        trainer: Any,
+        store: RunStore,
+        options: CallbackArguments,
+        replay: EpochReplay,
+        fitting: Fitting,
+        witness: FitWitness,
+    ) -> None:
+        self._trainer = trainer
+        self._store = store
+        self._options = options
+        self._replay = replay
+        self._fitting = fitting
+        self._witness = witness
+        self._ledger = MetricsLedger()
+        self._has_news = False  # whether a validation or an epoch has ended since a save was last considered
+        self._outdated: set[int] = set()  # the steps of an earlier run that this one replaces
+        self._copies = Copies() if options.save_on_exception else None
+        self._held: tuple[int, dict[str, Any]] | None = None
+        self._has_warned = False  # of ModelPruning
+        self.newest = Newest(replay.steps.step)
+
+    def resume(self, step: int, earlier: Mapping[str, Any], *, is_cut_off: bool) -> None:
+        """Continue after a checkpoint, with the metrics that were logged before it."""
+        self._ledger.observe(-1, earlier)  # They belong to an earlier step.
+        self._outdated = set(note_resume(self._store.manager, step))
+        metrics = self.stored_metrics(step) if step in self._store.manager.all_steps() else None
+        self.newest = Newest(step, metrics, is_cut_off)
+
+    def stored_metrics(self, step: int) -> dict[str, float]:
+        """Return the numbers among the metrics of a checkpoint; none if the directory has no such checkpoint."""
+        manager = self._store.manager
+        stored = manager.metrics(step) if step in manager.all_steps() else None
+        return {name: value for name, value in (stored or {}).items() if isinstance(value, int | float)}
+
+    def note_metrics(self, step: int) -> None:
+        """Observe metrics that may be new, and store those that were logged after their step was saved."""
+        self._ledger.observe(step, self._trainer.callback_metrics)
+        self._has_news = True
+        if self.newest.metrics is None or step != self.newest.step:
+            return
+        saved = self.newest.metrics
+        late = {name: value for name, value in self._ledger.of(step).items() if not _same(saved, name, value)}
+        stored: dict[str, float] = self._store.processes.decide("late metrics", dict, late)  # those of process 0
+        if stored:
+            self._store.manager.record_metrics(step, stored)
+        self.newest = replace(self.newest, metrics={**saved, **stored})
+
+    def consider(self, step: int, point: Point, *, ended: bool) -> None:
+        """Save a step if it is due; ``ended`` if no step follows."""
+        reason = self._why_due(step, point, ended=ended)
+        if reason is not None:
+            self.save(step, point, reason)
+        elif self._store.manager.local_due(step):
+            dump, strategy = partial(self._dump, point), self._trainer.strategy
+            self._witness.save(step)
+            self._store.save(step, dump, strategy, metrics=self._ledger.of(step), locally=True)
+        self.hold(step, point)
+
+    def _why_due(self, step: int, point: Point, *, ended: bool) -> str | None:
+        metrics, has_news, self._has_news = None, self._has_news, False
+        if has_news:
+            self._ledger.observe(step, self._trainer.callback_metrics)
+            metrics = self._ledger.of(step) if self._options.save_on_best else self._ledger.at(step)
+        decision = self._store.manager.decide(step, metrics=metrics)
+        if decision.save:
+            return decision.reason
+        epochs = self._trainer.fit_loop.epoch_progress.current.processed if point == "epoch" else None
+        if (due := epoch_reason(self._options.every_n_epochs, epochs)) is not None:
+            return due
+        if ended and (self._options.save_at_end or self.newest.is_cut_off):
+            return "at the end"
+        if step in self._outdated:
+            return "replaces the step of an earlier run"
+        newest = self.newest
+        if has_news and (
+            metric := self._store.awaited_metric(newest.step, newest.metrics, lambda: self._ledger.of(step))
+        ):
+            return f"the first with {metric} after a save without it"
+        return None
+
+    def save(self, step: int, point: Point, reason: str) -> None:
+        """Save a step in the background."""
+        self._ledger.observe(step, self._trainer.callback_metrics)
+        earlier = self.newest.metrics or {} if step == self.newest.step else {}
+        metrics, strategy = {**earlier, **self._ledger.of(step)}, self._trainer.strategy
+        dump = partial(self._dump, point, is_cut_off=reason == PREEMPTED)
+        self._witness.save(step)
+        with self._trainer.profiler.profile("save_checkpoint"):
+            self._store.save(step, dump, strategy, metrics=metrics, reason=reason)
+            strategy.barrier("CheckpointCallback")
+        self.newest = Newest(step, metrics)
+        self._outdated.discard(step)
+
+    def hold(self, step: int, point: Point) -> None:
+        """Keep a copy of the state at this point, in case of an exception before the next one."""
+        if self._copies is None or self.newest.is_complete(step):
+            self._held = None
+            return
+        self._ledger.observe(step, self._trainer.callback_metrics)
+        self._held = step, self._copies.of(self._dump(point, is_cut_off=True))
+
+    @property
+    def holds_copy(self) -> bool:
+        """Whether an exception would be followed by a save."""
+        return self._held is not None
+
+    def save_after(self, exception: BaseException) -> None:
+        """Save the last point between two batches, if it is not saved: the present state may be half an update."""
+        held, self._held = self._held, None
+        if held is None or self.newest.is_complete(held[0]) or self._witness.run.refuses:
+            return
+        step, checkpoint = held
+        metrics, reason = self._ledger.of(step), f"after {type(exception).__name__}"
+        self._store.save(step, lambda: checkpoint, self._trainer.strategy, metrics=metrics, reason=reason)
+        shown = self._trainer.is_global_zero
+        announce("saving step %d in %s %s", step, self._store.directory, reason, shown=shown)
+
+    def _dump(self, point: Point, *, is_cut_off: bool = False) -> dict[str, Any]:
+        """Return Lightning's dictionary with the position in the data and the random generators."""
+        checkpoint = private_api.dump_checkpoint(self._trainer)
+        self._warn_of_pruning(checkpoint)
+        cut_off = is_cut_off and point == "batch" and self._trainer.fit_loop.epoch_loop.done
+        position = self._replay.capture(point, is_cut_off=cut_off)
+        checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)  # the position holds it
+        return {**checkpoint, POSITION: {**position, "optimizers": self._fitting.description()}}
+
+    def _warn_of_pruning(self, checkpoint: dict[str, Any]) -> None:
+        """Warn once that ModelPruning has replaced the weights that training continues with."""
+        if self._has_warned or not private_api.callbacks_of(self._trainer, "ModelPruning"):
+            return
+        names = self._trainer.lightning_module.state_dict().keys() - checkpoint["state_dict"].keys()
+        if pruned := sorted(name.removesuffix("_orig") for name in names if name.endswith("_orig")):
+            self._has_warned = True
+            logger.warning(
+                "ModelPruning makes its pruning permanent in every checkpoint: a run that resumes from one trains on "
+                "without the masks until it prunes again, and does not end as a run without a stop would: %s",
+                shortened(pruned),
+            )
+
+
+# ---- metrics and their steps
+
+
+class MetricsLedger:
+    """Notes the step at which each value of a metric appeared in ``trainer.callback_metrics``."""
+
+    # These hold the last value of every metric that was ever logged: 50 steps after a validation its ``val_loss`` is
+    # still there. Ranked by it, the later checkpoint would look as good as the one that was validated.
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[Any, int]] = {}
+
+    def observe(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Note which of ``trainer.callback_metrics`` are new."""
+        for name, value in metrics.items():
+            seen = self._seen.get(name)
+            if seen is None or not _same_value(seen[0], value):
+                self._seen[name] = (value, step)
+
+    def of(self, step: int) -> dict[str, float]:
+        """Return the metrics of one step as numbers, fetched from their device."""
+        return {name: float(value) for name, value in self.at(step).items()}
+
+    def at(self, step: int) -> dict[str, Any]:
+        """Return the metrics of one step as they were logged, on their device."""
+        return {name: value for name, (value, at) in self._seen.items() if at == step}
+
+
+def _same_value(one: Any, other: Any) -> bool:
+    """Return whether this is the same logged value: the same memory, not the same number."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        # Lightning returns a new view at every access. The ledger keeps the old one, so its memory is not reused.
+        return one.data_ptr() == other.data_ptr()
+    return one is other
+
+
+def _same(known: Mapping[str, float], name: str, value: float) -> bool:
+    return name in known and (known[name] == value or (math.isnan(known[name]) and math.isnan(value)))
+
+
+# ---- copies of a checkpoint in memory that is reused
+
+
+class Copies:
+    """Copies Lightning's dictionaries, one after the other, into the same host memory, as fresh memory costs more."""
+
+    def __init__(self) -> None:
+        self._memory: dict[Path, torch.Tensor] = {}
+
+    def of(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Return a copy of all containers and arrays, in the memory of the last copy."""
+        copied: dict[str, Any] = mapped(self._copy, checkpoint, None)
+        return copied
+
+    def _copy(self, value: Any, path: Path, _: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value.copy() if isinstance(value, np.ndarray) else value
+        tensor = value.detach()
+        if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+            return tensor.clone()
+        memory = self._memory.get(path)
+        like = torch.empty_like(tensor, device="meta")  # It is dense, with the tensor's order of axes.
+        facts = like.shape, like.dtype, like.stride()
+        if memory is None or (memory.shape, memory.dtype, memory.stride()) != facts:
+            memory = self._memory[path] = torch.empty_like(tensor, device="cpu")
+        return memory.copy_(tensor)
