@@ -338,7 +338,7 @@ class PendingCheckpoint(ABC):
         return Phase.RECORDED if self._is_visible() else phase
 
     def _is_visible(self) -> bool:
-        """Whether the record that is in place is the one that this save wrote, as far as can be told."""
+        """True if the record in place is known to be the one that this save wrote."""
         try:
             record = read_record(self.location)
         except CheckpointNotFoundError:

@@ -46,7 +46,7 @@ _BUILT_IN = {"b": "bool", "i": "int", "u": "int", "f": "float", "c": "complex"}
 @cache
 def _extended() -> dict[np.dtype[Any], str]:
     """Return the real number types of ml_dtypes, with the Python kind of each; its complex ones are not stored."""
-    import ml_dtypes  # Imported lazily: programs with the dtypes of numpy do not need it.
+    import ml_dtypes  # imported lazily: numpy's own dtypes do not need it
 
     return {
         np.dtype(found): "int" if "int" in name else "float"

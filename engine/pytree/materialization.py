@@ -65,7 +65,7 @@ def cast_number(value: complex, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 def _limits() -> Any:
     """Return the module with iinfo and finfo of all dtypes; it has no types for them."""
-    import ml_dtypes  # Imported lazily: to save the dtypes of numpy does not need it.
+    import ml_dtypes  # imported lazily: numpy's own dtypes do not need it
 
     return ml_dtypes
 

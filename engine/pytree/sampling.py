@@ -315,7 +315,7 @@ def _address(tensor: Any) -> int:
     """Return the address of a tensor's memory, or 0 if it has none now, as a sharded parameter between two steps."""
     try:
         return int(tensor.data_ptr())
-    except RuntimeError:  # a tensor of a subclass
+    except RuntimeError:  # a tensor subclass
         return 0
 
 

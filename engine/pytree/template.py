@@ -456,7 +456,7 @@ def new_leaf(name: str, saved: Saved, kind: str | None = None) -> LeafTemplate:
 
 
 class GrowthProblem(ValueError):  # noqa: N818 - becomes one line of an error
-    """A container that cannot be made again, because its class is not known."""
+    """A container that cannot be rebuilt, because its class is unknown."""
 
 
 def regrown(wanted: TreeDef | None, saved: TreeDef | None, name: str = "") -> TreeDef | None:

@@ -42,7 +42,7 @@ _logger = logging.getLogger("holdfast")
 _ARRAY_LIMIT = 1 << 20  # bytes of the largest array that is kept as an argument
 _WRITTEN_DEPTH = 50
 _READ_DEPTH = 200
-# Elements of tensors that numpy has, too.
+# Dtypes of tensors that numpy has as well.
 _TORCH_DTYPES = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool")
 _MISSING = "missing"  # the kind of an argument that could not be kept
 _NUMBERS = "numbers"  # the kind of a long sequence of numbers

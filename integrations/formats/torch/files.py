@@ -58,7 +58,7 @@ _LOCAL_HEADER = struct.Struct("<4s22xHH")
 
 
 class NoArchive(DamagedCheckpointError):  # noqa: N818 - a kind of damage, unless the caller expects another format
-    """The first bytes are not those of an archive."""
+    """The file does not begin like an archive."""
 
 
 class TorchArchive:
