@@ -463,6 +463,29 @@ def test_a_save_that_failed_does_not_count_for_the_interval(
     manager.close()
 
 
+@pytest.mark.parametrize("hours", [None, 1.0])
+def test_the_error_of_a_save_in_the_background_is_raised_by_the_next_which_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hours: float | None
+) -> None:
+    real, fails = os.fsync, list[bool]()
+
+    def fsync(descriptor: int) -> None:
+        if fails.pop() if fails else False:
+            raise OSError(28, "no space")
+        real(descriptor)
+
+    with graph.CheckpointManager(graph.Checkpoint(w=np.zeros(3)), tmp_path, 2, hours, background=True) as manager:
+        manager.save()
+        manager.wait_until_finished()
+        fails.append(True)
+        monkeypatch.setattr(os, "fsync", fsync)
+        manager.save()
+        with pytest.raises(hf.SaveFailedError, match="no space"):
+            manager.save()
+        manager.wait_until_finished()
+        assert numbers(manager.checkpoints) == [1, 3]
+
+
 def test_latest_of_several_names_is_what_was_committed_last(place: str) -> None:
     checkpoint = graph.Checkpoint(step=0)
     for name in ("a", "a", "b", "c_d"):

@@ -174,6 +174,13 @@ def with_metric() -> torch.nn.Module:
     return model
 
 
+def channels_last() -> torch.nn.Module:
+    model: Any = torch.nn.Conv2d(2, 3, 2)
+    model.to(memory_format=torch.channels_last)
+    assert not model.weight.is_contiguous()
+    return model  # type: ignore[no-any-return]
+
+
 def quantized() -> torch.nn.Module:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
     quantize: Any = torch.ao.quantization.quantize_dynamic
@@ -192,6 +199,7 @@ MODULES: dict[str, tuple[Callable[[], torch.nn.Module], Callable[[Program], None
     "a metric": (Metric, observe),
     "a metric in another module": (with_metric, observe),
     "sparse buffers": (lambda: torch.nn.Sequential(Sparse()), lambda _: None),
+    "channels last": (channels_last, count),
     "quantized": (quantized, lambda _: None),
 }
 
@@ -278,7 +286,7 @@ class Odd(torch.optim.SGD):
         super().step(closure)
         for group in self.param_groups:
             for one in group["params"]:
-                matrix = torch.linalg.qr(torch.randn(3, 3, generator=torch.Generator().manual_seed(1)))[0].T
+                matrix = torch.arange(6.0).reshape(3, 2).T  # A product with it rounds otherwise in the order of C.
                 self.state[one].update({("q", 0): torch.ones(2), "dtype": torch.float16, "Q": [matrix], "R": matrix})
 
 
