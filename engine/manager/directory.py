@@ -189,10 +189,7 @@ class RunDirectory(StepIndex):
         *,
         partial: CheckpointRecord | None = None,
     ) -> list[int]:
-        """Take ownership, remove the remains of interrupted runs, and store the facts and the identity of the run.
-
-        An interrupted copy of ``partial`` is left for the next. Return the steps whose folders are no checkpoints.
-        """
+        """Take ownership, remove what interrupted runs left, and return the steps whose folders are no checkpoints."""
         self.ownership.take()
         listing = self.location.snapshot()
         content = listing.entries()
@@ -201,7 +198,7 @@ class RunDirectory(StepIndex):
             (self.location / OLD_INDEX).remove()
         folders = [folder.location for folder in step_folders(self.location, self._series, content)]
         self._partial = set()
-        if partial is not None and partial.step is not None:
+        if partial is not None and partial.step is not None:  # its interrupted copy is left for the next attempt
             place = self.step_location(partial.step)
             if place in folders and copy_left(place) == partial.fingerprint:
                 folders.remove(place)
