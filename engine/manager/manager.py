@@ -528,10 +528,7 @@ class CheckpointManager(ExplainsNames):
         if self._local is not None:
             self._background.join()  # saves note the history of the steps of the hosts
             self._run.wait_for_places()
-        self._run.change(f"delete {step}", self._steps.delete, step, mirror)
-        self._saves.deleted()
-        if mirror:
-            self._run.tell("deleted", step)
+        self._delete("delete", self._steps.delete, step, mirror, everywhere=mirror)
 
     def delete_after(self, step: int) -> list[int]:
         """Delete all steps later than one, pinned and damaged ones, too, to return to a step for good.
@@ -555,9 +552,14 @@ class CheckpointManager(ExplainsNames):
         self._run.wait_for_places()
         self.acquire()
         self.processes.barrier(f"before delete after {step}")  # others may still be restoring one of these steps
-        deleted: list[int] = self._run.change(f"delete after {step}", self._steps.delete_after, step)
+        return self._delete("delete after", self._steps.delete_after, step, everywhere=True)
+
+    def _delete(self, what: str, work: Callable[..., T], step: int, *inputs: Any, everywhere: bool) -> T:
+        """Delete in the directory, which leaves a tombstone; ``everywhere`` lets the places obey it now."""
+        deleted: T = self._run.change(f"{what} {step}", work, step, *inputs)
         self._saves.deleted()
-        self._run.tell("deleted", step)
+        if everywhere:
+            self._run.tell("deleted", step)
         return deleted
 
     # ---- ownership, and the end

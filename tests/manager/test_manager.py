@@ -504,19 +504,21 @@ def test_listeners_hear_of_every_commit(tmp_path: Path, caplog: pytest.LogCaptur
 def test_the_loop_goes_on_while_saving(tmp_path: Path) -> None:
     handler = HeldHandler()
     handler.snapshot.set()
+    saved(tmp_path, 0)
     with hf.CheckpointManager(tmp_path, hf.AsyncCheckpointer(handler)) as manager:
         assert manager.save(1, tree(1))
         assert handler.writing.wait(30)
         assert manager.is_saving_in_progress()
-        assert manager.all_steps() == []
-        assert manager.latest_step() is None
+        assert manager.all_steps() == [0]
+        assert manager.latest_step() == 0
         assert not manager.should_save(1)
-        manager.record_metrics(1, {"loss": 0.5})
+        for step in (0, 1):
+            manager.record_metrics(step, {"loss": 0.5})
         handler.written.set()
         manager.wait_until_finished()
         assert not manager.is_saving_in_progress()
-        assert manager.all_steps() == [1]
-        assert manager.metrics(1) == {"loss": 0.5}
+        assert manager.all_steps() == [0, 1]
+        assert manager.metrics(0) == manager.metrics(1) == {"loss": 0.5}
 
 
 def test_a_save_that_hangs_is_named(tmp_path: Path) -> None:
