@@ -30,7 +30,7 @@ _logger = logging.getLogger("holdfast")
 
 
 def median(values: Iterable[float]) -> float:
-    import statistics  # Imported lazily: it imports random and decimal, which a listing of checkpoints does not need.
+    import statistics  # imported lazily: it imports random and decimal, which listing checkpoints does not need
 
     return statistics.median(values)
 

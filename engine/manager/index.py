@@ -52,7 +52,7 @@ class IndexedStep:
 
     @property
     def is_none(self) -> bool:
-        """Whether this is no checkpoint, not even a damaged one."""
+        """True if there is no checkpoint, not even a damaged one."""
         return self.error is None and self.info is None
 
 

@@ -29,7 +29,7 @@ _logger = logging.getLogger("holdfast")
 
 DAY = 86400.0
 _SPREAD = math.log(10)  # the standard deviation of the logarithm of the rate of failures, before anything is known
-_MOST_FREQUENT = 25.0  # the logarithm of the most failures a day
+_MOST_FREQUENT = 25.0  # logarithm of the maximum number of failures a day
 _RECENT = 20  # number of the newest saves and resumes whose medians count
 _NOTABLE = 0.1  # the least relative change of the interval that is reported
 _BOUNDS = (60.0, 3600.0)  # the bounds of "auto" alone, in seconds

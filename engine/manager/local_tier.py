@@ -68,7 +68,7 @@ class LocalTier(StepPlace):
         self._seen: int | None = None  # the last step of the program that this has seen
         self._before: int | None = None  # the step before, unless the run has gone back since
         self._newest = -1  # the largest local step of the history
-        # The step of a restore since then, and whether it was a local one: perhaps the program only looks at it.
+        # A later restore: its step, and whether it was local. The program may only inspect that step.
         self._restored: tuple[int, bool] | None = None
         self._background = BackgroundSave(seconds(run.options.save_timeout_secs))
         self._lost: Exception | None = None  # of a save that has missed a process, or the store: the next would, too
