@@ -70,16 +70,12 @@ def test_steps(make: Make) -> None:
 def test_the_first_step(make: Make, force: bool) -> None:
     handler = let_go()
     manager = make(handler, save_interval_steps=10)
+    with pytest.raises(hf.errors.UnsupportedLeafError):
+        manager.save(10, {"step": object()}, force=force)
+    assert manager.should_save(10)
     fail(manager, handler, 10, force=force)
     assert manager.should_save(11)
-
-
-def test_the_first_step_that_is_refused(make: Make) -> None:
-    manager = make(let_go(), save_interval_steps=10)
-    with pytest.raises(hf.errors.UnsupportedLeafError):
-        manager.save(10, {"step": object()})
-    assert manager.should_save(11)
-    assert manager.save(10, {"step": 10})
+    assert manager.save(10, {"step": 10}, force=force)
 
 
 def test_seconds(make: Make) -> None:

@@ -485,21 +485,17 @@ def test_a_local_step_that_is_damaged_after_it_was_verified_is_passed_over(
 
 def test_another_run_is_never_taken(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path, 2).train(1, 15)
+    shutil.copytree(tmp_path / "store", tmp_path / "copy")
+    copy = Hosts(tmp_path, 2, store_name="copy")
+    assert copy.resume() == (10, 0), "a copy of the directory is another run"
+    copy.train(11, 12)
+    assert copy.resume()[0] == 12
+    assert hosts.resume()[0] == 14
     shutil.rmtree(tmp_path / "store")
     assert hosts.resume() == (None, 0)
     hosts.train(1, 3)
     assert hosts.resume()[0] == 2
-    assert len(list(hosts.place(0).iterdir())) == 2, "the local steps of the other run stay"
-
-
-def test_a_copy_of_the_directory_is_another_run(tmp_path: Path) -> None:
-    hosts = Hosts(tmp_path, 2).train(1, 15)
-    shutil.copytree(tmp_path / "store", tmp_path / "copy")
-    copy = Hosts(tmp_path, 2, store_name="copy")
-    assert copy.resume() == (10, 0)
-    copy.train(11, 12)
-    assert copy.resume()[0] == 12
-    assert hosts.resume()[0] == 14
+    assert len(list(hosts.place(0).iterdir())) == 3, "the local steps of the other runs stay"
 
 
 @pytest.mark.parametrize("by", ["manager", "command"])
@@ -659,23 +655,6 @@ def test_processes_that_save_different_steps_are_refused(tmp_path: Path) -> None
     for status in Hosts(tmp_path, 2).run(work):
         assert status.step == 10
         assert "all processes must save the same steps" in status.error
-
-
-def test_local_saves_go_on_after_one_process_has_failed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    hosts = Hosts(tmp_path, 2)
-
-    def work(manager: hf.CheckpointManager) -> None:
-        manager.save(10, tree(10))
-        try:
-            manager.save_locally(12, tree(12), metrics=None if manager.processes.is_primary else {"loss": "bad"})
-        except hf.errors.HoldfastError:
-            assert not manager.processes.is_primary
-        manager.save_locally(14, tree(14))
-        manager.wait_until_finished()
-
-    hosts.run(work, barrier_timeout_secs=5)
-    assert "not all processes have said that they stopped" not in caplog.text
-    assert hosts.resume()[0] == 14
 
 
 @pytest.mark.parametrize("where", ["the save in the directory", "the loop"])
@@ -942,18 +921,28 @@ def test_each_prefix_has_a_history_of_its_own(tmp_path: Path) -> None:
     assert hosts.run(lambda manager: manager.latest_step(), step_prefix="gen") == [18]
 
 
-def test_processes_read_the_same_steps_after_one_has_failed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "bad", [{"custom_metadata": {"a": object()}}, {"metrics": {"loss": "bad"}}], ids=["a fact", "a metric"]
+)
+def test_processes_read_and_save_the_same_steps_after_one_has_failed(
+    tmp_path: Path, bad: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     hosts = Hosts(tmp_path, 2).train(1, 18)
 
     def work(manager: hf.CheckpointManager) -> None:
         manager.restore_latest()
-        facts = None if manager.processes.is_primary else {"a": object()}
-        with contextlib.suppress(hf.errors.OptionError):
-            manager.save_locally(20, tree(20), custom_metadata=facts)
+        try:
+            manager.save_locally(20, tree(20), **({} if manager.processes.is_primary else bad))
+        except hf.errors.OptionError:
+            assert not manager.processes.is_primary
         with pytest.raises(hf.errors.CheckpointNotFoundError, match="no checkpoint of step 16"):
             manager.restore(16)
+        manager.save_locally(22, tree(22))
+        manager.wait_until_finished()
 
     hosts.run(work, barrier_timeout_secs=5)
+    assert "not all processes have said that they stopped" not in caplog.text
+    assert hosts.resume()[0] == 22
 
 
 def test_processes_that_see_different_steps_look_for_one_together(tmp_path: Path) -> None:
