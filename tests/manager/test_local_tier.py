@@ -512,9 +512,7 @@ def test_deleted_steps_do_not_come_back(tmp_path: Path, by: str) -> None:
     assert all(len(list(hosts.place(host).iterdir())) == 1 for host in (0, 1)), "those of before are removed"
 
 
-def test_a_rollback_to_the_newest_step_of_the_directory_leaves_the_local_ones(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rollback_to_the_newest_step_leaves_local_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hosts = Hosts(tmp_path, 1).train(1, 15)
     assert main(["rollback", str(tmp_path / "store"), "10", "--yes"]) == 0
     assert f"local steps that the hosts have in {hosts.place(0)} do not count any more" in capsys.readouterr().out
@@ -658,9 +656,7 @@ def test_processes_that_save_different_steps_are_refused(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("where", ["the save in the directory", "the loop"])
-def test_a_process_that_fails_before_its_local_save_stops_that_of_the_others_at_once(
-    tmp_path: Path, where: str
-) -> None:
+def test_a_process_that_fails_before_its_local_save_stops_the_others_at_once(tmp_path: Path, where: str) -> None:
     hosts = Hosts(tmp_path, 3)
 
     class Broken:
@@ -770,9 +766,7 @@ def test_a_local_step_counts_until_the_directory_has_it(tmp_path: Path, looks: b
     assert hosts.resume()[0] == 18
 
 
-def test_a_local_save_under_way_counts_where_the_directory_begins_to_save_its_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_local_save_under_way_counts_until_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = Hosts(tmp_path, 1, observer=NoCommit(18))
     gate = Gate(monkeypatch)
 
@@ -822,7 +816,7 @@ def test_a_look_at_an_older_step_leaves_no_local_step(
     assert hosts.resume()[0] == last
 
 
-def test_a_look_at_an_older_step_between_two_saves_of_one_step_leaves_no_local_step(
+def test_a_look_between_two_saves_of_a_step_leaves_no_local_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hosts = Hosts(tmp_path, 1, store=100)
@@ -971,9 +965,7 @@ def test_a_step_that_this_run_has_saved_locally_is_for_the_next_start(tmp_path: 
     assert hosts.run(lambda manager: manager.restore(16)["step"]) == [16]
 
 
-def test_a_local_step_stands_in_for_a_damaged_one_that_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_local_step_stands_in_for_a_named_damaged_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     hosts = Hosts(tmp_path, 1).train(1, 20)
     damage(tmp_path / "store" / "20", "state")
 

@@ -550,9 +550,7 @@ def test_a_step_of_a_newer_version_is_an_error_not_a_fallback(tmp_path: Path) ->
         assert manager.restore(1)["a"] == 1
 
 
-def test_a_damaged_step_is_named_although_the_step_before_does_not_fit(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_step_is_named_before_one_that_does_not_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saved(tmp_path, 1, items=lambda step: {"old": step})
     saved(tmp_path, 2, items=lambda step: {"new": step})
     (tmp_path / "2/state/tree.json").write_bytes(b"{}")
@@ -562,9 +560,7 @@ def test_a_damaged_step_is_named_although_the_step_before_does_not_fit(
     assert "step 2 is damaged and passed over" in caplog.text
 
 
-def test_a_step_for_which_there_is_no_thread_can_be_saved_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_got_no_thread_can_be_saved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 

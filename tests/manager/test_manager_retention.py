@@ -476,9 +476,7 @@ def test_reports_without_the_metric_are_told_once(
     assert said is None or said in told[0]
 
 
-def test_a_run_that_goes_on_knows_the_metric_of_its_checkpoints(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_resumed_run_knows_the_metric_of_its_checkpoints(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for step, metrics in enumerate([{"score": 1.0}, {"loss": 1.0}]):
         with hf.CheckpointManager(tmp_path, options=options(best_fn="score", best_mode="max")) as manager:
             manager.save(step, {"x": step}, metrics=metrics)

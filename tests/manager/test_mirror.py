@@ -474,9 +474,7 @@ def test_a_step_that_is_deleted_and_saved_again_is_another_one(
         assert run.restore()["step"] == 300
 
 
-def test_a_listing_that_is_older_than_a_deletion_does_not_bring_the_step_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_listing_from_before_a_deletion_brings_nothing_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mirrored(tmp_path / "run", tmp_path / "mirror", 1, 3)
     with hf.CheckpointManager(tmp_path / "run") as run:
         run.delete_after(1)
@@ -775,7 +773,7 @@ def test_a_step_that_is_damaged_here_is_not_copied(
     assert "step 1 is damaged, and is not copied" in caplog.text
 
 
-def test_another_run_that_takes_the_mirror_over_is_left_alone(
+def test_a_mirror_that_is_taken_over_is_left_alone(
     tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with manager(tmp_path / "run", place) as run:

@@ -154,9 +154,7 @@ def in_a_thread(work: Callable[[], object]) -> tuple[threading.Thread, list[Base
     return thread, ended
 
 
-def test_a_step_that_is_committed_while_a_manager_looks_for_those_of_other_runs_is_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_committed_during_the_first_look_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The manager lists the directory before the first commit, and looks into its folders after it."""
     written, looks = threading.Event(), threading.Event()
 
@@ -213,9 +211,7 @@ def test_a_newer_manager_waits_for_a_save_that_another_thread_begins(tmp_path: P
     assert hf.verify(tmp_path).ok
 
 
-def test_nothing_is_saved_once_another_thread_has_closed_the_manager(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_saved_after_another_thread_has_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = HeldHandler()
     manager = hf.CheckpointManager(tmp_path, hf.AsyncCheckpointer(slow))
     slow.snapshot.set()
@@ -273,9 +269,7 @@ def test_locks_of_other_threads_are_asked_about_while_they_are_taken_and_release
     assert found == {(True, False)}
 
 
-def test_a_new_file_with_the_number_of_the_locked_one_is_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_file_with_the_number_of_a_lock_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server of NFS gives that number again once another host has removed the file."""
     place = tmp_path / "owner.json"
     lock = FileLock(as_location(place))
