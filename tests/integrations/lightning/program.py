@@ -122,6 +122,21 @@ class Recorder(lightning.Callback):
         self.events.append((what, trainer.global_step, *values))
 
 
+class Signal(lightning.Callback):
+    """Sends a signal in the first batch of a hook after a step, and counts the batches of the hook."""
+
+    def __init__(self, number: int = signal.SIGTERM, *, after: int = 0, hook: str = "on_train_batch_start") -> None:
+        self.number, self.after, self.batches = number, after, 0
+        self.is_sent = False
+        setattr(self, hook, self.send)
+
+    def send(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        self.batches += 1
+        if trainer.global_step == self.after and not self.is_sent:
+            self.is_sent = True
+            os.kill(os.getpid(), self.number)
+
+
 @dataclasses.dataclass
 class Outcome:
     trainer: Any

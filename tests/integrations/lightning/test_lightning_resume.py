@@ -302,15 +302,6 @@ def test_two_interruptions_in_a_row(variant: str, every: bool) -> None:
         assert resumed.final == whole.final, f"interrupted after steps {first} and {second}"
 
 
-def test_steps_since_the_save_are_done_again() -> None:
-    whole = program.run(new_directory(), checkpoint=NEVER)
-    directory = new_directory()
-    program.interrupt(directory, 9, checkpoint={"save_interval_steps": 4})
-    resumed = program.run(directory, seed=2, checkpoint={"save_interval_steps": 4})
-    assert resumed.recorder.first_step == 8
-    assert resumed.final == whole.final
-
-
 def test_early_stopping_ends_at_the_same_step() -> None:
     def stopping() -> tuple[Any, ...]:
         return (callbacks.EarlyStopping("val_loss", patience=2, min_delta=10.0),)
