@@ -245,6 +245,13 @@ def test_the_best_weights_are_exported(tmp_path: Path, name: str) -> None:
     assert file.exists()
 
 
+def test_best_weights_that_cannot_be_written_stop_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "taken").write_text("a file")
+    options = {**BY_LOSS, "export_best": tmp_path / "taken" / "best.ckpt"}
+    assert program.run(new_directory(), checkpoint=options, max_epochs=1).trainer.global_step == 5
+    assert f"step 5 is the best, but {tmp_path}/taken/best.ckpt could not be written: " in caplog.text
+
+
 def test_links_follow_the_steps(tmp_path: Path) -> None:
     outcome = program.run(str(tmp_path), checkpoint=BY_LOSS, max_epochs=4)
     assert os.readlink(tmp_path / "last") == "20"

@@ -198,6 +198,15 @@ def test_a_program_that_is_stopped_ends_as_one_that_is_not(
     torch.testing.assert_close(last.trainer.callback_metrics, whole.trainer.callback_metrics, rtol=0, atol=0)
 
 
+def test_metrics_that_the_module_does_not_have_any_more_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    directory = new_directory()
+    with pytest.raises(Preempted):
+        fit(directory, Measures, signal_at=2)
+    fit(directory, Net)
+    names = "tracker.1, shared.precision, shared.recall, whole"
+    assert f"the module lacks metrics that the checkpoint has, and they are left: {names}" in caplog.messages
+
+
 class Named(ModelCheckpoint):
     """Keeps files of its own."""
 

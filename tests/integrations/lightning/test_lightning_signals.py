@@ -14,6 +14,7 @@ from typing import Any
 import lightning.pytorch as lightning
 import pytest
 import torch
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from tests.integrations.lightning import program
 from tests.integrations.lightning.program import new_directory
 from tests.sweep.lightning_programs import AVERAGES, SETUPS
@@ -108,6 +109,19 @@ def test_a_signal_has_the_step_saved_and_ends_the_run_with_its_status(
     assert caught.value.code == status
     assert signal.getsignal(sender.number) is handler
     assert {entry.step: entry.reason for entry in hf.list_checkpoints(directory)} == saved
+
+
+@pytest.mark.usefixtures("default_sigterm")
+def test_a_signal_that_comes_while_handlers_are_replaced_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def registered(connector: Any, register: Any = _SignalConnector.register_signal_handlers) -> None:
+        register(connector)
+        os.kill(os.getpid(), signal.SIGTERM)  # It reaches the handler of Lightning.
+
+    monkeypatch.setattr(_SignalConnector, "register_signal_handlers", registered)
+    directory = new_directory()
+    with pytest.raises(Preempted):
+        program.run(directory, checkpoint={**NEVER, "witness_steps_after_signal": 0}, num_sanity_val_steps=0)
+    assert {entry.step: entry.reason for entry in hf.list_checkpoints(directory)} == {1: "preempted"}
 
 
 def test_signal_between_batches_is_kept_for_users_own_handler() -> None:
