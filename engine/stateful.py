@@ -398,6 +398,24 @@ def warn_of_held_records(name: str, thing: object) -> None:
         )
 
 
+def check_window(name: str, thing: object) -> None:
+    """Raise OptionError for a shuffled window of Grain whose version shuffles later windows otherwise after a resume.
+
+    https://github.com/google/grain/issues/1178, mended in Grain 0.2.16.
+    """
+    if not _is_of_grain(type(thing)) or getattr(sys.modules.get("grain"), "__version_info__", (0,)) >= (0, 2, 16):
+        return
+    open_ = [thing.get_state()] if hasattr(thing, "get_state") else []
+    for one in open_:
+        if isinstance(one, dict) and "window_index" in one:
+            version = getattr(sys.modules.get("grain"), "__version__", "before 0.2.16")
+            raise OptionError(
+                f"{name}= shuffles a window of Grain {version}, which shuffles later windows in another order after a "
+                "resume: install grain 0.2.16 or newer, or shuffle the whole dataset with grain.MapDataset.shuffle"
+            )
+        open_ += one.values() if isinstance(one, dict) else one if isinstance(one, list) else []
+
+
 def _is_of_grain(kind: type) -> bool:
     # `Operation` is the protocol of the operations of programs.
     return kind.__module__.startswith("grain.") and kind.__name__ != "Operation"

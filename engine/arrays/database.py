@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import compress
 from operator import add
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +34,6 @@ from ..format import (
     encode_names,
     metadata_keys,
 )
-from ..pytree import Box
 from ..storage import PAGE, DataReader, Location, is_unreadable, parallel_map
 from .assemble import Assembly
 from .digests import INDEX, MANIFEST, Bytes, FileCheck, is_missing, read_checked, required
@@ -120,25 +118,6 @@ class ArrayDatabase:
                     raise type(error)(f"{self._location}: array {names[texts.index(text)]!r}: {error}") from error
         return list(map(decoded.__getitem__, texts))
 
-    def read_arrays(
-        self,
-        names: Sequence[str],
-        metadata: Sequence[ArrayMetadata],
-        boxes: Sequence[Sequence[Box] | None] | None = None,
-    ) -> tuple[list[NDArray[Any] | None], list[Problem]]:
-        """Read whole arrays, or boxes and only the chunks that overlap them; None for each that is damaged."""
-        assembly = Assembly(metadata, boxes, keep=True)
-        problems = self._fetch(names, assembly)
-        return assembly.finish(), problems
-
-    def verify(
-        self,
-        names: Sequence[str],
-        metadata: Sequence[ArrayMetadata],
-        advance: Callable[[int], None] = UNHEARD.advance,
-    ) -> list[Problem]:
-        return self._fetch(names, Assembly(metadata, keep=False), advance)
-
     def _know(self, count: int, ranges: Callable[[], list[KeyRange]]) -> Entries:
         """Return entries with the keys in some ranges: from the nodes that may hold them, or all of a small index."""
         known = None if self._files is None else self._files.get(INDEX)
@@ -206,9 +185,10 @@ class ArrayDatabase:
         with required(self._location / path):
             return (self._location / path).open_data(size=None if known is None else known.size, cached=cached)
 
-    def _fetch(
+    def read(
         self, names: Sequence[str], assembly: Assembly, advance: Callable[[int], None] = UNHEARD.advance
     ) -> list[Problem]:
+        """Read the chunks that an assembly of these arrays needs; return what is wrong with them."""
         problems: list[Problem] = []
         lock = threading.Lock()
 

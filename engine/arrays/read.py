@@ -33,6 +33,7 @@ from ..pytree import (
     whole,
 )
 from ..storage import Location
+from .assemble import Assembly
 from .database import ArrayDatabase, naming
 from .digests import TREE, TREE_KIND, FileCheck, open_folder
 from .source import AggregateHandler, MsgpackHandler, Problem, SavedLeaf, TreeSource, aggregated_array, damaged_leaves
@@ -115,7 +116,7 @@ class TreeReader(TreeSource):
         """Return the types of the fresh state that the run began with; None where they are not recorded."""
         if self._began is None:
             return None
-        from ..pytree import recorded_types  # not above: few reads need templates
+        from ..pytree import recorded_types  # imported lazily: few reads need templates
 
         return recorded_types(self._began, {leaf.name: leaf.saved for leaf in self.leaves}, self.location / TREE)
 
@@ -136,14 +137,15 @@ class TreeReader(TreeSource):
     def _read(
         self, names: Sequence[str], arrays: Sequence[ArrayMetadata], boxes: Sequence[Sequence[Box]] | None = None
     ) -> list[NDArray[Any] | None]:
-        values, problems = self._database.read_arrays(names, arrays, boxes)
+        assembly = Assembly(arrays, boxes, keep=True)
+        problems = self._database.read(names, assembly)
         if problems:
             raise damaged_leaves(
                 self.location,
                 [(format_path(p.leaf), f"{self.location / p.file}: {p.what}") for p in problems],
                 unreadable=self._database.unreadable,
             )
-        return values
+        return assembly.finish()
 
     def verify(self, advance: Callable[[int], None] = UNHEARD.advance) -> list[Problem]:
         problems = []
@@ -155,7 +157,8 @@ class TreeReader(TreeSource):
         problems += [
             Problem(TREE, format_path(leaf.name), what) for leaf in self.leaves if (what := _value_problem(leaf))
         ]
-        found = self._database.verify(*self._arrays_of(self.leaves), advance)
+        names, arrays = self._arrays_of(self.leaves)
+        found = self._database.read(names, Assembly(arrays, keep=False), advance)
         return problems + [problem._replace(leaf=format_path(problem.leaf)) for problem in found]
 
     def _check(self, path: str, known: FileRecord) -> str:

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..distributed import missed_a_process
 from ..errors import SaveFailedError, StateError, describe_error
@@ -25,22 +25,27 @@ _logger = logging.getLogger("holdfast")
 _HEAD_START = 0.005  # seconds, at most
 
 
+class _UnderWay(NamedTuple):
+    thread: Helper
+    awaited: threading.Event  # whether the program waits for the save
+    what: str
+    step: int | None
+
+
 class BackgroundSave:
     """Runs at most one save at a time, and keeps its error until it is raised."""
 
     def __init__(self, timeout: float = 3600.0) -> None:
         self._timeout = timeout
-        self._thread: Helper | None = None
-        self._changing = Lock()  # guards the thread: several threads of the program may save and wait
-        self._awaited = threading.Event()  # whether the loop waits for the save that is under way
-        self._what = ""
-        self._step: int | None = None
+        self._current: _UnderWay | None = None  # or the last one, until something waits for it
+        self._changing = Lock()  # guards it: several threads of the program may save and wait
         self._error: SaveFailedError | None = None
 
     @property
     def running(self) -> bool:
         """Whether a save is under way."""
-        return self._thread is not None and self._thread.is_alive()
+        current = self._current
+        return current is not None and current.thread.is_alive()
 
     def start(
         self,
@@ -50,10 +55,7 @@ class BackgroundSave:
         step: int | None = None,
         ended: Callable[[Any, SaveFailedError | None], object] | None = None,
     ) -> None:
-        """Run work on a thread of its own; it gets an event that is set when the program begins to wait for it.
-
-        ``ended`` is called on that thread with the result of the work, or with its error.
-        """
+        """Run work on a new thread, with an event that is set when the program waits; then call ``ended`` there."""
 
         def run() -> None:
             # The loop continues first: a thread that works may keep the interpreter from it for milliseconds.
@@ -78,9 +80,9 @@ class BackgroundSave:
         started.acquire()
         thread = Helper(run, "holdfast-save")
         with self._changing:
-            if self.running:
-                raise StateError(f"{what}: {self._what} is still being saved; wait for it first")
-            self._what, self._step, self._awaited, self._thread = what, step, awaited, thread
+            if self._current is not None and self.running:
+                raise StateError(f"{what}: {self._current.what} is still being saved; wait for it first")
+            self._current = _UnderWay(thread, awaited, what, step)
             _running.add(self)
             try:
                 thread.start()
@@ -92,26 +94,27 @@ class BackgroundSave:
 
     def hurry(self) -> None:
         """Let the save that is under way know that the program waits for it."""
-        self._awaited.set()
+        if (current := self._current) is not None:
+            current.awaited.set()
 
     def join(self) -> None:
         """Wait until no save is under way; an error of it is kept."""
         while True:
-            with self._changing:
-                thread, awaited, what, step = self._thread, self._awaited, self._what, self._step
-            if thread is None:
+            with self._changing:  # a save that another thread begins has started then
+                current = self._current
+            if current is None:
                 return
-            awaited.set()
-            thread.join(self._timeout)
-            if thread.is_alive():
+            current.awaited.set()
+            current.thread.join(self._timeout)
+            if current.thread.is_alive():
                 raise SaveFailedError(
-                    f"{what} is still not saved after {self._timeout:g} s; the storage may hang. "
+                    f"{current.what} is still not saved after {self._timeout:g} s; the storage may hang. "
                     "Raise save_timeout_secs if it is only slow",
-                    step,
+                    current.step,
                 )
             with self._changing:
-                if self._thread is thread:  # otherwise another thread has begun the next save
-                    self._thread = None
+                if self._current is current:  # otherwise another thread has begun the next save
+                    self._current = None
 
     @property
     def has_missed_a_process(self) -> bool:

@@ -178,12 +178,9 @@ def copied_step(
     progress: CopyProgress | None = None,
     copied: CopiedFiles | None = None,
 ) -> Iterator[CheckpointRecord]:
-    """Copy the checkpoint of a record, run a block when all files have arrived, and commit the copy after the block.
-
-    The block gets the record of the copy; an error in it ends the copy. ``copied`` has the files that earlier copies
-    brought to the same place, and gets those of this one. Damage of the original leaves nothing at the destination;
-    after any other error, the next attempt uses what was copied. The files of the witness follow the commit.
-    """
+    """Copy a checkpoint, run a block with the record of the copy, and commit it after the block."""
+    # Damage of the original leaves nothing at the destination; after any other error, the next attempt uses what was
+    # copied. The files in ``copied``, of earlier copies to the same place, are shared; it gets those of this copy.
     parts = _CopiedFolders(destination, record)
     protocol = commit_protocol(destination)
     pending = protocol(destination, record.items, overwrite=overwrite, parts=parts, copies=record.fingerprint)
@@ -221,10 +218,7 @@ def copied_step(
 
 
 def copy_witness(source: Location, destination: Location, *, again: bool = False) -> None:
-    """Copy what the witness has recorded of the steps after a save, as far as that is possible: no error goes further.
-
-    With ``again``, files that are there with the same size are left out: they only ever grow.
-    """
+    """Copy what the witness has recorded; raise nothing. ``again`` skips files of equal size, as they only grow."""
 
     def copy(name: str) -> None:
         with contextlib.suppress(OSError, HoldfastError):

@@ -215,18 +215,9 @@ def deleted_on_interrupt(directory: Location, made: Sequence[Location]) -> Itera
 
 
 def sweep(location: Location, parts: CommitParts | None = None, lock: SaveLock | None = None) -> bool:
-    """Remove what interrupted saves and deletions left in a checkpoint's directory; return whether it is gone.
-
-    Without a lock that tells whether a save is alive, the order of requests decides. This leaves the marker of a
-    deletion, takes the marker of the save, and looks whether the record is still the one that the deletion notes. A
-    save whose record was not seen finds its marker missing, and then either that deletion or its files missing.
-
-    The marker of a deletion is locked, too: a save that begins sweeps first, and a deletion that is under way holds it.
-    The caller may have taken the ``lock`` of the marker of a save over.
-
-    StorageConflictError: a save is alive, or another process sweeps or deletes. StoragePermissionError: that is
-    unknown.
-    """
+    """Remove what interrupted saves and deletions left; return whether the directory is gone."""
+    # StorageConflictError: a save is alive, or another process sweeps or deletes; StoragePermissionError: it may be.
+    # The caller may hold the ``lock`` of a save's marker. A save that begins sweeps first, and waits for a deletion.
     save, deletion = lock or SaveLock(location / PARTIAL), SaveLock(location / DELETED)
     try:
         if lock is None:
@@ -262,7 +253,9 @@ def _sweep(location: Location, parts: CommitParts, locks: Mapping[str, SaveLock]
             (location / PARTIAL).remove()
         return False
     if not tells:
-        # The marker of a deletion names the record that is kept and the folders that are removed.
+        # The order of requests decides, as `store_commit.py` shows: a save whose record was not seen finds its marker
+        # missing, and then this deletion or its files missing. The marker names the record that is kept and the
+        # folders that are removed.
         kept = None if record is None else record.identity
         (location / DELETED).write_bytes(marker_content(os.urandom(16).hex(), folders, record=kept))
         if PARTIAL in names:
@@ -304,10 +297,7 @@ def _has_changed(location: Location, record: CheckpointRecord | None) -> bool:
 
 
 def sweep_stray(location: Location, listed: Collection[str], record: CheckpointRecord) -> None:
-    """Remove zip files of saves that lost against the one of a record, or arrived late; from a listing of a run.
-
-    A listing has several pages, and may be older at its beginning than at its end: it only nominates files.
-    """
+    """Remove zip files of saves that lost, or arrived late; the listing may be old, so it only nominates them."""
     if RECORD not in listed or {PARTIAL, DELETED} & {*listed}:
         return
     found = left_archives(location, {*listed} - folders_of(record))

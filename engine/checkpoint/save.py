@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ..arrays import WrittenSteps, fsync_and_digest, write_file
 from ..clock import format_size
@@ -177,14 +177,14 @@ class Save:
             raise
 
     def write(self, awaited: threading.Event | None = None) -> Mapping[str, ItemRecord] | None:
-        """Write the items; return them as all processes wrote them, for the record, or None on processes other than 0.
-
-        ``awaited`` is set when the training loop, which runs beside this call, begins to wait for the save.
-        """
+        """Write the items; return them on process 0. ``awaited`` is set when the training loop waits for the save."""
         archives = self._archives(awaited)
         folders = self._role.open(archives)
         process = replace(self._role.process, awaited=awaited)
-        fragments = self._role.gather({name: item.write(folders[name], process) for name, item in self._items.items()})
+        shares = {}
+        for name, item in self._items.items():
+            shares[name] = item.write(folders[name], process)
+        fragments = self._role.gather(shares)
         if fragments is None:
             return None
         sent = parallel_map(lambda name: write_file(folders[name], archives[name]), list(archives), REQUESTS)
@@ -226,10 +226,7 @@ class Save:
         )
 
     def give_up(self, error: BaseException) -> bool:
-        """Give the save up unless a thread completes it already; return whether it was given up.
-
-        After an interrupt, only this tells whether the thread has begun.
-        """
+        """Give the save up, unless a thread completes it already; only this tells whether that thread has begun."""
         if not self._claim.acquire(blocking=False):
             return False
         self._role.give_up(error)
@@ -273,8 +270,7 @@ class Primary:
     rendezvous: Rendezvous | None
     timeout: float
     shared: bool
-    has_planned: bool = False  # whether the other processes know the folders
-    has_committed: bool = False
+    told: Literal["nothing", "the plan", "the commit"] = "nothing"  # what the other processes know of the save
 
     @property
     def process(self) -> ProcessInfo:
@@ -284,8 +280,8 @@ class Primary:
     def open(self, archives: Collection[str] = ()) -> Mapping[str, Location]:
         """Return the folder of every item, made ready; the names of those that are zip files are given first."""
         self.pending.begin(archives)
-        if self.rendezvous is not None and not self.has_planned:
-            self.has_planned = True
+        if self.rendezvous is not None and self.told == "nothing":
+            self.told = "the plan"
             folders = {name: folder.name for name, folder in self.pending.folders.items()}
             place = self.pending.location
             path = place.url if self.shared else place.name
@@ -314,7 +310,7 @@ class Primary:
         self.pending.commit(record)
         nbytes = record.nbytes - record.shared_bytes, record.shared_bytes
         if self.rendezvous is not None:
-            self.has_committed = True
+            self.told = "the commit"
             # Without its files, whose number grows with that of the processes.
             facts = {"record": record.summary().to_document(), "identity": record.identity, "bytes": nbytes}
             try:
@@ -332,11 +328,11 @@ class Primary:
             return
         if not isinstance(error, PeerFailedError):  # the others know of that already
             self.rendezvous.fail(error)
-        if self.has_committed:
+        if self.told == "the commit":
             return
         is_known = not isinstance(error, BarrierTimeoutError)
         try:
-            if not self.has_planned or (is_known and _all_stopped(self.rendezvous, self.timeout)):
+            if self.told == "nothing" or (is_known and _all_stopped(self.rendezvous, self.timeout)):
                 self.pending.abort(error)
             else:
                 self.pending.leave()
@@ -443,7 +439,7 @@ def _all_stopped(rendezvous: Rendezvous, timeout: float) -> bool:
 
 
 def _stopped_key(rendezvous: Rendezvous, process: int) -> str:
-    from urllib.parse import quote  # not above: only programs of several processes need it
+    from urllib.parse import quote  # imported lazily: only programs of several processes need it
 
     return f"{quote(rendezvous.name, safe='')}/stopped/{process}"
 

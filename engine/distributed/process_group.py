@@ -97,13 +97,9 @@ class ProcessGroup:
         arguments: Sequence[Any] | None = None,
         work_timeout: float | None = None,
     ) -> _T:
-        """Do work on process 0 and return its result, a value that JSON can hold, on every process.
-
-        Process 0 does not wait for the others. If the work fails, they raise PeerFailedError; if process 0 does not
-        answer within the timeout, they raise a BarrierTimeoutError that names it. Process 0 announces ``arguments``,
-        which processes must ask for alike, before it begins: a process with others raises StateError, and the rest wait
-        ``work_timeout`` seconds for the result (None is ``self.timeout``).
-        """
+        """Do work on process 0, which waits for no other, and return its result, a JSON value, on all processes."""
+        # The others raise PeerFailedError if the work fails, a BarrierTimeoutError if process 0 does not answer within
+        # ``work_timeout`` (None: ``self.timeout``), and StateError if they ask for other ``arguments`` than process 0.
         rendezvous = self.rendezvous(what)
         if rendezvous is None:
             return work(*inputs)
@@ -142,10 +138,7 @@ class ProcessGroup:
         return None if found is None else (found[0], found[1])
 
     def agree(self, what: str, mine: Any, work: Callable[[Sequence[Any]], Any]) -> Any:
-        """Return on all processes what process 0 makes of the values of all; its OptionError is raised on all.
-
-        JSON can hold the values and the result.
-        """
+        """Return on all processes what process 0 makes of the JSON values of all; raise its OptionError on all."""
         return self._agreed(self.rendezvous(what), mine, work)
 
     def _agreed(self, rendezvous: Rendezvous | None, mine: Any, work: Callable[[Sequence[Any]], Any]) -> Any:
@@ -191,10 +184,6 @@ def run_on_primary(
     coordinator: Coordinator | None,
     start_secs: float = 600.0,
 ) -> Any:
-    """Do long work on process 0, while the other processes that call this wait for its result.
-
-    Process 0 waits for none of them, so a program may also call this on process 0 only. The others wait at most
-    ``start_secs`` until it has begun.
-    """
+    """Do long work on process 0, even if no other calls this; the others wait ``start_secs`` until it has begun."""
     group = ProcessGroup("holdfast", coordinator, start_secs)
     return group.decide(what, work, arguments=arguments, work_timeout=_WORK)

@@ -159,11 +159,7 @@ def _sharding(name: str, args: ArrayRestoreArgs) -> Any:
 
 
 def broadcast_prefix(given: Any, structure: TreeDef | None, kind: type[T], argument: str) -> list[T | None]:
-    """Return the value given for each leaf of a tree; None for leaves without one.
-
-    ``given`` is one value for all leaves; or a tree like the structure, which may end early with a value for all leaves
-    below, and may leave out keys; or None. Raises OptionError if a value belongs to no leaf or is of another type.
-    """
+    """Return the value given for each leaf: one for all, or a tree that may end early and leave out keys."""
     return list(_broadcast(given, structure, kind, argument, ""))
 
 

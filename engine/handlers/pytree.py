@@ -322,11 +322,7 @@ def check_savable(item: Any) -> None:
 
 
 def fresh_types(item: Any, roots: Collection[str] | None = None) -> FreshTypes:
-    """Return the types of the state that a run begins with, for ``fresh`` of a save; it may be abstract.
-
-    ``roots`` has the names of its entries, where the item that is saved has others beside them. Raises
-    UnsupportedLeafError, which names every leaf that cannot be saved.
-    """
+    """Return the types of a run's first state, for ``fresh`` of a save; ``roots`` names its entries among others."""
     check_savable(item)
     flat = flat_template(item, DEFAULT_REGISTRY)
     return FreshTypes(describe_template(flat.names, flat.values), roots, flat.structure)

@@ -1,22 +1,17 @@
-"""The directory of a run: its facts and options, and the steps of one series, which its one writer changes."""
+"""The directory of a run: its facts and options, and how its one writer changes and deletes the steps of one series."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from operator import attrgetter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..checkpoint import (
-    OtherItems,
-    OwnItems,
-    StoredItems,
     copy_left,
     delete_checkpoint,
     is_swept,
@@ -29,7 +24,6 @@ from ..clock import Clock, SystemClock
 from ..errors import (
     CheckpointNotFoundError,
     DamagedCheckpointError,
-    FormatVersionError,
     OptionError,
     OwnershipError,
     StorageConflictError,
@@ -39,32 +33,20 @@ from ..errors import (
     shortened_steps,
 )
 from ..forks import Lock
-from ..format import OWNER, PADDED, PARTIAL, RECORD, CheckpointRecord, encode_document
-from ..sources import check_unclaimed, described_steps, find_steps, open_at
+from ..format import OWNER, PARTIAL, RECORD, CheckpointRecord, encode_document
 from ..steps import (
-    LATE,
-    METADATA,
-    LateMetrics,
     StepEntry,
-    attempts_at,
     has_record,
-    left_behind,
-    list_steps,
-    read_entry,
     read_record,
-    series_and_step,
     series_of,
     step_folder,
     step_folders,
     store_metadata,
-    stored_metadata,
     stray_folders,
-    was_left,
     with_late,
     write_late,
 )
 from ..storage import (
-    Entry,
     Location,
     Place,
     SaveLock,
@@ -74,12 +56,11 @@ from ..storage import (
     max_concurrency,
     parallel_map,
 )
-from .events import EVENTS, ROTATED
+from .index import OLD_INDEX, StepIndex
 from .metrics import metric_name, plain_metrics, shown_metric
 from .options import CheckpointManagerOptions, options_document, retention_rules
 from .ownership import (
     NO_LOCAL_STEPS,
-    OPTIONS,
     LocalBranch,
     Ownership,
     RunIdentity,
@@ -87,10 +68,9 @@ from .ownership import (
     Tombstones,
     store_identity,
     stored_identity,
-    stored_options,
 )
 from .places import StepPlace
-from .retention import KeepAll, KeepBest, StepInfo, info_of, kept_steps, reasons
+from .retention import KeepAll, KeepBest, kept_steps, reasons
 
 _logger = logging.getLogger("holdfast")
 
@@ -98,9 +78,6 @@ LEFT_ALONE = (
     "%s: the folder of step %s holds files and no %s, such as after an interrupted copy: it is left alone, and no such "
     "step is saved. Move it away, or delete it with `holdfast rm %s %s`"
 )
-
-_INDEX = "steps.log"  # an index of records that earlier versions kept in local directories
-_SHOWN = "Orbax"  # the library whose managers have steps like ours; files of others may lie beside a run of ours
 
 
 def check_json(option: str, data: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -169,33 +146,11 @@ def record_metrics(
     )
 
 
-# ---- the steps of one series
+# ---- the directory, and its one writer
 
 
-@dataclass(frozen=True, slots=True)
-class IndexedStep:
-    """What is known of one step of the directory, which may be damaged."""
-
-    record: CheckpointRecord | None = None  # None if it cannot be read
-    error: DamagedCheckpointError | FormatVersionError | None = None  # why the step is damaged
-    info: StepInfo | None = None  # the step as retention rules see it, if it is committed
-    location: Location | None = None  # its folder, if another library wrote it
-
-    @property
-    def is_none(self) -> bool:
-        """Whether this is no checkpoint, not even a damaged one."""
-        return self.error is None and self.info is None
-
-
-_NO_STEP = IndexedStep()  # also the entry of a folder that has the name of a step, and files that are no checkpoint
-
-
-def _indexed(step: int, record: CheckpointRecord, location: Location | None = None) -> IndexedStep:
-    return IndexedStep(record, info=info_of(step, record), location=location)
-
-
-class RunDirectory:
-    """The steps of one series, read once and then kept up to date with the changes of this writer, by any thread."""
+class RunDirectory(StepIndex):
+    """The index of the steps of one series in a directory, with the changes that its one writer makes."""
 
     def __init__(
         self,
@@ -207,242 +162,20 @@ class RunDirectory:
         writes: bool = True,
         places: Sequence[StepPlace] = (),
     ) -> None:
-        self.location = location
-        self._places = places  # where further steps are
+        super().__init__(location, options, places)
         self.ownership = Ownership(location, clock, drain)
-        self._clock = clock
         self.last_saved: int | None = None  # the step that this run saved last
-        self._options = options
+        self._clock = clock
         self._rules = retention_rules(options)
         self._reads_metrics = options.best_fn is not None or options.keep_checkpoints_without_metrics
-        self._series = series_of(options.step_prefix)
         self._writes = writes  # on process 0; the others follow in memory
         self._warned = False  # whether the warning was given that no checkpoint has the metric of best_fn
-        self._held: set[int] = set()  # steps that are being copied elsewhere
+        self._copied: set[int] = set()  # steps that are being copied elsewhere
         self._unswept: set[Location] = set()  # folders with files of another user
         self._partial: set[int] = set()  # steps with an interrupted copy that the next attempt may complete
         self._changing = Lock()  # serializes changes of records and deletions of steps
-        self._late = LateMetrics(location)
-        self._lock = Lock()  # guards the attributes below
-        self._index: dict[int, IndexedStep] = {}
-        self._names: dict[int, str] = {}  # of the folders of steps, as they were last read
-        self._width: int | None = None  # digits in the names of new ones, once it is known
-        self._infos: tuple[StepInfo, ...] | None = None  # the committed steps in ascending order; None after a change
         self._identity: RunIdentity | None = None  # None until this writer owns the directory
-        self._keeps_tombstones = False  # whether a mirror may have the steps that are deleted here
-        names = self.reload()
-        if not (options.read_only or self._index or self._is_unclaimed(names)):
-            self.reload()
-
-    # -- reading the directory
-
-    def step_location(self, step: int) -> Location:
-        """Return the folder of a step, whether it exists or not."""
-        name = self._names.get(step) or step_folder(self._series, step, self._width)
-        return self._known(step).location or self.location / name
-
-    def _known(self, step: int) -> IndexedStep:
-        return self._index.get(step, _NO_STEP)
-
-    def stored_metadata(self) -> Mapping[str, Any] | None:
-        found = stored_metadata(self.location)
-        with self._lock:
-            is_foreign = any(known.location is not None for known in self._index.values())
-        return find_steps(self.location).metadata() if found is None and is_foreign else found
-
-    def _list_others(self, names: frozenset[str]) -> list[StepEntry]:
-        """Return the steps of Orbax, for a manager that only reads and finds no others."""
-        if not (self._options.read_only and any(name[-1:].isdecimal() for name in names)):
-            return []
-        found = described_steps(self.location)
-        if found.format != _SHOWN:
-            return []
-        series = "" if self._options.step_prefix is None else self._series
-        return [entry for entry in found.entries if entry.location.name.startswith(series)]
-
-    def _is_unclaimed(self, names: frozenset[str]) -> bool:
-        """Refuse to begin a run beside steps that it does not resume from; return False if its own are there now."""
-        known = {OWNER, OPTIONS, _INDEX, METADATA, LATE, EVENTS, ROTATED}
-        return names <= known or check_unclaimed(self.location, self._series, begun=OWNER in names)
-
-    def reload(self, content: Sequence[Entry] | None = None, *, forget: bool = False) -> frozenset[str]:
-        """Read the directory, or a listing of it, and return the names; ``forget`` clears the known damage of data."""
-        content = self.location.entries() if content is None else content
-        entries = list_steps(self.location, self._series, content, late=self._late)
-        names = frozenset(entry.name for entry in content)
-        others = [] if entries else self._list_others(names)
-        folders = step_folders(self.location, self._series, content)
-        self._names = {one.step: one.location.name for one in (*folders, *entries)}
-        if self._width is None and not self._options.read_only:
-            stored = stored_options(self.location) if PADDED in names else None
-            is_new = not entries and OPTIONS not in names
-            chosen = self._options if is_new else stored
-            self._width = (chosen and chosen.step_name_width) or 0
-        index: dict[int, IndexedStep] = {}
-        for entry in entries or others:
-            location = entry.location if others else None
-            if entry.record is not None:
-                index[entry.step] = _indexed(entry.step, entry.record, location)
-            elif entry.error is not None:
-                index[entry.step] = IndexedStep(error=entry.error, location=location)
-        with self._lock:
-            for step, known in self._index.items():
-                found = index.get(step)
-                if found is None and known.is_none:
-                    index[step] = known
-                elif found and found.record and known.error and known.record and not forget:  # its data was damaged
-                    index[step] = known if found.record.identity == known.record.identity else found
-            self._index, self._infos = index, None
-        return names
-
-    def add(self, step: int, record: CheckpointRecord | None) -> None:
-        """Note that a step was committed, or its record replaced; None means that it was deleted."""
-        with self._lock:
-            late = self._late.of(self.step_location(step).name)
-            self._put(step, None if record is None else _indexed(step, with_late(record, late)))
-
-    def add_strays(self, steps: Iterable[int]) -> None:
-        with self._lock:
-            for step in steps:
-                self._put(step, _NO_STEP)
-
-    def _put(self, step: int, known: IndexedStep | None) -> None:
-        self._infos = None
-        if known is not None:
-            self._index[step] = known
-        else:
-            self._index.pop(step, None)
-
-    def mark_damaged(self, step: int, damage: str, *, unreadable: bool) -> None:
-        """Note that the data of a step is damaged: the step is not listed any more, and may be replaced."""
-        error = DamagedCheckpointError(damage, unreadable=unreadable)
-        with self._lock:
-            self._put(step, replace(self._known(step), error=error, info=None))
-
-    def add_late_metrics(self) -> None:
-        """Add the metrics that other programs have recorded since the directory was read."""
-        for folder in self._late.refresh(lambda folder: self._step_of(folder) in self):
-            step, added = self._step_of(folder), self._late.of(folder)
-            with self._lock:
-                record = self.known_record(step)
-                if record is not None and added and (found := with_late(record, added)) != record:
-                    self._put(step, _indexed(step, found))
-
-    def _step_of(self, folder: str) -> int:
-        """Return the step with a folder of a name; -1 if it is not that of a step of this series."""
-        named = series_and_step(folder)
-        return named[1] if named and named[0] == self._series else -1
-
-    def infos(self) -> tuple[StepInfo, ...]:
-        """Return the committed steps as retention rules see them, in ascending order."""
-        if (found := self._infos) is not None:  # Each step asks, and nearly always nothing has changed.
-            return found
-        with self._lock:
-            infos = (known.info for known in self._index.values() if known.info is not None)
-            self._infos = tuple(sorted(infos, key=attrgetter("step")))
-            return self._infos
-
-    def known_record(self, step: int) -> CheckpointRecord | None:
-        """Return the commit record of a step as it was last read; None if it is not there, or damaged."""
-        known = self._known(step)
-        return None if known.info is None else known.record
-
-    def has_item(self, item: str, step: int) -> bool:
-        record = self.known_record(step)
-        return record is not None and item in record.items
-
-    def steps(self) -> list[int]:
-        """Return the committed steps whose record verifies, in ascending order."""
-        return [info.step for info in self.infos()]
-
-    def left_behind(self) -> set[int]:
-        """Return the steps that the run has left for an earlier one; they do not count as its newest."""
-        records = {step: record for step in self.steps() if (record := self.known_record(step)) is not None}
-        left = left_behind(records.values())
-        return {step for step, record in records.items() if was_left(step, record, left)}
-
-    def steps_after(self, step: int) -> list[int]:
-        """Return the committed steps after one, in ascending order."""
-        return [info.step for info in self.infos() if info.step > step]
-
-    def steps_and_damaged(self) -> list[int]:
-        """Return the committed steps and the damaged ones, in ascending order."""
-        with self._lock:
-            return sorted(step for step, known in self._index.items() if not known.is_none)
-
-    def is_damaged(self, step: int) -> bool:
-        return self._known(step).error is not None
-
-    def is_stray(self, step: int) -> bool:
-        return step in self._index and self._known(step).is_none
-
-    def __contains__(self, step: Any) -> bool:
-        return self._known(step).info is not None
-
-    def open_step(self, step: int) -> StoredItems:
-        """Return the items of a step, of another place or of the directory."""
-        if (held := self.held_elsewhere().get(step)) is not None:
-            return OwnItems(*held)
-        record = self.record(step)
-        if (place := self._known(step).location) is not None:
-            return OtherItems(open_at(place))
-        return OwnItems(self.step_location(step), record)
-
-    def may_read_again(self, step: int, stored: StoredItems, attempts: int) -> bool:
-        """Return whether to read a damaged step once more, as another process has replaced it, or a network may err."""
-        if not isinstance(stored, OwnItems) or step in self.held_elsewhere():
-            return False
-        found = self._look(step)
-        if found is None or (found.record is not None and found.record.identity != stored.record.identity):
-            self.add(step, None if found is None else found.record)  # then open_step() raises that it is not there
-            return True
-        return attempts < attempts_at(self.location)
-
-    def _look(self, step: int) -> StepEntry | None:
-        return read_entry(StepEntry(step, self.step_location(step), self._series))
-
-    def record(self, step: int) -> CheckpointRecord:
-        """Return the commit record of a step with its files."""
-        record = self.stored_record(step)
-        if record.summarizes is None:
-            return record
-        found = self._look(step)
-        if found is not None and found.error is not None:
-            raise found.error
-        self.add(step, None if found is None else found.record)  # then stored_record() raises that it is not there
-        return self.stored_record(step)
-
-    def listed_record(self, step: int) -> CheckpointRecord:
-        """Return the commit record of a step, or its summary; of another place, if the directory has none."""
-        held = None if step in self else self.held_elsewhere().get(step)
-        return self.stored_record(step) if held is None else held[1]
-
-    def stored_record(self, step: int) -> CheckpointRecord:
-        """Return the commit record of a step of the directory, or the summary that processes other than 0 know."""
-        if self._known(step).is_none:  # another program may have saved it since
-            found = self._look(step)
-            if found is not None and found.error is not None:
-                raise found.error
-            if found is not None and found.record is not None:
-                self.add(step, found.record)
-        known = self._known(step)
-        if known.error is not None:
-            raise copy.copy(known.error)
-        if known.record is not None:
-            return known.record
-        steps = self.steps()
-        there = f"there are {shortened_steps(steps)}" if steps else "there is none at all"
-        raise CheckpointNotFoundError(f"{self.location}: no checkpoint of step {step}; {there}{self.elsewhere(step)}")
-
-    def elsewhere(self, step: object) -> str:
-        """Return, for the end of a sentence, where a step is that is not in the directory, and not read; or ""."""
-        return "".join(place.elsewhere(step) for place in self._places)
-
-    def held_elsewhere(self) -> dict[int, tuple[Location, CheckpointRecord]]:
-        """Return the steps that are read from other places, with their folders and commit records."""
-        return {step: held for place in self._places for step, held in place.held.items()}
-
-    # -- changes by the writer
+        self._keeps_tombstones = False  # whether another place may have the steps that are deleted here
 
     @property
     def identity(self) -> RunIdentity:
@@ -464,8 +197,8 @@ class RunDirectory:
         listing = self.location.snapshot()
         content = listing.entries()
         remove_temporary(self.location, [entry.name for entry in content])
-        if any(entry.name == _INDEX and not entry.is_directory for entry in content):
-            (self.location / _INDEX).remove()
+        if any(entry.name == OLD_INDEX and not entry.is_directory for entry in content):
+            (self.location / OLD_INDEX).remove()
         folders = [folder.location for folder in step_folders(self.location, self._series, content)]
         self._partial = set()
         if partial is not None and partial.step is not None:
@@ -486,7 +219,7 @@ class RunDirectory:
         store_metadata(self.location, metadata)
         stored = stored_identity(self.location)
         identity = belongs.over(stored)
-        # A directory of holdfast 0.1 does not say whether it had a mirror.
+        # A directory of holdfast 0.1 does not say whether another place has its steps.
         self._keeps_tombstones = identity.mirror is not None or (stored.run is None and bool(self.steps()))
         self._store(identity if identity.run else replace(identity, run=os.urandom(16).hex()))
         known = [StepEntry(step, self.step_location(step)) for step in self.steps_and_damaged()]
@@ -504,7 +237,7 @@ class RunDirectory:
 
     @property
     def tombstones(self) -> Tombstones:
-        """The steps that were deleted here explicitly, and that the mirror may still have."""
+        """The steps that were deleted here explicitly, and that another place may still have."""
         return self.identity.tombstones.get(self._series, Tombstones())
 
     def settled_tombstones(self) -> Tombstones:
@@ -513,7 +246,7 @@ class RunDirectory:
             return self.tombstones
 
     def clear_tombstones(self, done: Tombstones) -> None:
-        """Note that the mirror has no such steps any more."""
+        """Note that no other place has such steps any more."""
         with self._changing:
             if done and self._identity is not None:
                 self.ownership.check()
@@ -521,7 +254,7 @@ class RunDirectory:
                 self._store(self._identity.with_tombstones(self._series, left))
 
     def _add_tombstone(self, step: int, *, later: bool = False) -> None:
-        """Note, before a deletion, that no run may take the step from the mirror, nor local steps from the hosts."""
+        """Note, before a deletion, that no run may take the step, or steps of the hosts, from elsewhere."""
         identity = self._identity
         if not self._writes or identity is None or not (self._keeps_tombstones or identity.local):
             return
@@ -541,11 +274,11 @@ class RunDirectory:
 
     @property
     def branches(self) -> tuple[LocalBranch, ...]:
-        """The history of which local steps count; empty where none was noted."""
+        """The history whose steps count on the hosts; empty if none was noted."""
         return self.identity.branches.get(self._series, ())
 
     def note_branches(self, branches: tuple[LocalBranch, ...]) -> None:
-        """Note the history of which local steps count, if the run has any and this is another."""
+        """Note the history whose steps count on the hosts, if the run has any and this is another."""
         with self._changing:
             identity = self._identity
             if identity is not None and identity.local and self.branches != branches:
@@ -556,7 +289,7 @@ class RunDirectory:
         self._partial.add(step)
 
     def sweep_partial(self, *, besides: int | None = None) -> None:
-        """Remove the interrupted copies except that of one step; those that were continued are complete."""
+        """Remove the interrupted copies except the copy of one step; a copy that was continued is complete."""
         swept = self._partial - {besides}
         parallel_map(self._sweep, [self.step_location(step) for step in swept], max_concurrency(self.location))
         self._partial -= swept
@@ -564,11 +297,11 @@ class RunDirectory:
     @contextlib.contextmanager
     def holding(self, step: int) -> Iterator[None]:
         """Keep a step while it is copied elsewhere; then delete it if no rule keeps it."""
-        self._held.add(step)
+        self._copied.add(step)
         try:
             yield
         finally:
-            self._held.discard(step)
+            self._copied.discard(step)
             if self.ownership.held and step in self:
                 self.collect()
 
@@ -586,8 +319,8 @@ class RunDirectory:
                     self._unswept.add(location)
                 return
             if not sweep(location, lock=lock if found else None) and location.is_local:
-                # An earlier run may have made the folder and been killed before it locked it. Both times are those of
-                # the file system; a folder that is newer than this run may be about to be filled by another program.
+                # An earlier run may have made the folder and been killed before it locked it. The file system sets both
+                # times; another program may be about to fill a folder that is newer than this run.
                 with contextlib.suppress(OSError):  # usually because it is not empty
                     if os.lstat(location).st_mtime_ns <= os.stat(self.location / OWNER).st_mtime_ns:
                         os.rmdir(location)
@@ -621,12 +354,12 @@ class RunDirectory:
                 self._late.remove_files(added)
             self.add(step, record)
 
-    def delete(self, step: int, mirror: bool = False) -> None:
-        """Delete a step, whole or damaged, and note it for the mirror if that must delete it, too."""
+    def delete(self, step: int, everywhere: bool) -> None:
+        """Delete a step, whole or damaged; ``everywhere`` leaves a tombstone that other places obey."""
         with self._changing:
             if not (self.is_damaged(step) or self.is_stray(step)):
                 self.stored_record(step)  # raises an error if there is no such step
-            if mirror:
+            if everywhere:
                 self._add_tombstone(step)
             self._delete(step)
 
@@ -663,7 +396,7 @@ class RunDirectory:
         """Rename a folder that the disk fails to read now, or that can have no record; remove a link to be replaced."""
         # The folder may become readable again, and the target of a link belongs to something else.
         error, place = self._known(step).error, self.step_location(step)
-        # No record can be written where a directory, a pipe or a link lies.
+        # A directory, a pipe or a link in the place of the record cannot be replaced by a file.
         is_blocked = place.is_local and isinstance(error, DamagedCheckpointError) and not (place / RECORD).is_file()
         if not (is_blocked or is_unreadable(error) or place in self._unswept):
             if replaces and step in self.steps_and_damaged() and place.is_link():
@@ -698,7 +431,7 @@ class RunDirectory:
         """Generate the steps that stay although no rule keeps them, with the reason."""
         if self.last_saved is not None:  # later steps belong to another branch
             yield self.last_saved, "saved last"
-        yield from ((step, "being copied to the mirror") for step in tuple(self._held))
+        yield from ((step, "being copied to the mirror") for step in tuple(self._copied))
 
     def collect(self) -> None:
         """Delete the steps that no rule keeps. A failure is logged; the next call tries again."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,13 +25,13 @@ from ..format import RECORD, CheckpointRecord
 from ..storage import Buffer, Location, parallel_map
 from .events import described
 from .intervals import passes
-from .items import PendingSave
+from .items import PendingSave, StepContent
 from .local_steps import COPIES, OWN, LocalHosts, WholeStep, files_in, is_on_line, sequence_of
 from .options import Local, LocalStatus
 from .ownership import LocalBranch
 from .peers import PIECE
 from .places import Point, StepPlace
-from .run import Run
+from .run import Run, failing_together
 
 _logger = logging.getLogger("holdfast")
 
@@ -40,11 +41,11 @@ OnCommit = Callable[[Location, CheckpointRecord], None]
 _KEPT = 2  # local steps
 _BRANCHES = 8  # more than there are parts of the history with one of the kept steps
 _SENDERS = 4  # files that a host sends at a time
-_SILENCE = 60.0  # seconds between two events that tell of local saves
+_SILENCE = 60.0  # seconds between two events about local saves
 
 
 class LocalHistory(NamedTuple):
-    """The last parts of the history of a run where a save begins; a later history has a larger number."""
+    """The last parts of the history of a run when a save begins; a later history has a larger number."""
 
     number: int
     branches: tuple[LocalBranch, ...]
@@ -53,43 +54,41 @@ class LocalHistory(NamedTuple):
 class LocalTier(StepPlace):
     """The local steps of one run, as one of its processes sees them; all processes call the same methods."""
 
-    # The thread of the program decides the history: it changes at a restore before the first step, and where the step
+    shown = "the local places of the hosts"
+
+    # The thread of the program decides the history: it changes at a restore before the first step, and when the step
     # of the program shows that it has gone back. A save takes the history when it begins, and process 0 notes it right
     # before the commit. Until then, the steps of a branch that was left count.
 
     def __init__(self, options: Local, run: Run) -> None:
-        self._options = options
-        self._run, self._processes, self._clock, self._events = run.steps, run.processes, run.clock, run.events
-        self.reason = f"every {self._options.every} steps"
+        self.url, self._options = options.url, options
+        self._run, self._steps = run, run.steps
+        self._processes, self._clock, self._events = run.processes, run.clock, run.events
         self._previous: int | None = None  # the step after which the next local save is due
         self._seen: int | None = None  # the last step of the program that this has seen
         self._before: int | None = None  # the step before, unless the run has gone back since
         self._newest = -1  # the largest local step of the history
-        # The step of a restore since then, and whether it was a local one: perhaps the program only looks at it.
+        # A later restore: its step, and whether it was local. The program may only inspect that step.
         self._restored: tuple[int, bool] | None = None
         self._background = BackgroundSave(seconds(run.options.save_timeout_secs))
         self._lost: Exception | None = None  # of a save that has missed a process, or the store: the next would, too
         self._error: str | None = None
         self._warned: set[str] = set()
-        self._saves = 0  # since the last event that tells of them
+        self._saves = 0  # since the last event about them
         self._told: float | None = None  # the monotonic clock at that event
         self._kept: dict[str, int] = {}  # the local steps that count, by their folder, in ascending order
         self._space: Location | None = None  # the folder of the run; None until this run has its directory
         self._hosts = LocalHosts(options, run.steps, run.processes)
+        self.unused = self._hosts.unused
         self._sequence = self._hosts.sequence
         self._history = LocalHistory(0, ())
         self._continue_after(-1, ())
         self._saving = self._history, self._history  # before and after the commit of a save in the directory
         self._noted = 0  # the number of the history that was noted last
         self._noting = Lock()  # the saves of both places note it, and change which local steps are kept
-        self.held = {}
-        self._saved: frozenset[int] = frozenset()  # those that this run has saved, for its next start
+        self._saved: frozenset[int] = frozenset()  # the local steps that this run has saved, for its next start
         if self._hosts.newest is not None:
             self._read(self._hosts.newest)
-
-    @property
-    def unused(self) -> Mapping[int, str]:
-        return self._hosts.unused
 
     @property
     def bytes_from_peers(self) -> int:
@@ -100,7 +99,7 @@ class LocalTier(StepPlace):
         return self._hosts.further
 
     def may_have(self, step: int) -> bool:
-        return step in self._hosts.further and step not in self._run
+        return step in self._hosts.further and step not in self._steps
 
     def fetch(self, step: int, overwrite: bool) -> bool:
         if step not in self._hosts.further:
@@ -120,7 +119,7 @@ class LocalTier(StepPlace):
         return passes(self._options.every, step, self._previous)
 
     def restored(self, step: int) -> dict[str, Any]:
-        is_local = step in self.held
+        is_local = step in self._steps.borrowed
         if self._seen is None:
             self._previous = step
             self._continue_after(step, self._hosts.program.branches if is_local else ())
@@ -162,16 +161,15 @@ class LocalTier(StepPlace):
         """Let the run read a step from the hosts, and keep it."""
         kept = {**self._kept, found.folder: found.step}
         self._kept = dict(sorted(kept.items(), key=lambda one: one[1]))
-        self.held = {**self.held, found.step: self._hosts.opened(found)}
+        self._steps.borrowed = {**self._steps.borrowed, found.step: self._hosts.opened(found)}
 
     def place_of(self, step: int) -> Location:
-        """Return the folder with what this host has written of a step that it keeps, or may write beside it."""
+        """Return the folder of this host's files of a step that it keeps."""
         (*_, folder) = (folder for folder, kept in self._kept.items() if kept == step)
         return self._hosts.root / str(self._hosts.program.run) / OWN / folder
 
     def drop(self, step: int, damage: str) -> None:
         self._hosts.unused[step] = damage
-        self.held = {held: found for held, found in self.held.items() if held != step}
 
     def elsewhere(self, step: object) -> str:
         where = f"; the hosts have step {step} in {self._options.url}"
@@ -179,7 +177,7 @@ class LocalTier(StepPlace):
             return f"{where}, where only a new start of the program reads it, since this one has saved local steps"
         if step not in self._hosts.left:
             return ""
-        newest = max([*self.held, *self._run.steps()], default=None)
+        newest = max([*self._steps.borrowed, *self._steps.steps()], default=None)
         way = "" if newest is None else f"; without a number, the run resumes from step {newest}"
         return (
             f"{where}, but it does not count: since it was saved, the run has continued from an earlier step or "
@@ -188,10 +186,10 @@ class LocalTier(StepPlace):
 
     def reached(self, point: Point, step: int) -> None:
         if point == "saving":
-            self.held = {held: found for held, found in self.held.items() if held < step}
+            self._steps.borrowed = {other: found for other, found in self._steps.borrowed.items() if other < step}
             before, last = self._history, self._seen
             self._see(step, again=True)
-            # If the step is saved once more, the local one counts until the commit; then that of the directory does.
+            # If the step is saved once more, the local one counts until the commit, and then the one in the directory.
             self._saving = before if step == last else self._history, self._history
         elif point == "commit":
             self.note(self._saving[0])
@@ -201,7 +199,7 @@ class LocalTier(StepPlace):
                 try:
                     self.note(history)
                 except (StorageError, OwnershipError) as error:  # the local step may stand in for this one, if damaged
-                    _logger.debug("%s: the history after step %d is not noted: %s", self._run.location, step, error)
+                    _logger.debug("%s: the history after step %d is not noted: %s", self._steps.location, step, error)
             with self._noting:
                 self._keep(_on_line(self._kept, history))
         elif point == "deleted":
@@ -213,7 +211,7 @@ class LocalTier(StepPlace):
         """Note a history right before the commit of a save, so that other local steps do not count; on process 0."""
         with self._noting:
             if history.number >= self._noted:  # the same again after a step was fetched from the mirror
-                self._run.note_branches(history.branches)
+                self._steps.note_branches(history.branches)
                 self._noted = history.number
 
     def _keep(self, kept: dict[str, int]) -> None:
@@ -221,17 +219,43 @@ class LocalTier(StepPlace):
 
     def _forget_found(self) -> None:
         """Read no local step of an earlier start any more."""
-        self.held = {}
+        self._steps.borrowed = {}
         self._hosts.forget()
 
-    def begin(self, step: int) -> Rendezvous | None:
+    def save(
+        self,
+        content: StepContent,
+        due_items: Callable[[StepContent], Mapping[str, ItemToSave]],
+        committed: OnCommit | None,
+    ) -> bool:
+        """Save a step if that is due; return whether it was. Writing and copying happen in the background."""
+        began, step = time.perf_counter(), content.step
+        if not self.due(step):
+            return False
+        rendezvous = self._begin(step)
+        with self._run.changing:
+            with failing_together(rendezvous):
+                self._run.acquire()
+                if not self._has_folder(step, rendezvous):
+                    return True
+                values = due_items(content)
+                pending = PendingSave(content, f"every {self._options.every} steps")
+            self._start(pending, values, rendezvous, began, committed)
+        return True
+
+    def miss(self, step: int, error: BaseException) -> None:
+        """Tell the other processes at once that this one, which has failed before, takes no part in a save."""
+        if self.due(step):
+            leave_save(self._begin(step), error)
+
+    def _begin(self, step: int) -> Rendezvous | None:
         """Count a save that is due, before anything can fail, so that all processes count alike."""
         self._previous = self._newest = step
         self._sequence += 1
         self._forget_found()  # from now on, older ones are removed
         return self._processes.rendezvous("local save")
 
-    def ready(self, step: int, rendezvous: Rendezvous | None) -> bool:
+    def _has_folder(self, step: int, rendezvous: Rendezvous | None) -> bool:
         """Wait for the local save before; return whether all processes have the folder of the run."""
         self._background.join()
         lost, self._lost = self._lost, None
@@ -248,7 +272,7 @@ class LocalTier(StepPlace):
             leave_save(rendezvous, error)
         return self._space is not None
 
-    def save(
+    def _start(
         self,
         pending: PendingSave,
         values: Mapping[str, ItemToSave],
@@ -256,7 +280,6 @@ class LocalTier(StepPlace):
         began: float,
         committed: OnCommit | None,
     ) -> None:
-        """Save a step; writing and copying happen in the background, if the items allow that."""
         assert self._space is not None
         step = pending.step
         folder = f"{self._sequence:08d}.{step}.{self._hosts.program.attempt}"
@@ -346,9 +369,9 @@ class LocalTier(StepPlace):
     def _check_owner(self) -> None:
         """Raise OwnershipError if another run has taken over, on process 0; its local steps are in the same folder."""
         try:
-            self._run.ownership.check()
+            self._steps.ownership.check()
         except StorageError as error:  # local steps are for this, too
-            _logger.debug("%s: whether this run still owns it is not known: %s", self._run.location, error)
+            _logger.debug("%s: whether this run still owns it is not known: %s", self._steps.location, error)
 
     def _failed(self, step: int, error: Exception) -> None:
         kind, self._error = type(error).__name__, described(error)
@@ -357,7 +380,7 @@ class LocalTier(StepPlace):
         self._events.write("local_failed", step=step, error=self._error)
         level = logging.DEBUG if kind in self._warned else logging.WARNING
         text = "%s: the local save of step %d failed; training continues, and its steps are in %s: %s"
-        _logger.log(level, text, self._hosts.root, step, self._run.location, error)
+        _logger.log(level, text, self._hosts.root, step, self._steps.location, error)
         self._warned.add(kind)
 
     def _send_copies(self, folder: str) -> int:
@@ -404,7 +427,7 @@ class LocalTier(StepPlace):
         finally:
             self._hosts.disconnect()
         last = max(self._kept.values(), default=None)
-        saved = max(self._run.steps(), default=-1)
+        saved = max(self._steps.steps(), default=-1)
         if finished and self._hosts.leads and self._space is not None and last is not None and saved >= last:
             _remove(self._space)
 

@@ -9,7 +9,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
-from ..checkpoint import Checkpointer
+from ..checkpoint import Checkpointer, leave_save
 from ..clock import Clock, SystemClock, seconds
 from ..distributed import Alone, Coordinator, ProcessGroup, missed_a_process
 from ..errors import CheckpointNotFoundError, OptionError, SaveFailedError
@@ -22,20 +22,20 @@ from .directory import record_metrics as add_metrics
 from .intervals import LearnedInterval
 from .items import ItemSet, StepContent
 from .metrics import as_given, plain_metrics
-from .mirror import MirrorStatus, RunMirror
-from .options import CheckpointManagerOptions, LocalStatus, Mirror, mirror_of, save_triggers, shown_call
+from .mirror import MirrorStatus, RunMirror, add_mirror, has_remote_mirror
+from .options import CheckpointManagerOptions, LocalStatus, Mirror, save_triggers, shown_call
 from .ownership import stored_options
 from .resuming import Peek, Restored, StepRestorer
 from .retention import best, newest_with
 from .run import Run
-from .saving import Saves
+from .saving import SaveQueue
 
 if TYPE_CHECKING:
     from .local_tier import LocalTier
 
 T = TypeVar("T")
 
-_AFTER_ERROR = 10.0  # seconds that a program which ends with an error waits for the mirror
+_AFTER_ERROR = 10.0  # seconds that a program which ends with an error waits for its mirror
 
 
 class CheckpointManager(ExplainsNames):
@@ -100,20 +100,15 @@ class CheckpointManager(ExplainsNames):
         writes = not self.options.read_only
         self.directory: Location = as_location(directory, writes=writes, observer=self.observer)
         reuse = self.options.reuse_unchanged and self.directory.can_share()
-        mirror = mirror_of(self.options)
-        mirrored = None if mirror is None else as_location(mirror.url)
-        uploads = mirrored is not None and not mirrored.is_local
+        uploads = has_remote_mirror(self.options)
         self._items = ItemSet(checkpointers, self.options.item_intervals, reuse=reuse, uploads=uploads)
         self._clock = clock or SystemClock()
         barrier = seconds(self.options.barrier_timeout_secs, name="barrier_timeout_secs")
         self.processes = ProcessGroup(self.directory.url, coordinator, barrier)
         self._run = Run(self.directory, self.options, self._clock, self.processes, self.observer, metadata)
         self._steps, self._background, self.events = self._run.steps, self._run.background, self._run.events
-        self._mirror: RunMirror | None = None  # None without one, and for a manager that only reads
+        self._mirror = add_mirror(self._run)  # None without one, and for a manager that only reads
         self._local: LocalTier | None = None  # the local steps of the hosts; None as above
-        if mirror is not None and mirrored is not None and writes:
-            self._mirror = RunMirror(mirrored, mirror, self._run)
-            self._run.add_place(self._mirror)
         if self.options.local is not None and writes:
             from .local_tier import LocalTier  # needs sockets, which take longer to import than a small save
 
@@ -129,9 +124,9 @@ class CheckpointManager(ExplainsNames):
         decisions = SaveDecisions(triggers, self._clock, self.processes, self.latest_step())
         self._abandoned = AbandonedSteps(self.directory, warns=self.processes.is_primary)
         self._restorer = StepRestorer(self._run, self._items, decisions, self._abandoned)
-        self._saves = Saves(self._run, self._items, decisions, self._abandoned, self._local)
+        self._saves = SaveQueue(self._run, self._items, decisions, self._abandoned)
 
-    # ---- the mirror
+    # ---- the places besides the directory
 
     def fetch(self, step: int) -> bool:
         """Copy a step from the mirror into the directory, if it is not there, or find it on the hosts.
@@ -162,10 +157,7 @@ class CheckpointManager(ExplainsNames):
         Returns:
             Whether the mirror has the newest step; True without a mirror.
         """
-        mirror = self._mirror
-        if mirror is None or not self.processes.is_primary:
-            return True
-        return mirror.finish(timeout_secs)
+        return self._mirror is None or not self.processes.is_primary or self._mirror.finish(timeout_secs)
 
     # ---- reading the directory
 
@@ -182,7 +174,7 @@ class CheckpointManager(ExplainsNames):
         if item is not None:
             return newest_with(item, self._steps.infos())
         here = set(self._steps.steps()) - self._steps.left_behind()
-        return max(here.union(self._steps.held_elsewhere()), default=None)
+        return max(here.union(self._steps.borrowed), default=None)
 
     def item_due(self, item: str, step: int) -> bool:
         """Return whether a save at a step has an item, so that a loop need not collect a large one unnecessarily.
@@ -436,12 +428,15 @@ class CheckpointManager(ExplainsNames):
         except BaseException as error:
             # An error of the save before, in the background, is not about this step.
             if isinstance(error, SaveFailedError) and not missed_a_process(error.__cause__):
-                self._saves.save_locally(content)
-            else:
-                self._saves.miss_locally(content.step, error)
+                self._save_locally(content)
+            elif self._local is not None:
+                self._local.miss(content.step, error)
             raise
-        self._saves.save_locally(content)
+        self._save_locally(content)
         return saved
+
+    def _save_locally(self, content: StepContent) -> bool:
+        return self._local is not None and self._local.save(content, self._saves.due_items, self._saves.committed)
 
     def local_due(self, step: int) -> bool:
         """Return whether a save in the local places of the hosts is due at a step; False without the option ``local``.
@@ -481,7 +476,7 @@ class CheckpointManager(ExplainsNames):
         """
         self._run.check_writable()
         content = StepContent(valid_step(step), items, metrics, custom_metadata, save_kwargs or {})
-        return self._saves.save_locally(content)
+        return self._save_locally(content)
 
     def local_status(self) -> LocalStatus | None:
         """Return what this run has in the local places of its hosts; None without the option ``local``."""
@@ -507,11 +502,15 @@ class CheckpointManager(ExplainsNames):
 
     def pin(self, step: int) -> None:
         """Keep a step until it is unpinned, even if no rule keeps it."""
-        self._run.change(f"pin {step}", partial(self._steps.change, step, pinned=True))
+        self._pin(step, True)
 
     def unpin(self, step: int) -> None:
         """Leave a step to the rules again."""
-        self._run.change(f"unpin {step}", partial(self._steps.change, step, pinned=False))
+        self._pin(step, False)
+
+    def _pin(self, step: int, pinned: bool) -> None:
+        self._saves.join_save_of(step)  # a save that replaces the step commits a new record
+        self._run.change(f"{'' if pinned else 'un'}pin {step}", partial(self._steps.change, step, pinned=pinned))
 
     def delete(self, step: int, *, mirror: bool = True) -> None:
         """Delete a step.
@@ -527,8 +526,8 @@ class CheckpointManager(ExplainsNames):
         self._run.check_writable()
         self._saves.join_save_of(step)
         if self._local is not None:
-            self._background.join()  # saves note the history of the local steps
-            self._local.wait()
+            self._background.join()  # saves note the history of the steps of the hosts
+            self._run.wait_for_places()
         self._run.change(f"delete {step}", self._steps.delete, step, mirror)
         self._saves.deleted()
         if mirror:
@@ -553,8 +552,7 @@ class CheckpointManager(ExplainsNames):
         self._run.check_writable()
         step = valid_step(step)
         self._background.join()
-        if self._local is not None:
-            self._local.wait()
+        self._run.wait_for_places()
         self.acquire()
         self.processes.barrier(f"before delete after {step}")  # others may still be restoring one of these steps
         deleted: list[int] = self._run.change(f"delete after {step}", self._steps.delete_after, step)
@@ -588,8 +586,7 @@ class CheckpointManager(ExplainsNames):
             SaveFailedError: It failed.
         """
         self._background.wait()
-        if self._local is not None:
-            self._local.wait()
+        self._run.wait_for_places()
 
     def check_for_errors(self) -> None:
         """Raise the SaveFailedError of a save that has failed, if it was not raised before; does not wait."""
@@ -611,9 +608,8 @@ class CheckpointManager(ExplainsNames):
             try:
                 self._background.wait()
             finally:
-                if self._local is not None:
-                    self._local.close(finished=error is None)
-                self.finish_mirror()
+                for place in self._run.places:
+                    place.close(finished=error is None)
         except BaseException as failure:
             error = error or failure
             raise
@@ -654,9 +650,10 @@ def on_commit(manager: CheckpointManager, listener: Callable[[Location, Checkpoi
 
 
 def whole_step(manager: CheckpointManager, step: int) -> tuple[Location, CheckpointRecord] | None:
-    """Return the place and the record of a step, of a local one on this host; None if it is not there, or damaged."""
-    if (local := manager._local) is not None and step in local.held:
-        return local.place_of(step), local.held[step][1]
+    """Return where this host has a step, and its record; None if it is not there, or damaged."""
+    borrowed = manager._steps.borrowed.get(step)
+    if borrowed is not None and manager._local is not None:
+        return manager._local.place_of(step), borrowed[1]
     if step not in manager._steps:
         return None
     return manager._steps.step_location(step), manager._steps.record(step)
@@ -668,19 +665,20 @@ def step_location(manager: CheckpointManager, step: int) -> Location:
 
 
 def elsewhere(manager: CheckpointManager, step: object) -> str:
-    """Return, for the end of a sentence, where the hosts have a step that cannot be resumed from there; or ""."""
+    """Return the end of a sentence that says where the hosts have a step that the run cannot read; or ""."""
     return manager._steps.elsewhere(step)
 
 
 @contextlib.contextmanager
 def part_of_save(manager: CheckpointManager, step: int, *, locally: bool = False) -> Iterator[None]:
-    """Tell the other processes at once if a block fails before it comes to a save of a step, or to a local one only."""
+    """Tell the other processes at once if a block fails before it comes to a save of a step, or ``locally`` only."""
     try:
         yield
     except BaseException as error:
         if not locally:
-            manager._saves.miss(error)
-        manager._saves.miss_locally(step, error)
+            leave_save(manager.processes.rendezvous("save"), error)
+        if manager._local is not None:
+            manager._local.miss(step, error)
         raise
 
 

@@ -34,11 +34,11 @@ from ..errors import (
 from ..forks import Lock
 from ..format import CheckpointRecord
 from ..steps import store_metadata, stored_metadata
-from ..storage import Helper, Location
+from ..storage import Helper, Location, as_location
 from .copying import follow
 from .decisions import Moment, decide
 from .directory import RunDirectory
-from .options import KEEP_PERIODS, CheckpointManagerOptions, Mirror, save_triggers
+from .options import KEEP_PERIODS, CheckpointManagerOptions, Mirror, mirror_of, save_triggers
 from .ownership import NO_LOCAL_STEPS, RunIdentity, stored_options
 from .places import Point, StepPlace
 from .run import Run
@@ -100,7 +100,7 @@ class _Copying:
 
 
 class _Obsolete(Exception):  # noqa: N818 - no error
-    """Ends a copy: the run ends, the step was deleted or replaced, or another one is the last of the run."""
+    """Ends a copy: the run ends, the step was deleted or replaced, or it is not the last step of the run."""
 
 
 def _mirror_options(mirror: Mirror, run: CheckpointManagerOptions) -> CheckpointManagerOptions:
@@ -121,6 +121,7 @@ def _mirror_options(mirror: Mirror, run: CheckpointManagerOptions) -> Checkpoint
 class RunMirror(StepPlace):
     """The mirror of one run, which process 0 of its program reads and writes."""
 
+    shown = "the mirror"
     writes_directory = True
 
     def __init__(self, location: Location, mirror: Mirror, run: Run) -> None:
@@ -169,7 +170,7 @@ class RunMirror(StepPlace):
         return newer
 
     def steps(self, *, required: bool = False) -> list[int]:
-        """Return the steps in the mirror, in ascending order; nothing, with a warning, where it cannot be read."""
+        """Return the steps in the mirror, in ascending order; nothing, with a warning, if it cannot be read."""
         try:
             far, tombstones = self._look(), self._run.tombstones
             self._check_same_run(far)
@@ -294,6 +295,10 @@ class RunMirror(StepPlace):
             error=self._error,
         )
 
+    def close(self, *, finished: bool) -> None:
+        if self._processes.is_primary:
+            self.finish(None)
+
     def finish(self, timeout: float | None) -> bool:
         """Copy the newest step, due or not, if it fits into ``timeout`` seconds; None waits for ``wait_secs``."""
         limit = self._limit if timeout is None else timeout
@@ -334,7 +339,7 @@ class RunMirror(StepPlace):
             self._far.ownership.release()
 
     def _tell(self) -> None:
-        """Log where the newest step is, if the mirror lacks it."""
+        """Log which folder has the newest step, if the mirror lacks it."""
         if (record := self._lacking()) is None:
             return
         step = _step_of(record)
@@ -404,7 +409,7 @@ class RunMirror(StepPlace):
     def _check_copying(self, copying: _Copying) -> None:
         newest = self._newest()
         is_last = not self._final or newest is None or newest.step == copying.record.step
-        if self._ending.is_set() or not is_last or not self._is_here(copying.record):
+        if self._ending.is_set() or not is_last or not self._run.has_copy(copying.record):
             raise _Obsolete
 
     def _round(self, final: bool) -> None:
@@ -425,8 +430,8 @@ class RunMirror(StepPlace):
         tombstones = self._run.settled_tombstones()
         for step in reversed(far.steps_and_damaged()) if tombstones else ():
             record = far.record(step) if step in far else None
-            if tombstones.cover(step, record) and (record is None or not self._is_here(record)):
-                far.delete(step)
+            if tombstones.cover(step, record) and (record is None or not self._run.has_copy(record)):
+                far.delete(step, everywhere=False)
         self._run.clear_tombstones(tombstones)
         self._changed()
 
@@ -467,7 +472,7 @@ class RunMirror(StepPlace):
                 self._check_copying(copying)
                 far.ownership.check()
         except DamagedCheckpointError as error:
-            if not self._is_here(record):
+            if not self._run.has_copy(record):
                 raise _Obsolete from error
             self._refused.add(record.fingerprint)
             _logger.warning(
@@ -501,7 +506,7 @@ class RunMirror(StepPlace):
 
     def _refresh(self, record: CheckpointRecord | None) -> None:
         """Copy what the witness has recorded of the steps after one, since that was copied."""
-        if self._far is not None and record is not None and _is_same(self._far, record):
+        if self._far is not None and record is not None and self._far.has_copy(record):
             step = _step_of(record)
             copy_witness(self._run.step_location(step), self._far.step_location(step), again=True)
 
@@ -521,7 +526,7 @@ class RunMirror(StepPlace):
             same = ours == theirs.run or not far.steps_and_damaged()
         else:  # a common step decides
             common = [step for step in far.steps() if step in self._run]
-            same = any(self._is_here(far.record(step)) for step in common)
+            same = any(self._run.has_copy(far.record(step)) for step in common)
             same = same or not (common or (theirs.run is not None and self._run.steps()))
         if not same:
             self._foreign = True
@@ -570,13 +575,10 @@ class RunMirror(StepPlace):
         saved, newest = self._run.last_saved, max(self._run.steps(), default=-1)
         return (None if saved is None else self._run.known_record(saved)) or self._run.known_record(newest)
 
-    def _is_here(self, record: CheckpointRecord) -> bool:
-        return _is_same(self._run, record)
-
     def _lacking(self) -> CheckpointRecord | None:
         """Return the newest step of the run, unless the mirror has it, as far as it is known."""
         newest = self._newest()
-        return None if newest is not None and self._far is not None and _is_same(self._far, newest) else newest
+        return None if newest is not None and self._far is not None and self._far.has_copy(newest) else newest
 
     def _bytes_left(self) -> int:
         lacking, copying = self._lacking(), self._copying
@@ -589,7 +591,7 @@ class RunMirror(StepPlace):
     # ---- errors
 
     def _warn(self, error: Exception, then: str) -> None:
-        """Log an error, those of one kind once until the mirror works again."""
+        """Log an error, each kind once until the mirror works again."""
         kind, self._error = type(error).__name__, str(error) or type(error).__name__
         self._changed()
         if self._is_lost():
@@ -606,15 +608,25 @@ class RunMirror(StepPlace):
         _logger.warning(text, self.location, then, self._run.location, what, error)
 
 
-def _is_same(steps: RunDirectory, record: CheckpointRecord) -> bool:
-    """Return whether a directory has the step of a record, or a copy of it."""
-    known = steps.known_record(_step_of(record))
-    return known is not None and known.fingerprint == record.fingerprint
-
-
 def _step_of(record: CheckpointRecord) -> int:
     assert record.step is not None
     return record.step
+
+
+def add_mirror(run: Run) -> RunMirror | None:
+    """Add the mirror that the options name to the places of a run that writes; return it."""
+    options = mirror_of(run.options)
+    if options is None or run.options.read_only:
+        return None
+    mirror = RunMirror(as_location(options.url), options, run)
+    run.add_place(mirror)
+    return mirror
+
+
+def has_remote_mirror(options: CheckpointManagerOptions) -> bool:
+    """Whether the files of steps are uploaded from the disk."""
+    mirror = mirror_of(options)
+    return mirror is not None and not as_location(mirror.url).is_local
 
 
 _open: weakref.WeakSet[RunMirror] = weakref.WeakSet()

@@ -6,8 +6,7 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
-from ..format import CheckpointRecord
-from ..storage import Location
+from ..storage import Place
 from .ownership import RunIdentity
 
 Point = Literal["saving", "commit", "committed", "ended", "changed", "deleted"]
@@ -19,15 +18,11 @@ its pin have changed; steps were deleted explicitly, and no later run may take t
 class StepPlace:
     """A place of steps besides the directory; all processes of a program call the same methods."""
 
+    shown = ""  # how messages name it
+    url: Place = ""
     writes_directory = False  # whether a fetch copies a step into the directory, which the run must own then
+    unused: Mapping[int, str] = MappingProxyType({})  # steps that are damaged, or perhaps of this run, and why
     identity = RunIdentity()  # what this place knows of the identity of the run
-    # The steps that are read from here, with their folder and commit record.
-    held: Mapping[int, tuple[Location, CheckpointRecord]] = MappingProxyType({})
-
-    @property
-    def unused(self) -> Mapping[int, str]:
-        """The steps that are damaged, or perhaps of this run, and why they are not used."""
-        return {}
 
     def reached(self, point: Point, step: int) -> None:
         """Follow what happens in the directory."""
@@ -57,7 +52,10 @@ class StepPlace:
         return {}
 
     def drop(self, step: int, damage: str) -> None:
-        """Read a step of this place, which is damaged, no more."""
+        """Note that a step of this place is damaged, and is not read any more."""
 
     def wait(self) -> None:
         """Wait for the save that is under way in this place."""
+
+    def close(self, *, finished: bool) -> None:
+        """End with the run, which has ``finished`` or failed; wait a limited time for what is not whole here."""

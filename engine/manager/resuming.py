@@ -1,4 +1,4 @@
-"""The step that a run resumes from: the newest that is whole for all processes, perhaps from the mirror."""
+"""The step that a run resumes from: the newest that is whole for all processes, in any of its places."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from ..errors import (
 )
 from .decisions import AbandonedSteps, SaveDecisions
 from .items import ItemSet
+from .places import StepPlace
 from .retention import newest_with
 from .run import Run
 
@@ -72,7 +73,7 @@ class _Damage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepRestorer:
-    """Reads steps back, and tells the parts of a manager from which step the run resumes."""
+    """Reads steps back, and passes the step that the run resumes from to the parts of a manager."""
 
     run: Run
     items: ItemSet
@@ -82,7 +83,7 @@ class StepRestorer:
     def restore_step(self, step: int, items: Any, kwargs: Mapping[str, Any]) -> Any:
         began = time.perf_counter()
         self._fetch_missing(step)
-        # A program may restore a step on one process, so reads are shared only where its options ask for that.
+        # A program may restore a step on one process, so reads are shared only if its options ask for that.
         always = self.run.options.load_and_broadcast is True
         with self._shared_reads() if always else contextlib.nullcontext() as shared:
             try:
@@ -138,15 +139,18 @@ class StepRestorer:
             if not is_here and not self.run.fetch(step):
                 continue
             found, damage = read(step)
-            if damage is not None and step in self.run.steps.held_elsewhere():
+            if damage is not None and step in self.run.steps.borrowed:
                 text = "%s: the local step %d is damaged and passed over, on process %d: %s"
                 _logger.warning(text, directory, step, damage.process, damage.what)
                 self._drop(step, damage.what)
                 skipped.clear()
                 steps = self._newest_first(named)
                 continue
-            if damage is not None and not damage.deleted and is_here and self.run.fetch(step, overwrite=True):
-                self._stands_in(step, damage)
+            place = None
+            if damage is not None and not damage.deleted and is_here:
+                place = self.run.fetch(step, overwrite=True)
+            if damage is not None and place is not None:
+                self._stands_in(place, step, damage)
                 found, damage = read(step)
                 if damage is not None:
                     self._drop(step, damage.what)
@@ -155,7 +159,7 @@ class StepRestorer:
             if damage.deleted:  # the run that writes here deleted it, and has newer steps
                 if step in missing:
                     if named is not None:
-                        self.run.steps.stored_record(step)  # raises the error that tells which steps are there
+                        self.run.steps.stored_record(step)  # raises the error that lists the steps
                     raise CheckpointNotFoundError(
                         f"{directory}: process 0 sees step {step}, and process {damage.process} does not, also when it "
                         "looks again; all processes must see the same directory: is it a disk that they "
@@ -198,35 +202,35 @@ class StepRestorer:
         return later
 
     def _drop(self, step: int, damage: str) -> None:
+        """Read a step of another place no more, as it is damaged there."""
+        steps = self.run.steps
+        steps.borrowed = {other: found for other, found in steps.borrowed.items() if other != step}
         for place in self.run.places:
             place.drop(step, damage)
 
     def _stands_in_alone(self, step: int, error: DamagedCheckpointError) -> bool:
         """Return whether the step of the hosts stands in for a damaged one; of several processes, not all may ask."""
-        local = self.run.options.local
         places = [place for place in self.run.places if not place.writes_directory and step in place.steps()]
-        if local is None or not places:
+        if not places:
             return False
         if self.run.processes.alone:
-            found = any(place.fetch(step, False) for place in places)
-            if found:
-                self._stands_in(step, _Damage(str(error), error.unreadable))
-            return found
-        place = self.run.steps.step_location(step)
+            found = next((place for place in places if place.fetch(step, False)), None)
+            if found is not None:
+                self._stands_in(found, step, _Damage(str(error), error.unreadable))
+            return found is not None
+        folder = self.run.steps.step_location(step)
         error.add_note(
-            f"The hosts have step {step} in {local.url}, too. A restore without a number, such as resume='auto', takes "
-            f"it from there unless a newer step is whole. To name the step, rename {place} to {place.name}.damaged, "
-            "and start the program again"
+            f"The hosts have step {step} in {places[0].url}, too. A restore without a number, such as resume='auto', "
+            f"takes it from there unless a newer step is whole. To name the step, rename {folder} to "
+            f"{folder.name}.damaged, and start the program again"
         )
         return False
 
-    def _stands_in(self, step: int, damage: _Damage) -> None:
+    def _stands_in(self, place: StepPlace, step: int, damage: _Damage) -> None:
         """Warn that a step of the directory was damaged, and is read from elsewhere."""
-        is_local = step in self.run.steps.held_elsewhere()
-        where = "the local places of the hosts" if is_local else "the mirror"
-        directory = self.run.steps.location
-        _logger.warning("%s: step %d was damaged, and is that of %s now: %s", directory, step, where, damage.what)
-        if is_local:
+        text = "%s: step %d was damaged, and is that of %s now: %s"
+        _logger.warning(text, self.run.steps.location, step, place.shown, damage.what)
+        if not place.writes_directory:
             self.run.steps.mark_damaged(step, damage.what, unreadable=damage.unreadable)
 
     def _fetch_missing(self, step: int) -> None:
@@ -236,7 +240,7 @@ class StepRestorer:
 
     @contextlib.contextmanager
     def _shared_reads(self) -> Iterator[SharedReads | None]:
-        """Begin reads that all processes make together; None where each reads on its own."""
+        """Begin reads that all processes make together; None if each reads on its own."""
         option = self.run.options.load_and_broadcast
         transport = self.run.processes.transport() if option is not False else None
         rendezvous = None if transport is None else self.run.processes.rendezvous("restore: shared reads")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ..checkpoint import BackgroundSave
+from ..checkpoint import BackgroundSave, leave_save
 from ..clock import Clock, seconds
-from ..distributed import ProcessGroup
+from ..distributed import ProcessGroup, Rendezvous
 from ..errors import StateError
 from ..forks import Lock
 from ..observer import Observer
@@ -21,6 +22,16 @@ from .ownership import RunIdentity
 from .places import Point, StepPlace
 
 _logger = logging.getLogger("holdfast")
+
+
+@contextlib.contextmanager
+def failing_together(rendezvous: Rendezvous | None) -> Iterator[None]:
+    """Tell the other processes at once if a block fails, after which this one takes no part in a save."""
+    try:
+        yield
+    except BaseException as error:
+        leave_save(rendezvous, error)
+        raise
 
 
 class Run:
@@ -60,7 +71,7 @@ class Run:
     # ---- the right to change the run
 
     def check_writable(self) -> None:
-        """Raise StateError where nothing may be written: by a manager that is closed, or only reads."""
+        """Raise StateError if nothing may be written: the manager is closed, or only reads."""
         if self._closed:
             raise StateError(f"{self.steps.location}: this manager is closed; make a new one")
         if self.options.read_only:
@@ -75,7 +86,7 @@ class Run:
                 return
             local = self.options.local
             identity = RunIdentity(local=None if local is None else as_location(local.url).url)
-            for place in (*self.places, *adding):  # those that are being added follow once they were read
+            for place in (*self.places, *adding):  # a place that is being added follows once it was read
                 identity = place.identity.over(identity)
             self.compare_options()
             strays = self.processes.decide("acquire", self.steps.acquire, self._metadata, identity)
@@ -106,8 +117,7 @@ class Run:
         """Wait until no thread begins a save, and none is under way: a newer manager takes over."""
         with self.changing:
             self.background.join()
-            for place in self.places:
-                place.wait()
+            self.wait_for_places()
 
     def compare_options(self) -> None:
         """Compare, once, the options that decide which calls the processes make together."""
@@ -145,16 +155,21 @@ class Run:
         if self._acquired:
             place.reached("changed", -1)
 
+    def wait_for_places(self) -> None:
+        """Wait for the saves that are under way besides that in the directory."""
+        for place in self.places:
+            place.wait()
+
     def tell(self, point: Point, step: int = -1) -> None:
         """Let the other places follow what happens in the directory."""
         for place in self.places:
             place.reached(point, step)
 
-    def fetch(self, step: int, *, overwrite: bool = False) -> bool:
-        """Find a step, or with ``overwrite`` a copy of a damaged one, elsewhere; return whether it can be read now."""
+    def fetch(self, step: int, *, overwrite: bool = False) -> StepPlace | None:
+        """Return the place from which a step, with ``overwrite`` a damaged one, can be read now; None without."""
         # The farthest place goes first for a damaged step, because its copy repairs the directory.
         places = self.places[::-1] if overwrite else self.places
-        return any(self._fetch_from(place, step, overwrite) for place in places)
+        return next((place for place in places if self._fetch_from(place, step, overwrite)), None)
 
     def _fetch_from(self, place: StepPlace, step: int, overwrite: bool = False) -> bool:
         if place.writes_directory:
@@ -163,13 +178,14 @@ class Run:
 
     def fetch_missing(self, step: int) -> bool:
         """Fetch a step that process 0 does not see in the directory; return whether it can be read now."""
-        if step in self.steps.held_elsewhere():
+        if step in self.steps.borrowed:
             return True
-        return self.processes.decide(f"look for step {step}", self.steps.__contains__, step) or self.fetch(step)
+        is_here = self.processes.decide(f"look for step {step}", self.steps.__contains__, step)
+        return is_here or self.fetch(step) is not None
 
     def steps_everywhere(self) -> list[tuple[int, bool]]:
         """Return the steps, the newest last, damaged ones among them, and whether each is there without a fetch."""
-        here = {*self.steps.steps_and_damaged(), *self.steps.held_elsewhere()}
+        here = {*self.steps.steps_and_damaged(), *self.steps.borrowed}
         there = {step for place in self.places for step in place.steps()}
         left = self.steps.left_behind()
         return [(step, step in here) for step in sorted(here | there, key=lambda step: (step not in left, step))]

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..checkpoint import Save, leave_save
-from ..distributed import Rendezvous
+from ..checkpoint import ItemToSave, Save
 from ..errors import SaveFailedError
 from ..format import CheckpointRecord, ItemRecord
 from ..steps import LEFT_BEHIND
@@ -24,23 +22,19 @@ from .items import ItemSet, PendingSave, StepContent
 from .metrics import MetricWatch, named, plain_containers
 from .ownership import NO_LOCAL_STEPS
 from .retention import StepInfo, newest_with
-from .run import Run
-
-if TYPE_CHECKING:
-    from .local_tier import LocalTier
+from .run import Run, failing_together
 
 _logger = logging.getLogger("holdfast")
 
 
 @dataclass(slots=True)
-class Saves:
+class SaveQueue:
     """Saves steps one after the other, in the caller's thread or in the background."""
 
     run: Run
     items: ItemSet
     decisions: SaveDecisions
     abandoned: AbandonedSteps
-    local: LocalTier | None
     committed: Callable[[Location, CheckpointRecord], None] | None = None  # called after each commit
     _pending: PendingSave | None = None  # the save that is under way
     _has_told_of_repeated: bool = False
@@ -58,7 +52,7 @@ class Saves:
             metrics = named(metrics)
             if self.run.options.save_on_best and callable(self.run.options.best_fn):
                 metrics = plain_containers(metrics)
-        # A function of the metrics fetches them from the device: it is called only where a trigger calls it as well.
+        # A function of the metrics fetches them from the device: it is called only if a trigger calls it as well.
         if self._watch is not None and (isinstance(self.run.options.best_fn, str) or self.run.options.save_on_best):
             self.note_metrics(step, metrics)
         decision = self.decisions.decide(step, metrics, saved=self._is_saved(step), earlier=self._earlier())
@@ -90,6 +84,10 @@ class Saves:
             return []
         what = f"items of step {step}"
         return self.run.processes.decide(what, lambda: [one for one in intervals if not self.item_due(one, step)])
+
+    def due_items(self, content: StepContent) -> dict[str, ItemToSave]:
+        """Return the items of a step, without those that are left out, ready to be saved."""
+        return self.items.to_save(content, self._items_left_out(content.step))
 
     def _earlier(self) -> Sequence[StepInfo]:
         """Return the steps that a new best must beat, the one that is being saved among them."""
@@ -126,8 +124,8 @@ class Saves:
             left_out = [] if force else self._items_left_out(step)
             rendezvous = self.run.processes.rendezvous("save")
             try:
-                with _told(rendezvous):
-                    # What fails on one process only comes after this, so that all have the same local steps to read.
+                with failing_together(rendezvous):
+                    # What fails on one process only comes after this, so that all can read the same steps.
                     self.run.tell("saving", step)
                     self.run.steps.ownership.check(at_once=True)
                     self.run.steps.make_room(step, replaces=replaces)
@@ -174,33 +172,6 @@ class Saves:
             if earlier is not None:
                 raise earlier
             return True
-
-    def save_locally(self, content: StepContent) -> bool:
-        """Save a step in the local places of the hosts, if that is due; return whether it was."""
-        began, step = time.perf_counter(), content.step
-        local = self.local
-        if local is None or not local.due(step):
-            return False
-        rendezvous = local.begin(step)
-        with self.run.changing:
-            with _told(rendezvous):
-                self.run.acquire()
-                if not local.ready(step, rendezvous):
-                    return True
-                left_out = self._items_left_out(step)
-                pending = PendingSave(content, local.reason)
-                values = self.items.to_save(content, left_out)
-            local.save(pending, values, rendezvous, began, self.committed)
-        return True
-
-    def miss(self, error: BaseException) -> None:
-        """Tell the other processes at once that this one, which has failed before, takes no part in a save."""
-        leave_save(self.run.processes.rendezvous("save"), error)
-
-    def miss_locally(self, step: int, error: BaseException) -> None:
-        """As `miss`, where a local save is due at a step."""
-        if self.local is not None and self.local.due(step):
-            leave_save(self.local.begin(step), error)
 
     def _complete(self, pending: PendingSave, save: Save, awaited: threading.Event | None = None) -> None:
         """Write and commit a save, then delete what no rule keeps."""
@@ -252,7 +223,7 @@ class Saves:
     def _record(self, pending: PendingSave, items: Mapping[str, ItemRecord]) -> CheckpointRecord:
         """Make the commit record right before the commit, after a last check of the ownership."""
         self.run.steps.ownership.check()
-        if self.local is None:
+        if self.run.options.local is None:
             self.run.steps.note_branches(NO_LOCAL_STEPS)
         self.run.tell("commit", pending.step)
         self.run.observer.reached("commit", pending.step)
@@ -286,7 +257,7 @@ class Saves:
                 changing.release()
 
     def _add_metrics(self, step: int, metrics: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Add metrics to a step; return None where the save that is under way will store them."""
+        """Add metrics to a step; return None if the save that is under way will store them."""
         pending = self._pending
         if pending is not None and pending.step == step and pending.add(metrics):
             return None
@@ -308,13 +279,3 @@ class Saves:
         self.run.steps.change(step, metrics=metrics)
         self.run.events.write("metrics", step=step, metrics=few(metrics))
         self.run.tell("changed", step)
-
-
-@contextlib.contextmanager
-def _told(rendezvous: Rendezvous | None) -> Iterator[None]:
-    """Tell the other processes at once if a block fails, after which this one takes no part in the save."""
-    try:
-        yield
-    except BaseException as error:
-        leave_save(rendezvous, error)
-        raise

@@ -42,7 +42,6 @@ from .flattening import pack_tree as pack_tree
 from .flattening import unflatten as unflatten
 from .flattening import unpack_numbers as unpack_numbers
 from .host_leaves import decode_value as decode_value
-from .host_leaves import encode_value as encode_value
 from .host_leaves import is_python_value as is_python_value
 from .host_leaves import number_kind as number_kind
 from .jax_leaves import is_key as is_key
@@ -108,13 +107,16 @@ from .template import new_leaf as new_leaf
 from .template import recorded_types as recorded_types
 from .template import regrown as regrown
 from .template import with_request as with_request
+from .torch_leaves import COMMON_DTYPES as COMMON_DTYPES
 from .torch_leaves import STRIDES as STRIDES
+from .torch_leaves import TorchDType as TorchDType
 from .torch_leaves import copy_tensors as copy_tensors
 from .torch_leaves import is_dense as is_dense
 from .torch_leaves import is_permuted as is_permuted
 from .torch_leaves import tensor_like as tensor_like
 from .torch_leaves import tensor_of as tensor_of
 from .torch_leaves import tensors_over as tensors_over
+from .torch_leaves import torch_dtype as torch_dtype
 from .torch_leaves import with_strides as with_strides
 from .transform import Call as Call
 from .transform import Computed as Computed

@@ -11,7 +11,7 @@ import dataclasses
 import io
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -31,11 +31,12 @@ _BYTES = "holdfast.bytearray"  # key of the bytes of one
 _PAIRS = "holdfast.pairs"  # key of the pairs of a dictionary whose keys are no text or numbers
 _CLASS = "holdfast.class"  # key of the name of a class, beside its fields
 _FIELDS = "fields"
+_SEQUENCES = (list, tuple, deque)
 _classes: WeakValueDictionary[str, type] = WeakValueDictionary()  # classes of instances that were encoded, by name
 
 
 def is_plain(value: object) -> bool:
-    """Return whether a value consists of plain data only, without arrays or objects."""
+    """True if a value consists of plain data only, without arrays or objects."""
     if isinstance(value, dict):
         return all(isinstance(key, (str, int)) and is_plain(item) for key, item in value.items())
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -45,10 +46,8 @@ def is_plain(value: object) -> bool:
 
 def encode_plain(value: Any) -> Any:
     """Return plain data for a checkpoint, in which bytearrays are wrapped, and nothing else is."""
-    if type(value) is dict:
-        return {key: encode_plain(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(encode_plain, value))
+    if type(value) in (dict, list, tuple):
+        return _rebuilt(value, encode_plain)
     return {_BYTES: bytes(value)} if isinstance(value, bytearray) else value
 
 
@@ -56,20 +55,14 @@ def encode_state(value: Any) -> Any:
     """Return a snapshot of a tree, with arrays of torch and jax wrapped in the name of their library."""
     if type(value) in PLAIN:
         return value
-    if isinstance(value, dict):
-        if not all(isinstance(key, (str, int)) for key in value) and is_plain(list(value)):
-            return {_PAIRS: [[key, encode_state(item)] for key, item in value.items()]}
-        entries = {key: encode_state(item) for key, item in value.items()}
-        # A plain dict would lose the order of an OrderedDict and the type of a Counter.
-        return entries if type(value) is dict else _like(value, entries)
-    if type(value) in (list, tuple):
-        return type(value)(map(encode_state, value))
+    if isinstance(value, dict) and not all(isinstance(key, (str, int)) for key in value) and is_plain(list(value)):
+        return {_PAIRS: [[key, encode_state(item)] for key, item in value.items()]}
+    if isinstance(value, dict) or type(value) in _SEQUENCES:
+        return _rebuilt(value, encode_state)
     if type(value) in (set, frozenset):
         return type(value)(value)
     if type(value) is bytearray:
         return encode_plain(value)
-    if type(value) is deque:
-        return deque(map(encode_state, value), value.maxlen)
     if isinstance(value, np.ndarray):
         return value.copy()
     if is_torch_tensor(value):
@@ -104,9 +97,18 @@ def _saved_by_torch(value: Any) -> Any:
     return {_SAVED: content.getvalue()}
 
 
-def _like(original: Any, entries: dict[Any, Any]) -> Any:
-    copied = original.copy()
-    for key, item in entries.items():  # update() would add the values of a Counter
+def _rebuilt(value: Any, convert: Callable[[Any], Any]) -> Any:
+    """Return a dictionary, list, tuple or deque of the same type with its items converted."""
+    if type(value) is deque:
+        return deque(map(convert, value), value.maxlen)
+    if not isinstance(value, dict):
+        return type(value)(map(convert, value))
+    entries = {key: convert(item) for key, item in value.items()}
+    if type(value) is dict:
+        return entries
+    # A plain dict would lose the order of an OrderedDict and the type of a Counter, whose update() would add.
+    copied = value.copy()
+    for key, item in entries.items():
         copied[key] = item
     return copied
 
@@ -129,12 +131,8 @@ def decode_state(value: Any) -> Any:
             return {hashable(key): decode_state(item) for key, item in value[_PAIRS]}
         if value.keys() == {_CLASS, _FIELDS}:
             return _instance(value[_CLASS], {name: decode_state(field) for name, field in value[_FIELDS].items()})
-        entries = {key: decode_state(item) for key, item in value.items()}
-        return entries if type(value) is dict else _like(value, entries)
-    if type(value) in (list, tuple):
-        return type(value)(map(decode_state, value))
-    if type(value) is deque:
-        return deque(map(decode_state, value), value.maxlen)
+    if isinstance(value, dict) or type(value) in _SEQUENCES:
+        return _rebuilt(value, decode_state)
     return value
 
 

@@ -25,7 +25,7 @@ from .leaves import (
     ValueLeaf,
     is_jax_abstract,
     is_jax_array,
-    is_torch_tensor,
+    library_of,
     report_problems,
 )
 from .torch_leaves import TorchDescriber, have_facts, is_dtensor, is_small, small_facts
@@ -56,8 +56,9 @@ def describe(names: Sequence[str], values: Sequence[Any], *, pinned_bytes: int =
 def _describers(values: Sequence[Any], pinned_bytes: int) -> dict[type, _Describe]:
     """Start the copies of values to the host, where they are needed; return what describes those of each type."""
     kinds = dict(zip(map(type, values), values, strict=True))  # a tree has few types
-    jax_kinds = {kind for kind, value in kinds.items() if is_jax_array(value) and not is_tracer(value)}
-    torch_kinds = {kind for kind, value in kinds.items() if is_torch_tensor(value)}
+    libraries = {kind: library_of(value) for kind, value in kinds.items()}
+    jax_kinds = {kind for kind, name in libraries.items() if name == "jax" and not is_tracer(kinds[kind])}
+    torch_kinds = {kind for kind, name in libraries.items() if name == "torch"}
     describers: dict[type, _Describe] = {}
     if jax_kinds:
         of_jax = JaxDescriber([value for value in values if type(value) in jax_kinds], pinned_bytes)
@@ -76,10 +77,12 @@ def _describer(value: Any) -> _Describe:
         return describe_python
     if isinstance(value, PackedNumbers):
         return PackedNumbers.describe
-    return _describe_static if isinstance(value, StaticLeaf) else _refuse
+    if isinstance(value, StaticLeaf):
+        return lambda leaf: ValueLeaf({"kind": STATIC, "value": leaf.name})
+    return _refuse
 
 
-_PASSED = LeafMetadata | PackedNumbers | StaticLeaf
+_FACTS_OF: dict[str | None, Callable[[Any], Any]] = {"jax": jax_facts, "torch": torch_facts}
 
 
 def check_leaves(names: Sequence[str], values: Sequence[Any]) -> None:
@@ -87,16 +90,10 @@ def check_leaves(names: Sequence[str], values: Sequence[Any]) -> None:
     problems: list[tuple[str, str]] = []
     for name, value in zip(names, values, strict=True):
         try:
-            if isinstance(value, np.ndarray | np.generic):
-                describe_numpy(value)
-            elif is_jax_array(value):
-                jax_facts(value)
-            elif is_torch_tensor(value):
-                torch_facts(value)
-            elif is_python_value(value):
-                describe_python(value)
-            elif not (value is ... or isinstance(value, _PASSED) or is_jax_abstract(value)):
-                _refuse(value)
+            if (facts_of := _FACTS_OF.get(library_of(value))) is not None:
+                facts_of(value)
+            elif not (value is ... or isinstance(value, LeafMetadata | PackedNumbers) or is_jax_abstract(value)):
+                _describer(value)(value)
         except LeafProblem as problem:
             problems.append((name, str(problem)))
     report_problems(problems, "these leaves cannot be saved")
@@ -137,10 +134,6 @@ def _bounds(array: NDArray[Any]) -> tuple[int, int]:
     return start + low, start + high + array.itemsize
 
 
-def _describe_static(value: StaticLeaf) -> ValueLeaf:
-    return ValueLeaf({"kind": STATIC, "value": value.name})
-
-
 def _refuse(value: Any) -> ArrayLeaf:
     kind = class_name(value)
     if is_jax_array(value):
@@ -157,18 +150,14 @@ def _refuse(value: Any) -> ArrayLeaf:
         raise LeafProblem(
             f"is of type {kind}, which is code; leave it out of the tree, as eqx.partition(tree, eqx.is_array) does"
         )
-    if _is_environment(value):
+    # As environments of gymnasium and the like have them.
+    if callable(getattr(value, "step", None)) and callable(getattr(value, "reset", None)):
         raise LeafProblem(
             f"is an environment ({kind}); leave it out, and begin an episode after a resume with a seed that follows "
             "from the step, as in reset(seed=step); or pass an object as an extra whose get_state and set_state keep "
             "the state of the environment"
         )
     raise LeafProblem(f"is of type {kind}; leaves are arrays, numbers, strings, bytes and None")
-
-
-def _is_environment(value: object) -> bool:
-    """Return whether an object has ``step`` and ``reset``, as environments of gymnasium and the like have."""
-    return callable(getattr(value, "step", None)) and callable(getattr(value, "reset", None))
 
 
 # ---- the leaves of the next tree
@@ -267,9 +256,10 @@ def _kind(value: Any) -> str:
         return "array"
     if type(value) in (bool, int, float, complex, type(None)):
         return "plain"
-    if is_torch_tensor(value):
-        return "tensor"
-    return "jax" if is_jax_array(value) and not is_tracer(value) and not is_key(value) else "other"
+    library = library_of(value)
+    if library == "jax" and (is_tracer(value) or is_key(value)):
+        return "other"
+    return {"jax": "jax", "torch": "tensor"}.get(library or "", "other")
 
 
 def _facts(leaf: ArrayLeaf | ValueLeaf) -> tuple[Any, ...] | None:

@@ -41,11 +41,6 @@ _GATHERED = 4 << 20  # bytes of small tensors that are put together on the devic
 FIRST_BYTES = 256 << 20  # bytes that are waited for first; then twice as many, and so on, because each wait costs time
 
 
-def streams_of(device: Any) -> Any:
-    """Return the module of torch with the streams and events of a device, such as ``torch.cuda``."""
-    return getattr(torch, device.type)
-
-
 class DeviceArray:
     """Elements on an accelerator, in the place of a host array until a snapshot copies them.
 
@@ -75,7 +70,7 @@ class DeviceArray:
 
 
 def is_copied_later(tensor: Any) -> bool:
-    """Whether a tensor is an ordinary one on such a device, whose copy a snapshot can start."""
+    """True if a tensor is an ordinary one on such a device, whose copy a snapshot can start."""
     if tensor.device.type not in ACCELERATORS or type(tensor) is not torch.Tensor or not tensor.numel():
         return False
     if torch._C._len_torch_dispatch_stack():  # a mode may turn a copy into something else
@@ -239,7 +234,7 @@ class PinnedMemory:
         return arrival
 
     def _start_on(self, device: Any, group: Sequence[_Started], arrival: Arrival) -> None:
-        streams = streams_of(device)
+        streams = getattr(torch, device.type)  # the module with its streams and events, such as ``torch.cuda``
         side = self._streams.get(device)
         if side is None:
             side = self._streams[device] = streams.Stream(device)
@@ -343,7 +338,7 @@ def _cut(piece: Piece, room: int) -> list[Piece]:
 
 def default_pinned_bytes() -> int:
     """Return half of the machine's memory, divided by the number of its processes."""
-    # torchrun and Lightning tell how many processes share the machine.
+    # torchrun and Lightning report how many processes share the machine.
     count = os.environ.get("LOCAL_WORLD_SIZE", "1")
     processes = int(count) if count.isdecimal() and int(count) else 1
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 // processes

@@ -36,9 +36,10 @@ from .leaves import (
     torch,
 )
 
-_COMMON_TYPES = {"uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "bool"} | {
-    "float16", "float32", "float64", "complex64", "complex128",
-}  # fmt: skip
+COMMON_DTYPES = frozenset({
+    "bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "float16", "float32", "float64",
+    "complex64", "complex128",
+})  # fmt: skip  # names of the dtypes that numpy has as well
 _TINY = re.compile("u?int[1-7]")  # torch names integers of less than a byte, but has no operations on them
 _PAIRED = {"complex32": "float16"}  # stored as real and imaginary part, in one more axis
 HOST_DEVICES = {"cpu", "meta"}
@@ -209,24 +210,37 @@ class TensorEncoding(NamedTuple):
         return torch.from_numpy(array.view(f"uint{8 * array.dtype.itemsize}")).view(self.dtype)
 
 
+class TorchDType(NamedTuple):
+    """How the elements of a torch dtype are stored."""
+
+    dtype: np.dtype[Any]  # the numpy dtype of the same bytes
+    paired: bool  # whether an element is stored as two, real and imaginary part
+    variant: str | None  # the torch dtype's name where the numpy dtype does not mean the same, or None
+    details: Details  # details of the leaf
+
+
+@lru_cache(maxsize=128)
+def torch_dtype(name: str, itemsize: int = 1) -> TorchDType:
+    """Return how elements of the torch dtype with this name are stored, without importing torch."""
+    dtype, variant = _PAIRED.get(name, name), name if name in _PAIRED else None
+    if dtype not in COMMON_DTYPES:
+        import ml_dtypes  # Imported lazily: most programs without torch do not need it.
+
+        is_number = name.startswith(("float", "bfloat")) and hasattr(ml_dtypes, name)
+        # Integers of less than 8 bits, packed numbers and the like: for torch they are bytes without operations.
+        dtype = getattr(ml_dtypes, name) if is_number else f"uint{8 * itemsize}"
+        variant = None if is_number else name
+    details = {"kind": "torch"} if variant is None else {"kind": "torch", "torch_dtype": variant}
+    return TorchDType(np.dtype(dtype), name in _PAIRED, variant, details)
+
+
 @lru_cache(maxsize=128)
 def tensor_encoding(dtype: Any) -> TensorEncoding:
     name = str(dtype).removeprefix("torch.")
-    carrier = variant = None
-    if name in _PAIRED:
-        stored, variant = np.dtype(_PAIRED[name]), name
-    elif name in _COMMON_TYPES:
-        stored = np.dtype(name)
-    else:
-        import ml_dtypes  # not above: most programs without torch need nothing of it
-
-        carrier = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}[dtype.itemsize]
-        is_number = name.startswith(("float", "bfloat")) and hasattr(ml_dtypes, name)
-        # Integers of less than 8 bits, packed numbers and the like: for torch they are bytes without operations.
-        stored = np.dtype(getattr(ml_dtypes, name) if is_number else f"uint{8 * dtype.itemsize}")
-        variant = None if is_number else name
-    details = {"kind": "torch"} if variant is None else {"kind": "torch", "torch_dtype": variant}
-    return TensorEncoding(dtype, stored, carrier, name in _PAIRED, variant, details)
+    stored, paired, variant, details = torch_dtype(name, dtype.itemsize)
+    is_numpy = paired or name in COMMON_DTYPES
+    carrier = None if is_numpy else getattr(torch, f"uint{8 * dtype.itemsize}")
+    return TensorEncoding(dtype, stored, carrier, paired, variant, details)
 
 
 # ---- many small tensors in the host's memory, checked and copied together
@@ -237,7 +251,7 @@ _FACTS = attrgetter("dtype", "shape", "requires_grad", "layout", "is_cpu")
 
 
 def is_small(value: Any) -> bool:
-    """Whether a tensor that `TorchDescriber.describe` has described can be copied by `copy_tensors`."""
+    """True if a tensor that `TorchDescriber.describe` has described can be copied by `copy_tensors`."""
     if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.device.type not in HOST_DEVICES:
         return False
     if not 0 < value.numel() < _SMALL:
@@ -251,7 +265,7 @@ def small_facts(tensors: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 
 def have_facts(tensors: Sequence[Any], facts: Sequence[tuple[Any, ...]]) -> bool:
-    """Whether tensors of the same types as others have the facts of those, and memory."""
+    """True if tensors of the same types as others have the facts of those, and memory."""
     # A dispatch mode, such as that of fake tensors, may turn a copy into something else.
     if torch._C._len_torch_dispatch_stack():
         return False
@@ -296,7 +310,7 @@ def tensor_like(saved: Saved) -> Any | None:
 
 
 def is_dense(tensor: Any) -> bool:
-    """Return whether a tensor is an array of numbers: not sparse, quantized or nested."""
+    """True if a tensor is an array of numbers: not sparse, quantized or nested."""
     return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 
@@ -358,7 +372,7 @@ STRIDES = "strides"  # key in the details of dense tensors that are not in C ord
 
 
 def is_permuted(shape: Sequence[int], strides: Any) -> bool:
-    """Whether strides, perhaps of a file, are those of a dense tensor whose axes lie in memory in any order."""
+    """True if strides, perhaps of a file, are those of a dense tensor whose axes lie in memory in any order."""
     if not isinstance(strides, list) or len(strides) != len(shape) or not all(type(one) is int for one in strides):
         return False
     elements = 1

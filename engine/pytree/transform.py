@@ -15,7 +15,7 @@ from typing import Any
 from ..errors import OptionError, TreeMismatchError, shortened
 from .containers import class_name, expand
 from .flattening import MAX_DEPTH, Flattened, TreeDef, flatten, unflatten
-from .leaves import is_jax_abstract, is_jax_array, is_torch_tensor
+from .leaves import is_jax_abstract, library_of
 from .names import format_path
 
 _PLAIN = re.compile(r"[\w/%-]*")  # characters without a meaning in a regular expression
@@ -144,7 +144,7 @@ class Taken:
 
     @property
     def is_leaf(self) -> bool:
-        """Whether it is a leaf that is taken as it is."""
+        """True if it is a leaf that is taken as it is."""
         return self.container is None and self.function is None
 
     def apply(self, value: Any, name: str, old: Any) -> Any:
@@ -340,12 +340,13 @@ def _check_leaf(result: Any, path: str, placeholder: bool, what: str) -> None:
 
 
 def has_values(leaf: Any) -> bool:
-    """Whether a leaf of a template has values; an abstract or deleted one has none."""
+    """True if a leaf of a template has values; an abstract or deleted one has none."""
     if is_jax_abstract(leaf):
         return False
-    if is_jax_array(leaf):
+    library = library_of(leaf)
+    if library == "jax":
         return not leaf.is_deleted()
-    return not (is_torch_tensor(leaf) and leaf.is_meta)
+    return library != "torch" or not leaf.is_meta
 
 
 def _explained(function: Callable[[], Any], what: str, path: str) -> Any:

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ..errors import DamagedCheckpointError
 from ..forks import Lock
@@ -30,6 +30,8 @@ from .status import check_extent, os_errors, truncated
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+T = TypeVar("T")
 
 HIDDEN_SUFFIX = ".__lock"  # TensorStore's lock files, which its own listings hide, too
 
@@ -228,10 +230,7 @@ class LocalBackend:
         return _identity(os.lstat(key))
 
     def share(self, key: str, target: str, known: FileIdentity) -> FileIdentity:
-        """Link a file, or else clone it: a clone shares its blocks, and is durable on return, the name of neither is.
-
-        The file becomes read-only, as a change through one name would show through all.
-        """
+        """Link or clone a file; a linked one becomes read-only, as a change through one name would show through all."""
         if self.identity(key) != known:
             raise OSError(errno.ESTALE, "it was changed after it was written", key)
         try:
@@ -251,7 +250,7 @@ class LocalBackend:
         return self.identity(target)
 
     def _cloned(self, source: str, target: str, known: FileIdentity, refusal: OSError) -> FileIdentity:
-        """Clone a file where the file system can; otherwise raise the error of the link."""
+        """Clone a file, durably, where the file system can; otherwise raise the error of the link."""
         with open(open_own(source, os.O_RDONLY), "rb", buffering=0) as read:
             written = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             try:
@@ -316,7 +315,8 @@ class LocalDataReader(DataReader):
                 _make_buffered(self._descriptor)
                 _advise(self._descriptor, _AHEAD)
             while found < needed:
-                count = _transfer(_read_into, self._descriptor, memory[found:end].data, first + found)
+                read = os.preadv if hasattr(os, "preadv") else _preadv
+                count = _transfer(read, self._descriptor, [memory[found:end].data], first + found)
                 if not count:
                     raise truncated(self._path, first + found, offset, length)
                 found += count
@@ -338,7 +338,7 @@ def _lock_request(descriptor: int, request: int, kind: int) -> int:
     return int(struct.unpack(_LOCK, fcntl.fcntl(descriptor, request, lock))[0])
 
 
-def _transfer(work: Callable[[int, memoryview, int], int], descriptor: int, memory: memoryview, offset: int) -> int:
+def _transfer(work: Callable[[int, T, int], int], descriptor: int, memory: T, offset: int) -> int:
     """Read or write, by ordinary I/O if the file system takes no direct I/O after all."""
     try:
         return work(descriptor, memory, offset)
@@ -349,10 +349,10 @@ def _transfer(work: Callable[[int, memoryview, int], int], descriptor: int, memo
         return work(descriptor, memory, offset)
 
 
-def _read_into(descriptor: int, memory: memoryview, offset: int) -> int:
-    if hasattr(os, "preadv"):
-        return os.preadv(descriptor, [memory], offset)
-    data = os.pread(descriptor, len(memory), offset)  # older versions of macOS: one copy more
+def _preadv(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+    """Do what ``os.preadv``, which older versions of macOS lack, does with one buffer; it costs one more copy."""
+    [memory] = buffers
+    data = os.pread(descriptor, len(memory), offset)
     memory[: len(data)] = data
     return len(data)
 
@@ -403,13 +403,8 @@ def append_line(path: str | os.PathLike[str], text: str, *, create: bool = True)
 
 
 def open_own(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a file that belongs to this run or checkpoint alone, and return its descriptor.
-
-    A link could lead to the file of another run, and a pipe would wait for its other end, so both are refused.
-
-    Raises:
-        OSError: It is a link (ELOOP) or no regular file (EINVAL), or the system refused.
-    """
+    """Open a file of this run or checkpoint alone; raise OSError for a link (ELOOP) and what is no file (EINVAL)."""
+    # A link could lead to the file of another run, and a pipe would wait for its other end.
     try:
         descriptor = _open(path, flags | os.O_NOFOLLOW)
     except OSError as error:

@@ -28,7 +28,6 @@ from ...engine.pytree import (
     Piece,
     TreeDef,
     ValueLeaf,
-    describe,
     format_path,
     whole,
 )
@@ -375,20 +374,13 @@ def _conversion(
 
 
 def _write_arrays(
-    folder: Location,
-    source: TreeSource,
-    arrays: Mapping[str, SavedLeaf | NDArray[Any]],
-    advance: Callable[[int], None],
+    folder: Location, source: TreeSource, arrays: Mapping[str, SavedLeaf], advance: Callable[[int], None]
 ) -> None:
-    """Write leaves of a tree, and other arrays, by the names that another library gives them; they are durable then."""
-    chosen = {name: leaf for name, leaf in arrays.items() if isinstance(leaf, SavedLeaf)}
-    stored = PartialTree(source, chosen, source.tree)
+    """Write leaves of a tree by the names that another library gives them; they are durable on return."""
+    stored = PartialTree(source, arrays, source.tree)
     loader = _Loader(stored, advance)
-    leaves: dict[str, ArrayLeaf | ValueLeaf] = {leaf.name: _host_leaf(leaf, loader) for leaf in stored.leaves}
-    others = {name: array for name, array in arrays.items() if not isinstance(array, SavedLeaf)}
-    leaves |= zip(others, describe(list(others), list(others.values())), strict=True)
-    advance(sum(array.nbytes for array in others.values()))
-    writer = TreeWriter(HostTree(list(leaves), list(leaves.values()), None), Layout())
+    leaves = [_host_leaf(leaf, loader) for leaf in stored.leaves]
+    writer = TreeWriter(HostTree(list(arrays), leaves, None), Layout())
     make_durable(folder, writer.merge(folder, [writer.write(folder, ProcessInfo())], describes=False))
 
 

@@ -56,7 +56,8 @@ class CheckpointManager:
         directory: A path or URL.
         max_to_keep: How many of the newest checkpoints to keep; None keeps all.
         keep_checkpoint_every_n_hours: Keep one checkpoint every this many hours for good, as TensorFlow does: each that
-            was saved so long after the last of them, or after the first manager of the directory was made.
+            was saved so long after the last of them, or after the first manager of the directory was made. It is pinned
+            when the limit would delete it: no later manager deletes or lists it, whatever its options are.
         checkpoint_name: The name before the number.
         step_counter: The step of the program: a number that changes in place, such as a `Value` or a tensor, or a
             function that returns it.
@@ -139,6 +140,8 @@ class CheckpointManager:
             clock=clock,
         )
         self._later: set[int] = set()  # steps after the one that was restored last, which are saved again
+        self._limit = None if hours is None else max_to_keep
+        self._left: set[int] = set()  # steps beyond the limit, which are pinned if they stay for good
         checkpoint._holdfast.managers.add(self)
 
     @property
@@ -161,10 +164,9 @@ class CheckpointManager:
     def checkpoints(self) -> list[str]:
         """The paths of the checkpoints from the oldest to the newest, without those that are kept for good."""
         listed = []
-        newest = self._steps.latest_step() or 0
-        for step in sorted(self._steps.all_steps(), key=lambda step: (step <= newest, step)):
+        for step in self._in_order():
             why = self._steps.why_kept(step)
-            if "pinned" not in why and not (why and all(reason.startswith("every ") for reason in why)):
+            if "pinned" not in why and not (why and all(map(_is_period, why))):
                 listed.append(self._path(step))
         return listed
 
@@ -189,10 +191,12 @@ class CheckpointManager:
         if step is not None and self._is_early(step, check_interval):
             return None
         wanted = None if checkpoint_number is None else _number(checkpoint_number)
+        failed = self._awaited() if self._limit is not None else None  # A save under way pushes others off the list.
         # Process 0 decides for all: another process may see an older listing of the directory.
-        counter, number, left = self._steps.processes.decide("number", self._next, wanted)
+        counter, number, left, preserved = self._steps.processes.decide("number", self._next, wanted)
+        for one in preserved:
+            self._steps.pin(one)
         reason = f"number {number}" if step is None else f"step {step}"
-        failed = None
         with numbered(self._checkpoint, counter) as item:
             try:
                 facts = {**self._facts, **({LEFT_BEHIND: left} if left else {})}
@@ -271,8 +275,16 @@ class CheckpointManager:
         processes = ProcessGroup(f"managers of {self._directory.url}", None, _TIMEOUT)
         return float(processes.decide("the first manager", lambda: since))
 
+    def _awaited(self) -> SaveFailedError | None:
+        """Wait for the save that is under way, and return its error."""
+        try:
+            self._steps.wait_until_finished()
+        except SaveFailedError as error:
+            return error
+        return None
+
     def _next(self, wanted: int | None) -> list[Any]:
-        """Return the next counter, the number to save under, and the steps that are left behind."""
+        """Return the next counter, the number to save under, the steps that are left behind, and those to preserve."""
         steps = self._steps.all_steps()
         if wanted is not None and wanted in steps and wanted not in self._later:
             raise CheckpointExistsError(
@@ -285,7 +297,22 @@ class CheckpointManager:
         if any(step > number for step in steps):
             entries = infos_of(list_steps(self._directory, f"{self._name}-"))
             left = [[info.step, info.time] for info in entries if info.step > number]
-        return [following, number, left]
+        return [following, number, left, self._preserved(number)]
+
+    def _preserved(self, number: int) -> list[int]:
+        """Return the steps that a save under a number pushes off the list, and that the hours keep for good."""
+        if self._limit is None:
+            return []
+        steps = [step for step in self._in_order() if step != number]
+        leaving = [step for step in steps[: max(0, len(steps) + 1 - self._limit)] if step not in self._left]
+        self._left.update(leaving)
+        why = {step: self._steps.why_kept(step) for step in leaving}
+        return [step for step in leaving if "pinned" not in why[step] and any(map(_is_period, why[step]))]
+
+    def _in_order(self) -> list[int]:
+        """Return all steps as they were saved: those that a restore left behind come before the newest one."""
+        newest = self._steps.latest_step() or 0
+        return sorted(self._steps.all_steps(), key=lambda step: (step <= newest, step))
 
     def _forget_failed(self) -> None:
         """Count the interval from the save before if the last one failed, which only a single process knows at once."""
@@ -302,6 +329,10 @@ class CheckpointManager:
 
     def _path(self, number: int) -> str:
         return str(self._directory / f"{self._name}-{number}")
+
+
+def _is_period(reason: str) -> bool:
+    return reason.startswith("every ")
 
 
 def _number(counter: Any) -> int:

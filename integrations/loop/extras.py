@@ -14,7 +14,7 @@ from ...engine.generators import is_generator
 from ...engine.handlers import DEFAULT_REGISTRY
 from ...engine.loaders import LoaderPosition, drawing_sampler, is_accelerate_loader, is_torchdata_loader, nodes_of
 from ...engine.pytree import flatten, is_nnx, is_plain, is_torch_tensor
-from ...engine.stateful import is_replicated, is_stateful, state_of, warn_of_held_records
+from ...engine.stateful import check_window, is_replicated, is_stateful, state_of, warn_of_held_records
 from ..hugging_face import check_stream
 from .objects import is_versioned
 from .states import LoopArguments, check_depth
@@ -61,12 +61,13 @@ def checksum_of(tree: Any) -> int | None:
 
 def templates_of(extras: Mapping[str, Any]) -> dict[str, Any]:
     """Return the extras that are restored into the types, dtypes and shardings of what was passed."""
+    return {name: to_tree(extra) for name, extra in extras.items() if is_template(extra)}
+
+
+def is_template(extra: Any) -> bool:
+    """Return whether an extra is restored into the types of what was passed."""
     # Stateful objects and plain data may change their structure, as a list grows, so they are restored as saved.
-    return {
-        name: to_tree(extra)
-        for name, extra in extras.items()
-        if is_nnx(extra) or not (is_stateful(extra) or is_plain(extra))
-    }
+    return is_nnx(extra) or not (is_stateful(extra) or is_plain(extra))
 
 
 def loaders_of(extras: Mapping[str, Any]) -> dict[str, LoaderPosition]:
@@ -84,6 +85,7 @@ def check_extras(extras: Mapping[str, Any]) -> None:
     check_depth(extras)
     for name, extra in extras.items():
         warn_of_held_records(name, extra)
+        check_window(name, extra)
         check_stream(f"{name}=", extra)
         if is_generator(extra):
             state_of(extra)  # This refuses one that has no state.

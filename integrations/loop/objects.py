@@ -108,6 +108,7 @@ class ObjectsAdapter(StateAdapter):
     def begin(self, state: Any) -> None:
         from ..graph import FreshObjects
 
+        super().begin(state)
         self._fresh = FreshObjects.of(self._graph(state))
 
     def refused(self, state: Any) -> list[str]:

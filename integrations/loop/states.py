@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -42,6 +42,7 @@ class StateAdapter:
     # What can take weights from another checkpoint, for error messages: its modules, and what a state without one is.
     needs, modules, lacks = "a state with params", "", "a {} without params"
     is_component_tree = False  # whether the item is one; such a checkpoint has other items only for extras
+    empty: Collection[str] = ()  # where the initial state has empty dictionaries, whose entries come and go
     is_live = False  # whether a state has objects or tensors of torch, with which earlier versions saved gradients
 
     def __init__(self, misfits: Misfits | None = None) -> None:
@@ -61,6 +62,7 @@ class StateAdapter:
 
     def begin(self, state: Any) -> None:
         """Note the initial state, perhaps abstract; raise UnsupportedLeafError for leaves that cannot be saved."""
+        self.empty = empty_dicts(state)
 
     def refused(self, state: Any) -> list[str]:
         """Return what a restore of a state into the initial one would refuse, as text for users."""
@@ -127,6 +129,11 @@ def located(value: Any, wanted: Callable[[Any], bool]) -> Iterator[tuple[str, An
             seen.add(id(one))
             below = one.items() if isinstance(one, dict) else enumerate(one)
             open_ += reversed([(f"{path}.{key}" if path else str(key), item) for key, item in below])
+
+
+def empty_dicts(value: Any) -> set[str]:
+    """Return where the empty dictionaries in dicts, lists and tuples are, as keys joined by dots."""
+    return {path for path, _ in located(value, lambda one: isinstance(one, dict) and not one)}
 
 
 def check_depth(tree: Any) -> None:

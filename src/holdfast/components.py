@@ -16,12 +16,22 @@
 array([7., 7.])
 """
 
-from .integrations.components import Checkpointable as Checkpointable
-from .integrations.components import Component as Component
-from .integrations.components import ComponentCheckpointHandler as ComponentCheckpointHandler
-from .integrations.components import ComponentReport as ComponentReport
-from .integrations.components import allow as allow
-from .integrations.components import read_state as read_state
-from .integrations.components import rename as rename
+from .integrations.components import (
+    Checkpointable,
+    Component,
+    ComponentCheckpointHandler,
+    ComponentReport,
+    allow,
+    read_state,
+    rename,
+)
 
-__all__ = [name for name in dir() if not name.startswith("_")]
+__all__ = [
+    "Checkpointable",
+    "Component",
+    "ComponentCheckpointHandler",
+    "ComponentReport",
+    "allow",
+    "read_state",
+    "rename",
+]

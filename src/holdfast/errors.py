@@ -10,29 +10,56 @@ Each also derives from a built-in exception, and :class:`HoldfastError` is the b
 True
 """
 
-from .engine.errors import BarrierTimeoutError as BarrierTimeoutError
-from .engine.errors import CheckpointExistsError as CheckpointExistsError
-from .engine.errors import CheckpointNotFoundError as CheckpointNotFoundError
-from .engine.errors import DamagedCheckpointError as DamagedCheckpointError
-from .engine.errors import FormatVersionError as FormatVersionError
-from .engine.errors import HoldfastError as HoldfastError
-from .engine.errors import InvalidLocationError as InvalidLocationError
-from .engine.errors import NotAllowedError as NotAllowedError
-from .engine.errors import NoWholeCheckpointError as NoWholeCheckpointError
-from .engine.errors import ObjectNotFoundError as ObjectNotFoundError
-from .engine.errors import OptionError as OptionError
-from .engine.errors import OwnershipError as OwnershipError
-from .engine.errors import PeerFailedError as PeerFailedError
-from .engine.errors import SaveFailedError as SaveFailedError
-from .engine.errors import StateError as StateError
-from .engine.errors import StorageConflictError as StorageConflictError
-from .engine.errors import StorageError as StorageError
-from .engine.errors import StorageFullError as StorageFullError
-from .engine.errors import StoragePermissionError as StoragePermissionError
-from .engine.errors import StorageUnavailableError as StorageUnavailableError
-from .engine.errors import TreeMismatchError as TreeMismatchError
-from .engine.errors import UnknownArgumentError as UnknownArgumentError
-from .engine.errors import UnmatchedObjectsError as UnmatchedObjectsError
-from .engine.errors import UnsupportedLeafError as UnsupportedLeafError
+from .engine.errors import (
+    BarrierTimeoutError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    FormatVersionError,
+    HoldfastError,
+    InvalidLocationError,
+    NotAllowedError,
+    NoWholeCheckpointError,
+    ObjectNotFoundError,
+    OptionError,
+    OwnershipError,
+    PeerFailedError,
+    SaveFailedError,
+    StateError,
+    StorageConflictError,
+    StorageError,
+    StorageFullError,
+    StoragePermissionError,
+    StorageUnavailableError,
+    TreeMismatchError,
+    UnknownArgumentError,
+    UnmatchedObjectsError,
+    UnsupportedLeafError,
+)
 
-__all__ = [name for name in dir() if not name.startswith("_")]
+__all__ = [
+    "BarrierTimeoutError",
+    "CheckpointExistsError",
+    "CheckpointNotFoundError",
+    "DamagedCheckpointError",
+    "FormatVersionError",
+    "HoldfastError",
+    "InvalidLocationError",
+    "NoWholeCheckpointError",
+    "NotAllowedError",
+    "ObjectNotFoundError",
+    "OptionError",
+    "OwnershipError",
+    "PeerFailedError",
+    "SaveFailedError",
+    "StateError",
+    "StorageConflictError",
+    "StorageError",
+    "StorageFullError",
+    "StoragePermissionError",
+    "StorageUnavailableError",
+    "TreeMismatchError",
+    "UnknownArgumentError",
+    "UnmatchedObjectsError",
+    "UnsupportedLeafError",
+]

@@ -10,19 +10,36 @@
 7
 """
 
-from .integrations.graph import Checkpoint as Checkpoint
-from .integrations.graph import CheckpointManager as CheckpointManager
-from .integrations.graph import CheckpointReader as CheckpointReader
-from .integrations.graph import GraphView as GraphView
-from .integrations.graph import Node as Node
-from .integrations.graph import RestoreReport as RestoreReport
-from .integrations.graph import RestoreStatus as RestoreStatus
-from .integrations.graph import TrackedDict as TrackedDict
-from .integrations.graph import TrackedList as TrackedList
-from .integrations.graph import Untracked as Untracked
-from .integrations.graph import Value as Value
-from .integrations.graph import checkpoints_iterator as checkpoints_iterator
-from .integrations.graph import latest_checkpoint as latest_checkpoint
-from .integrations.graph import load_checkpoint as load_checkpoint
+from .integrations.graph import (
+    Checkpoint,
+    CheckpointManager,
+    CheckpointReader,
+    GraphView,
+    Node,
+    RestoreReport,
+    RestoreStatus,
+    TrackedDict,
+    TrackedList,
+    Untracked,
+    Value,
+    checkpoints_iterator,
+    latest_checkpoint,
+    load_checkpoint,
+)
 
-__all__ = [name for name in dir() if not name.startswith("_")]
+__all__ = [
+    "Checkpoint",
+    "CheckpointManager",
+    "CheckpointReader",
+    "GraphView",
+    "Node",
+    "RestoreReport",
+    "RestoreStatus",
+    "TrackedDict",
+    "TrackedList",
+    "Untracked",
+    "Value",
+    "checkpoints_iterator",
+    "latest_checkpoint",
+    "load_checkpoint",
+]

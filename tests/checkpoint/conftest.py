@@ -1,4 +1,4 @@
-"""Disks that fail, for the tests of what is committed."""
+"""Disks that fail, for the tests of what is committed, and what a handler knows of a tree."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.checkpoint.disk import Disk, Fault
+
+from holdfast.engine.arrays.snapshot import KnownTree
 
 
 @pytest.fixture
@@ -34,3 +37,18 @@ def root() -> Iterator[Path]:
 def fault(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fault]:
     with monkeypatch.context() as patch:
         yield Fault(root, patch)
+
+
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each tree was recognized, of those that came after a first one."""
+    found: list[bool] = []
+    snapshot = KnownTree.snapshot
+
+    def noted(self: KnownTree, tree: Any) -> Any:
+        copies = snapshot(self, tree)
+        found.append(copies is not None)
+        return copies
+
+    monkeypatch.setattr(KnownTree, "snapshot", noted)
+    return found

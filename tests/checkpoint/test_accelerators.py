@@ -14,20 +14,20 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from tests.checkpoint.snapshots import Saves, Tree, shared_saves
 from tests.equality import assert_same
 from tests.events import heard
 
 import holdfast as hf
-from holdfast.engine.arrays.snapshot import KnownTree, StagingBuffer
+from holdfast.engine.arrays.snapshot import StagingBuffer
 from holdfast.engine.distributed import ProcessInfo
 from holdfast.engine.pytree import Piece, default_pinned_bytes, device_arrays, jax_leaves, torch_leaves
-from holdfast.engine.storage import DataFile, Location, as_location
+from holdfast.engine.storage import DataFile, Location
 
 torch = pytest.importorskip("torch")
 fakes = pytest.importorskip("tests.accelerators")
 
 Work = Callable[[], object]
-Tree = dict[str, Any]
 
 
 class Host:
@@ -71,7 +71,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Take the CPU for a GPU."""
     gpu = fakes.FakeGpu()
     monkeypatch.setattr(device_arrays, "ACCELERATORS", {"cpu"})
-    monkeypatch.setattr(device_arrays, "streams_of", lambda device: gpu)
+    monkeypatch.setattr(device_arrays.torch, "cpu", gpu)  # the module with streams and events
     monkeypatch.setattr(torch_leaves, "HOST_DEVICES", {"meta"})
     monkeypatch.setattr(torch.Tensor, "record_stream", fakes.record_stream)
     with gpu:
@@ -96,40 +96,6 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     with simulated(monkeypatch) as found:
         yield found
-
-
-@pytest.fixture
-def known(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Tell of each save after the first whether it used what was known of the tree."""
-    found: list[bool] = []
-    snapshot = KnownTree.snapshot
-
-    def noted(self: KnownTree, tree: Any) -> Any:
-        copies = snapshot(self, tree)
-        found.append(copies is not None)
-        return copies
-
-    monkeypatch.setattr(KnownTree, "snapshot", noted)
-    return found
-
-
-class Saves:
-    """Saves with one handler, as a manager has one: in two parts, between which the program continues."""
-
-    def __init__(self, directory: Path, **options: Any) -> None:
-        self.handler = hf.PyTreeCheckpointHandler(**options)
-        self._directory = directory
-        self._count = 0
-
-    def prepare(self, tree: Any) -> Any:
-        return self.handler.prepare(tree, snapshot=True)
-
-    def write(self, prepared: Any) -> Any:
-        self._count += 1
-        folder = as_location(self._directory / str(self._count))
-        folder.make_directory()
-        prepared.merge(folder, [prepared.write(folder, ProcessInfo())])
-        return hf.PyTreeCheckpointHandler().restore(folder, torch_tensors=True)
 
 
 def bits(tensor: Any) -> Any:
@@ -234,7 +200,7 @@ def test_every_kind_of_tensor(
         machine.launch(lambda step=step: fill(tree, 2 * step + 1))
         if step:  # the loop is ahead of the copies
             machine.settle()
-        found = saves.write(prepared)
+        found = saves.write(prepared, torch_tensors=True)
         machine.settle()
         check(found, was)
         del prepared
@@ -277,26 +243,31 @@ def test_a_tensor_that_is_deleted_at_once(machine: Any, tmp_path: Path) -> None:
         del again, prepared
 
 
-def test_a_share_of_a_tree(machine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_share_of_a_tree(machine: Any, tmp_path: Path, known: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several processes with the same tensors, each copies what it writes."""
     monkeypatch.setattr(device_arrays, "LEAST_ROOM_BYTES", 1 << 16)
-    members = [ProcessInfo(index, 2, "token") for index in range(2)]
+    count = 3
+    members = [ProcessInfo(index, count, "token") for index in range(count)]
     handlers = [hf.PyTreeCheckpointHandler(chunk_bytes=100_000) for _ in members]
-    tree = {"large": torch.zeros(700, 200, device=machine.device)}
+    large, array = torch.zeros(700, 200, device=machine.device), np.ones((400, 300))
+    tree: Tree = {"large": large, "array": array, "small": torch.ones(3), "number": 1}
+
+    def spoil() -> None:
+        assert max(one._staging.nbytes for one in handlers) <= 1 << 20, "a third of it, in a block"
+        machine.launch(lambda: large.fill_(-1))
+        array[...] = -1
+        machine.settle()
+
     for step in range(3):
         machine.busy()
-        machine.launch(lambda step=step: tree["large"].copy_(torch.arange(140_000.0).reshape(700, 200) + step))
-        prepared = [one.prepare(tree, snapshot=True, member=who) for one, who in zip(handlers, members, strict=True)]
-        assert max(one._staging.nbytes for one in handlers) <= 512 << 10, "half of it, in a block"
-        machine.launch(lambda: tree["large"].fill_(-1))
-        machine.settle()
-        folder = as_location(tmp_path / str(step))
-        folder.make_directory()
-        fragments = [one.write(folder, who) for one, who in zip(prepared, members, strict=True)]
-        prepared[0].merge(folder, fragments)
-        del prepared
-        found = hf.PyTreeCheckpointHandler().restore(folder)["large"]
-        np.testing.assert_array_equal(found.reshape(-1), np.arange(140_000.0, dtype=np.float32) + step)
+        machine.launch(lambda step=step: large.copy_(torch.arange(140_000.0).reshape(700, 200) + step))
+        array[...] = np.arange(120_000.0).reshape(400, 300) * step
+        tree["number"] = step
+        found = shared_saves(tmp_path / str(step), tree, handlers, members, spoil)
+        np.testing.assert_array_equal(found["large"].reshape(-1), np.arange(140_000.0, dtype=np.float32) + step)
+        np.testing.assert_array_equal(found["array"].reshape(-1), np.arange(120_000.0) * step)
+        assert (found["small"].tolist(), found["number"]) == ([1, 1, 1], step)
+    assert known == [True] * 2 * count
 
 
 def test_a_program_without_jax(machine: Any, tmp_path: Path, known: list[bool]) -> None:
@@ -369,6 +340,7 @@ def written(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Location, "write_data_files", noted)
 
 
+FAILURE = "an illegal memory access was encountered"
 TENSOR = 200 << 10  # bytes
 IN_TURN = ["wait", "write 2", "wait", "write 3", "wait", "write 2"]  # after 256 KiB, 512 KiB more, and the rest
 
@@ -435,28 +407,32 @@ def test_unchanged_tensors_that_arrive_in_turn(gpu: Any, written: None, tmp_path
             assert {*found["adapter 0"].tolist(), *found["adapter 1"].tolist()} == {float(step)}
 
 
-def test_a_device_that_fails_between_two_waves(gpu: Any, written: None, tmp_path: Path) -> None:
-    """The files that were written go with the save, and all copies are waited for before their memory is used again."""
-    tree = {str(number): torch.zeros(TENSOR // 4) for number in range(7)}
+@pytest.mark.parametrize("waves", [0, 1], ids=["at once", "between two waves"])
+def test_a_device_that_fails(gpu: Any, written: None, tmp_path: Path, waves: int) -> None:
+    """Its error is one of the save, whose files go; the next save, which uses its memory again, is whole."""
+    tree = {str(number): torch.full((TENSOR // 4,), float(number)) for number in range(7)}
     write_data_files = Location.write_data_files
 
     def failing(self: Location, files: Sequence[DataFile], *rest: Any, **options: Any) -> None:
         write_data_files(self, files, *rest, **options)
-        gpu.failure = "an illegal memory access was encountered"
+        gpu.failure = FAILURE
 
-    with hf.CheckpointManager(tmp_path) as manager, pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Location, "write_data_files", failing)
-        manager.save(1, tree)
-        with pytest.raises(hf.SaveFailedError, match="illegal memory access"):
-            manager.wait_until_finished()
-        patched.undo()
-        assert gpu.log[-4:] == ["wait", "write 2", "wait", "wait"]
+    with hf.CheckpointManager(tmp_path) as manager:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(Location, "write_data_files", failing)
+            gpu.failure = None if waves else FAILURE
+            manager.save(1, tree)
+            with pytest.raises(hf.SaveFailedError, match="illegal memory access"):
+                manager.wait_until_finished()
+        assert not waves or gpu.log[-4:] == ["wait", "write 2", "wait", "wait"], "all copies are waited for"
         assert manager.all_steps() == []
         assert not list(tmp_path.rglob("d"))
         gpu.failure = None
         manager.save(2, tree)
         manager.wait_until_finished()
         assert manager.all_steps() == [2]
+        found = manager.restore(2)
+    assert [set(array.tolist()) for array in found.values()] == [{number} for number in range(7)]
 
 
 def test_two_devices_arrive_in_the_order_of_the_leaves() -> None:
@@ -501,21 +477,6 @@ def test_a_save_that_is_given_up(gpu: Any, tmp_path: Path) -> None:
     assert gpu.log == ["wait", "copy"]
 
 
-def test_work_that_fails(gpu: Any, tmp_path: Path) -> None:
-    """An error of the device is one of the save, which commits nothing; the next save is whole."""
-    tree = {"x": torch.ones(200, 200)}
-    with hf.CheckpointManager(tmp_path) as manager:
-        gpu.failure = "an illegal memory access was encountered"
-        manager.save(1, tree)
-        with pytest.raises(hf.SaveFailedError, match="illegal memory access"):
-            manager.wait_until_finished()
-        assert manager.all_steps() == []
-        gpu.failure = None
-        manager.save(2, tree)
-        manager.wait_until_finished()
-        assert manager.all_steps() == [2]
-
-
 def test_memory_without_a_tensor(gpu: Any, tmp_path: Path) -> None:
     gone = torch.ones(30)
     gone.untyped_storage().resize_(0)
@@ -533,17 +494,8 @@ def test_memory_that_cannot_be_pinned(
     """What has no pinned memory is copied while the save blocks, with one line in the log."""
     monkeypatch.setattr(device_arrays, "BLOCK_BYTES", 1 << 20)
     gpu.limit = limit
-    saves, tree = Saves(tmp_path), {str(number): torch.zeros(200, 1000) for number in range(6)}
-    for step in range(3):
-        for number, value in enumerate(tree.values()):
-            gpu.launch(lambda value=value, number=number, step=step: value.fill_(10 * step + number))
-        prepared = saves.prepare(tree)
-        for value in tree.values():
-            gpu.launch(lambda value=value: value.fill_(-1))
-        gpu.settle()
-        found = saves.write(prepared)
-        del prepared
-        assert [set(array.reshape(-1).tolist()) for array in found.values()] == [{10 * step + n} for n in range(6)]
+    saves = Saves(tmp_path)
+    assert list(saves.steps(gpu, {str(number): torch.zeros(200, 1000) for number in range(6)})) == [0, 1, 2]
     assert len(gpu.pinned) == limit
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "can be pinned: out of pinned memory" in caplog.text
@@ -557,13 +509,7 @@ def test_the_limit_of_pinned_memory(
     monkeypatch.setattr(device_arrays, "LEAST_ROOM_BYTES", 1 << 16)
     monkeypatch.setattr(torch_leaves, "HOST_DEVICES", {"meta"} if option else {"cpu", "meta"})
     saves, tree = Saves(tmp_path, pinned_bytes=option), {str(number): torch.zeros(200, 1000) for number in range(6)}
-    for step in range(3):
-        gpu.launch(lambda step=step: [value.fill_(step) for value in tree.values()])
-        gpu.settle()
-        prepared = saves.prepare(tree)
-        found = saves.write(prepared)
-        del prepared
-        assert {value for array in found.values() for value in array.reshape(-1).tolist()} == {step}
+    assert list(saves.steps(gpu, tree, settled=True)) == [0, 1, 2]
     assert gpu.pinned == pinned
 
 
@@ -590,16 +536,8 @@ def test_a_number_of_bytes() -> None:
 def test_copies_that_cannot_be_started(
     gpu: Any, tmp_path: Path, refuses: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    saves, tree = Saves(tmp_path), {str(number): torch.zeros(200, 200) for number in range(6)}
     gpu.refuses = refuses
-    for step in range(2):
-        gpu.launch(lambda step=step: [value.fill_(step) for value in tree.values()])
-        prepared = saves.prepare(tree)
-        gpu.launch(lambda: [value.fill_(-1) for value in tree.values()])
-        gpu.settle()
-        found = saves.write(prepared)
-        del prepared
-        assert {value for array in found.values() for value in array.reshape(-1).tolist()} == {step}
+    assert len(list(Saves(tmp_path).steps(gpu, {str(number): torch.zeros(200, 200) for number in range(6)}))) == 3
     assert "its copies could not run: no copy can be started" in caplog.text
 
 

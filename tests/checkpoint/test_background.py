@@ -74,7 +74,7 @@ def test_an_interrupted_wait_does_not_hide_the_save() -> None:
     with pytest.raises(KeyboardInterrupt):
         save.wait()
     assert save.running
-    with pytest.raises(hf.errors.StateError, match="step 3 is still being saved"):
+    with pytest.raises(hf.errors.StateError, match=r"step 4: step 3 is still being saved"):
         save.start(lambda _: None, what="step 4")
     go.set()
     save.wait()
@@ -109,17 +109,6 @@ def test_joining_keeps_the_error() -> None:
         save.check()
 
 
-def test_one_at_a_time() -> None:
-    save, go = BackgroundSave(), threading.Event()
-    save.start(lambda _: _wait(go), what="step 3")
-    assert save.running
-    with pytest.raises(hf.errors.StateError, match=r"step 4: step 3 is still being saved"):
-        save.start(lambda _: None, what="step 4")
-    go.set()
-    save.wait()
-    assert not save.running
-
-
 def test_timeout_names_the_step() -> None:
     save, go = BackgroundSave(timeout=0.01), threading.Event()
     save.start(lambda _: _wait(go), what="step 3 of runs/x", step=3)
@@ -141,7 +130,7 @@ def _wait(event: threading.Event) -> None:
 # ---- the end of a program
 
 PROLOGUE = """
-import errno, os, sys, threading, time
+import errno, gc, os, sys, threading, time
 import numpy as np
 import holdfast as hf
 
@@ -158,7 +147,22 @@ def full(descriptor, data, offset):
     time.sleep(0.1)
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+def saved(step, pwrite=real):
+    os.pwrite = pwrite
+    manager = hf.CheckpointManager(directory)
+    manager.save(step, tree(step))
+    return manager
+
+def lost():
+    # Step 5 meets a full disk.
+    manager = saved(4)
+    manager.wait_until_finished()
+    os.pwrite = full
+    manager.save(5, tree(5))
+    return manager
+
 directory = sys.argv[1]
+place = os.path.join(directory, "5")
 """
 
 
@@ -167,44 +171,15 @@ def run(directory: Path, program: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        pytest.param(
-            """
-            os.pwrite = slow
-            manager = hf.CheckpointManager(directory)
-            manager.save(5, tree(5))
-            """,
-            id="manager",
-        ),
-        pytest.param(
-            """
-            def train():
-                os.pwrite = slow
-                manager = hf.CheckpointManager(directory)
-                manager.save(5, tree(5))
-            train()
-            """,
-            id="manager that is dropped",
-        ),
-        pytest.param(
-            """
-            os.pwrite = slow
-            checkpointer = hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler())
-            checkpointer.save(os.path.join(directory, "5"), tree(5))
-            """,
-            id="checkpointer",
-        ),
-        pytest.param(
-            """
-            os.pwrite = slow
-            hf.save_async(os.path.join(directory, "5"), tree(5))
-            """,
-            id="future that is dropped",
-        ),
-    ],
-)
+WITHOUT_CLOSE = {
+    "manager": "manager = saved(5, slow)",
+    "manager that is dropped": "saved(5, slow)",
+    "checkpointer": "os.pwrite = slow; c = hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler()); c.save(place, tree(5))",
+    "future that is dropped": "os.pwrite = slow; hf.save_async(place, tree(5))",
+}
+
+
+@pytest.mark.parametrize("program", WITHOUT_CLOSE.values(), ids=WITHOUT_CLOSE)
 def test_program_that_ends_without_close(tmp_path: Path, program: str) -> None:
     finished = run(tmp_path, program)
     assert (finished.returncode, finished.stderr) == (0, "")
@@ -240,77 +215,34 @@ def test_a_process_that_is_forked_right_after_a_save_has_begun_waits_for_nothing
     ],
 )
 def test_program_that_stops_right_after_a_save(tmp_path: Path, end: str, status: int) -> None:
-    program = f"""
-        os.pwrite = slow
-        manager = hf.CheckpointManager(directory)
-        manager.save(5, tree(5))
-        {end}
-        """
-    finished = run(tmp_path, program)
+    finished = run(tmp_path, f"manager = saved(5, slow); {end}")
     assert finished.returncode == status, finished.stderr
     assert hf.load(tmp_path / "5")["step"] == 5
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        pytest.param(
-            """
-            manager = hf.CheckpointManager(directory)
-            manager.save(4, tree(4))
-            manager.wait_until_finished()
-            os.pwrite = full
-            manager.save(5, tree(5))
-            """,
-            id="ends",
-        ),
-        pytest.param(
-            """
-            def train():
-                manager = hf.CheckpointManager(directory)
-                manager.save(4, tree(4))
-                manager.wait_until_finished()
-                os.pwrite = full
-                manager.save(5, tree(5))
-            train()
-            import gc, time
-            time.sleep(0.3)
-            gc.collect()
-            """,
-            id="has dropped its manager",
-        ),
-        pytest.param(
-            """
-            manager = hf.CheckpointManager(directory)
-            manager.save(4, tree(4))
-            manager.wait_until_finished()
-            os.pwrite = full
-            manager.save(5, tree(5))
-            sys.exit(0)
-            """,
-            id="exits",
-        ),
-        pytest.param(
-            """
-            with hf.CheckpointManager(directory) as manager:
-                manager.save(4, tree(4))
-                manager.wait_until_finished()
-                os.pwrite = full
-                manager.save(5, tree(5))
-            """,
-            id="closes",
-        ),
-    ],
-)
+LOST = {
+    "ends": "manager = lost()",
+    "has dropped its manager": "lost(); time.sleep(0.3); gc.collect()",
+    "exits": "manager = lost(); sys.exit(0)",
+    "closes": "with lost(): pass",
+}
+
+
+@pytest.mark.parametrize("program", LOST.values(), ids=LOST)
 def test_program_whose_disk_fails_at_the_end(tmp_path: Path, program: str) -> None:
     finished = run(tmp_path, program)
     assert finished.returncode == 1
     assert f"step 5 of {tmp_path} was not saved" in finished.stderr
     assert "No space left on device" in finished.stderr
-    with hf.CheckpointManager(tmp_path) as manager:
+    check_lost(tmp_path)
+
+
+def check_lost(run: Path) -> None:
+    """Only step 4 is there, and the next run removes the rest."""
+    with hf.CheckpointManager(run) as manager:
         assert manager.all_steps() == [4]
         manager.acquire()
-    assert not (tmp_path / "5").exists()
+    assert not (run / "5").exists()
 
 
 @pytest.mark.parametrize(
@@ -318,12 +250,7 @@ def test_program_whose_disk_fails_at_the_end(tmp_path: Path, program: str) -> No
     [("", 1, "/5 was not saved: "), ("future.exception()", 0, ""), ("print(future.result())", 1, "SaveFailedError: ")],
 )
 def test_program_whose_future_has_an_error(tmp_path: Path, asks: str, status: int, said: str) -> None:
-    program = f"""
-        os.pwrite = full
-        future = hf.save_async(os.path.join(directory, "5"), tree(5))
-        {asks}
-        """
-    finished = run(tmp_path, program)
+    finished = run(tmp_path, f"os.pwrite = full; future = hf.save_async(place, tree(5)); {asks}")
     assert (finished.returncode, finished.stderr.count("was not saved")) == (status, 1 if said else 0)
     assert said in finished.stderr
 
@@ -345,8 +272,7 @@ def test_program_that_was_told_ends_well(tmp_path: Path) -> None:
 
 def test_program_whose_disk_hangs_at_the_end(tmp_path: Path) -> None:
     program = """
-        with hf.CheckpointManager(directory) as manager:
-            manager.save(4, tree(4))
+        saved(4).close()
         manager = hf.CheckpointManager(directory, options=hf.CheckpointManagerOptions(save_timeout_secs=0.2))
         manager.acquire()
         os.pwrite = lambda *arguments: time.sleep(600)
@@ -355,7 +281,4 @@ def test_program_whose_disk_hangs_at_the_end(tmp_path: Path) -> None:
     finished = run(tmp_path, program)
     assert finished.returncode == 1
     assert f"step 5 of {tmp_path} is still not saved after 0.2 s" in finished.stderr
-    with hf.CheckpointManager(tmp_path) as manager:
-        assert manager.all_steps() == [4]
-        manager.acquire()
-    assert not (tmp_path / "5").exists()
+    check_lost(tmp_path)

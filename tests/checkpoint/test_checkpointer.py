@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,28 @@ def test_handlers_of_ones_own_in_a_manager(tmp_path: Path) -> None:
     assert (found["texts"], found["facts"], found["tree"]["a"].tolist()) == ({"poem": "3"}, {"step": 3}, [3, 3, 3])
 
 
+class Delegating(hf.handlers.AsyncCheckpointHandler):
+    """Leaves the snapshot and the files to the handler of trees."""
+
+    def __init__(self) -> None:
+        self.trees = hf.PyTreeCheckpointHandler()
+
+    async def async_save(self, directory: hf.storage.Location, item: Any, **kwargs: Any) -> Any:
+        return await self.trees.async_save(directory, {"tree": item}, **kwargs)
+
+    def restore(self, directory: hf.storage.Location, item: Any = None, *, files: Any = None, **kwargs: Any) -> Any:
+        return self.trees.restore(directory)["tree"]
+
+
+@pytest.mark.parametrize("kind", [hf.Checkpointer, hf.AsyncCheckpointer])
+def test_a_handler_that_delegates_to_another(tmp_path: Path, kind: Any) -> None:
+    checkpointer, weights = kind(Delegating()), np.ones(1000)
+    checkpointer.save(tmp_path / "one", weights)
+    weights[:] = 2
+    assert set(checkpointer.restore(tmp_path / "one")) == {1.0}
+    assert hf.verify(tmp_path / "one").ok
+
+
 def test_a_coroutine_inside_a_running_loop(tmp_path: Path) -> None:
     async def notebook() -> None:
         hf.Checkpointer(AsyncTextFiles()).save(tmp_path / "one", {"a": 1})
@@ -189,53 +212,85 @@ def test_only_async_handlers_save_in_the_background() -> None:
         hf.AsyncCheckpointer(TextFiles())  # type: ignore[arg-type]
 
 
-def test_unknown_arguments(tmp_path: Path) -> None:
-    for checkpointer in (hf.PyTreeCheckpointer(), hf.Checkpointer(hf.JsonCheckpointHandler())):
-        with pytest.raises(TypeError, match="does not take these arguments: colour") as caught:
-            checkpointer.save(tmp_path / "one", {}, colour="blue")
-        assert isinstance(caught.value, hf.errors.OptionError)
-        assert not (tmp_path / "one").exists()
-    hf.save(tmp_path / "one", {"a": 1})
-    with pytest.raises(
-        hf.errors.OptionError, match=r"one/state was not restored: .*: restor_args; did you mean restore_args"
-    ):
-        hf.PyTreeCheckpointer().restore(tmp_path / "one", restor_args={})
+def restored(place: Path, **given: Any) -> Any:
+    hf.save(place, {"a": 1})
+    return hf.PyTreeCheckpointer().restore(place, **given)
 
 
-def test_unknown_arguments_are_reported_with_item_and_step(tmp_path: Path) -> None:
-    with hf.CheckpointManager(
-        tmp_path, {"net": hf.PyTreeCheckpointer(), "meta": hf.Checkpointer(hf.JsonCheckpointHandler())}
-    ) as manager:
-        items: dict[str, Any] = {"net": {"a": 1}, "meta": {}}
-        with pytest.raises(
-            hf.errors.UnknownArgumentError, match=r"7.*: item 'net' was not saved: .*sav_args; did you mean save_"
-        ):
-            manager.save(7, items, save_kwargs={"net": {"sav_args": hf.SaveArgs()}})
-        with pytest.raises(hf.errors.UnknownArgumentError, match=r"item 'meta' .*arguments: indent\. It takes none"):
-            manager.save(7, items, save_kwargs={"meta": {"indent": 2}})
-        assert manager.all_steps() == []
+def saved_as_json(place: Path, **given: Any) -> Any:
+    return hf.Checkpointer(hf.JsonCheckpointHandler()).save(place, {}, **given)
 
 
-@pytest.mark.parametrize(
-    ("name", "advice"),
-    [
-        ("save_concurrent_gb", "leave it out: a save writes from its snapshot"),
-        ("restore_concurrent_gb", "leave it out: a load needs a twelfth"),
-        ("ocdbt_target_data_file_size", "here it is data_file_bytes"),
-        ("use_zarr3", "arrays are always stored as zarr v3"),
-        ("chunk_byte", "did you mean chunk_bytes"),
-    ],
-)
-@pytest.mark.parametrize("make", [hf.PyTreeCheckpointHandler, hf.ArrayCheckpointHandler])
-def test_handlers_explain_names_of_other_libraries(make: Any, name: str, advice: str) -> None:
-    with pytest.raises(hf.errors.UnknownArgumentError, match=rf"{make.__name__} .*: {name}.*{advice}.* It takes "):
-        make(**{name: 1})
+def saved_in_a_manager(place: Path, **given: Any) -> None:
+    items = {"net": hf.PyTreeCheckpointer(), "meta": hf.Checkpointer(hf.JsonCheckpointHandler())}
+    with hf.CheckpointManager(place, items) as manager:
+        try:
+            manager.save(7, {"net": {"a": 1}, "meta": {}}, save_kwargs=given)
+        finally:
+            assert manager.all_steps() == []
 
 
-def test_a_save_explains_names_of_other_libraries(tmp_path: Path) -> None:
-    with pytest.raises(hf.errors.UnknownArgumentError, match="ocdbt_target_data_file_size: here it is data_file_bytes"):
-        hf.PyTreeCheckpointer().save(tmp_path / "one", {"a": 1}, ocdbt_target_data_file_size=1 << 20)
-    assert not (tmp_path / "one").exists()
+DATA_FILE = {"ocdbt_target_data_file_size": 1 << 20}
+FILESYSTEM = r"'?filesystem'?: pass holdfast.storage.as_location"
+COORDINATOR = r"multiprocessing_options'?: here it is coordinator="
+PEERS: dict[str, str] = {
+    "save_concurrent_gb": "leave it out: a save writes from its snapshot",
+    "restore_concurrent_gb": "leave it out: a load needs a twelfth",
+    "ocdbt_target_data_file_size": "here it is data_file_bytes",
+    "use_zarr3": "arrays are always stored as zarr v3",
+    "chunk_byte": "did you mean chunk_bytes",
+}
+CHECKPOINTERS: dict[str, Callable[..., Any]] = {
+    "save": lambda place, **given: hf.save(place, {"w": 1}, **given),
+    "CheckpointManager": hf.CheckpointManager,
+    "Checkpointer": lambda _, **given: hf.Checkpointer(hf.PyTreeCheckpointHandler(), **given),
+    "AsyncCheckpointer": lambda _, **given: hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler(), **given),
+    "PyTreeCheckpointer": lambda _, **given: hf.PyTreeCheckpointer(**given),
+}
+UNKNOWN: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
+    (
+        lambda place, **given: hf.PyTreeCheckpointer().save(place, {}, **given),
+        {"colour": 1},
+        "does not take these arguments: colour",
+    ),
+    (
+        lambda place, **given: hf.PyTreeCheckpointer().save(place, {"a": 1}, **given),
+        DATA_FILE,
+        "ocdbt_target_data_file_size: here it is data_file_bytes",
+    ),
+    (saved_as_json, {"colour": 1}, "does not take these arguments: colour"),
+    (restored, {"restor_args": {}}, r"one/state was not restored: .*: restor_args; did you mean restore_args"),
+    (
+        saved_in_a_manager,
+        {"net": {"sav_args": hf.SaveArgs()}},
+        r"7.*: item 'net' was not saved: .*sav_args; did you mean save_",
+    ),
+    (saved_in_a_manager, {"meta": {"indent": 2}}, r"item 'meta' .*arguments: indent\. It takes none"),
+    *(
+        (lambda _, make=make, **given: make(**given), {name: 1}, rf"{make.__name__} .*: {name}.*{advice}.* It takes ")
+        for make in (hf.PyTreeCheckpointHandler, hf.ArrayCheckpointHandler)
+        for name, advice in PEERS.items()
+    ),
+    *((make, {"filesystem": object()}, rf"^{taker}\b.* {FILESYSTEM}") for taker, make in CHECKPOINTERS.items()),
+    *((make, {"multiprocessing_options": None}, COORDINATOR) for make in CHECKPOINTERS.values()),
+    *(
+        (lambda _, make=make, **given: make(**given), given, advice)
+        for make in (hf.Layout, hf.SaveArgs, hf.RestoreArgs, hf.ArrayRestoreArgs)
+        for given, advice in [
+            (DATA_FILE, "'ocdbt_target_data_file_size': here it is data_file_bytes"),
+            ({"save_concurrent_gb": 4}, "'save_concurrent_gb': leave it out"),
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "given", "message"), UNKNOWN, ids=[message for *_, message in UNKNOWN])
+def test_unknown_arguments_are_explained(tmp_path: Path, call: Any, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(hf.errors.UnknownArgumentError, match=message) as caught:
+        call(tmp_path / "one", **given)
+    assert isinstance(caught.value, TypeError)
+    assert isinstance(caught.value, hf.errors.OptionError)
+    assert call in (restored, saved_in_a_manager) or not (tmp_path / "one").exists()
 
 
 def test_nothing_is_replaced_unless_asked(tmp_path: Path) -> None:
@@ -321,25 +376,42 @@ def test_json(tmp_path: Path, item: Any) -> None:
     assert hf.load(tmp_path / "one") == item
 
 
+JSON, ARRAY = "cannot be saved as JSON", "ArrayCheckpointHandler saves one array, not a {}: use PyTreeCheckpointHandler"
+
+
 @pytest.mark.parametrize(
-    "item", [np.ones(3), {"a": object()}, float("nan"), {1, 2}], ids=["array", "object", "NaN", "set"]
+    ("handler", "item", "message"),
+    [
+        pytest.param(hf.JsonCheckpointHandler(), np.ones(3), JSON, id="an array as JSON"),
+        pytest.param(hf.JsonCheckpointHandler(), {"a": object()}, JSON, id="an object as JSON"),
+        pytest.param(hf.JsonCheckpointHandler(), float("nan"), JSON, id="NaN as JSON"),
+        pytest.param(hf.JsonCheckpointHandler(), {1, 2}, JSON, id="a set as JSON"),
+        pytest.param(hf.ArrayCheckpointHandler(), {"a": 1}, ARRAY.format("dict"), id="a dictionary as an array"),
+        pytest.param(hf.ArrayCheckpointHandler(), "text", ARRAY.format("str"), id="text as an array"),
+    ],
 )
-def test_what_json_cannot_hold(tmp_path: Path, item: Any) -> None:
-    with pytest.raises(hf.errors.UnsupportedLeafError, match="cannot be saved as JSON"):
-        hf.Checkpointer(hf.JsonCheckpointHandler()).save(tmp_path / "one", item)
+def test_what_a_handler_cannot_hold(
+    tmp_path: Path, handler: hf.handlers.CheckpointHandler, item: Any, message: str
+) -> None:
+    with pytest.raises(hf.errors.UnsupportedLeafError, match=message):
+        hf.Checkpointer(handler).save(tmp_path / "one", item)
     assert not (tmp_path / "one").exists()
 
 
-def test_a_damaged_json_item(tmp_path: Path) -> None:
-    checkpointer = hf.Checkpointer(hf.JsonCheckpointHandler())
-    checkpointer.save(tmp_path / "one", {"rate": 0.001})
-    path = tmp_path / "one" / "state" / "data.json"
-    path.write_text(path.read_text().replace("0.001", "0.002"))
-    with pytest.raises(hf.DamagedCheckpointError, match=r"data\.json"):
-        checkpointer.restore(tmp_path / "one")
-    path.unlink()
-    with pytest.raises(hf.DamagedCheckpointError, match=r"data\.json is missing"):
-        checkpointer.restore(tmp_path / "one")
+@pytest.mark.parametrize(
+    ("handler", "message"),
+    [
+        (hf.JsonCheckpointHandler(), "has the items .*; not one of JSON"),
+        (TextFiles(), r"TextFiles cannot restore item .* of this safetensors checkpoint; hf\.load\(path, item="),
+    ],
+)
+def test_what_a_checkpoint_of_another_library_lacks(
+    tmp_path: Path, handler: hf.handlers.CheckpointHandler, message: str
+) -> None:
+    hf.save(tmp_path / "one", {"w": np.ones(3)})
+    hf.export_checkpoint(tmp_path / "one", tmp_path / "one.safetensors", "safetensors")
+    with pytest.raises(hf.errors.OptionError, match=message):
+        hf.Checkpointer(handler).restore(tmp_path / "one.safetensors")
 
 
 def test_a_step_of_a_manager_is_a_checkpoint(tmp_path: Path) -> None:
@@ -350,33 +422,3 @@ def test_a_step_of_a_manager_is_a_checkpoint(tmp_path: Path) -> None:
         manager.save(1, {"x": 1})
     with pytest.raises(hf.errors.StateError, match="has the items x; restore it with a CheckpointManager"):
         hf.PyTreeCheckpointer().restore(tmp_path / "more" / "1")
-
-
-@pytest.mark.parametrize(
-    ("taker", "call"),
-    [
-        ("save", lambda place, **given: hf.save(place, {"w": 1}, **given)),
-        ("CheckpointManager", hf.CheckpointManager),
-        ("Checkpointer", lambda _, **given: hf.Checkpointer(hf.PyTreeCheckpointHandler(), **given)),
-        ("AsyncCheckpointer", lambda _, **given: hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler(), **given)),
-        ("PyTreeCheckpointer", lambda _, **given: hf.PyTreeCheckpointer(**given)),
-    ],
-)
-def test_arguments_of_other_libraries_get_advice(taker: str, call: Any, tmp_path: Path) -> None:
-    with pytest.raises(
-        hf.errors.UnknownArgumentError, match=rf"^{taker}\b.* '?filesystem'?: pass holdfast.storage.as_location"
-    ):
-        call(tmp_path / "x", filesystem=object())
-    with pytest.raises(hf.errors.UnknownArgumentError, match=r"multiprocessing_options'?: here it is coordinator="):
-        call(tmp_path / "x", multiprocessing_options=None)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("options", [hf.Layout, hf.SaveArgs, hf.RestoreArgs, hf.ArrayRestoreArgs])
-def test_options_of_arrays_explain_names_of_other_libraries(options: Any) -> None:
-    with pytest.raises(
-        hf.errors.UnknownArgumentError, match=r"'ocdbt_target_data_file_size': here it is data_file_bytes"
-    ):
-        options(ocdbt_target_data_file_size=1 << 30)
-    with pytest.raises(hf.errors.UnknownArgumentError, match="'save_concurrent_gb': leave it out"):
-        options(save_concurrent_gb=4)

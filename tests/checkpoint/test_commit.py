@@ -60,10 +60,13 @@ def write(pending: PendingCheckpoint, text: str) -> CheckpointRecord:
     return CheckpointRecord(items={"item": ItemRecord(folder.name, "files", {"file": FileRecord(len(text))})}, time=1.0)
 
 
-def commit(place: hf.storage.Location, text: str, *, overwrite: bool = False) -> PendingCheckpoint:
-    pending = commit_protocol(place)(place, ["item"], overwrite=overwrite)
+def begin(place: hf.storage.Location, *, overwrite: bool = False, **options: Any) -> PendingCheckpoint:
+    return commit_protocol(place)(place, ["item"], overwrite=overwrite, **options)
+
+
+def commit(place: hf.storage.Location, text: str, *, overwrite: bool = False) -> None:
+    pending = begin(place, overwrite=overwrite)
     pending.commit(write(pending, text))
-    return pending
 
 
 def content(place: hf.storage.Location) -> str:
@@ -75,7 +78,7 @@ def names(place: hf.storage.Location) -> list[str]:
 
 
 def test_commit(place: hf.storage.Location) -> None:
-    pending = commit_protocol(place)(place, ["item"], overwrite=False)
+    pending = begin(place)
     assert names(place) == [], "nothing is written before something is known to be writable"
     record = write(pending, "one")
     assert names(place) == ["checkpoint.partial", "item"]
@@ -86,12 +89,16 @@ def test_commit(place: hf.storage.Location) -> None:
     assert content(place) == "one"
 
 
-def test_abort(place: hf.storage.Location) -> None:
-    pending = commit_protocol(place)(place, ["item"], overwrite=False)
+@pytest.mark.parametrize("old", [False, True], ids=["new", "replaced"])
+def test_a_save_that_is_given_up(place: hf.storage.Location, old: bool) -> None:
+    if old:
+        commit(place, "one")
+    pending = begin(place, overwrite=old)
     pending.abort()
-    write(pending, "one")
+    write(pending, "two")
     pending.abort()
-    assert names(place) == []
+    assert names(place) == (["checkpoint.json", "item"] if old else [])
+    assert not old or content(place) == "one"
 
 
 @pytest.mark.parametrize("fails", [True, False], ids=["full", "goes on"])
@@ -115,8 +122,8 @@ def test_a_disk_that_takes_a_part_of_the_marker(tmp_path: Path, monkeypatch: pyt
 def test_replace(place: hf.storage.Location) -> None:
     commit(place, "one")
     with pytest.raises(hf.CheckpointExistsError, match="a checkpoint is there already"):
-        commit_protocol(place)(place, ["item"], overwrite=False)
-    pending = commit_protocol(place)(place, ["item"], overwrite=True)
+        begin(place)
+    pending = begin(place, overwrite=True)
     record = write(pending, "two")
     assert content(place) == "one"
     pending.commit(record)
@@ -127,22 +134,13 @@ def test_replace(place: hf.storage.Location) -> None:
     assert len(names(place)) == 2
 
 
-def test_a_replacement_that_is_given_up(place: hf.storage.Location) -> None:
-    commit(place, "one")
-    pending = commit_protocol(place)(place, ["item"], overwrite=True)
-    write(pending, "two")
-    pending.abort()
-    assert content(place) == "one"
-    assert names(place) == ["checkpoint.json", "item"]
-
-
 @pytest.mark.parametrize(("call", "found"), [("write_bytes", "one"), ("remove_tree", "two"), ("remove", "two")])
 def test_an_interrupted_replacement_loses_nothing(
     place: hf.storage.Location, monkeypatch: pytest.MonkeyPatch, call: str, found: str
 ) -> None:
     """As Ctrl-C does while the record is written, or while the old data is removed."""
     commit(place, "one")
-    pending = commit_protocol(place)(place, ["item"], overwrite=True)
+    pending = begin(place, overwrite=True)
     record = write(pending, "two")
 
     real = getattr(hf.storage.Location, call)
@@ -165,7 +163,7 @@ def test_an_interrupted_replacement_loses_nothing(
 def test_leftovers_of_a_replacement_go_with_the_next(place: hf.storage.Location) -> None:
     commit(place, "one")
     for _ in range(3):
-        write(commit_protocol(place)(place, ["item"], overwrite=True), "two")  # and then the process is killed
+        write(begin(place, overwrite=True), "two")  # and then the process is killed
     commit(place, "three", overwrite=True)
     assert content(place) == "three"
     assert len(names(place)) == 2
@@ -186,15 +184,15 @@ def test_a_marker_cannot_take_away_a_part_of_what_is_committed(place: hf.storage
 
 def test_two_saves_to_one_path(tmp_path: Path) -> None:
     place = hf.storage.as_location(tmp_path / "ckpt")
-    first = commit_protocol(place)(place, ["item"], overwrite=False)
+    first = begin(place)
     record = write(first, "one")
     with pytest.raises(hf.errors.StorageConflictError, match="another save to the same path has begun"):
-        commit_protocol(place)(place, ["item"], overwrite=False)
+        begin(place)
     first.commit(record)
-    replacing = commit_protocol(place)(place, ["item"], overwrite=True)
+    replacing = begin(place, overwrite=True)
     record = write(replacing, "two")
     with pytest.raises(hf.errors.StorageConflictError, match="another save to the same path has begun"):
-        commit_protocol(place)(place, ["item"], overwrite=True)
+        begin(place, overwrite=True)
     replacing.leave()
     commit(place, "three", overwrite=True)
     assert content(place) == "three"
@@ -238,7 +236,7 @@ def test_a_marker_that_cannot_be_opened_is_an_error(
 ) -> None:
     """It belongs to another user: whether that save is alive is unknown. A manager leaves it alone."""
     place = hf.storage.as_location(tmp_path / "ckpt")
-    first = commit_protocol(place)(place, ["item"], overwrite=False)
+    first = begin(place)
     write(first, "one")
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", refuse_markers)
@@ -246,7 +244,7 @@ def test_a_marker_that_cannot_be_opened_is_an_error(
         with pytest.raises(
             hf.errors.StoragePermissionError, match=r"whether that save is alive is unknown .*another path"
         ):
-            commit_protocol(place)(place, ["item"], overwrite=False)
+            begin(place)
         (tmp_path / "run").mkdir()
         place.path.rename(tmp_path / "run" / "5")
         with caplog.at_level("WARNING", "holdfast"), hf.CheckpointManager(tmp_path / "run") as manager:
@@ -260,7 +258,7 @@ def test_a_marker_that_cannot_be_opened_is_an_error(
 def test_without_locks_a_marker_that_cannot_be_read_does_not_pass_for_that_of_another_save(
     unlocked: hf.storage.Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = commit_protocol(unlocked)(unlocked, ["item"], overwrite=False)
+    first = begin(unlocked)
     record = write(first, "one")
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", refuse_markers)
@@ -271,9 +269,9 @@ def test_without_locks_a_marker_that_cannot_be_read_does_not_pass_for_that_of_an
 
 
 def test_without_locks_the_later_save_wins(unlocked: hf.storage.Location) -> None:
-    first = commit_protocol(unlocked)(unlocked, ["item"], overwrite=False)
+    first = begin(unlocked)
     record = write(first, "one")
-    second = commit_protocol(unlocked)(unlocked, ["item"], overwrite=False)
+    second = begin(unlocked)
     newer = write(second, "two")
     with pytest.raises(hf.errors.StorageConflictError, match="another save to the same path has begun"):
         first.commit(record)
@@ -284,7 +282,7 @@ def test_without_locks_the_later_save_wins(unlocked: hf.storage.Location) -> Non
 
 def test_a_save_that_was_overtaken_does_no_harm(unlocked: hf.storage.Location) -> None:
     """It finds out when it is about to commit; until then it does not write where the other save does."""
-    first = commit_protocol(unlocked)(unlocked, ["item"], overwrite=False)
+    first = begin(unlocked)
     record = write(first, "one")
     commit(unlocked, "two")
     (first.folders["item"] / "file").parent.make_directory()
@@ -303,7 +301,7 @@ def test_saves_that_begin_at_the_same_moment(tmp_path: Path, overwrite: bool) ->
     place = hf.storage.as_location(tmp_path / "ckpt")
     if overwrite:
         commit(place, "none")
-    first, second, third = (commit_protocol(place)(place, ["item"], overwrite=overwrite) for _ in range(3))
+    first, second, third = (begin(place, overwrite=overwrite) for _ in range(3))
     record = write(first, "one")
     with pytest.raises(hf.errors.StorageConflictError, match="connect them"):
         second.begin()
@@ -406,6 +404,14 @@ def commit_or_abort(pending: PendingCheckpoint, record: CheckpointRecord) -> hf.
     return None
 
 
+Saves = list[tuple[PendingCheckpoint, CheckpointRecord]]
+
+
+def moments(attempt: Callable[[int], bool]) -> int:
+    """Make an attempt with each number from one on, as long as it returns True; return how many there were."""
+    return next(number for number in itertools.count(1) if not attempt(number))
+
+
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("copies", [None, "original"], ids=["save", "copy that continues"])
 @pytest.mark.parametrize("old", [True, False], ids=["replaced", "new"])
@@ -413,92 +419,82 @@ def test_a_save_that_is_alive_commits_while_a_run_sweeps(
     unlocked: hf.storage.Location, old: bool, copies: str | None
 ) -> None:
     """At any moment of the sweep, wherever a copy began again: the save fails, or all of it stays."""
-    for number in itertools.count(1):
-        is_over = True
-        for beginning in range(number + 1) if copies else [0]:
-            ended: list[hf.errors.StorageConflictError | None] = []
-            if old:
-                commit(unlocked, "old")
-            if copies:
-                # It is interrupted.
-                write(commit_protocol(unlocked)(unlocked, ["item"], overwrite=old, copies=copies), "new")
-            pending = commit_protocol(unlocked)(unlocked, ["item"], overwrite=old, copies=copies)
-            assert pending.continues is bool(copies)
-            records: list[CheckpointRecord] = []
 
-            def begin(pending: PendingCheckpoint = pending, records: list[CheckpointRecord] = records) -> None:
-                records.append(write(pending, "new"))
+    def attempt(number: int, beginning: int) -> bool:
+        if old:
+            commit(unlocked, "old")
+        if copies:
+            write(begin(unlocked, overwrite=old, copies=copies), "new")  # It is interrupted.
+        pending = begin(unlocked, overwrite=old, copies=copies)
+        assert pending.continues is bool(copies)
+        records: list[CheckpointRecord] = [] if beginning else [write(pending, "new")]
+        ended: list[hf.errors.StorageConflictError | None] = []
+        begins = (beginning, lambda: records.append(write(pending, "new")))
+        ends = (number, lambda: ended.append(commit_or_abort(pending, records[0])))
+        with before_operation(begins, ends):
+            sweep(unlocked)
+        if ended:
+            is_committed = ended[0] is None
+            if is_committed or old:
+                assert content(unlocked) == ("new" if is_committed else "old")
+            sweep(unlocked)
+            assert len(names(unlocked)) == (2 if is_committed or old else 0)
+        unlocked.remove_tree()
+        return bool(ended)
 
-            def end(
-                pending: PendingCheckpoint = pending,
-                records: list[CheckpointRecord] = records,
-                ended: list[hf.errors.StorageConflictError | None] = ended,
-            ) -> None:
-                ended.append(commit_or_abort(pending, records[0]))
+    def attempts(number: int) -> bool:
+        return True in [attempt(number, beginning) for beginning in range(number + 1 if copies else 1)]
 
-            if beginning == 0:
-                begin()
-            with before_operation((beginning, begin), (number, end)):
-                sweep(unlocked)
-            if ended:
-                is_over = False
-                if ended[0] is None or old:
-                    assert content(unlocked) == ("new" if ended[0] is None else "old")
-                sweep(unlocked)
-                assert len(names(unlocked)) == (2 if ended[0] is None or old else 0)
-            unlocked.remove_tree()
-        if is_over:
-            break
-    assert number > 4
+    assert moments(attempts) > 4
 
 
 @pytest.mark.parametrize("old", [True, False], ids=["replaced", "new"])
 def test_a_save_that_begins_when_a_sweep_has_taken_the_marker_commits(old: bool) -> None:
     place = hf.storage.as_location(f"memory://commit/{uuid.uuid4().hex}/ckpt")
-    begun = 0
-    for number in itertools.count(1):
+    begun: Saves = []
+
+    def attempt(number: int) -> bool:
         if old:
             commit(place, "old")
-        write(commit_protocol(place)(place, ["item"], overwrite=old), "dead")
+        write(begin(place, overwrite=old), "dead")
         reached: list[bool] = []
-        saves: list[tuple[PendingCheckpoint, CheckpointRecord]] = []
+        saves: Saves = []
 
-        def begin(
-            reached: list[bool] = reached, saves: list[tuple[PendingCheckpoint, CheckpointRecord]] = saves
-        ) -> None:
+        def save() -> None:
             reached.append(True)
             if "checkpoint.partial" not in names(place):
-                pending = commit_protocol(place)(place, ["item"], overwrite=old)
+                pending = begin(place, overwrite=old)
                 saves.append((pending, write(pending, "new")))
 
-        with before_operation((number, begin)):
+        with before_operation((number, save)):
             sweep(place)
         for pending, record in saves:
             pending.commit(record)
             assert content(place) == "new"
-            begun += 1
+        begun.extend(saves)
         place.remove_tree()
-        if not reached:
-            break
-    assert begun > 1
+        return bool(reached)
+
+    moments(attempt)
+    assert len(begun) > 1
 
 
 def test_a_sweep_passes_over_a_checkpoint_that_is_deleted_meanwhile(place: hf.storage.Location) -> None:
-    for number in itertools.count(1):
+    def attempt(number: int) -> bool:
         commit(place, "one")
         (place / "checkpoint.partial").write_bytes(b"{}")
         deleted: list[int] = []
 
-        def delete(number: int = number, deleted: list[int] = deleted) -> None:
+        def delete() -> None:
             delete_checkpoint(place)
             deleted.append(number)
 
         with before_operation((number, delete)):
             sweep(place)
         place.remove_tree()
-        if not deleted:
-            break
-    assert number > 4
+        return bool(deleted)
+
+    assert moments(attempt) > 4
 
 
 def test_a_save_that_begins_when_a_run_has_looked_for_its_lock(tmp_path: Path) -> None:
@@ -507,7 +503,7 @@ def test_a_save_that_begins_when_a_run_has_looked_for_its_lock(tmp_path: Path) -
     run.close()
     step = hf.storage.as_location(tmp_path / "1")
     (step / "checkpoint.deleted").write_bytes(b"{}")  # there is something to sweep
-    pending = commit_protocol(step)(step, ["item"], overwrite=True)
+    pending = begin(step, overwrite=True)
     (step / "checkpoint.deleted").write_bytes(b"{}")
     take_over = SaveLock.take_over
     records: list[CheckpointRecord] = []
@@ -541,47 +537,48 @@ def test_a_save_that_begins_beside_a_removal(
     """At any moment of it, and ends at any later one: the save is refused, or all of it stays."""
     place = hf.storage.as_location(tmp_path / "ckpt")
     refusals = 0
-    for first in itertools.count(1 if left else 2):  # what is there before its first change is deleted
-        saves: list[tuple[PendingCheckpoint, CheckpointRecord]] = []
+
+    def attempt(first: int, last: int) -> tuple[bool, bool]:
+        """Return whether the save has begun, or was refused, and whether it has ended during the removal."""
+        nonlocal refusals
+        commit(place, "old")
+        for mark in left:
+            (place / "checkpoint.json").remove()
+            (place / mark).write_bytes(b"{}")
+        saves: Saves = []
         refused: list[Exception] = []
-        for last in itertools.count(first):
-            commit(place, "old")
-            for mark in left:
-                (place / "checkpoint.json").remove()
-                (place / mark).write_bytes(b"{}")
-            saves, refused = [], []
-            committed: list[bool] = []
+        committed: list[bool] = []
 
-            def begin(
-                saves: list[tuple[PendingCheckpoint, CheckpointRecord]] = saves, refused: list[Exception] = refused
-            ) -> None:
-                try:
-                    pending = commit_protocol(place)(place, ["item"], overwrite=False)
-                    saves.append((pending, write(pending, "new")))
-                except hf.errors.StorageConflictError as error:
-                    refused.append(error)
+        def save() -> None:
+            try:
+                pending = begin(place)
+                saves.append((pending, write(pending, "new")))
+            except hf.errors.StorageConflictError as error:
+                refused.append(error)
 
-            def end(
-                saves: list[tuple[PendingCheckpoint, CheckpointRecord]] = saves, committed: list[bool] = committed
-            ) -> None:
-                committed.extend(commit_or_abort(*save) is None for save in saves)
+        def end() -> None:
+            committed.extend(commit_or_abort(*one) is None for one in saves)
 
-            with before_operation((first, begin), (last, end)):
-                remove(place)
-            is_over = not committed
-            if is_over:
-                end()
-            assert all(committed)
-            if committed:
-                assert content(place) == "new"
-                assert names(place) == ["checkpoint.json", read_record(place).items["item"].folder]
-            else:
-                assert names(place) == []
-            refusals += len(refused)
-            place.remove_tree()
-            if is_over:
-                break
-        if not saves and not refused:
+        with before_operation((first, save), (last, end)):
+            remove(place)
+        has_ended = bool(committed)
+        if not has_ended:
+            end()
+        assert all(committed)
+        if committed:
+            assert content(place) == "new"
+            assert names(place) == ["checkpoint.json", read_record(place).items["item"].folder]
+        else:
+            assert names(place) == []
+        refusals += len(refused)
+        place.remove_tree()
+        return bool(saves or refused), has_ended
+
+    for first in itertools.count(1 if left else 2):  # what is there before its first change is deleted
+        tried = [attempt(first, first)]
+        while tried[-1][1]:
+            tried.append(attempt(first, first + len(tried)))
+        if not tried[-1][0]:
             break
     assert refusals > 0
 
@@ -595,11 +592,11 @@ def test_a_deletion_spares_a_save_that_has_swept_its_marker(
     if late:
         delete_checkpoint(place)
     take_over = SaveLock.take_over
-    saves: list[tuple[PendingCheckpoint, CheckpointRecord]] = []
+    saves: Saves = []
 
     def begin_before(lock: SaveLock) -> bool:
         monkeypatch.setattr(SaveLock, "take_over", take_over)
-        pending = commit_protocol(place)(place, ["item"], overwrite=False)
+        pending = begin(place)
         saves.append((pending, write(pending, "new")))
         return lock.take_over()
 
@@ -621,7 +618,7 @@ def test_a_sweep_waits_for_a_deletion_beside_what_a_dead_save_left(tmp_path: Pat
     with pytest.raises(hf.errors.StorageConflictError):
         sweep(place)
     with pytest.raises(hf.errors.StorageConflictError):
-        commit_protocol(place)(place, ["item"], overwrite=False)
+        begin(place)
     deletion.release()
     assert sweep(place)
     assert names(place) == []
@@ -685,30 +682,29 @@ def test_sweep_takes_only_the_marker_beside_a_damaged_record(tmp_path: Path) -> 
 
 def test_a_save_that_is_alive_replaces_a_damaged_record_while_a_run_sweeps(unlocked: hf.storage.Location) -> None:
     """At any moment of the sweep, which leaves a marker that may be that of a living save."""
-    for number in itertools.count(1):
+
+    def attempt(number: int) -> bool:
         commit(unlocked, "old")
         (unlocked / "checkpoint.json").write_bytes(b"{")
-        pending = commit_protocol(unlocked)(unlocked, ["item"], overwrite=True)
+        pending = begin(unlocked, overwrite=True)
         record = write(pending, "new")
-        ended: list[bool] = []
+        ended: list[int] = []
 
-        def end(
-            pending: PendingCheckpoint = pending, record: CheckpointRecord = record, ended: list[bool] = ended
-        ) -> None:
+        def end() -> None:
             pending.commit(record)
-            ended.append(True)
+            ended.append(number)
 
         with before_operation((number, end)):
             sweep(unlocked)
-        is_over = not ended
-        if is_over:
+        has_ended = bool(ended)
+        if not has_ended:
             end()
         assert content(unlocked) == "new"
         assert "checkpoint.partial" not in names(unlocked)
         unlocked.remove_tree()
-        if is_over:
-            break
-    assert number > 1
+        return has_ended
+
+    assert moments(attempt) > 1
 
 
 def test_a_damaged_checkpoint_can_be_replaced(place: hf.storage.Location) -> None:
@@ -716,7 +712,7 @@ def test_a_damaged_checkpoint_can_be_replaced(place: hf.storage.Location) -> Non
     (place / "checkpoint.json").write_bytes(b"{")
     commit(place, "two", overwrite=True)
     assert content(place) == "two"
-    write(commit_protocol(place)(place, ["item"], overwrite=True), "three")  # and then the process is killed
+    write(begin(place, overwrite=True), "three")  # and then the process is killed
     (place / "checkpoint.json").write_bytes(b"{")
     commit(place, "four", overwrite=True)
     assert content(place) == "four"
@@ -728,7 +724,7 @@ def test_a_newer_version_is_not_replaced(place: hf.storage.Location) -> None:
     (place / "checkpoint.json").write_bytes(encode_document("checkpoint", record.to_document(), version=VERSION + 1))
     (place / "checkpoint.partial").write_bytes(b'{"folders": ["item"]}')
     with pytest.raises(hf.errors.FormatVersionError):
-        commit_protocol(place)(place, ["item"], overwrite=True)
+        begin(place, overwrite=True)
     assert not sweep(place)
     assert names(place) == ["checkpoint.json", "checkpoint.partial", "item"]
 

@@ -103,18 +103,6 @@ def test_deleting_makes_the_loss_of_the_record_durable_first(disk: Disk) -> None
         assert disk.calls[-2:] == [("unlink", "1/checkpoint.deleted"), ("rmdir", "1")]
 
 
-@pytest.mark.parametrize("save", [pytest.param(hf.save, id="save"), pytest.param(None, id="AsyncCheckpointer")])
-def test_one_checkpoint_survives_a_power_cut(disk: Disk, save: Callable[..., object] | None) -> None:
-    place = disk.root / "a" / "b" / "checkpoint"
-    if save is not None:
-        save(place, tree(1))
-    else:
-        with hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler()) as checkpointer:
-            checkpointer.save(place, tree(1))
-    disk.cut_power(None)
-    assert hf.load(place)["note"] == "1 0"
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_survives_a_power_cut(disk: Disk, name: str) -> None:
     """So does what replaces it."""
@@ -144,20 +132,6 @@ def test_what_a_handler_says_to_be_durable_is(disk: Disk, handler: hf.handlers.C
     assert repr(handler.restore(folder, files=files)) == repr(item)
 
 
-@pytest.mark.parametrize("save_args", [None, hf.SaveArgs(aggregate=True)], ids=["arrays", "aggregate"])
-def test_items_of_several_kinds_survive_a_power_cut(disk: Disk, save_args: hf.SaveArgs | None) -> None:
-    handlers = {
-        "state": hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler()),
-        "facts": hf.Checkpointer(hf.JsonCheckpointHandler()),
-    }
-    items = {"state": {"w": np.arange(3000.0)}, "facts": {"a": 1}}
-    with hf.CheckpointManager(disk.root / "run", handlers) as manager:
-        manager.save(1, items, save_kwargs={"state": {"save_args": save_args}})
-    disk.cut_power(None)
-    with hf.CheckpointManager(disk.root / "run", handlers) as manager:
-        assert repr(manager.restore(1)) == repr(items)
-
-
 class Files(hf.handlers.CheckpointHandler):
     """A handler of a user: ordinary files in ordinary folders, which the handler does not sync."""
 
@@ -174,25 +148,43 @@ class Files(hf.handlers.CheckpointHandler):
         return {path.name: path.read_text() for path in sorted(inner.iterdir())}
 
 
-def test_files_of_a_users_handler_survive_a_power_cut(disk: Disk) -> None:
-    place = disk.root / "checkpoint"
-    hf.Checkpointer(Files()).save(place, {"one": "first", "two": "second"})
-    disk.cut_power(None)
-    assert hf.Checkpointer(Files()).restore(place) == {"one": "first", "two": "second"}
+NUMBERS, TEXTS, FACTS = {"w": np.arange(3000.0)}, {"one": "first", "two": "second"}, {"a": 1}
+SURVIVORS: dict[str, tuple[hf.handlers.CheckpointHandler, Any, dict[str, Any]]] = {
+    "a tree": (hf.PyTreeCheckpointHandler(), NUMBERS, {}),
+    "aggregated leaves": (hf.PyTreeCheckpointHandler(), NUMBERS, {"save_args": hf.SaveArgs(aggregate=True)}),
+    "json": (hf.JsonCheckpointHandler(), FACTS, {}),
+    "shares": (hf.handlers.PerProcessCheckpointHandler(hf.PyTreeCheckpointHandler()), NUMBERS, {}),
+    "files of a user": (Files(), TEXTS, {}),  # its item has folders alone directly inside
+}
 
 
-def test_copies_survive_a_power_cut(disk: Disk) -> None:
-    """Their items may have folders alone directly inside."""
-    item = {"w": np.arange(3000.0)}
-    kinds = {
-        "files": (Files(), {"one": "first"}),
-        "shares": (hf.handlers.PerProcessCheckpointHandler(hf.PyTreeCheckpointHandler()), item),
-    }
-    for name, (handler, saved) in kinds.items():
-        hf.Checkpointer(handler).save(disk.root / name, saved)
-        hf.copy_checkpoint(disk.root / name, disk.root / f"{name} copied")
+@pytest.mark.parametrize(("handler", "item", "given"), SURVIVORS.values(), ids=SURVIVORS)
+@pytest.mark.parametrize("how", ["saved", "copied", "in a manager"])
+def test_an_item_survives_a_power_cut(
+    disk: Disk, handler: hf.handlers.CheckpointHandler, item: Any, given: dict[str, Any], how: str
+) -> None:
+    place = disk.root / "a" / "b" / "checkpoint"
+    checkpointer = hf.Checkpointer(handler)
+    if how == "in a manager":
+        items = {"one": checkpointer, "facts": hf.Checkpointer(hf.JsonCheckpointHandler())}
+        with hf.CheckpointManager(place, items) as manager:
+            manager.save(1, {"one": item, "facts": FACTS}, save_kwargs={"one": given})
         disk.cut_power(None)
-        assert repr(hf.Checkpointer(handler).restore(disk.root / f"{name} copied")) == repr(saved)
+        assert repr(hf.CheckpointManager(place, items).restore(1)) == repr({"one": item, "facts": FACTS})
+        return
+    checkpointer.save(place, item, **given)
+    if how == "copied":
+        hf.copy_checkpoint(place, disk.root / "copied")
+        place = disk.root / "copied"
+    disk.cut_power(None)
+    assert repr(checkpointer.restore(place)) == repr(item)
+
+
+def test_a_save_in_the_background_survives_a_power_cut(disk: Disk) -> None:
+    with hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save(disk.root / "a" / "b", tree(1))
+    disk.cut_power(None)
+    assert hf.load(disk.root / "a" / "b")["note"] == "1 0"
 
 
 # ---- cut off at every call

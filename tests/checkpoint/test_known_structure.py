@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import itertools
 import re
 import weakref
 from collections import OrderedDict, namedtuple
@@ -17,17 +16,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.checkpoint.snapshots import Saves, Tree
 from tests.equality import assert_same
 
 import holdfast as hf
-from holdfast.engine.arrays.snapshot import KnownTree
 from holdfast.engine.distributed import ProcessInfo
 from holdfast.engine.storage import as_location
 
 torch = pytest.importorskip("torch")
 jax = pytest.importorskip("jax")
 
-Tree = dict[str, Any]
 Change = Callable[[Tree], None]
 Pair = namedtuple("Pair", ["first", "second"])  # noqa: PYI024 - the plain kind
 
@@ -193,46 +191,21 @@ def fill(tree: Any, value: int) -> None:
             fill(one, value)
 
 
-class Saves:
-    """Saves trees through one handler, and compares each save with the first save of a new one."""
-
-    def __init__(self, directory: Path) -> None:
-        self._folders = (directory / str(number) for number in itertools.count())
-        self.handler = hf.PyTreeCheckpointHandler()
-
-    def write(self, prepared: Any) -> tuple[bytes, Any]:
-        folder = next(self._folders)
-        folder.mkdir(parents=True)
-        prepared.merge(as_location(folder), [prepared.write(as_location(folder), ProcessInfo())])
-        return (folder / "tree.json").read_bytes(), hf.PyTreeCheckpointHandler().restore(as_location(folder))
+class Compared(Saves):
+    """Saves of which each is compared with the first save of a new handler."""
 
     def check(self, tree: Tree) -> None:
         try:
-            expected = self.write(hf.PyTreeCheckpointHandler().prepare(tree, snapshot=False))
+            expected = self.write(hf.PyTreeCheckpointHandler().prepare(tree, snapshot=False)), self.document
         except hf.errors.UnsupportedLeafError as error:
             with pytest.raises(hf.errors.UnsupportedLeafError, match=f"^{re.escape(str(error))}$"):
-                self.handler.prepare(tree, snapshot=True)
+                self.prepare(tree)
             return
-        prepared = self.handler.prepare(tree, snapshot=True)
+        prepared = self.prepare(tree)
         fill(tree, 9)
         found = self.write(prepared)
-        assert found[0] == expected[0]
-        assert_same(found[1], expected[1])
-
-
-@pytest.fixture
-def known(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each tree was recognized, of those that came after a first one."""
-    seen: list[bool] = []
-    snapshot = KnownTree.snapshot
-
-    def noted(self: KnownTree, tree: Any) -> Any:
-        copies = snapshot(self, tree)
-        seen.append(copies is not None)
-        return copies
-
-    monkeypatch.setattr(KnownTree, "snapshot", noted)
-    return seen
+        assert self.document == expected[1]
+        assert_same(found, expected[0])
 
 
 # Changes of elements and of Python values: what is stored stays the same in all else.
@@ -244,8 +217,8 @@ SAME = {
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_between_saves(name: str, tmp_path: Path, known: list[bool]) -> None:
-    saves, tree = Saves(tmp_path), a_tree()
-    saves.write(saves.handler.prepare(tree, snapshot=True))
+    saves, tree = Compared(tmp_path), a_tree()
+    saves.write(saves.prepare(tree))
     CHANGES[name](tree)
     saves.check(tree)
     assert known == [name in SAME]
@@ -264,7 +237,7 @@ def test_a_change_between_saves(name: str, tmp_path: Path, known: list[bool]) ->
 def test_any_changes_between_saves(
     names: list[str], fates: list[str], back: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    saves, tree = Saves(tmp_path_factory.mktemp("saves")), a_tree()
+    saves, tree = Compared(tmp_path_factory.mktemp("saves")), a_tree()
     saves.check(tree)
     for step, (name, fate) in enumerate(zip(names, fates, strict=False)):
         before = dict(tree)
@@ -277,7 +250,7 @@ def test_any_changes_between_saves(
             saves.check(tree)
         else:  # a save that ends before its first byte, or that cannot write
             try:
-                prepared = saves.handler.prepare(tree, snapshot=True)
+                prepared = saves.prepare(tree)
             except hf.errors.UnsupportedLeafError:
                 continue
             if fate == "failed":
@@ -291,7 +264,7 @@ def test_any_changes_between_saves(
 
 def test_two_handlers_save_one_tree(tmp_path: Path, known: list[bool]) -> None:
     tree = a_tree()
-    one, two = Saves(tmp_path / "one"), Saves(tmp_path / "two")
+    one, two = Compared(tmp_path / "one"), Compared(tmp_path / "two")
     for step in range(3):
         fill(tree, step)
         one.check(tree)
@@ -301,21 +274,21 @@ def test_two_handlers_save_one_tree(tmp_path: Path, known: list[bool]) -> None:
 
 
 def test_a_snapshot_that_is_still_needed_is_left_alone(tmp_path: Path, known: list[bool]) -> None:
-    saves, tree = Saves(tmp_path), {"tensor": torch.zeros(10), "array": np.zeros(10)}
+    saves, tree = Compared(tmp_path), {"tensor": torch.zeros(10), "array": np.zeros(10)}
     saves.check(tree)
     prepared = []
     for value in (3, 4, 5):
         tree["tensor"].fill_(value)
         tree["array"].fill(value)
-        prepared.append(saves.handler.prepare(tree, snapshot=True))
+        prepared.append(saves.prepare(tree))
     for value, one in zip((3, 4, 5), prepared, strict=True):
-        _, found = saves.write(one)
+        found = saves.write(one)
         assert set(found["tensor"].tolist()) == set(found["array"].tolist()) == {value}
     assert known == [True, False, False]
 
 
 def test_nothing_of_a_tree_is_kept(tmp_path: Path) -> None:
-    saves = Saves(tmp_path)
+    saves = Compared(tmp_path)
     torch_model = torch.nn.Linear(3, 2)
 
     def watched() -> tuple[Tree, list[Any]]:
@@ -338,44 +311,14 @@ def test_nothing_of_a_tree_is_kept(tmp_path: Path) -> None:
         assert [reference() for reference in references] == [None] * len(references)
 
 
-def as_array(value: Any) -> Any:
-    return value.numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
-
-
-def test_a_share_of_a_tree(tmp_path: Path, known: list[bool]) -> None:
-    count = 3
-    members = [ProcessInfo(index, count, "token") for index in range(count)]
-    handlers = [hf.PyTreeCheckpointHandler(chunk_bytes=100_000) for _ in members]
-    tree = {"large": torch.ones(700, 200), "array": np.ones((400, 300)), "small": torch.ones(3), "number": 1}
-    for step in range(3):
-        tree["large"].copy_(torch.arange(140_000.0).reshape(700, 200) + step)
-        tree["array"][...] = np.arange(120_000.0).reshape(400, 300) * step
-        tree["number"] = step
-        prepared = [
-            handler.prepare(tree, snapshot=True, member=member)
-            for handler, member in zip(handlers, members, strict=True)
-        ]
-        expected = {name: np.copy(as_array(value)) for name, value in tree.items()}
-        fill(tree, 99)
-        folder = as_location(tmp_path / str(step))
-        folder.make_directory()
-        fragments = [one.write(folder, member) for one, member in zip(prepared, members, strict=True)]
-        prepared[0].merge(folder, fragments)
-        del prepared
-        found = hf.PyTreeCheckpointHandler().restore(folder)
-        for name, value in expected.items():
-            np.testing.assert_array_equal(as_array(found[name]), value, err_msg=name)
-    assert known == [True] * 2 * count
-
-
 def test_the_arguments_of_a_save(tmp_path: Path, known: list[bool]) -> None:
-    saves, tree = Saves(tmp_path), {"weight": torch.ones(500), "array": np.arange(3.0)}
+    saves, tree = Compared(tmp_path), {"weight": torch.ones(500), "array": np.arange(3.0)}
     saves.check(tree)
-    half = saves.handler.prepare(tree, snapshot=True, save_args=hf.SaveArgs(dtype="float16"))
-    assert saves.write(half)[1]["array"].dtype == np.float16
+    half = saves.prepare(tree, save_args=hf.SaveArgs(dtype="float16"))
+    assert saves.write(half)["array"].dtype == np.float16
     del half
-    small = saves.handler.prepare(tree, snapshot=True, layout=hf.Layout(compression=3))
-    assert set(saves.write(small)[1]["weight"].tolist()) == {1.0}
+    small = saves.prepare(tree, layout=hf.Layout(compression=3))
+    assert set(saves.write(small)["weight"].tolist()) == {1.0}
     assert known == []
     del small
     saves.check(tree)
@@ -396,12 +339,12 @@ def test_a_type_handler_that_comes_later(tmp_path: Path) -> None:
         def deserialize(self, infos: Any, args: Any) -> Any: ...
 
     registry = hf.type_handlers.TypeHandlerRegistry()
-    saves, tree = Saves(tmp_path), {"array": np.ones(3)}
+    saves, tree = Compared(tmp_path), {"array": np.ones(3)}
     saves.handler = hf.PyTreeCheckpointHandler(type_handler_registry=registry)
     saves.check(tree)
     registry.register(np.ndarray, Refuses())
     with pytest.raises(RuntimeError, match="asked"):
-        saves.handler.prepare(tree, snapshot=True)
+        saves.prepare(tree)
 
 
 def test_under_fake_tensors(tmp_path: Path, known: list[bool]) -> None:
@@ -414,12 +357,12 @@ def test_under_fake_tensors(tmp_path: Path, known: list[bool]) -> None:
                 return args[0]
             return function(*args, **(kwargs or {}))
 
-    saves, tree = Saves(tmp_path), {"weight": torch.zeros(5)}
+    saves, tree = Compared(tmp_path), {"weight": torch.zeros(5)}
     saves.check(tree)
     tree["weight"].fill_(4)
     with Nothing():
-        prepared = saves.handler.prepare(tree, snapshot=True)
-    assert set(saves.write(prepared)[1]["weight"].tolist()) == {4.0}
+        prepared = saves.prepare(tree)
+    assert set(saves.write(prepared)["weight"].tolist()) == {4.0}
     assert known == [False]
 
 
@@ -427,7 +370,7 @@ def test_under_fake_tensors(tmp_path: Path, known: list[bool]) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_tensors_on_a_gpu(tmp_path: Path, known: list[bool]) -> None:
     """The snapshot waits for kernels that were started before it, and those that are started after it wait for it."""
-    saves = Saves(tmp_path)
+    saves = Compared(tmp_path)
     tree = {
         "weight": torch.ones(500, 500, device="cuda"),
         "small": torch.ones(3),
@@ -436,11 +379,11 @@ def test_tensors_on_a_gpu(tmp_path: Path, known: list[bool]) -> None:
     for step in range(4):
         for _ in range(50):
             tree["weight"] = (tree["weight"] @ tree["weight"]).clamp(-1, 1) + step
-        prepared = saves.handler.prepare(tree, snapshot=True)
+        prepared = saves.prepare(tree)
         expected = {name: value.cpu() for name, value in tree.items()}
         for value in tree.values():
             value.fill_(9)
-        found = saves.write(prepared)[1]
+        found = saves.write(prepared)
         del prepared
         for name, value in expected.items():
             np.testing.assert_array_equal(found[name], value.numpy(), err_msg=name)

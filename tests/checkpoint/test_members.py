@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import enum
 import os
+import re
 import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.events import heard
-from tests.processes.threads import together
+from tests.processes.threads import together, unwrap
 
 import holdfast as hf
 from holdfast.engine.distributed.coordinators import Coordinator
-
-
-def unwrap(results: list[Any]) -> list[Any]:
-    """Raise the first error among results, or return them."""
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
 
 
 def tree(seed: int = 0) -> dict[str, Any]:
@@ -46,6 +40,20 @@ def manager(path: Path, coordinator: Coordinator, **options: Any) -> hf.Checkpoi
     return hf.CheckpointManager(path, options=hf.CheckpointManagerOptions(**options), coordinator=coordinator)
 
 
+def played(count: int, path: Path, work: Callable[[hf.CheckpointManager, int], Any], **options: Any) -> list[Any]:
+    """Let threads that play processes work with a manager each; return their results, or raise the first error."""
+
+    def run(coordinator: Coordinator) -> Any:
+        with manager(path, coordinator, **options) as several:
+            return work(several, coordinator.process_index)
+
+    return unwrap(together(count, run))
+
+
+def steps_of(path: Path) -> list[int]:
+    return [found.step for found in hf.list_checkpoints(path)]
+
+
 def save_and_wait(several: hf.CheckpointManager, step: int, item: Any) -> None:
     several.save(step, item)
     several.wait_until_finished()
@@ -53,15 +61,14 @@ def save_and_wait(several: hf.CheckpointManager, step: int, item: Any) -> None:
 
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_saved_by_many_restored_by_many_and_by_one(tmp_path: Path, count: int) -> None:
-    def run(coordinator: Coordinator) -> list[int]:
-        with manager(tmp_path, coordinator, max_to_keep=2) as several:
-            for step in range(4):
-                several.save(step, tree(step))
-            several.wait_until_finished()
-            assert equal(several.restore(), tree(3))
-            return several.all_steps()
+    def run(several: hf.CheckpointManager, process: int) -> list[int]:
+        for step in range(4):
+            several.save(step, tree(step))
+        several.wait_until_finished()
+        assert equal(several.restore(), tree(3))
+        return list(several.all_steps())
 
-    assert unwrap(together(count, run)) == [[2, 3]] * count
+    assert played(count, tmp_path, run, max_to_keep=2) == [[2, 3]] * count
     assert equal(hf.load(tmp_path), tree(3))
     assert hf.verify(tmp_path).ok
     assert not [path for path in tmp_path.rglob("*") if "fragment" in path.name or "partial" in path.name]
@@ -86,12 +93,13 @@ def test_each_process_copies_only_what_it_writes(tmp_path: Path) -> None:
 
 
 class Watching:
-    """A coordinator that notes what its process sends, and which fragments lie in a directory then."""
+    """A coordinator that notes what its process sends and waits for, and the fragments in a directory then."""
 
     def __init__(self, coordinator: Coordinator, directory: Path) -> None:
         self.coordinator, self.directory = coordinator, directory
         self.sent: dict[str, int] = {}
         self.fragments: set[str] = set()
+        self.waits = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.coordinator, name)
@@ -100,6 +108,10 @@ class Watching:
         self.sent[key] = len(value)
         self.fragments |= {path.name for path in self.directory.rglob("fragment.*")}
         self.coordinator.put(key, value)
+
+    def get(self, key: str, timeout: float, *, waited: float = 0.0) -> bytes:
+        self.waits += 1
+        return self.coordinator.get(key, timeout, waited=waited)
 
 
 def bytes_of_a_save(directory: Path, count: int) -> int:
@@ -144,6 +156,66 @@ def test_only_large_fragments_take_files(tmp_path: Path, chunk_bytes: int, files
     assert not list(tmp_path.rglob("fragment.*"))
 
 
+class Disturbing(Watching):
+    """A coordinator with which something happens before a key of this text is sent."""
+
+    def __init__(self, coordinator: Coordinator, directory: Path, text: str, act: Callable[[], object]) -> None:
+        super().__init__(coordinator, directory)
+        self.text, self.act = text, act
+
+    def put(self, key: str, value: bytes) -> None:
+        if self.text in key:
+            self.act()
+        super().put(key, value)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        pytest.param(Path.unlink, "cannot be read .*; do all processes see the same directory", id="missing"),
+        pytest.param(
+            lambda path: path.write_bytes(path.read_bytes()[:-1]), r"wrote \d+ bytes, found \d+", id="shorter"
+        ),
+    ],
+)
+def test_a_fragment_that_process_0_cannot_read(tmp_path: Path, change: Callable[[Path], object], said: str) -> None:
+    values = np.random.default_rng(0).integers(256, size=1 << 25, dtype=np.uint8)
+
+    def act() -> None:
+        [fragment] = tmp_path.rglob("fragment.1")
+        change(fragment)
+
+    def run(coordinator: Coordinator) -> None:
+        if coordinator.process_index:
+            coordinator = Disturbing(coordinator, tmp_path, "gather/written", act)
+        saves = hf.Checkpointer(hf.PyTreeCheckpointHandler(chunk_bytes=4096))
+        with hf.CheckpointManager(tmp_path, saves, coordinator=coordinator) as several:
+            save_and_wait(several, 1, values)
+
+    first, second = together(2, run)
+    assert isinstance(first, hf.DamagedCheckpointError)
+    assert re.search(f"fragment.1: .*process 1 {said}|fragment.1: what process 1 wrote {said}", str(first))
+    assert isinstance(second, hf.errors.PeerFailedError)
+    assert steps_of(tmp_path) == []
+
+
+def test_a_step_stays_although_the_others_cannot_be_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def act() -> None:
+        raise ConnectionError("the store is gone")
+
+    def run(coordinator: Coordinator) -> Any:
+        if coordinator.process_index == 0:
+            coordinator = Disturbing(coordinator, tmp_path, "broadcast/committed", act)
+        with manager(tmp_path, coordinator, barrier_timeout_secs=2) as several:
+            several.save(1, tree(1))
+
+    first, second = together(2, run)
+    assert first is None
+    assert isinstance(second, hf.SaveFailedError)
+    assert "saved, but the other processes could not be told" in caplog.text
+    assert equal(hf.load(tmp_path), tree(1))
+
+
 def test_a_single_path_is_saved_together(tmp_path: Path) -> None:
     def run(coordinator: Coordinator) -> Any:
         checkpointer = hf.Checkpointer(hf.PyTreeCheckpointHandler(), coordinator=coordinator, barrier_timeout_secs=10)
@@ -154,28 +226,55 @@ def test_a_single_path_is_saved_together(tmp_path: Path) -> None:
     assert equal(hf.load(tmp_path / "one"), tree(5))
 
 
-def test_paths_that_differ_are_told(tmp_path: Path) -> None:
-    def run(coordinator: Coordinator) -> Any:
-        checkpointer = hf.Checkpointer(hf.PyTreeCheckpointHandler(), coordinator=coordinator, barrier_timeout_secs=10)
-        with pytest.raises((hf.errors.StateError, hf.errors.PeerFailedError)) as caught:
-            checkpointer.save(tmp_path / str(coordinator.process_index), tree(5))
-        return str(caught.value)
-
-    assert all("process 1 saves to" in text for text in unwrap(together(2, run)))
-    assert list(tmp_path.iterdir()) == []
+EITHER = (hf.errors.StateError, hf.errors.PeerFailedError)
 
 
-def test_steps_that_differ_are_told(tmp_path: Path) -> None:
-    def run(coordinator: Coordinator) -> Any:
-        several = manager(tmp_path, coordinator)
-        several.save(3 + coordinator.process_index, tree(5))
-        with pytest.raises(hf.SaveFailedError) as caught:
-            several.close()
-        return str(caught.value)
+def save_a_path(path: Path, coordinator: Coordinator) -> None:
+    """Save to a path of one's own, such as one with the time of the start in it."""
+    checkpointer = hf.Checkpointer(hf.PyTreeCheckpointHandler(), coordinator=coordinator, barrier_timeout_secs=10)
+    checkpointer.save(path / str(coordinator.process_index), tree(5))
 
-    results = unwrap(together(2, run))
-    assert all(f"process 1 saves to {hf.storage.as_location(tmp_path / '4').url}" in text for text in results)
-    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
+
+def save_a_step(path: Path, coordinator: Coordinator) -> None:
+    save_and_wait(manager(path, coordinator), coordinator.process_index, tree(5))
+
+
+def save_items(path: Path, coordinator: Coordinator) -> None:
+    """Save an item that only process 0 has of each process."""
+    handlers = {"state": hf.PyTreeCheckpointHandler(), "own": hf.handlers.PerProcessCheckpointHandler()}
+    items = {name: hf.AsyncCheckpointer(handler) for name, handler in handlers.items()}
+    if coordinator.process_index == 1:
+        del items["own"]
+    options = hf.CheckpointManagerOptions(barrier_timeout_secs=10)
+    several = hf.CheckpointManager(path, items, options=options, coordinator=coordinator)
+    save_and_wait(several, 1, {name: tree(1) for name in items})
+
+
+def save_shapes(path: Path, coordinator: Coordinator) -> None:
+    other = np.zeros(3 if coordinator.process_index == 1 else 4)
+    save_and_wait(manager(path, coordinator), 1, {"same": np.zeros(2), "other": other})
+
+
+@pytest.mark.parametrize(
+    ("save", "kinds", "said"),
+    [
+        pytest.param(save_a_path, EITHER, "process 1 saves to {place}, and process 0 to", id="paths"),
+        pytest.param(save_a_step, hf.SaveFailedError, "process 1 saves to {place}", id="steps"),
+        pytest.param(save_items, hf.HoldfastError, "process 1 saves the items ['state']", id="items"),
+        pytest.param(save_shapes, hf.SaveFailedError, "\n  other: process 0 has float64[4]", id="shapes"),
+    ],
+)
+def test_saves_that_differ_are_refused(
+    tmp_path: Path, save: Callable[[Path, Coordinator], None], kinds: Any, said: str
+) -> None:
+    found = together(2, lambda coordinator: save(tmp_path, coordinator))
+    for error in found:
+        assert isinstance(error, kinds)
+        assert "process 1" in str(error)
+        assert said.format(place=hf.storage.as_location(tmp_path / "1").url) in str(error)
+    assert hf.list_checkpoints(tmp_path) == []
+    left = list(tmp_path.iterdir())  # a manager leaves the files of its run
+    assert [path for path in left if path.is_dir() or save is save_a_path] == []
 
 
 class Level(enum.IntEnum):
@@ -208,34 +307,28 @@ def test_plain_values_that_differ_are_refused(tmp_path: Path, name: str, large: 
     mine, theirs, message = OWN_VALUES[name]
     weights = np.zeros((1 << 18) if large else 4)
 
-    def run(coordinator: Coordinator) -> Any:
-        several = manager(tmp_path, coordinator)
+    def run(several: hf.CheckpointManager, process: int) -> str:
         several.save(1, {"w": weights, "same": [1, "x"], "count": mine})
-        several.save(2, {"w": weights, "same": [1, "x"], "count": theirs if coordinator.process_index else mine})
+        several.save(2, {"w": weights, "same": [1, "x"], "count": theirs if process else mine})
         with pytest.raises(hf.SaveFailedError) as caught:
             several.wait_until_finished()
         several.save(3, {"w": weights, "same": [1, "x"], "count": theirs})
-        several.close()
         return str(caught.value)
 
-    for text in unwrap(together(2, run)):
+    for text in played(2, tmp_path, run):
         assert "\n  count" in text
         assert "same" not in text.partition("leaves, numbers")[2].partition("count")[0]
         assert message in text
         assert "hf.handlers.PerProcessCheckpointHandler" in text
-    assert [found.step for found in hf.list_checkpoints(tmp_path)] == [1, 3]
+    assert steps_of(tmp_path) == [1, 3]
 
 
 def test_values_that_are_alike_are_no_difference(tmp_path: Path) -> None:
-    def run(coordinator: Coordinator) -> Any:
+    def run(several: hf.CheckpointManager, process: int) -> None:
         own = {"nan": float("nan"), "half": np.float16(0.5), "set": {"a", "b", "c"}, "none": None, "zero": -0.0}
-        own["large"] = np.full(
-            3, coordinator.process_index
-        )  # arrays are not compared: hf.processes.check_replicas does that
-        with manager(tmp_path, coordinator) as several:
-            several.save(1, own)
+        several.save(1, {**own, "large": np.full(3, process)})  # hf.processes.check_replicas compares arrays
 
-    unwrap(together(3, run))
+    played(3, tmp_path, run)
     assert hf.load(tmp_path)["large"].shape == (3,)
 
 
@@ -278,25 +371,6 @@ def test_directories_that_differ_are_told_at_the_start(tmp_path: Path, call: str
     assert list(tmp_path.iterdir()) == []
 
 
-def test_items_that_differ_are_told(tmp_path: Path) -> None:
-    """Before, an item that only process 0 had of each process was saved with the share of process 0 alone."""
-
-    def run(coordinator: Coordinator) -> Any:
-        handlers = {"state": hf.PyTreeCheckpointHandler(), "own": hf.handlers.PerProcessCheckpointHandler()}
-        items = {name: hf.AsyncCheckpointer(handler) for name, handler in handlers.items()}
-        if coordinator.process_index == 1:
-            del items["own"]
-        several = hf.CheckpointManager(
-            tmp_path, items, options=hf.CheckpointManagerOptions(barrier_timeout_secs=10), coordinator=coordinator
-        )
-        with pytest.raises((hf.HoldfastError, hf.SaveFailedError)) as caught:
-            save_and_wait(several, 1, {name: tree(1) for name in items})
-        return str(caught.value)
-
-    assert all("process 1 saves the items ['state']" in text for text in unwrap(together(2, run)))
-    assert hf.list_checkpoints(tmp_path) == []
-
-
 def test_small_items_are_written_by_process_0(tmp_path: Path) -> None:
     items = {
         "state": hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler()),
@@ -313,17 +387,14 @@ def test_small_items_are_written_by_process_0(tmp_path: Path) -> None:
 
 
 def test_a_leaf_that_one_process_cannot_save(tmp_path: Path) -> None:
-    def run(coordinator: Coordinator) -> Any:
-        several = manager(tmp_path, coordinator)
+    def run(several: hf.CheckpointManager, process: int) -> Any:
         several.save(1, tree(1))
-        bad = object() if coordinator.process_index == 1 else 1
         with pytest.raises(hf.HoldfastError) as caught:
-            save_and_wait(several, 2, {**tree(2), "bad": bad})
-        several.save(3, tree(3))
-        several.close()
+            save_and_wait(several, 2, {**tree(2), "bad": object() if process == 1 else 1})
+        save_and_wait(several, 3, tree(3))
         return caught.value, several.all_steps()
 
-    results = unwrap(together(3, run))
+    results = played(3, tmp_path, run)
     assert isinstance(results[1][0], hf.errors.UnsupportedLeafError)
     for process in (0, 2):
         assert isinstance(results[process][0], hf.SaveFailedError)
@@ -349,38 +420,10 @@ def test_a_process_that_does_not_come(tmp_path: Path) -> None:
     results = unwrap(together(3, run))
     assert "process 2" in results[0][0]
     assert [steps for _, steps in results[:2]] == [[1], [1]]
-    assert hf.CheckpointManager(tmp_path, options=hf.CheckpointManagerOptions(read_only=True)).all_steps() == [1]
+    assert steps_of(tmp_path) == [1]
     with hf.CheckpointManager(tmp_path) as alone:  # the next run removes what was left
         alone.save(2, tree(7))
     assert equal(hf.load(tmp_path), tree(7))
-
-
-def test_trees_that_differ_are_refused(tmp_path: Path) -> None:
-    def run(coordinator: Coordinator) -> Any:
-        several = manager(tmp_path, coordinator)
-        shape = (3,) if coordinator.process_index == 1 else (4,)
-        several.save(1, {"same": np.zeros(2), "other": np.zeros(shape)})
-        with pytest.raises(hf.SaveFailedError) as caught:
-            several.close()
-        return str(caught.value)
-
-    results = unwrap(together(2, run))
-    assert all("other" in text and "process 1" in text for text in results)
-    assert hf.CheckpointManager(tmp_path, options=hf.CheckpointManagerOptions(read_only=True)).all_steps() == []
-
-
-class Counting:
-    """A coordinator that counts how often its process waits for a value of another one."""
-
-    def __init__(self, coordinator: Coordinator) -> None:
-        self.coordinator, self.waits = coordinator, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.coordinator, name)
-
-    def get(self, key: str, timeout: float, *, waited: float = 0.0) -> bytes:
-        self.waits += 1
-        return self.coordinator.get(key, timeout, waited=waited)
 
 
 def test_time_is_that_of_process_0(tmp_path: Path) -> None:
@@ -398,15 +441,15 @@ def test_time_is_that_of_process_0(tmp_path: Path) -> None:
     def run(coordinator: Coordinator) -> Any:
         clock = Ticking(1.0 if coordinator.process_index == 0 else 3.7)
         options = hf.CheckpointManagerOptions(save_interval_steps=None, save_interval_secs=100, barrier_timeout_secs=10)
-        counted: Any = Counting(coordinator)
-        several = hf.CheckpointManager(tmp_path, options=options, coordinator=counted, clock=clock)
+        watching: Any = Watching(coordinator, tmp_path)
+        several = hf.CheckpointManager(tmp_path, options=options, coordinator=watching, clock=clock)
         saved = []
         for step in range(1, 1001):
             clock.time += clock.tick
             if several.save(step, {"x": np.zeros(3)}):
                 saved.append(step)
         several.close()
-        return saved, counted.waits
+        return saved, watching.waits
 
     results = unwrap(together(2, run))
     saved = results[0][0]
@@ -416,50 +459,41 @@ def test_time_is_that_of_process_0(tmp_path: Path) -> None:
 
 
 def test_the_best_is_that_of_process_0(tmp_path: Path) -> None:
-    def run(coordinator: Coordinator) -> Any:
-        several = manager(
-            tmp_path,
-            coordinator,
-            save_interval_steps=None,
-            save_on_best=True,
-            best_fn="accuracy",
-            best_mode="max",
-            max_to_keep=1,
-        )
-        scores = [0.1, 0.5, 0.3, 0.9] if coordinator.process_index == 0 else [0.9, 0.1, 0.8, 0.2]
+    def run(several: hf.CheckpointManager, process: int) -> Any:
+        scores = [0.1, 0.5, 0.3, 0.9] if process == 0 else [0.9, 0.1, 0.8, 0.2]
         saved = [
             step
             for step, score in enumerate(scores)
             if several.should_save(step, metrics={"accuracy": score})
             and several.save(step, tree(step), metrics={"accuracy": score})
         ]
-        several.close()
+        several.wait_until_finished()
         return saved, several.best_step(), several.metrics(3)
 
-    assert unwrap(together(2, run)) == [([0, 1, 3], 3, {"accuracy": 0.9})] * 2
+    options = {"save_interval_steps": None, "save_on_best": True, "max_to_keep": 1}
+    found = played(2, tmp_path, run, best_fn="accuracy", best_mode="max", **options)
+    assert found == [([0, 1, 3], 3, {"accuracy": 0.9})] * 2
 
 
 def test_metrics_pins_and_deletions_reach_all(tmp_path: Path) -> None:
-    def run(coordinator: Coordinator) -> Any:
-        several = manager(tmp_path, coordinator, max_to_keep=1, best_fn="accuracy", best_mode="max", keep_latest=4)
+    def run(several: hf.CheckpointManager, process: int) -> Any:
         for step in range(4):
             several.save(step, tree(step))
-        several.record_metrics(3, {"accuracy": 0.5 if coordinator.process_index == 0 else 0.1})
+        several.record_metrics(3, {"accuracy": 0.5 if process == 0 else 0.1})
         several.wait_until_finished()
-        several.record_metrics(1, {"accuracy": 0.7 if coordinator.process_index == 0 else 0.2})
+        several.record_metrics(1, {"accuracy": 0.7 if process == 0 else 0.2})
         several.pin(0)
         several.delete(2)
         several.save(4, tree(4))
         assert several.delete_after(3) == [4]
         several.wait_until_finished()
-        found = several.all_steps(), several.best_step(), several.metrics(3), several.why_kept(0)[-1]
-        several.close()
-        return found
+        return several.all_steps(), several.best_step(), several.metrics(3), several.why_kept(0)[-1]
 
-    results = unwrap(together(2, run))
+    options = {"max_to_keep": 1, "best_fn": "accuracy", "best_mode": "max", "keep_latest": 4}
+    results = played(2, tmp_path, run, **options)
     assert results[0] == results[1]
     assert results[0][:3] == ([0, 1, 3], 1, {"accuracy": 0.5})
-    assert hf.CheckpointManager(tmp_path, options=hf.CheckpointManagerOptions(read_only=True)).all_steps() == [0, 1, 3]
+    assert steps_of(tmp_path) == [0, 1, 3]
 
 
 def test_all_fall_back_when_one_finds_damage(tmp_path: Path) -> None:
@@ -561,15 +595,13 @@ def test_each_process_shares_its_own_files(tmp_path: Path) -> None:
     frozen = {name: np.random.default_rng(number).normal(size=(512, 1024)) for number, name in enumerate("abcd")}
     size = sum(array.nbytes for array in frozen.values())
 
-    def run(coordinator: Coordinator) -> list[int]:
-        with manager(tmp_path, coordinator, max_to_keep=4) as several:
-            events = heard(several)
-            for step in range(6):
-                save_and_wait(several, step, {"frozen": frozen, "adapter": np.full(1000, step)})
+    def run(several: hf.CheckpointManager, process: int) -> list[int]:
+        events = heard(several)
+        for step in range(6):
+            save_and_wait(several, step, {"frozen": frozen, "adapter": np.full(1000, step)})
         return [event["shared_bytes"] for event in events]
 
-    results = unwrap(together(2, run))
-
+    results = played(2, tmp_path, run, max_to_keep=4)
     assert [shared > 0.9 * size for shared in results[0]] == [False, False, True, True, True, True]
     owners = {path.name.split(".")[1] for path in (tmp_path / "5" / "state" / "d").iterdir() if "." in path.name}
     assert owners == {"0", "1"}

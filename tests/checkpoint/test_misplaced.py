@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.processes.threads import together
+from tests.processes.threads import together, unwrap
 
 import holdfast as hf
 from holdfast.engine.format import Entries, decode_database
@@ -40,9 +40,8 @@ def train(run: Path, *, steps: int = 2, several: int = 1, **arguments: Any) -> N
 
     if several == 1:
         process(hf.processes.Alone())
-    for result in together(several, process) if several > 1 else ():
-        if isinstance(result, BaseException):
-            raise result
+    else:
+        unwrap(together(several, process))
 
 
 def data_files(step: Path) -> list[Path]:

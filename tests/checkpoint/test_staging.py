@@ -89,46 +89,34 @@ def test_numpy_arrays_that_change(tmp_path: Path, gate: Gate, assert_same: Calla
             assert_same(found["nested"], numpy_tree(step)["nested"])
 
 
-def test_containers_that_change(tmp_path: Path, gate: Gate) -> None:
+@pytest.mark.parametrize("handler", [hf.PyTreeCheckpointHandler(), hf.JsonCheckpointHandler()])
+def test_containers_that_change(tmp_path: Path, gate: Gate, handler: hf.handlers.AsyncCheckpointHandler) -> None:
     tree: dict[str, Any] = {"list": [1, 2], "dict": {"a": "text"}, "number": 1}
-    with hf.CheckpointManager(tmp_path) as manager:
+    with hf.CheckpointManager(tmp_path, hf.AsyncCheckpointer(handler)) as manager:
         manager.save(1, tree)
         tree["list"].append(3)
         tree["dict"].clear()
-        tree["number"] = 2
-        tree["new"] = np.ones(3)
+        tree |= {"number": 2, "new": 3}
         gate.release()
         assert manager.restore(1) == {"list": [1, 2], "dict": {"a": "text"}, "number": 1}
 
 
-def test_json_that_changes(tmp_path: Path, gate: Gate) -> None:
-    facts = {"rates": [1, 2]}
-    with hf.CheckpointManager(tmp_path, hf.AsyncCheckpointer(hf.JsonCheckpointHandler())) as manager:
-        manager.save(1, facts)
-        facts["rates"].append(3)
-        gate.release()
-        assert manager.restore(1) == {"rates": [1, 2]}
+TREES = hf.PyTreeCheckpointHandler()
 
 
-def test_an_item_in_the_foreground_of_a_save_in_the_background(tmp_path: Path, gate: Gate) -> None:
-    items = {"one": hf.PyTreeCheckpointer(), "two": hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler())}
-    weights = np.ones(100)
-    with hf.CheckpointManager(tmp_path, items) as manager:
-        manager.save(1, {"one": weights, "two": weights})
-        weights[:] = 2
-        gate.release()
-        found = manager.restore(1)
-    assert found["one"].tolist() == found["two"].tolist() == [1] * 100
-
-
-def test_one_handler_for_several_items(tmp_path: Path, gate: Gate) -> None:
-    handler = hf.PyTreeCheckpointHandler()
-    items = {"one": hf.AsyncCheckpointer(handler), "two": hf.AsyncCheckpointer(handler)}
-    with hf.CheckpointManager(tmp_path, items) as manager:
+@pytest.mark.parametrize(
+    ("one", "two"),
+    [
+        pytest.param(hf.PyTreeCheckpointer(), hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler()), id="one at once"),
+        pytest.param(hf.AsyncCheckpointer(TREES), hf.AsyncCheckpointer(TREES), id="one handler for both"),
+    ],
+)
+def test_several_items_that_change(tmp_path: Path, gate: Gate, one: hf.Checkpointer, two: hf.Checkpointer) -> None:
+    with hf.CheckpointManager(tmp_path, {"one": one, "two": two}) as manager:
         for step in range(3):
-            one, two = np.full(1000, step), np.full(1000, -step)
-            manager.save(step, {"one": one, "two": two})
-            one[:] = two[:] = 99
+            first, second = np.full(1000, step), np.full(1000, -step)
+            manager.save(step, {"one": first, "two": second})
+            first[:] = second[:] = 99
             gate.release()
         manager.wait_until_finished()
         for step in range(3):

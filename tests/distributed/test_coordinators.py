@@ -224,7 +224,6 @@ def threads(count: int) -> list[Report]:
 
 
 def processes(backend: Any, count: int, store: Any = "tcp") -> list[Report]:
-    pytest.importorskip(backend)
     return run_processes(in_process, count, backend=backend, store=store)
 
 

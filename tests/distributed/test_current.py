@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 import pytest
-from tests.processes.harness import Process, free_port, run_processes
+from tests.processes.harness import Backend, Process, free_port, run_processes
 
 from holdfast.engine.distributed import Alone, current_coordinator, next_rendezvous
 
@@ -55,11 +55,6 @@ def of_jax(process: Process) -> list[str]:
     return [type(each).__name__ for each in found]
 
 
-def test_jax_programs_keep_their_coordinator_when_a_backend_starts() -> None:
-    pytest.importorskip("jax")
-    assert run_processes(of_jax, 2) == [["JaxCoordinator", "JaxCoordinator", "Alone"]] * 2
-
-
 def of_torch(process: Process) -> list[str]:
     distributed: Any = importlib.import_module("torch.distributed")
     found = [current_coordinator()]
@@ -69,11 +64,6 @@ def of_torch(process: Process) -> list[str]:
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     found.append(current_coordinator())
     return [type(each).__name__ for each in found]
-
-
-def test_torch_programs_are_alone_when_their_group_is_gone() -> None:
-    pytest.importorskip("torch")
-    assert run_processes(of_torch, 2, backend="torch") == [["TorchCoordinator", "Alone", "Alone"]] * 2
 
 
 def of_both(process: Process) -> list[str]:
@@ -88,7 +78,15 @@ def of_both(process: Process) -> list[str]:
     return [type(each).__name__ for each in found]
 
 
-def test_jax_goes_before_torch() -> None:
-    pytest.importorskip("jax")
-    pytest.importorskip("torch")
-    assert run_processes(of_both, 2, backend="torch") == [["TorchCoordinator", "JaxCoordinator"]] * 2
+@pytest.mark.parametrize(
+    ("work", "backend", "kinds"),
+    [
+        pytest.param(of_jax, "jax", ["JaxCoordinator", "JaxCoordinator", "Alone"], id="jax, before its backend starts"),
+        pytest.param(of_torch, "torch", ["TorchCoordinator", "Alone", "Alone"], id="torch, until its group is gone"),
+        pytest.param(of_both, "torch", ["TorchCoordinator", "JaxCoordinator"], id="jax goes before torch"),
+    ],
+)
+def test_the_coordinator_of_a_program(work: Any, backend: Backend, kinds: list[str]) -> None:
+    if work is of_both:
+        pytest.importorskip("jax")
+    assert run_processes(work, 2, backend=backend) == [kinds] * 2

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.processes.harness import Outcome, Process, run_outcomes, told
+from tests.processes.harness import Backend, Process, run_outcomes, told
 
 import holdfast as hf
 from holdfast.engine.distributed import current_coordinator, next_rendezvous
@@ -32,35 +32,25 @@ def meet(process: Process, timeout: float) -> tuple[str, Any]:
     return "met", None
 
 
-def outcomes(backend: Any, count: int, victim: int, **options: Any) -> list[Outcome]:
-    pytest.importorskip(backend)
-    return run_outcomes(meet, count, 1.5, backend=backend, kill=(victim, "up"), **options)
+OUTCOMES: dict[str, tuple[Backend, int, int, dict[str, Any], list[Any]]] = {
+    "jax misses the dead at the next barrier": ("jax", 3, 1, {}, [("timeout", (1,))]),
+    "torch misses the dead at the next barrier": ("torch", 3, 1, {}, [("timeout", (1,))]),
+    # It ends the others later than our timeout.
+    "jax without recoverability": ("jax", 3, 2, {"recoverable": False}, [("timeout", (2,))]),
+    "torch tells at once that process 0 is gone": ("torch", 3, 0, {}, [("failure", 0)]),
+    "jax ends all others when process 0 is gone": ("jax", 3, 0, {}, [-signal.SIGABRT, ("failure", 0)]),
+    "a store in a file survives process 0": ("torch", 2, 0, {"store": "file"}, [("timeout", (0,))]),
+}
 
 
-@pytest.mark.parametrize("backend", ["jax", "torch"])
-def test_the_dead_are_missing_at_the_next_barrier(backend: str) -> None:
-    ended = outcomes(backend, 3, 1)
-    assert [outcome.value for outcome in ended] == [("timeout", (1,)), None, ("timeout", (1,))], told(ended)
-
-
-def test_without_recoverability_jax_ends_the_others_later_than_our_timeout() -> None:
-    ended = outcomes("jax", 3, 2, recoverable=False)
-    assert [outcome.value for outcome in ended[:2]] == [("timeout", (2,))] * 2, told(ended)
-
-
-def test_torch_tells_at_once_that_process_0_is_gone() -> None:
-    ended = outcomes("torch", 3, 0)
-    assert [outcome.value for outcome in ended[1:]] == [("failure", 0)] * 2, told(ended)
-
-
-def test_jax_ends_all_others_when_process_0_is_gone() -> None:
-    for outcome in outcomes("jax", 3, 0)[1:]:
-        assert outcome.status == -signal.SIGABRT or outcome.value == ("failure", 0), outcome.output
-
-
-def test_a_store_in_a_file_survives_process_0() -> None:
-    ended = outcomes("torch", 2, 0, store="file")
-    assert ended[1].value == ("timeout", (0,)), told(ended)
+@pytest.mark.parametrize(("backend", "count", "victim", "options", "expected"), OUTCOMES.values(), ids=OUTCOMES)
+def test_the_others_when_a_process_dies(
+    backend: Backend, count: int, victim: int, options: dict[str, Any], expected: list[Any]
+) -> None:
+    ended = run_outcomes(meet, count, 1.5, backend=backend, kill=(victim, "up"), **options)
+    assert ended[victim].value is None
+    for outcome in (one for index, one in enumerate(ended) if index != victim):
+        assert (outcome.value or outcome.status) in expected, told(ended)
 
 
 def meet_frozen(process: Process, directory: str, saves: bool) -> str | None:
@@ -94,7 +84,6 @@ def meet_frozen(process: Process, directory: str, saves: bool) -> str | None:
 
 @pytest.mark.parametrize("saves", [True, False], ids=["save", "restore"])
 def test_a_frozen_process_0_of_torch_is_not_awaited_for_ever(tmp_path: Path, saves: bool) -> None:
-    pytest.importorskip("torch")
     ended = run_outcomes(meet_frozen, 2, str(tmp_path), saves, backend="torch", timeout=20)
     assert ended[0].value == "resumed", told(ended)
     assert "has not answered for 3 s" in ended[1].value, told(ended)
@@ -123,6 +112,5 @@ def meet_frozen_at_first(process: Process, directory: str) -> str | None:
 
 def test_a_process_0_of_torch_that_is_frozen_from_the_start_is_not_awaited_for_ever(tmp_path: Path) -> None:
     """Before, the connection to its store was made without a deadline, when a manager was made."""
-    pytest.importorskip("torch")
     ended = run_outcomes(meet_frozen_at_first, 2, str(tmp_path), backend="torch", timeout=20)
     assert "has not answered for 1 s" in (ended[1].value or ""), told(ended)

@@ -24,7 +24,10 @@ def test_alone_nothing_is_sent() -> None:
     assert run_on_primary("it", [found], lambda: found, hf.processes.Alone()) is found
 
 
-@pytest.mark.parametrize("arguments", [None, [1, ["a"]]], ids=["decide", "with arguments"])
+ARGUMENTS = pytest.mark.parametrize("arguments", [None, [1, ["a"]]], ids=["decide", "with arguments"])
+
+
+@ARGUMENTS
 def test_the_result_of_process_0_reaches_all(arguments: Any) -> None:
     def work(one: Coordinator) -> Any:
         return group(one).decide("it", lambda: {"by": one.process_index}, arguments=arguments)
@@ -32,7 +35,7 @@ def test_the_result_of_process_0_reaches_all(arguments: Any) -> None:
     assert together(COUNT, work) == [{"by": 0}] * COUNT
 
 
-@pytest.mark.parametrize("arguments", [None, [1]], ids=["decide", "with arguments"])
+@ARGUMENTS
 def test_an_error_of_process_0_reaches_all(arguments: Any) -> None:
     def fail() -> Any:
         raise ZeroDivisionError("no such luck")
@@ -50,7 +53,7 @@ def test_a_result_that_json_cannot_hold_reaches_all_as_an_error() -> None:
     assert all(isinstance(other, hf.errors.PeerFailedError) for other in others)
 
 
-@pytest.mark.parametrize("arguments", [None, [1]], ids=["decide", "with arguments"])
+@ARGUMENTS
 def test_a_process_0_that_does_not_come_is_named(arguments: Any) -> None:
     def work(one: Coordinator) -> Any:
         if one.process_index == 0:

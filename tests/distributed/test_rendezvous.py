@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from tests.processes.threads import MemoryCoordinator, memory_coordinators
@@ -76,37 +76,42 @@ def test_names_are_never_given_twice() -> None:
     assert names == ["a#1", "a#1", "a#2", "a#2", "b#1", "b#1"]
 
 
-class Broken(MemoryCoordinator):
-    """A coordinator whose store disappears when ``gone`` is set."""
+K = TypeVar("K", bound=MemoryCoordinator)
 
-    gone = False
 
-    def _check(self) -> None:
-        if self.gone:
-            raise ConnectionError("socket closed")
+def one_of(kind: type[K], count: int = 2, index: int = 1) -> tuple[K, list[MemoryCoordinator]]:
+    """Make the coordinators of processes; return one, which is of another kind, and the others."""
+    others = memory_coordinators(count)
+    made = others.pop(index)
+    made.__class__ = kind
+    assert isinstance(made, kind)
+    return made, others
+
+
+class Disturbed(MemoryCoordinator):
+    """A coordinator of which something happens before every call."""
+
+    before: Callable[[], object] = staticmethod(lambda: None)
 
     def put(self, key: str, value: bytes) -> None:
-        self._check()
+        self.before()
         super().put(key, value)
 
     def get(self, key: str, timeout: float, *, waited: float = 0.0) -> bytes:
-        self._check()
+        self.before()
         return super().get(key, timeout)
 
     def try_get(self, key: str) -> bytes | None:
-        self._check()
+        self.before()
         return super().try_get(key)
 
     def try_get_all(self, keys: Sequence[str]) -> list[bytes] | None:
-        self._check()
+        self.before()
         return super().try_get_all(keys)
 
 
-def broken() -> Broken:
-    made = memory_coordinators(2)[1]
-    made.__class__ = Broken
-    assert isinstance(made, Broken)
-    return made
+def gone() -> None:
+    raise ConnectionError("socket closed")
 
 
 OPERATIONS: dict[str, Any] = {
@@ -119,9 +124,9 @@ OPERATIONS: dict[str, Any] = {
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_store_that_is_gone_is_a_failure_of_process_0(operation: str) -> None:
-    coordinator = broken()
+    coordinator, _ = one_of(Disturbed)
     rendezvous = Rendezvous(coordinator, "save")
-    coordinator.gone = True
+    coordinator.before = gone
     with pytest.raises(PeerFailedError, match=r"the store that connects.* is gone.*socket closed") as caught:
         OPERATIONS[operation](rendezvous)
     assert caught.value.process == 0
@@ -221,44 +226,22 @@ def test_the_notes_of_an_error_reach_the_other_processes() -> None:
         Rendezvous(other, "save").check()
 
 
-class Frozen(MemoryCoordinator):
-    """A coordinator whose store does not answer until ``thawed``: its process is stopped, and its machine is up."""
-
-    thawed: threading.Event
-
-    def put(self, key: str, value: bytes) -> None:
-        self.thawed.wait()
-        super().put(key, value)
-
-    def get(self, key: str, timeout: float, *, waited: float = 0.0) -> bytes:
-        self.thawed.wait()
-        return super().get(key, timeout)
-
-    def try_get(self, key: str) -> bytes | None:
-        self.thawed.wait()
-        return super().try_get(key)
-
-    def try_get_all(self, keys: Sequence[str]) -> list[bytes] | None:
-        self.thawed.wait()
-        return super().try_get_all(keys)
-
-
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_no_call_waits_for_a_frozen_store_for_ever(operation: str) -> None:
-    made = memory_coordinators(2)[1]
-    made.__class__ = Frozen
-    assert isinstance(made, Frozen)
-    made.thawed = threading.Event()
-    rendezvous = next_rendezvous(made, "save", 0.2)
+    """Its process is stopped, and its machine is up."""
+    coordinator, _ = one_of(Disturbed)
+    thawed = threading.Event()
+    coordinator.before = thawed.wait
+    rendezvous = next_rendezvous(coordinator, "save", 0.2)
     try:
         with pytest.raises(PeerFailedError, match=r"has not answered for 0\.2 s: its process is stopped"):
             OPERATIONS[operation](rendezvous)
         rendezvous.fail(ValueError("the others cannot be told"))
         rendezvous.close()
-        made.thawed.set()
-        next_rendezvous(made, "save", 30).gather("x", b"1", 1)  # it answers again
+        thawed.set()
+        next_rendezvous(coordinator, "save", 30).gather("x", b"1", 1)  # it answers again
     finally:
-        made.thawed.set()
+        thawed.set()
 
 
 class Continuing(MemoryCoordinator):
@@ -278,9 +261,7 @@ class Continuing(MemoryCoordinator):
 
 @pytest.mark.parametrize("operation", ["barrier", "broadcast"])
 def test_an_operation_that_fails_leaves_no_wait_in_a_store_of_any_kind(operation: str) -> None:
-    made = memory_coordinators(2)[1]
-    made.__class__ = Continuing
-    assert isinstance(made, Continuing)
+    made, _ = one_of(Continuing)
     made.waits = set()
     with pytest.raises(BarrierTimeoutError):
         OPERATIONS[operation](Rendezvous(made, "save"))
@@ -298,10 +279,8 @@ class Counted(MemoryCoordinator):
 
 
 def counted(count: int) -> tuple[Counted, list[MemoryCoordinator]]:
-    """Makes process 0, which counts, and the others."""
-    first, *others = memory_coordinators(count)
-    first.__class__ = Counted
-    assert isinstance(first, Counted)
+    """Make process 0, which counts, and the others."""
+    first, others = one_of(Counted, count, 0)
     first.requests = []
     return first, others
 

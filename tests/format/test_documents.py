@@ -130,55 +130,32 @@ def test_files_of_other_programs_are_named_so() -> None:
             decode_document(data, "tree", source="x")
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (b"", "not JSON"),
-        (b"{", "not JSON"),
-        (b"\xff\xfe{\0}\0", "not JSON"),
-        (b'{"a": NaN}', "NaN is not"),
-        (b'{"a": -Infinity}', "-Infinity is not"),
-        (b'{"a": ' + b"9" * 5000 + b"}", "not JSON"),
-        (b"[]", "expected a JSON object, found list"),
-        (b"[" * 1_000_000, "nested too deeply"),
-        (b'{"a":' * 1_000_000, "nested too deeply"),
-        (_document(kind="checkpoint"), "expected a 'tree' document, found 'checkpoint'"),
-        (_document(kind=...), "found None"),
-        (_document(digest=...), "no digest"),
-        (_document(digest=7), "no digest"),
-        (_document(digest="crc32c:0"), "no digest"),
-        (_document(digest="crc32c:00000000"), "expected the digest crc32c:00000000, computed"),
-        (_document(version=True), "version is True"),
-        (_document(version=0), "version is 0"),
-        (_document(version="1"), "version is '1'"),
-        (_document(version=...), "version is None"),
-        (_document(a=1).replace(b'"a": 1', b'"a": 1e999'), "cannot be checked"),
-        (_document(a=1).replace(b'"a": 1', b'"a": 2'), "expected the digest"),
-    ],
-    ids=[
-        "empty",
-        "cut-off",
-        "utf-16",
-        "nan",
-        "infinity",
-        "digits",
-        "list",
-        "deep-lists",
-        "deep-objects",
-        "kind",
-        "no-kind",
-        "no-digest",
-        "digest-type",
-        "digest-length",
-        "digest",
-        "version-true",
-        "version-0",
-        "version-text",
-        "no-version",
-        "overflow",
-        "value",
-    ],
-)
+DAMAGED: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "not JSON"),
+    "cut off": (b"{", "not JSON"),
+    "utf 16": (b"\xff\xfe{\0}\0", "not JSON"),
+    "nan": (b'{"a": NaN}', "NaN is not"),
+    "infinity": (b'{"a": -Infinity}', "-Infinity is not"),
+    "digits": (b'{"a": ' + b"9" * 5000 + b"}", "not JSON"),
+    "list": (b"[]", "expected a JSON object, found list"),
+    "deep lists": (b"[" * 1_000_000, "nested too deeply"),
+    "deep objects": (b'{"a":' * 1_000_000, "nested too deeply"),
+    "kind": (_document(kind="checkpoint"), "expected a 'tree' document, found 'checkpoint'"),
+    "no kind": (_document(kind=...), "found None"),
+    "no digest": (_document(digest=...), "no digest"),
+    "digest type": (_document(digest=7), "no digest"),
+    "digest length": (_document(digest="crc32c:0"), "no digest"),
+    "digest": (_document(digest="crc32c:00000000"), "expected the digest crc32c:00000000, computed"),
+    "version true": (_document(version=True), "version is True"),
+    "version 0": (_document(version=0), "version is 0"),
+    "version text": (_document(version="1"), "version is '1'"),
+    "no version": (_document(version=...), "version is None"),
+    "overflow": (_document(a=1).replace(b'"a": 1', b'"a": 1e999'), "cannot be checked"),
+    "value": (_document(a=1).replace(b'"a": 1', b'"a": 2'), "expected the digest"),
+}
+
+
+@pytest.mark.parametrize(("data", "message"), DAMAGED.values(), ids=DAMAGED)
 def test_damaged_documents(data: bytes, message: str) -> None:
     with pytest.raises(DamagedCheckpointError, match=r"run/tree\.json is damaged: ") as caught:
         decode_document(data, "tree", source="run/tree.json")

@@ -99,37 +99,23 @@ def frame_heights(nodes: bytes) -> list[int]:
 DATA = {f"d/{i:02d}": bytes((i + k) % 251 for k in range(1000)) for i in range(40)}
 
 
-@pytest.mark.parametrize(
-    ("values", "node_limit", "levels"),
-    [
-        ({}, 1 << 20, 0),
-        ({b"a": b""}, 1 << 20, 1),
-        ({b"": b"the empty key"}, 1 << 20, 1),
-        ({b"a": ("d/00", 5, 0), b"b": ("d/01", 0, 1000)}, 1 << 20, 1),
-        (many(300, files=40), 1 << 20, 1),
-        (many(300), 4096, 2),
-        (many(300), 700, 3),
-        (many(60, files=40), 1, 6),
-        (many(20_000), 1 << 16, 2),
-        ({b"k" * n: bytes([n % 256]) * n for n in range(1, 500)}, 2000, None),
-        ({bytes([n]): b"v" for n in range(256)}, 300, None),
-        ({b"x" * 65535: b"v" * (1 << 20), b"y": ("d/00", 0, 1)}, 1 << 20, 2),
-    ],
-    ids=[
-        "empty",
-        "one",
-        "empty-key",
-        "two-outside",
-        "one-node",
-        "two-levels",
-        "small-leaves",
-        "one-key-a-leaf",
-        "20000",
-        "nested-prefixes",
-        "every-byte",
-        "longest",
-    ],
-)
+DATABASES: dict[str, tuple[dict[bytes, Value], int, int | None]] = {
+    "empty": ({}, 1 << 20, 0),
+    "one": ({b"a": b""}, 1 << 20, 1),
+    "empty key": ({b"": b"the empty key"}, 1 << 20, 1),
+    "two outside": ({b"a": ("d/00", 5, 0), b"b": ("d/01", 0, 1000)}, 1 << 20, 1),
+    "one node": (many(300, files=40), 1 << 20, 1),
+    "two levels": (many(300), 4096, 2),
+    "small leaves": (many(300), 700, 3),
+    "one key a leaf": (many(60, files=40), 1, 6),
+    "20000": (many(20_000), 1 << 16, 2),
+    "nested prefixes": ({b"k" * n: bytes([n % 256]) * n for n in range(1, 500)}, 2000, None),
+    "every byte": ({bytes([n]): b"v" for n in range(256)}, 300, None),
+    "longest": ({b"x" * 65535: b"v" * (1 << 20), b"y": ("d/00", 0, 1)}, 1 << 20, 2),
+}
+
+
+@pytest.mark.parametrize(("values", "node_limit", "levels"), DATABASES.values(), ids=DATABASES)
 def test_tensorstore_reads_what_we_write(values: dict[bytes, Value], node_limit: int, levels: int | None) -> None:
     manifest, nodes = encode(make_entries(values), node_limit)
     heights = frame_heights(nodes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import struct
 import tracemalloc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from holdfast.engine.format.ocdbt_read import MANIFEST_MAGIC, NODE_MAGIC, Root
 from holdfast.engine.format.ocdbt_write import encode_frame, encode_manifest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 ENTRIES = Entries(
     keys=[b"a/c/0", b"a/c/1", b"a/zarr.json"],
@@ -84,26 +84,25 @@ def test_the_fixture_is_whole(database: Database) -> None:
     assert are_equal(database.decode(), ENTRIES)
 
 
-def test_every_flipped_bit_is_found(database: Database) -> None:
-    for part in ("manifest", "nodes"):
-        content = getattr(database, part)
-        for bit in range(8 * len(content)):
-            flipped = bytearray(content)
-            flipped[bit // 8] ^= 1 << bit % 8
-            damaged = Database(database.manifest, database.nodes)
-            setattr(damaged, part, bytes(flipped))
-            with pytest.raises(DamagedCheckpointError):
-                damaged.decode()
+def flips(content: bytes) -> Iterator[bytes]:
+    for bit in range(8 * len(content)):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        yield bytes(flipped)
 
 
-def test_every_truncation_is_found(database: Database) -> None:
+def cuts(content: bytes) -> Iterator[bytes]:
+    return (content[:size] for size in range(len(content)))
+
+
+@pytest.mark.parametrize("damages", [flips, cuts], ids=["flipped bits", "truncations"])
+def test_every_flipped_bit_and_truncation_is_found(
+    database: Database, damages: Callable[[bytes], Iterator[bytes]]
+) -> None:
     for part in ("manifest", "nodes"):
-        content = getattr(database, part)
-        for size in range(len(content)):
-            damaged = Database(database.manifest, database.nodes)
-            setattr(damaged, part, content[:size])
+        for damaged in damages(getattr(database, part)):
             with pytest.raises(DamagedCheckpointError):
-                damaged.decode()
+                replace(database, **{part: damaged}).decode()
 
 
 def test_appended_bytes_are_found(database: Database) -> None:

@@ -22,6 +22,17 @@ def open_database(base: Any, context: Any, path: str = "", **config: Any) -> Any
     return ts.KvStore.open(spec, context=context).result()
 
 
+@pytest.fixture
+def context() -> ts.Context:
+    return ts.Context()
+
+
+@pytest.fixture
+def base(context: ts.Context) -> Any:
+    """The memory in which databases lie."""
+    return ts.KvStore.open("memory://base/", context=context).result()
+
+
 def write(database: Any, values: dict[bytes, bytes]) -> None:
     """Writes all values as one version."""
     with ts.Transaction() as transaction:
@@ -70,38 +81,23 @@ def sample(count: int, seed: int = 0) -> dict[bytes, bytes]:
     return {f"params.layer{i:06d}/c/0".encode(): rng.randbytes(rng.choice([0, 3, 90, 101, 300])) for i in range(count)}
 
 
-@pytest.mark.parametrize(
-    ("count", "config"),
-    [
-        (0, {}),
-        (1, {}),
-        (500, {}),
-        (500, {"compression": ZSTD}),
-        (500, {"compression": None}),
-        (500, {"max_inline_value_bytes": 0}),
-        (500, {"max_inline_value_bytes": 1 << 20}),
-        (3000, {"max_decoded_node_bytes": 2000, "compression": None}),
-        (700, {"max_decoded_node_bytes": 500}),
-        (6000, {"max_inline_value_bytes": 50}),
-        (3000, {"max_inline_value_bytes": 1000, "compression": {"id": "zstd", "level": 19}}),
-    ],
-    ids=[
-        "empty",
-        "one",
-        "default",
-        "zstd3",
-        "raw",
-        "all-outside",
-        "all-inline",
-        "raw-interior-nodes",
-        "zstd-interior-nodes",
-        "6000",
-        "zstd19",
-    ],
-)
-def test_databases_of_tensorstore(count: int, config: dict[str, Any]) -> None:
-    context = ts.Context()
-    base = ts.KvStore.open("memory://base/", context=context).result()
+DATABASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "empty": (0, {}),
+    "one": (1, {}),
+    "default": (500, {}),
+    "zstd3": (500, {"compression": ZSTD}),
+    "raw": (500, {"compression": None}),
+    "all outside": (500, {"max_inline_value_bytes": 0}),
+    "all inline": (500, {"max_inline_value_bytes": 1 << 20}),
+    "raw interior nodes": (3000, {"max_decoded_node_bytes": 2000, "compression": None}),
+    "zstd interior nodes": (700, {"max_decoded_node_bytes": 500}),
+    "6000": (6000, {"max_inline_value_bytes": 50}),
+    "zstd19": (3000, {"max_inline_value_bytes": 1000, "compression": {"id": "zstd", "level": 19}}),
+}
+
+
+@pytest.mark.parametrize(("count", "config"), DATABASES.values(), ids=DATABASES)
+def test_databases_of_tensorstore(base: Any, context: ts.Context, count: int, config: dict[str, Any]) -> None:
     database = open_database(base, context, **config)
     values = sample(count)
     if count:
@@ -120,10 +116,8 @@ def test_databases_of_tensorstore(count: int, config: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("versions", [2, 15, 16, 17, 40, 300])
-def test_the_newest_of_several_versions_is_read(versions: int) -> None:
+def test_the_newest_of_several_versions_is_read(base: Any, context: ts.Context, versions: int) -> None:
     """From 17 versions on, the manifest refers to version tree nodes for the older ones."""
-    context = ts.Context()
-    base = ts.KvStore.open("memory://base/", context=context).result()
     database = open_database(base, context)
     for i in range(versions):
         database.write(f"key{i % 7}".encode(), f"value {i}".encode() * (i % 3 * 20)).result()
@@ -131,10 +125,8 @@ def test_the_newest_of_several_versions_is_read(versions: int) -> None:
     assert Reader(base).values() == expected
 
 
-def test_paths_below_a_base_path() -> None:
+def test_paths_below_a_base_path(base: Any, context: ts.Context) -> None:
     """Databases of several processes, merged by reference: data files lie below the directory of each process."""
-    context = ts.Context()
-    base = ts.KvStore.open("memory://base/", context=context).result()
     merged = open_database(base, context)
     expected: dict[bytes, bytes] = {}
     with ts.Transaction() as transaction:
@@ -150,7 +142,7 @@ def test_paths_below_a_base_path() -> None:
     assert {path.split("/")[0] for path in files} == {"process_0", "process_1", "process_2"}
 
 
-def test_base_paths_add_up() -> None:
+def test_base_paths_add_up(base: Any, context: ts.Context) -> None:
     """A table's paths are relative to the base path of the file that the table was read from."""
 
     def table(base: str, path: str) -> bytes:
@@ -166,8 +158,6 @@ def test_base_paths_add_up() -> None:
     configuration = bytes(16) + numbers(0, 100, 1 << 23, 4, 0)
     manifest = encode_frame(MANIFEST_MAGIC, configuration + table("p/", "root") + version)
 
-    context = ts.Context()
-    base = ts.KvStore.open("memory://base/", context=context).result()
     for name, data in {"manifest.ocdbt": manifest, "p/root": root, "p/q/leaf": leaf, "p/q/value": b"-here-"}.items():
         base.write(name, data).result()
     reader = Reader(base)
@@ -176,24 +166,18 @@ def test_base_paths_add_up() -> None:
     assert open_database(base, context).read(b"key").result().value == b"here"
 
 
-def test_a_database_within_a_database_directory() -> None:
-    context = ts.Context()
-    base = ts.KvStore.open("memory://base/", context=context).result()
+def test_a_database_within_a_database_directory(base: Any, context: ts.Context) -> None:
     write(open_database(base, context, "inner/"), sample(10))
     assert Reader(base, "inner/").values() == sample(10)
 
 
-def test_numbered_manifests_are_refused_clearly() -> None:
-    context = ts.Context()
-    base = ts.KvStore.open("memory://base/", context=context).result()
+def test_numbered_manifests_are_refused_clearly(base: Any, context: ts.Context) -> None:
     write(open_database(base, context, manifest_kind="numbered"), sample(3))
     with pytest.raises(FormatVersionError, match="numbered manifests"):
         Reader(base).entries()
 
 
-def test_every_flipped_bit_of_a_compressed_manifest_is_found() -> None:
-    context = ts.Context()
-    base = ts.KvStore.open("memory://base/", context=context).result()
+def test_every_flipped_bit_of_a_compressed_manifest_is_found(base: Any, context: ts.Context) -> None:
     write(open_database(base, context), sample(3))
     reader = Reader(base)
     manifest = reader.file("manifest.ocdbt")
@@ -214,8 +198,6 @@ def test_every_flipped_bit_of_a_compressed_manifest_is_found() -> None:
     ],
     ids=["zeros", "zeros of 4 bytes each", "repeated", "empty"],
 )
-def test_inline_values_keep_their_lengths(values: dict[bytes, bytes]) -> None:
-    context = ts.Context()
-    base = ts.KvStore.open("memory://base/", context=context).result()
+def test_inline_values_keep_their_lengths(base: Any, context: ts.Context, values: dict[bytes, bytes]) -> None:
     write(open_database(base, context), values)
     assert Reader(base).values() == values

@@ -11,6 +11,7 @@ import pytest
 import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.dtypes import ZARR_BUILT_IN, ZARR_EXTENDED
 
 from holdfast.engine.errors import DamagedCheckpointError, FormatVersionError, HoldfastError
 from holdfast.engine.format import (
@@ -24,33 +25,7 @@ from holdfast.engine.format import (
     storage_dtype,
 )
 
-DATA_TYPES = [
-    "bool",
-    "int2",
-    "int4",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "uint8",
-    "uint16",
-    "uint32",
-    "uint64",
-    "float16",
-    "float32",
-    "float64",
-    "bfloat16",
-    "complex64",
-    "complex128",
-    "float4_e2m1fn",
-    "float8_e3m4",
-    "float8_e4m3b11fnuz",
-    "float8_e4m3fn",
-    "float8_e4m3fnuz",
-    "float8_e5m2",
-    "float8_e5m2fnuz",
-    "float8_e8m0fnu",
-]
+DATA_TYPES = [*ZARR_BUILT_IN, *ZARR_EXTENDED]
 SHAPES: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
     ((), ()),
     ((0,), (1,)),
@@ -190,52 +165,43 @@ def test_arrays_that_holdfast_did_not_write_are_refused(changes: dict[str, Any],
         decode_array_metadata(json.dumps(WHOLE | changes).encode())
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"shape": None},
-        {"shape": [4, -1]},
-        {"shape": [4, True]},
-        {"shape": [4, 6.0]},
-        {"shape": [4, 2**64]},
-        {"shape": [2**31, 2**31]},
-        {"shape": [4]},
-        {"shape": [1] * 100},
-        {"chunk_grid": None},
-        {"chunk_grid": {"name": "regular"}},
-        {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [0, 6]}}},
-        {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [2**40, 2**40]}}},
-        {"chunk_grid": {"name": "regular", "configuration": 3}},
-        {"data_type": 3},
-        {"data_type": {}},
-        {"codecs": "bytes"},
-        {"codecs": [3]},
-        {"codecs": [*WHOLE["codecs"][:1], {"name": "zstd", "configuration": {"level": "1"}}, "crc32c"]},
-    ],
-    ids=ascii,
-)
-def test_damaged_metadata(changes: dict[str, Any]) -> None:
-    with pytest.raises(DamagedCheckpointError, match=r"zarr\.json is damaged"):
-        decode_array_metadata(json.dumps(WHOLE | changes).encode())
+DAMAGED: list[dict[str, Any]] = [
+    {"shape": None},
+    {"shape": [4, -1]},
+    {"shape": [4, True]},
+    {"shape": [4, 6.0]},
+    {"shape": [4, 2**64]},
+    {"shape": [2**31, 2**31]},
+    {"shape": [4]},
+    {"shape": [1] * 100},
+    {"chunk_grid": None},
+    {"chunk_grid": {"name": "regular"}},
+    {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [0, 6]}}},
+    {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [2**40, 2**40]}}},
+    {"chunk_grid": {"name": "regular", "configuration": 3}},
+    {"data_type": 3},
+    {"data_type": {}},
+    {"codecs": "bytes"},
+    {"codecs": [3]},
+    {"codecs": [*WHOLE["codecs"][:1], {"name": "zstd", "configuration": {"level": "1"}}, "crc32c"]},
+]
+NOT_JSON = {
+    "empty": b"",
+    "cut off": b"{",
+    "a list": b"[]",
+    "no text": b"\xff",
+    "a number": b"3",
+    "deep": b"[" * 100_000,
+    "long": b'"' + b"x" * (1 << 20) + b'"',
+    "many digits": b'{"shape":' + b"9" * 5000 + b"}",
+}
+DAMAGED_TEXTS = {**{ascii(one): json.dumps(WHOLE | one).encode() for one in DAMAGED}, **NOT_JSON}
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b"\xff",
-        b"3",
-        b"[" * 100_000,
-        b'"' + b"x" * (1 << 20) + b'"',
-        b'{"shape":' + b"9" * 5000 + b"}",
-    ],
-    ids=["empty", "cut-off", "list", "not-text", "number", "deep", "long", "digits"],
-)
-def test_metadata_that_is_not_json(data: bytes) -> None:
+@pytest.mark.parametrize("text", DAMAGED_TEXTS.values(), ids=DAMAGED_TEXTS)
+def test_damaged_metadata(text: bytes) -> None:
     with pytest.raises(DamagedCheckpointError, match=r"zarr\.json is damaged"):
-        decode_array_metadata(data)
+        decode_array_metadata(text)
 
 
 json_values = st.recursive(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,18 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.formats.orbax_files import LAYOUTS, edit, save
 
 import holdfast as hf
 
 jnp: Any = pytest.importorskip("jax.numpy")
-ocp: Any = pytest.importorskip("orbax.checkpoint")
-
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "ocdbt zarr2": {},
-    "ocdbt zarr3": {"use_zarr3": True},
-    "directories zarr2": {"use_ocdbt": False},
-    "directories zarr3": {"use_ocdbt": False, "use_zarr3": True},
-}
 Saved = Callable[[str], Path]
 
 
@@ -30,26 +22,14 @@ Saved = Callable[[str], Path]
 def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root: Path = tmp_path_factory.mktemp("originals")
     tree = {"w": np.random.default_rng(0).random((64, 8)), "v": jnp.arange(300.0), "text": "hello", "step": 3}
-    for name, arguments in LAYOUTS.items():
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**arguments)) as checkpointer:
-            checkpointer.save(root / name.replace(" ", "_"), args=ocp.args.PyTreeSave(tree))
+    for name, layout in LAYOUTS.items():
+        save(root / name.replace(" ", "_"), tree, **layout)
     return root
 
 
 @pytest.fixture
 def saved(originals: Path, tmp_path: Path) -> Saved:
-    def copy(layout: str) -> Path:
-        target = tmp_path / "checkpoint"
-        shutil.copytree(originals / layout.replace(" ", "_"), target)
-        return target
-
-    return copy
-
-
-def edit(path: Path, change: Callable[[Any], Any]) -> None:
-    document = json.loads((path / "_METADATA").read_text())
-    change(document)
-    (path / "_METADATA").write_text(json.dumps(document))
+    return lambda layout: Path(shutil.copytree(originals / layout.replace(" ", "_"), tmp_path / "checkpoint"))
 
 
 def data_files(path: Path, layout: str) -> list[Path]:
@@ -155,33 +135,27 @@ def test_hostile_trees(saved: Saved, entries: list[dict[str, Any]], what: str) -
         hf.load(path)
 
 
-def test_arrays_that_are_too_large_to_be_true(saved: Saved) -> None:
+@pytest.mark.parametrize(
+    ("claim", "what"),
+    [
+        ({"shape": [1 << 40, 8]}, r"its arrays claim 7036874417\d* bytes, all of its files"),
+        ({"chunks": [1 << 34, 8]}, r"chunks of array 'w' claim 109951162\d* bytes"),
+    ],
+    ids=["an array", "chunks far larger than their array"],
+)
+def test_claims_that_are_too_large_to_be_true(saved: Saved, claim: dict[str, Any], what: str) -> None:
     path = saved("directories zarr2")
-    document = json.loads((path / "w" / ".zarray").read_text())
-    (path / "w" / ".zarray").write_text(json.dumps(document | {"shape": [1 << 40, 8]}))
+    edit(path, lambda document: document.update(claim), "w/.zarray")
     edit(path, lambda document: document.pop("store_array_data_equal_to_fill_value"))
-    with pytest.raises(hf.DamagedCheckpointError, match=r"its arrays claim 7036874417\d* bytes, all of its files"):
+    with pytest.raises(hf.DamagedCheckpointError, match=what):
         hf.load(path)
     assert not hf.verify(path).ok
 
 
 def test_values_of_unknown_types_are_read_if_they_are_arrays(saved: Saved) -> None:
     path = saved("ocdbt zarr3")
-
-    def change(document: Any) -> None:
-        document["tree_metadata"]["('w',)"]["value_metadata"]["value_type"] = "another.Library"
-
-    edit(path, change)
+    edit(path, lambda document: document["tree_metadata"].update(_entry("w", kind="another.Library")))
     assert hf.load(path)["w"].shape == (64, 8)
-
-
-def test_chunks_that_are_far_larger_than_their_array(saved: Saved) -> None:
-    path = saved("directories zarr2")
-    document = json.loads((path / "w" / ".zarray").read_text())
-    (path / "w" / ".zarray").write_text(json.dumps(document | {"chunks": [1 << 34, 8]}))
-    with pytest.raises(hf.DamagedCheckpointError, match=r"chunks of array 'w' claim 109951162\d* bytes"):
-        hf.load(path)
-    assert not hf.verify(path).ok
 
 
 @pytest.mark.parametrize("layout", ["ocdbt zarr3", "directories zarr2"])

@@ -12,6 +12,7 @@ import fsspec
 import ml_dtypes
 import numpy as np
 import pytest
+from tests.formats.orbax_files import DIRECTORIES, ocp, restored, save
 
 import holdfast as hf
 from holdfast.integrations.formats.orbax.export import add_orbax_metadata
@@ -19,7 +20,6 @@ from holdfast.integrations.formats.orbax.export import add_orbax_metadata
 jax: Any = pytest.importorskip("jax")
 jnp: Any = pytest.importorskip("jax.numpy")
 optax: Any = pytest.importorskip("optax")
-ocp: Any = pytest.importorskip("orbax.checkpoint")
 v1: Any = pytest.importorskip("orbax.checkpoint.experimental.v1")
 TrainState: Any = pytest.importorskip("flax.training.train_state").TrainState
 
@@ -71,9 +71,7 @@ def tree() -> dict[str, Any]:
 @both
 def test_orbax_restores_what_we_saved(tmp_path: Path, export: Export) -> None:
     hf.save(tmp_path / "ours", tree())
-    place = export(tmp_path / "ours", tmp_path / "theirs")
-    with ocp.StandardCheckpointer() as checkpointer:
-        found = checkpointer.restore(place)
+    found = restored(export(tmp_path / "ours", tmp_path / "theirs"))
     expected = tree()
     for name in ("numpy", "big_endian", "flags", "complex", "fp8", "int4"):
         assert np.asarray(found[name]).tolist() == np.asarray(expected[name]).tolist(), name
@@ -115,9 +113,7 @@ def test_a_train_state_with_its_keys(tmp_path: Path, export: Export) -> None:
     state = state.apply_gradients(grads=jax.tree.map(jnp.ones_like, params)).replace(step=jnp.int32(1))
     saved = {"state": state, "key": jax.random.key(3), "keys": jax.random.split(jax.random.key(1, impl="rbg"), 2)}
     hf.save(tmp_path / "ours", saved)
-    place = export(tmp_path / "ours", tmp_path / "theirs")
-    with ocp.StandardCheckpointer() as checkpointer:
-        found = checkpointer.restore(place, jax.tree.map(jnp.zeros_like, saved))
+    found = restored(export(tmp_path / "ours", tmp_path / "theirs"), jax.tree.map(jnp.zeros_like, saved))
     assert jax.tree.structure(found) == jax.tree.structure(saved)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(saved), strict=True):
         assert one.dtype == other.dtype
@@ -221,10 +217,21 @@ def test_leaves_that_orbax_cannot_store(tmp_path: Path, export: Export, leaf: An
     assert not (tmp_path / "ours" / "state" / "_METADATA").exists()
 
 
-def test_names_that_orbax_would_confuse(tmp_path: Path) -> None:
-    hf.save(tmp_path / "ours", {"a.b": np.ones(1), "a": {"b": np.zeros(1)}})
-    for export in (copied, in_place):
-        with pytest.raises(hf.errors.UnsupportedLeafError, match=r"Orbax would give it the name 'a\.b'"):
+@pytest.mark.parametrize(
+    ("saved", "exports", "what"),
+    [
+        ({"a.b": np.ones(1), "a": {"b": np.zeros(1)}}, [copied, in_place], r"Orbax would give it the name 'a\.b'"),
+        ({"a": np.ones(1), "a/b": np.zeros(1), "a.c": np.zeros(1)}, [copied], "a/b: it would lie in the folder of ano"),
+        ({"a.b": "text", "a": {"b/c": "text"}}, [copied], "Orbax would store it inside another text"),
+        ({"a~": "text"}, [copied], "Orbax cannot store a text under the name 'a~'"),
+        ({"a": "\ud800"}, [copied], "its text has lone surrogates, which JSON files cannot hold"),
+    ],
+    ids=["the same name", "an array in another's folder", "text in a text", "odd name of a text", "lone surrogates"],
+)
+def test_names_and_texts_that_orbax_would_confuse(tmp_path: Path, saved: Any, exports: list[Export], what: str) -> None:
+    hf.save(tmp_path / "ours", saved)
+    for export in exports:
+        with pytest.raises(hf.errors.UnsupportedLeafError, match=what):
             export(tmp_path / "ours", tmp_path / "theirs")
 
 
@@ -233,8 +240,7 @@ def test_names_that_only_a_copy_can_have(tmp_path: Path) -> None:
     hf.save(tmp_path / "ours", saved)
     with pytest.raises(hf.errors.UnsupportedLeafError, match=r"stored as 'a%2Eb' and Orbax would look for 'a\.b'"):
         in_place(tmp_path / "ours", tmp_path / "theirs")
-    with ocp.StandardCheckpointer() as checkpointer:
-        found = checkpointer.restore(copied(tmp_path / "ours", tmp_path / "theirs"))
+    found = restored(copied(tmp_path / "ours", tmp_path / "theirs"))
     assert sorted(found) == ["7", "a.b", "c/d", "t/u"]
     assert (found["7"].shape, found["a.b"].shape) == ((3,), (1,))
     assert found["c/d"]["50%"].tolist() == [0, 0]
@@ -242,8 +248,7 @@ def test_names_that_only_a_copy_can_have(tmp_path: Path) -> None:
 
 
 def test_checkpoints_of_others_become_orbax_s(tmp_path: Path) -> None:
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as checkpointer:
-        checkpointer.save(tmp_path / "old", args=ocp.args.PyTreeSave({"w": np.arange(3), "key": jax.random.key(1)}))
+    save(tmp_path / "old", {"w": np.arange(3), "key": jax.random.key(1)}, **DIRECTORIES)
     export_orbax(tmp_path / "old", tmp_path / "new")
     found = hf.load(tmp_path / "new", like={"w": np.zeros(3, np.int64), "key": jax.random.key(0)})
     assert found["w"].tolist() == [0, 1, 2]
@@ -252,18 +257,11 @@ def test_checkpoints_of_others_become_orbax_s(tmp_path: Path) -> None:
         add_orbax_metadata(tmp_path / "old")
 
 
-def test_an_array_in_the_folder_of_another_one(tmp_path: Path) -> None:
-    hf.save(tmp_path / "ours", {"a": np.ones(1), "a/b": np.zeros(1), "a.c": np.zeros(1)})
-    with pytest.raises(hf.errors.UnsupportedLeafError, match="a/b: it would lie in the folder of another array"):
-        copied(tmp_path / "ours", tmp_path / "theirs")
-
-
 def test_large_arrays_and_many_small_ones(tmp_path: Path) -> None:
     saved = {"w": np.arange(9 << 20, dtype=np.float32).reshape(3, -1), "v": np.ones((2, 3, 4))}
     saved |= {f"{index}": np.full(3, index) for index in range(300)}
     hf.save(tmp_path / "ours", saved)
-    with ocp.StandardCheckpointer() as checkpointer:
-        found = checkpointer.restore(copied(tmp_path / "ours", tmp_path / "theirs"))
+    found = restored(copied(tmp_path / "ours", tmp_path / "theirs"))
     for name, array in saved.items():
         np.testing.assert_array_equal(found[name], array)
 
@@ -289,24 +287,16 @@ def test_one_bare_array(tmp_path: Path, export: Export) -> None:
         assert checkpointer.restore(place).tolist() == [0, 1, 2, 3]
 
 
-def test_in_an_object_store(tmp_path: Path) -> None:
+def test_in_an_object_store_and_in_a_file_system_of_fsspec(tmp_path: Path, place: str) -> None:
     hf.save(tmp_path / "ours", {"w": np.arange(4), "text": "x"})
-    export_orbax(tmp_path / "ours", "memory://orbax/theirs")
-    found = hf.load("memory://orbax/theirs")
-    assert found["w"].tolist() == [0, 1, 2, 3]
-    assert hf.verify("memory://orbax/theirs").ok
-    hf.storage.as_location("memory://orbax").remove_tree()
-
-
-def test_in_a_file_system_of_fsspec(tmp_path: Path) -> None:
-    """Orbax reads from none of these: the directory is copied to where it does."""
-    files = fsspec.filesystem("memory")
-    hf.save(tmp_path / "ours", {"w": np.arange(4), "text": "x"})
+    export_orbax(tmp_path / "ours", f"{place}/theirs")
+    assert hf.load(f"{place}/theirs")["w"].tolist() == [0, 1, 2, 3]
+    assert hf.verify(f"{place}/theirs").ok
+    files = fsspec.filesystem("memory")  # Orbax does not read from it: the directory is copied to where it does.
     export_orbax(tmp_path / "ours", hf.storage.as_location("/orbax/theirs", filesystem=files))
     files.get("/orbax/theirs", str(tmp_path / "theirs"), recursive=True)
     files.rm("/orbax", recursive=True)
-    with ocp.StandardCheckpointer() as checkpointer:
-        assert checkpointer.restore(tmp_path / "theirs")["w"].tolist() == [0, 1, 2, 3]
+    assert restored(tmp_path / "theirs")["w"].tolist() == [0, 1, 2, 3]
 
 
 @both
@@ -314,8 +304,7 @@ def test_every_dtype_that_both_have(tmp_path: Path, export: Export) -> None:
     names = ["int2", "int8", "uint64", "float16", "complex128", "float8_e3m4", "float8_e8m0fnu", "float4_e2m1fn"]
     saved = {name: np.array([0, 1, 1]).astype(getattr(ml_dtypes, name, name)) for name in names}
     hf.save(tmp_path / "ours", saved)
-    with ocp.StandardCheckpointer() as checkpointer:
-        found = checkpointer.restore(export(tmp_path / "ours", tmp_path / "theirs"))
+    found = restored(export(tmp_path / "ours", tmp_path / "theirs"))
     for name, array in saved.items():
         assert found[name].dtype == array.dtype, name
         assert found[name].tobytes() == array.tobytes(), name
@@ -324,17 +313,14 @@ def test_every_dtype_that_both_have(tmp_path: Path, export: Export) -> None:
 def test_compressed_and_aggregated_leaves(tmp_path: Path) -> None:
     handler = hf.PyTreeCheckpointHandler(layout=hf.Layout(compression=3))
     hf.Checkpointer(handler).save(tmp_path / "ours", {"w": np.zeros(1000)})
-    with ocp.StandardCheckpointer() as checkpointer:
-        assert checkpointer.restore(in_place(tmp_path / "ours", tmp_path))["w"].tolist() == [0] * 1000
+    assert restored(in_place(tmp_path / "ours", tmp_path))["w"].tolist() == [0] * 1000
     aggregated = {"w": np.ones(3), "v": np.ones(2)}
     hf.Checkpointer(hf.PyTreeCheckpointHandler()).save(
         tmp_path / "aggregated", aggregated, save_args={"w": hf.SaveArgs(aggregate=True), "v": hf.SaveArgs()}
     )
     with pytest.raises(hf.errors.UnsupportedLeafError, match="w: it is aggregated with other leaves"):
         add_orbax_metadata(tmp_path / "aggregated")
-    with ocp.StandardCheckpointer() as checkpointer:
-        found = checkpointer.restore(copied(tmp_path / "aggregated", tmp_path / "theirs"))
-    assert found["w"].tolist() == [1, 1, 1]
+    assert restored(copied(tmp_path / "aggregated", tmp_path / "theirs"))["w"].tolist() == [1, 1, 1]
 
 
 def test_what_each_process_has_of_its_own(tmp_path: Path) -> None:
@@ -350,5 +336,4 @@ def test_what_each_process_has_of_its_own(tmp_path: Path) -> None:
         found = manager.restore(1, args=ocp.args.Composite(loader_0=ocp.args.StandardRestore()))
     assert found["loader_0"] == {"place": 5}
     add_orbax_metadata(tmp_path / "ours")  # for items that all processes share
-    with ocp.StandardCheckpointer() as checkpointer:
-        assert checkpointer.restore(tmp_path / "ours" / "1" / "model")["w"].tolist() == [1, 1, 1]
+    assert restored(tmp_path / "ours" / "1" / "model")["w"].tolist() == [1, 1, 1]

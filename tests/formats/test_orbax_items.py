@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.formats.orbax_files import copied, edit, ocp, save
 from tests.versions import flax_flag
 
 import holdfast as hf
@@ -17,7 +18,6 @@ from holdfast.integrations.formats.orbax.checkpoint import is_finished
 
 jax: Any = pytest.importorskip("jax")
 jnp: Any = pytest.importorskip("jax.numpy")
-ocp: Any = pytest.importorskip("orbax.checkpoint")
 v1: Any = pytest.importorskip("orbax.checkpoint.experimental.v1")
 
 
@@ -96,11 +96,10 @@ def test_metrics_are_read_when_they_are_asked_for(run: Path) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"step_prefix": "model"}, {"step_format_fixed_length": 5}, {"step_prefix": "a_b", "single_host": None}],
+    [{}, {"step_prefix": "model"}, {"step_format_fixed_length": 5}, {"step_prefix": "a_b"}],
     ids=["plain", "prefix", "padded", "prefix with an underscore"],
 )
 def test_names_of_steps(tmp_path: Path, settings: dict[str, Any]) -> None:
-    settings.pop("single_host", None)
     with ocp.CheckpointManager(tmp_path / "run", options=options(**settings)) as manager:
         for step in (0, 5, 10):
             manager.save(step, args=ocp.args.StandardSave(state(step)))
@@ -134,11 +133,9 @@ def test_items_by_their_names(several_items: Path) -> None:
 def test_items_of_unknown_kinds_are_listed_and_skipped(
     several_items: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    copy = tmp_path / "run"
-    shutil.copytree(several_items, copy)
-    document = json.loads((copy / "4" / "_CHECKPOINT_METADATA").read_text())
-    document["item_handlers"]["dataset"] = "grain.python.PyGrainCheckpointHandler"
-    (copy / "4" / "_CHECKPOINT_METADATA").write_text(json.dumps(document))
+    copy = copied(several_items, tmp_path)
+    handlers = {"dataset": "grain.python.PyGrainCheckpointHandler"}
+    edit(copy / "4", lambda document: document["item_handlers"].update(handlers), "_CHECKPOINT_METADATA")
     (copy / "4" / "dataset").mkdir()
     (copy / "4" / "dataset" / "process_0-of-1.json").write_text("{}")
     with caplog.at_level(logging.WARNING, "holdfast"):
@@ -150,8 +147,7 @@ def test_items_of_unknown_kinds_are_listed_and_skipped(
 
 
 def test_a_missing_item_is_damage(several_items: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "run"
-    shutil.copytree(several_items, copy)
+    copy = copied(several_items, tmp_path)
     shutil.rmtree(copy / "4" / "params")
     (copy / "4" / "extra" / "metadata").unlink()
     for item, file in (("params", "params/_METADATA"), ("extra", "extra/metadata")):
@@ -161,8 +157,7 @@ def test_a_missing_item_is_damage(several_items: Path, tmp_path: Path) -> None:
 
 
 def test_without_the_checkpoint_s_own_metadata(several_items: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "run"
-    shutil.copytree(several_items, copy)
+    copy = copied(several_items, tmp_path)
     (copy / "4" / "_CHECKPOINT_METADATA").unlink()
     found = hf.load(copy)
     assert found["params"]["w"].tolist() == [1, 1, 1]
@@ -171,8 +166,7 @@ def test_without_the_checkpoint_s_own_metadata(several_items: Path, tmp_path: Pa
 
 
 def test_unfinished_steps_are_not_listed(run: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "run"
-    shutil.copytree(run, copy)
+    copy = copied(run, tmp_path)
     (copy / "ckpt_00000012").rename(copy / "ckpt_00000012.orbax-checkpoint-tmp")
     (copy / "ckpt_00000099").mkdir()  # what a deletion that was interrupted may leave
     assert [one.step for one in hf.list_checkpoints(copy)] == [2]
@@ -184,8 +178,7 @@ def test_unfinished_steps_are_not_listed(run: Path, tmp_path: Path) -> None:
 
 
 def test_a_gutted_step_is_damaged(run: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "run"
-    shutil.copytree(run, copy)
+    copy = copied(run, tmp_path)
     shutil.rmtree(copy / "ckpt_00000012" / "default")
     shutil.rmtree(copy / "ckpt_00000012" / "metrics")
     damage = [one.damage for one in hf.list_checkpoints(copy)]
@@ -198,14 +191,23 @@ def test_a_gutted_step_is_damaged(run: Path, tmp_path: Path) -> None:
         hf.load(copy)
 
 
-def test_metadata_that_is_no_json(run: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "run"
-    shutil.copytree(run, copy)
-    (copy / "ckpt_00000012" / "_CHECKPOINT_METADATA").write_text("{")
-    assert "is not JSON" in str(hf.list_checkpoints(copy)[1].damage)
+@pytest.mark.parametrize(
+    ("file", "damage", "load_fails"),
+    [
+        pytest.param("_CHECKPOINT_METADATA", "_CHECKPOINT_METADATA is damaged: it is not JSON", True, id="of the step"),
+        pytest.param("metrics/metrics", "metrics is damaged", False, id="metrics, which no load needs"),
+    ],
+)
+def test_documents_that_are_no_json(run: Path, tmp_path: Path, file: str, damage: str, load_fails: bool) -> None:
+    copy = copied(run, tmp_path)
+    (copy / "ckpt_00000012" / file).write_bytes(b"\xff")
+    assert damage in str(hf.list_checkpoints(copy)[1].damage)
     assert not hf.verify(copy, 12).ok
-    with pytest.raises(hf.DamagedCheckpointError, match=r"_CHECKPOINT_METADATA is damaged"):
-        hf.load(copy)
+    if load_fails:
+        with pytest.raises(hf.DamagedCheckpointError, match=damage):
+            hf.load(copy)
+    else:
+        assert hf.load(copy)["step"] == 12
 
 
 @pytest.mark.needs("orbax-checkpoint", "0.12")
@@ -215,9 +217,16 @@ def test_the_checkpointers_of_version_one(tmp_path: Path) -> None:
     found = hf.load(tmp_path / "run", like={"w": np.zeros(3, np.float32), "step": 0})
     assert found["step"] == 3
     assert hf.list_checkpoints(tmp_path / "run")[0].metrics == {"loss": 1.0}
-    v1.save_checkpointables(tmp_path / "items", {"model": {"w": jnp.ones(2)}, "other": {"a": 1.5}})
-    assert hf.load(tmp_path / "items", item="other") == {"a": 1.5}
-    assert sorted(hf.load(tmp_path / "items")) == ["model", "other"]
+    registry = v1.handlers.local_registry()
+    registry.add(v1.handlers.JsonHandler, checkpointable_name="facts")
+    items = {"facts": {"a": [1, "x"]}, "model": {"w": jnp.ones(2)}, "other": {"a": 1.5}}
+    with v1.Context(checkpointables_options=v1.options.CheckpointablesOptions(registry=registry)):
+        v1.save_checkpointables(tmp_path / "items", items)
+    assert (tmp_path / "items" / "facts" / "data.json").exists()
+    found = hf.load(tmp_path / "items")
+    assert (sorted(found), found["model"]["w"].tolist()) == (["facts", "model", "other"], [1, 1])
+    for item in ("facts", "other"):
+        assert hf.load(tmp_path / "items", item=item) == found[item] == items[item]
 
 
 @pytest.mark.parametrize("kind", [ocp.StandardCheckpointer, ocp.PyTreeCheckpointer])
@@ -241,25 +250,13 @@ def test_directories_that_are_no_checkpoints(tmp_path: Path) -> None:
 def test_our_own_steps_count_before_what_lies_beside_them(tmp_path: Path) -> None:
     with hf.CheckpointManager(tmp_path / "run") as manager:
         manager.save(1, {"n": 1})
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "run" / "exported", {"n": 2})
-        checkpointer.save(tmp_path / "run" / "9", {"n": 9})
+    save(tmp_path / "run" / "exported", {"n": 2})
+    save(tmp_path / "run" / "9", {"n": 9})
     assert hf.load(tmp_path / "run") == {"n": 1}
     listed = hf.list_checkpoints(tmp_path / "run")
     assert [(one.step, one.damage is None) for one in listed] == [(1, True), (9, False)]
     assert [one.step for one in hf.verify(tmp_path / "run").checkpoints] == [1]
     assert hf.load(tmp_path / "run" / "exported") == {"n": 2}
-
-
-@pytest.mark.needs("orbax-checkpoint", "0.12")
-def test_json_of_version_one(tmp_path: Path) -> None:
-    registry = v1.handlers.local_registry()
-    registry.add(v1.handlers.JsonHandler, checkpointable_name="facts")
-    with v1.Context(checkpointables_options=v1.options.CheckpointablesOptions(registry=registry)):
-        v1.save_checkpointables(tmp_path / "one", {"facts": {"a": [1, "x"]}, "model": {"w": jnp.ones(2)}})
-    assert (tmp_path / "one" / "facts" / "data.json").exists()
-    assert hf.load(tmp_path / "one", item="facts") == {"a": [1, "x"]}
-    assert hf.load(tmp_path / "one", item="model")["w"].tolist() == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -301,15 +298,6 @@ def test_what_flax_s_own_functions_save(tmp_path: Path, through_orbax: bool) -> 
     assert hf.load(tmp_path)["step"] == 10
 
 
-def test_metrics_that_are_no_json(run: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "run"
-    shutil.copytree(run, copy)
-    (copy / "ckpt_00000012" / "metrics" / "metrics").write_bytes(b"\xff")
-    assert "metrics is damaged" in str(hf.list_checkpoints(copy)[1].damage)
-    assert hf.load(copy)["step"] == 12
-    assert not hf.verify(copy, 12).ok
-
-
 def test_on_google_cloud_storage_only_what_is_marked_is_finished(monkeypatch: pytest.MonkeyPatch) -> None:
     place = hf.storage.as_location("gs://bucket/run/12")
     marked: set[str] = set()
@@ -338,8 +326,7 @@ def test_an_item_that_is_called_metadata(tmp_path: Path) -> None:
 @pytest.mark.parametrize("use_ocdbt", [True, False], ids=["one database", "per parameter"])
 def test_a_checkpointer_restores_what_orbax_saved(tmp_path: Path, kind: Any, use_ocdbt: bool) -> None:
     tree = {"w": jnp.arange(6.0).reshape(2, 3), "layers": [jnp.ones(2, jnp.bfloat16), np.arange(3)], "step": 7}
-    place = tmp_path / "one"
-    ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=use_ocdbt)).save(place, args=ocp.args.PyTreeSave(tree))
+    place = save(tmp_path / "one", tree, use_ocdbt=use_ocdbt)
     checkpointer = kind()
 
     found = checkpointer.restore(place)
@@ -416,8 +403,7 @@ def test_a_reading_manager_of_several_items(several_items: Path) -> None:
 
 
 def test_a_reading_manager_passes_over_damaged_steps_of_orbax(run: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "run"
-    shutil.copytree(run, copy)
+    copy = copied(run, tmp_path)
     (copy / "ckpt_00000012" / "_CHECKPOINT_METADATA").write_text("{")
     with hf.CheckpointManager(copy, options=reading()) as manager:
         found = manager.restore_latest()

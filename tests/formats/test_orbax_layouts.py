@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,19 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.formats import orbax_files
+from tests.formats.orbax_files import DIRECTORIES, copied, edit, ocp, save
 
 import holdfast as hf
+from holdfast.engine.pytree import Box, whole
+from holdfast.engine.storage import as_location
+from holdfast.integrations.formats.orbax.arrays import cut, gather
+from holdfast.integrations.formats.orbax.tree import OrbaxTree
 
 jax: Any = pytest.importorskip("jax")
 jnp: Any = pytest.importorskip("jax.numpy")
-ocp: Any = pytest.importorskip("orbax.checkpoint")
 metadata_options: Any = pytest.importorskip("orbax.checkpoint._src.metadata.pytree_metadata_options")
 v1: Any = pytest.importorskip("orbax.checkpoint.experimental.v1")
 
@@ -70,10 +76,7 @@ EXPECTED_VALUES = {
     "empty_list": [],
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "ocdbt zarr2": {},
-    "ocdbt zarr3": {"use_zarr3": True},
-    "directories zarr2": {"use_ocdbt": False},
-    "directories zarr3": {"use_ocdbt": False, "use_zarr3": True},
+    **orbax_files.LAYOUTS,
     "uncompressed": {"use_compression": False},
     "uncompressed zarr3": {"use_compression": False, "use_zarr3": True},
     "rich types": {"pytree_metadata_options": metadata_options.PyTreeMetadataOptions(support_rich_types=True)},
@@ -91,10 +94,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def path(layout: str) -> Path:
         place: Path = root / layout.replace(" ", "_")
-        if not place.exists():
-            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**LAYOUTS[layout])) as checkpointer:
-                checkpointer.save(place, args=ocp.args.PyTreeSave(full_tree()))
-        return place
+        return place if place.exists() else save(place, full_tree(), **LAYOUTS[layout])
 
     return path
 
@@ -119,6 +119,9 @@ def test_without_a_template(saved: Callable[[str], Path], layout: str) -> None:
     assert found["optimizer"][0]["nu"].tolist() == [1, 1]
     assert found["optimizer"][2] == [1, 2]
     assert found["params"]["w"].flags.writeable
+    report = hf.verify(saved(layout))
+    assert report.ok
+    assert report.checkpoints[0].bytes > 8192
 
 
 @pytest.mark.parametrize("layout", LAYOUT_NAMES)
@@ -141,17 +144,6 @@ def test_into_the_tree_on_another_mesh(saved: Callable[[str], Path], layout: str
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
-@pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")  # Orbax's, on restoring without a template
-def test_what_orbax_itself_restores_is_the_same(saved: Callable[[str], Path]) -> None:
-    path = saved("ocdbt zarr3")
-    ours = hf.load(path, select=["params/*", "numpy", "step"])
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        theirs = checkpointer.restore(path)
-    np.testing.assert_array_equal(ours["params"]["w"], np.asarray(theirs["params"]["w"]))
-    np.testing.assert_array_equal(ours["numpy"], theirs["numpy"])
-    assert ours["step"] == theirs["step"]
-
-
 def test_leaves_are_described_without_their_data(saved: Callable[[str], Path]) -> None:
     leaves = {leaf.path: leaf for leaf in hf.describe(saved("ocdbt zarr2"))}
     weights = leaves["params/w"]
@@ -162,18 +154,8 @@ def test_leaves_are_described_without_their_data(saved: Callable[[str], Path]) -
     assert leaves["optimizer/0/mu"].shape == (2,)
 
 
-@pytest.mark.parametrize("layout", LAYOUT_NAMES)
-def test_whole_checkpoints_verify(saved: Callable[[str], Path], layout: str) -> None:
-    report = hf.verify(saved(layout))
-    assert report.ok
-    assert report.checkpoints[0].bytes > 8192
-
-
 def test_a_part_reads_only_its_arrays(saved: Callable[[str], Path], tmp_path: Path) -> None:
-    import shutil
-
-    copy = tmp_path / "copy"
-    shutil.copytree(saved("directories zarr2"), copy)
+    copy = copied(saved("directories zarr2"), tmp_path)
     for chunk in (copy / "params.w").glob("[0-9]*"):
         chunk.unlink()
     assert hf.load(copy, select="params/half")["params"]["half"].tolist() == list(range(8))
@@ -193,16 +175,16 @@ def test_a_part_reads_only_its_arrays(saved: Callable[[str], Path], tmp_path: Pa
     ],
 )
 def test_metadata_may_lack_keys(saved: Callable[[str], Path], tmp_path: Path, kept: list[str]) -> None:
-    import shutil
+    def strip(document: Any) -> None:
+        for entry in document["tree_metadata"].values():
+            entry["value_metadata"].pop("write_shape", None)
+            entry["value_metadata"].pop("skip_deserialize")
+            del entry["key_metadata"]
+        for key in document.keys() - set(kept):
+            del document[key]
 
-    copy = tmp_path / "copy"
-    shutil.copytree(saved("ocdbt zarr3"), copy)
-    document = json.loads((copy / "_METADATA").read_text())
-    for entry in document["tree_metadata"].values():
-        entry["value_metadata"].pop("write_shape", None)
-        entry["value_metadata"].pop("skip_deserialize")
-        del entry["key_metadata"]
-    (copy / "_METADATA").write_text(json.dumps({key: document[key] for key in kept}))
+    copy = copied(saved("ocdbt zarr3"), tmp_path)
+    edit(copy, strip)
     (copy / "_CHECKPOINT_METADATA").write_text("{}")
     (copy / "_sharding").unlink()
     found = hf.load(copy)
@@ -212,15 +194,11 @@ def test_metadata_may_lack_keys(saved: Callable[[str], Path], tmp_path: Path, ke
 
 def test_chunks_of_zeros_that_were_not_stored(tmp_path: Path) -> None:
     """Early versions of Orbax did not store chunks that hold nothing but zeros, and said so nowhere."""
-    path = tmp_path / "checkpoint"
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as checkpointer:
-        checkpointer.save(path, args=ocp.args.PyTreeSave({"w": jnp.zeros((4, 2))}))
+    path = save(tmp_path / "checkpoint", {"w": jnp.zeros((4, 2))}, **DIRECTORIES)
     (path / "w" / "0.0").unlink()
     with pytest.raises(hf.DamagedCheckpointError, match=r"w: .*missing"):
         hf.load(path)
-    document = json.loads((path / "_METADATA").read_text())
-    del document["store_array_data_equal_to_fill_value"]
-    (path / "_METADATA").write_text(json.dumps(document))
+    edit(path, lambda document: document.pop("store_array_data_equal_to_fill_value"))
     assert hf.load(path)["w"].tolist() == [[0, 0]] * 4
 
 
@@ -233,9 +211,7 @@ def test_chunks_of_zeros_that_were_not_stored(tmp_path: Path) -> None:
     ids=["in lists", "plain"],
 )
 def test_two_leaves_with_one_name(tmp_path: Path, tree: Any, names: tuple[str, str]) -> None:
-    path = tmp_path / "checkpoint"
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        checkpointer.save(path, {**tree, "other": jnp.zeros(2)})
+    path = save(tmp_path / "checkpoint", {**tree, "other": jnp.zeros(2)})
     with pytest.raises(hf.DamagedCheckpointError, match="have the same name") as raised:
         hf.load(path)
     assert all(name in str(raised.value) for name in names)
@@ -245,9 +221,7 @@ def test_two_leaves_with_one_name(tmp_path: Path, tree: Any, names: tuple[str, s
 
 @pytest.mark.needs("orbax-checkpoint", "0.12.8")
 def test_one_bare_array(tmp_path: Path) -> None:
-    path = tmp_path / "checkpoint"
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        checkpointer.save(path, jnp.arange(3))
+    path = save(tmp_path / "checkpoint", jnp.arange(3))
     np.testing.assert_array_equal(hf.load(path), np.arange(3))
 
 
@@ -275,9 +249,7 @@ def test_custom_nodes_match_by_their_names(tmp_path: Path) -> None:
         def tree_unflatten(cls, _: Any, children: Any) -> Pair:
             return cls(*children)
 
-    path = tmp_path / "checkpoint"
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        checkpointer.save(path, {"pair": Pair(jnp.ones(2), jnp.zeros(2))})
+    path = save(tmp_path / "checkpoint", {"pair": Pair(jnp.ones(2), jnp.zeros(2))})
     assert sorted(hf.load(path)["pair"]) == ["first", "second"]
     found = hf.load(path, like={"pair": Pair(jnp.zeros(2), jnp.zeros(2))})["pair"]
     assert isinstance(found, Pair)
@@ -285,9 +257,7 @@ def test_custom_nodes_match_by_their_names(tmp_path: Path) -> None:
 
 
 def test_integer_keys_come_back_as_the_template_has_them(tmp_path: Path) -> None:
-    path = tmp_path / "checkpoint"
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        checkpointer.save(path, {0: jnp.ones(2), 1: {2: jnp.zeros(1)}})
+    path = save(tmp_path / "checkpoint", {0: jnp.ones(2), 1: {2: jnp.zeros(1)}})
     assert sorted(hf.load(path)) == ["0", "1"]
     found: Any = hf.load(path, like={0: np.zeros(2, np.float32), 1: {2: np.ones(1, np.float32)}})
     assert found[0].tolist() == [1, 1]
@@ -304,9 +274,7 @@ DTYPES = (
 @pytest.mark.parametrize("use_zarr3", [False, True], ids=["zarr2", "zarr3"])
 def test_every_dtype(tmp_path: Path, use_zarr3: bool) -> None:
     tree = {name: np.array([0, 1, 1, 0, 1]).astype(getattr(ml_dtypes, name, name)) for name in DTYPES}
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_zarr3=use_zarr3)) as checkpointer:
-        checkpointer.save(tmp_path / "one", args=ocp.args.PyTreeSave(tree))
-    found = hf.load(tmp_path / "one", like=tree)
+    found = hf.load(save(tmp_path / "one", tree, use_zarr3=use_zarr3), like=tree)
     for name, array in tree.items():
         assert found[name].dtype == array.dtype, name
         assert found[name].tobytes() == array.tobytes(), name
@@ -328,7 +296,75 @@ def test_arrays_in_many_chunks_and_files(tmp_path: Path, use_zarr3: bool, use_oc
 @pytest.mark.parametrize("use_ocdbt", [True, False])
 def test_an_empty_key(tmp_path: Path, use_ocdbt: bool) -> None:
     tree = {"": jnp.ones(2), "a": {"": jnp.zeros(3), "b": jnp.arange(1)}}
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=use_ocdbt)) as checkpointer:
-        checkpointer.save(tmp_path / "1", args=ocp.args.PyTreeSave(tree))
-    found = hf.load(tmp_path / "1", like=tree)
+    found = hf.load(save(tmp_path / "one", tree, use_ocdbt=use_ocdbt), like=tree)
     assert [found[""].tolist(), found["a"][""].tolist(), found["a"]["b"].tolist()] == [[1, 1], [0, 0, 0], [0]]
+
+
+# ---- parts of arrays
+
+
+SHAPE = (6, 5, 4)
+ARRAY = np.arange(120).reshape(SHAPE)
+FAR_APART = [Box((0, 0), (1, 1)), Box((9, 9), (10, 10))]
+
+
+@st.composite
+def boxes(draw: st.DrawFn) -> list[Box]:
+    found = []
+    for _ in range(draw(st.integers(0, 4))):
+        ends = [sorted(draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in SHAPE]
+        found.append(Box(tuple(low for low, _ in ends), tuple(high for _, high in ends)))
+    return found
+
+
+@settings(deadline=None, max_examples=100)
+@given(boxes())
+def test_every_box_is_cut_out_of_what_is_read(wanted: list[Box]) -> None:
+    regions = gather(wanted)
+    arrays = [ARRAY[region.within(whole(SHAPE))] for region in regions]
+    for box in wanted:
+        np.testing.assert_array_equal(cut(box, regions, arrays, ARRAY.dtype), ARRAY[box.within(whole(SHAPE))])
+    assert sum(region.size for region in regions) <= 2 * sum({box: box.size for box in wanted}.values())
+
+
+@pytest.mark.parametrize(
+    ("wanted", "regions"),
+    [
+        pytest.param([], [], id="none"),
+        pytest.param([Box((0, 0), (0, 4))], [], id="empty"),
+        pytest.param([Box((0, 0), (2, 4)), Box((2, 0), (4, 4))], [Box((0, 0), (4, 4))], id="side by side"),
+        pytest.param(FAR_APART, FAR_APART, id="far apart"),
+        pytest.param([Box((1, 1), (3, 3)), Box((1, 1), (3, 3))], [Box((1, 1), (3, 3))], id="twice the same"),
+        pytest.param([Box((), ())], [Box((), ())], id="a scalar"),
+    ],
+)
+def test_what_is_read(wanted: list[Box], regions: list[Box]) -> None:
+    assert gather(wanted) == regions
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    """An array in four files, for the rows 0 to 4, 4 to 8 and so on."""
+    placed = sharded(np.arange(48.0, dtype=np.float32).reshape(16, 3), ("x", "y"))
+    return save(tmp_path / "rows", {"rows": placed, "n": np.float32(3)}, **DIRECTORIES)
+
+
+def test_only_the_files_that_are_needed_are_read(rows: Path) -> None:
+    (rows / "rows" / "1.0").unlink()
+    tree = OrbaxTree(as_location(rows))
+    (leaf,) = (leaf for leaf in tree.leaves if leaf.name == "rows")
+    wanted = [Box((1, 0), (3, 2)), Box((12, 1), (16, 3)), Box((2, 2), (2, 3))]
+    ((first, second, empty),) = tree.read_boxes([leaf], [wanted])
+    assert first.tolist() == [[3, 4], [6, 7]]
+    assert second.tolist() == [[37, 38], [40, 41], [43, 44], [46, 47]]
+    assert (empty.shape, empty.dtype) == ((0, 1), np.dtype(np.float32))
+    with pytest.raises(hf.DamagedCheckpointError, match=r"rows: .*1\.0"):
+        tree.read_boxes([leaf], [[Box((4, 0), (5, 1))]])
+
+
+def test_parts_for_devices(rows: Path) -> None:
+    sharding = jax.sharding.NamedSharding(mesh(2, 2), jax.sharding.PartitionSpec("x"))
+    like = {"rows": jax.ShapeDtypeStruct((16, 3), np.float32, sharding=sharding)}
+    found = hf.load(rows, like=like, select="rows")["rows"]
+    assert found.sharding == sharding
+    np.testing.assert_array_equal(found, np.arange(48.0).reshape(16, 3))

@@ -1,10 +1,14 @@
-"""Checkpoints of TensorFlow, compared with what TensorFlow itself reads in them (tensorflow/make_fixtures.py)."""
+"""Checkpoints of TensorFlow, compared with what TensorFlow itself reads in them (tensorflow/make_fixtures.py).
+
+They are read as trees and through `holdfast.graph`, which knows TensorFlow's names and restores objects.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,11 +16,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
+from tests.documents.examples import Examples
 from tests.equality import assert_same
 
 import holdfast as hf
 from holdfast import graph
-from holdfast.integrations.formats.tensorflow.tree import BundleTree
 
 FIXTURES = Path(__file__).parent / "tensorflow"
 SEEN: dict[str, Any] = json.loads((FIXTURES / "seen.json").read_text(encoding="utf-8"))
@@ -33,15 +38,16 @@ def guide(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("prefix", sorted(SEEN))
 def test_every_tensor_is_what_tensorflow_reads(prefix: str) -> None:
     expected = SEEN[prefix]["variables"]
-    variables = BundleTree.open(hf.storage.as_location(FIXTURES / prefix)).variables
+    reader = graph.load_checkpoint(FIXTURES / prefix)
 
-    assert variables.shapes() == {name: facts["shape"] for name, facts in expected.items()}
-    assert {name: str(dtype) for name, dtype in variables.dtypes().items()} == {
+    assert reader.get_variable_to_shape_map() == {name: facts["shape"] for name, facts in expected.items()}
+    assert {name: str(dtype) for name, dtype in reader.get_variable_to_dtype_map().items()} == {
         name: "object" if facts["dtype"] in OBJECTS else QUANTISED.get(facts["dtype"], facts["dtype"])
         for name, facts in expected.items()
     }
     for name, facts in expected.items():
-        found = variables.read_value(name)
+        assert reader.has_tensor(name)
+        found: Any = reader.get_tensor(name)
         if facts["dtype"] == "variant":
             assert all(text.startswith(b"\n\x14tensorflow::Iterator") for text in found.tolist())
         elif facts["dtype"] == "string":
@@ -127,14 +133,6 @@ def test_imported_checkpoints_hold_the_same(prefix: str, tmp_path: Path) -> None
     assert_same(hf.load(tmp_path / "ours"), hf.load(FIXTURES / prefix))
 
 
-def test_a_template_and_a_selection() -> None:
-    path = FIXTURES / "guide" / "ckpt-5"
-
-    found = hf.load(path, like={"net": {"l1": {"bias": np.zeros(5, np.float32)}}}, select="net/l1/bias")
-
-    assert_same(found, {"net": {"l1": {"bias": hf.load(path)["net"]["l1"]["bias"]}}})
-
-
 @pytest.mark.parametrize("name", ["ckpt-4", "ckpt-4.index", "ckpt-4.data-00000-of-00001"])
 def test_paths_of_one_checkpoint(guide: Path, name: str) -> None:
     assert int(hf.load(guide / name)["step"]) == 41
@@ -216,14 +214,13 @@ def test_other_files_called_index(tmp_path: Path) -> None:
         hf.load(tmp_path)
 
 
-@pytest.mark.parametrize("fixture", ["guide", "shards"])
-def test_places_that_are_no_disk(fixture: str) -> None:
-    place = hf.storage.as_location(f"memory://tensorflow/{fixture}")
-    for file in (FIXTURES / fixture).iterdir():
-        (place / file.name).write_bytes(file.read_bytes())
+def test_places_that_are_no_disk(place: str) -> None:
+    folder = hf.storage.as_location(place)
+    for file in (FIXTURES / "guide").iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
 
-    assert_same(hf.load(place), hf.load(FIXTURES / fixture))
-    assert hf.verify(place).ok
+    assert_same(hf.load(folder), hf.load(FIXTURES / "guide"))
+    assert hf.verify(folder).ok
 
 
 @pytest.mark.parametrize("number", [0, 4])
@@ -263,3 +260,115 @@ def test_imported_checkpoints_keep_their_objects(tmp_path: Path) -> None:
     second = np.zeros((), np.float32)
     graph.Checkpoint(mapped={"two": second}).read(tmp_path / "objects" / "objects-1").expect_partial()
     assert second == 2
+
+
+# ---- objects
+
+
+def test_values_by_path_as_well() -> None:
+    reader = graph.load_checkpoint(FIXTURES / "slots" / "model")
+
+    by_path = reader.get_tensor("optimizer/slots/net/l1/kernel/m")
+
+    assert np.array_equal(
+        by_path, reader.get_tensor("net/l1/kernel/.OPTIMIZER_SLOT/optimizer/m/.ATTRIBUTES/VARIABLE_VALUE")
+    )
+    assert reader.graph.slots("optimizer")["net/l1/kernel"]["m"] == "optimizer/slots/net/l1/kernel/m"
+    assert not reader.has_tensor("net/l3/kernel")
+    with pytest.raises(hf.errors.ObjectNotFoundError, match="VARIABLE_VALUE"):
+        reader.get_tensor("net/l3/kernel")
+
+
+def test_objects_by_names_of_tensorflow_1() -> None:
+    reader = graph.load_checkpoint(FIXTURES / "names")
+
+    assert reader.path.endswith("model.ckpt-2")
+    assert reader.get_tensor("dense/kernel/Adam").shape == (4, 3)
+    dense: Any = torch.nn.Linear(4, 3)
+    graph.Checkpoint(dense=dense).read(
+        FIXTURES / "names", rename={"dense/kernel": ("dense/weight", np.transpose)}, select="dense/[wb]*[ts]"
+    ).assert_consumed()
+    assert np.array_equal(dense.weight.detach().numpy().T, reader.get_tensor("dense/kernel"))
+
+
+def test_objects_are_those_of_the_newest_that_tensorflow_noted(guide: Path) -> None:
+    (guide / "checkpoint").write_text('model_checkpoint_path: "ckpt-3"')
+
+    assert graph.latest_checkpoint(guide) == str(guide / "ckpt-3")
+    checkpoint = graph.Checkpoint(step=0)
+    checkpoint.restore(guide, partial=True)
+    assert (checkpoint.step, checkpoint.save_counter) == (31, 3)
+
+
+def test_fake_parents_and_what_is_attached_later() -> None:
+    bias, kernel = np.zeros(5, np.float32), np.zeros((1, 5), np.float32)
+    layer = graph.Node(bias=bias)
+
+    status = graph.Checkpoint(net=graph.Node(l1=layer)).read(FIXTURES / "guide").expect_partial()
+
+    assert bias.all()
+    status.assert_existing_objects_matched()
+    layer._kernel = kernel
+    assert kernel.all()
+
+
+def test_another_shape_changes_nothing() -> None:
+    bias, step = np.zeros(4, np.float32), np.zeros((), np.int32)
+
+    with pytest.raises(hf.TreeMismatchError, match=r"net/l1/bias: expected float32\[4\]"):
+        graph.Checkpoint(net=graph.Node(l1=graph.Node(bias=bias)), step=step).read(FIXTURES / "guide", partial=True)
+
+    assert not step.any()
+
+
+def test_a_cycle() -> None:
+    first = graph.Node(v=np.zeros((), np.float32))
+    second = graph.Node(v=np.zeros((), np.float32), other=first)
+    first.other = second
+
+    graph.Checkpoint(first=first).read(FIXTURES / "objects" / "objects-1").expect_partial()
+
+    assert (float(first.v), float(second.v)) == (3, 4)
+
+
+# ---- the page of the documentation
+
+
+@pytest.mark.examples("docs/tensorflow_checkpoints.md")
+def test_the_page_runs(
+    examples: Examples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(FIXTURES / "guide", tmp_path / "tf_ckpts")
+    monkeypatch.chdir(tmp_path)
+    names = examples.run({"__name__": "page"})
+    adam, kept = names["state"][0], names["kept"]  # of optax
+    assert (int(adam.count), adam.mu["kernel"].shape, adam.nu["bias"].shape) == (40, (1, 5), (5,))
+    assert np.array_equal(adam.mu["bias"], kept["mu"][1])
+    assert np.array_equal(adam.nu["kernel"], kept["nu"][0])
+    printed = capsys.readouterr().out
+    assert printed.startswith("[4.2")
+    assert "] 51\n" in printed
+
+
+SLOT = "{{}}/.OPTIMIZER_SLOT/optimizer/{}/.ATTRIBUTES/VARIABLE_VALUE"
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "power", "variable", "first", "second"),
+    [
+        ("slots/model", "optimizer/beta1_power", "net/l1/kernel", SLOT.format("m"), SLOT.format("v")),
+        ("names/model.ckpt-2", "beta1_power", "dense/kernel", "{}/Adam", "{}/Adam_1"),
+    ],
+    ids=["slots", "names of TensorFlow 1"],
+)
+def test_the_names_of_older_optimizers(checkpoint: str, power: str, variable: str, first: str, second: str) -> None:
+    reader = graph.load_checkpoint(FIXTURES / checkpoint)
+
+    updates = math.log(float(reader.get_tensor(power))) / math.log(0.9) - 1
+    m, v = (reader.get_tensor(name.format(variable)) for name in (first, second))
+
+    assert updates == pytest.approx(2, abs=1e-4)
+    assert m.shape == v.shape == reader.get_tensor(variable).shape
+    assert (m < 0).any()  # gradients are of both signs, their squares are not
+    assert (v >= 0).all()
+    assert v.any()

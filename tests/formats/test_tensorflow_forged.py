@@ -1,10 +1,12 @@
-"""Index and data files that TensorFlow never writes: damaged, forged, or too large."""
+"""Index and data files that TensorFlow never writes, or wrote before 0.12: damaged, forged, too large, or refused."""
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import struct
 import tracemalloc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +33,25 @@ from tests.formats.tensorflow_writer import (
 
 import holdfast as hf
 from holdfast import graph
+from holdfast.cli.main import main
 from holdfast.engine.format import crc32c
 from holdfast.integrations.formats.tensorflow.index import MAGIC, masked, read_table
 from holdfast.integrations.formats.tensorflow.tree import BundleTree
+from holdfast.integrations.graph.stored import open_graph
+
+FIXTURES = Path(__file__).parent / "tensorflow"
+
+
+@contextlib.contextmanager
+def at_most(allowed: int) -> Iterator[None]:
+    """Asserts that the block needs less memory than this, in bytes."""
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < allowed
+    finally:
+        tracemalloc.stop()
+
 
 # ---- what is refused, or left out
 
@@ -102,14 +120,10 @@ HOSTILE: dict[str, tuple[bytes, bytes]] = {
 
 @pytest.mark.parametrize("pair", HOSTILE.values(), ids=list(HOSTILE))
 def test_entries_that_cannot_be(tmp_path: Path, pair: tuple[bytes, bytes]) -> None:
-    tracemalloc.start()
-    try:
+    with at_most(5 << 20):
         with pytest.raises(hf.DamagedCheckpointError, match="forged"):
             hf.load(write(tmp_path, [pair], np.full(1, 2.0, np.float32).tobytes()))
         assert not hf.verify(tmp_path / "forged").ok
-        assert tracemalloc.get_traced_memory()[1] < 5 << 20
-    finally:
-        tracemalloc.stop()
 
 
 def growing() -> bytes:
@@ -133,15 +147,9 @@ TABLES: dict[str, Callable[[], bytes]] = {
 
 @pytest.mark.parametrize("make", TABLES.values(), ids=list(TABLES))
 def test_tables_that_cannot_be(tmp_path: Path, make: Callable[[], bytes]) -> None:
-    content = make()
-    (tmp_path / "x.index").write_bytes(content)
-    tracemalloc.start()
-    try:
-        with pytest.raises(hf.DamagedCheckpointError, match=r"x\.index"):
-            hf.load(tmp_path / "x")
-        assert tracemalloc.get_traced_memory()[1] < 20 << 20
-    finally:
-        tracemalloc.stop()
+    (tmp_path / "x.index").write_bytes(make())
+    with at_most(20 << 20), pytest.raises(hf.DamagedCheckpointError, match=r"x\.index"):
+        hf.load(tmp_path / "x")
 
 
 def test_the_same_text_over_and_over(tmp_path: Path) -> None:
@@ -149,13 +157,8 @@ def test_the_same_text_over_and_over(tmp_path: Path) -> None:
     pairs = [(b"%05d" % number, text_entry([1], stored, checksum)) for number in range(2000)]
     path = write(tmp_path, pairs, stored)
 
-    tracemalloc.start()
-    try:
-        with pytest.raises(hf.DamagedCheckpointError, match="its text claims"):
-            hf.load(path)
-        assert tracemalloc.get_traced_memory()[1] < 10 << 20
-    finally:
-        tracemalloc.stop()
+    with at_most(10 << 20), pytest.raises(hf.DamagedCheckpointError, match="its text claims"):
+        hf.load(path)
 
 
 def test_the_same_block_over_and_over() -> None:
@@ -271,3 +274,146 @@ def test_a_very_deep_graph(tmp_path: Path) -> None:
     assert len(hf.load(path)) == 2
     assert hf.verify(path).ok
     assert graph.load_checkpoint(path).has_tensor("/".join("x" * depth))
+
+
+# ---- every byte, and every length
+
+
+def damaged(content: bytes) -> Iterator[bytes]:
+    """Generates the content with one bit flipped in each byte in turn, and cut off everywhere."""
+    for place, byte in enumerate(content):
+        yield content[:place] + bytes([byte ^ 1 << place % 8]) + content[place + 1 :]
+    for length in range(len(content)):
+        yield content[:length]
+
+
+def flat(tree: Any) -> list[Any]:
+    if isinstance(tree, dict | list):
+        return [leaf for child in (tree.values() if isinstance(tree, dict) else tree) for leaf in flat(child)]
+    return [tree.tobytes() if isinstance(tree, np.ndarray) else tree]
+
+
+def test_every_byte_of_a_checkpoint(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "saved_model" / "variables", tmp_path, dirs_exist_ok=True)
+    expected = flat(hf.load(tmp_path / "variables"))
+    found_out, right = 0, 0
+    for file in sorted(tmp_path.iterdir()):
+        content = file.read_bytes()
+        for wrong in damaged(content):
+            file.write_bytes(wrong)
+            try:
+                assert flat(hf.load(tmp_path / "variables")) == expected
+                right += 1
+            except hf.DamagedCheckpointError:
+                found_out += 1
+        file.write_bytes(content)
+    assert flat(hf.load(tmp_path / "variables")) == expected
+    assert (found_out, right) == (2 * (196 + 122), 0)
+
+
+def test_every_byte_of_a_graph_of_objects(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "objects", tmp_path, dirs_exist_ok=True)
+    place = hf.storage.as_location(tmp_path / "objects-1")
+
+    def read() -> Any:
+        tree = BundleTree.open(place)
+        return tree.graph_document(), [array.tobytes() for array in tree.read_leaves(tree.leaves) if array is not None]
+
+    expected = read()
+    for file in sorted(tmp_path.glob("objects-1.*")):
+        content = file.read_bytes()
+        for wrong in list(damaged(content))[: len(content)]:
+            file.write_bytes(wrong)
+            with pytest.raises(hf.DamagedCheckpointError):
+                read()
+        file.write_bytes(content)
+    assert expected == read()
+
+
+@pytest.mark.parametrize("prefix", ["objects/objects-1", "shards/sharded-1", "names/model.ckpt-2"])
+def test_some_bytes_of_others(prefix: str, tmp_path: Path) -> None:
+    shutil.copytree((FIXTURES / prefix).parent, tmp_path, dirs_exist_ok=True)
+    place = tmp_path / Path(prefix).name
+    random = np.random.default_rng(0)
+    expected = flat(hf.load(place))
+    assert hf.verify(place).ok
+    for file in sorted(tmp_path.glob(f"{place.name}.*")):
+        content = file.read_bytes()
+        for offset in random.integers(len(content), size=10).tolist():
+            wrong = bytearray(content)
+            wrong[offset] ^= 1 << int(random.integers(8))
+            file.write_bytes(wrong)
+            assert not hf.verify(place).ok
+            with pytest.raises(hf.DamagedCheckpointError):
+                assert flat(hf.load(place)) != expected
+        file.write_bytes(content)
+
+
+def test_a_restore_from_a_damaged_checkpoint_changes_nothing(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "guide", tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "ckpt-5.data-00000-of-00001"
+    bias = hf.load(tmp_path)["net"]["l1"]["bias"]
+    content = file.read_bytes()
+    file.write_bytes(content.replace(bias.tobytes(), bias[::-1].tobytes()))
+    live, kernel = np.zeros(5, np.float32), np.zeros((1, 5), np.float32)
+
+    with pytest.raises(hf.DamagedCheckpointError, match=r"ckpt-5\.data-00000-of-00001"):
+        graph.Checkpoint(net=graph.Node(l1=graph.Node(_kernel=kernel, bias=live))).restore(tmp_path, partial=True)
+
+    assert not live.any()
+    assert not kernel.any()
+    assert open_graph(hf.storage.as_location(tmp_path)).load(["step"]) == [51]  # what is whole can be read
+
+
+# ---- before TensorFlow 0.12
+
+
+EXTENT = message((1, message((1, b""))))
+"""A slice of one axis that is all of it."""
+
+
+def v1(path: Path) -> Path:
+    """Writes the variable ``w`` as ``TensorSliceWriter`` does."""
+    of_tensor = message((1, b"w"), (2, shape(2)), (3, FLOAT), (4, EXTENT))
+    meta = message((1, message((1, of_tensor), (2, message((1, 1))))))
+    data = message((2, message((1, b"w"), (2, EXTENT), (3, message((1, FLOAT), (5, np.ones(2, "<f4").tobytes()))))))
+    path.write_bytes(table([(b"", meta), (b"\0\1w\0\1\1", data)]))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("files", "asked"),
+    [
+        (("model.ckpt-100",), "model.ckpt-100"),
+        (("model.ckpt-100-00000-of-00002", "model.ckpt-100-00001-of-00002"), "model.ckpt-100"),
+        (("model.ckpt-100-00000-of-00002",), "model.ckpt-100-00000-of-00002"),
+        (("model.ckpt-100", "model.ckpt-90"), "."),
+        (("model.ckpt-100-00000-of-00001",), "."),
+    ],
+    ids=["file", "prefix of shards", "shard", "directory", "directory of shards"],
+)
+def test_it_is_refused_by_name(
+    tmp_path: Path, files: tuple[str, ...], asked: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in files:
+        v1(tmp_path / name)
+    (tmp_path / "checkpoint").write_text('model_checkpoint_path: "/old/model.ckpt-100"\n')
+
+    with pytest.raises(hf.errors.FormatVersionError, match=rf"{files[0]} is a TensorFlow checkpoint .*V1.*Saver"):
+        hf.load(tmp_path / asked)
+
+    assert main(["ls", str(tmp_path / asked)]) == 1
+    assert "before TensorFlow 0.12" in capsys.readouterr().err
+
+
+def test_nothing_else_is_taken_for_one(tmp_path: Path) -> None:
+    """An index file without its ending, a table's end on other bytes, and notes that name nothing."""
+    (tmp_path / "renamed").write_bytes((FIXTURES / "guide" / "ckpt-5.index").read_bytes())
+    (tmp_path / "ended").write_bytes(b"\1" * 100 + v1(tmp_path / "v1").read_bytes()[-8:])
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "checkpoint").write_text('model_checkpoint_path: "../v1"\n')
+
+    for name in ("renamed", "ended", "empty", "notes", "v2"):
+        with pytest.raises(hf.CheckpointNotFoundError):
+            hf.load(tmp_path / name)

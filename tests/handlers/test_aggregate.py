@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 
 import holdfast as hf
 from holdfast.engine.arrays import MsgpackHandler
+from holdfast.engine.handlers import args
 
 Same = Callable[[Any, Any], None]
 Spec: Any = PartitionSpec
@@ -101,22 +103,26 @@ def test_arrays_of_three_libraries(place: str, pytrees: hf.PyTreeCheckpointer) -
         pytrees.restore(place, {**tree, "jax": jnp.zeros(5)})
 
 
-def test_sharded_leaves_are_refused(place: str, pytrees: hf.PyTreeCheckpointer) -> None:
+def sharded() -> Any:
     mesh = Mesh(np.array(jax.devices()[:4]), ("x",))
-    tree = {"a": {"w": jax.device_put(jnp.arange(4.0), NamedSharding(mesh, Spec("x")))}, "b": 1}
-    with pytest.raises(hf.errors.UnsupportedLeafError, match=r"(?s)nothing was written.*a/w: is sharded over devices"):
-        pytrees.save(place, tree, save_args=ALL)
+    return jax.device_put(jnp.arange(4.0), NamedSharding(mesh, Spec("x")))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        pytest.param(sharded, "is sharded over devices; leave out aggregate=True", id="sharded"),
+        pytest.param(lambda: np.zeros(1001, np.uint8), "makes the aggregate larger than 1000 bytes", id="large"),
+    ],
+)
+def test_leaves_that_cannot_be_aggregated(
+    place: str, pytrees: hf.PyTreeCheckpointer, make: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(args, "AGGREGATE_LIMIT", 1000)
+    with pytest.raises(hf.errors.UnsupportedLeafError, match=rf"(?s)nothing was written.*a/w: {message}"):
+        pytrees.save(place, {"a": {"w": make()}, "b": 1}, save_args=ALL)
     with pytest.raises(hf.CheckpointNotFoundError):
         hf.load(place)
-
-
-def test_a_snapshot_in_the_background(place: str) -> None:
-    array = np.arange(3)
-    with hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler()) as checkpointer:
-        checkpointer.save(place, {"a": array, "b": array}, save_args={"a": ALL})
-        array[...] = 9
-        found = checkpointer.restore(place)
-    assert found["a"].tolist() == found["b"].tolist() == [0, 1, 2]
 
 
 def test_damage_is_found(place: str, pytrees: hf.PyTreeCheckpointer, stored: Any, look: Callable[..., Any]) -> None:
@@ -227,8 +233,8 @@ def test_casting(place: str, pytrees: hf.PyTreeCheckpointer, aggregate: bool) ->
         "day": np.array(["2026-01-01"], "datetime64[D]"),
         "scalar": np.float64(0.1),
     }
-    args = hf.SaveArgs(dtype=jnp.bfloat16, aggregate=aggregate)
-    pytrees.save(place, {**tree, "key": jax.random.key(1)}, save_args=args)
+    save_args = hf.SaveArgs(dtype=jnp.bfloat16, aggregate=aggregate)
+    pytrees.save(place, {**tree, "key": jax.random.key(1)}, save_args=save_args)
     found = hf.load(place)
     half = np.dtype(ml_dtypes.bfloat16)
     for name, expected in [("numpy", numbers), ("columns", numbers.T), ("torch", numbers)]:
@@ -257,18 +263,83 @@ def test_casting_to_any_number(place: str, pytrees: hf.PyTreeCheckpointer, dtype
     np.testing.assert_array_equal(found, numbers.astype(dtype))
 
 
-def test_casting_leaves_the_item_alone(place: str) -> None:
-    array = np.linspace(0, 1, 1000)
-    before = array.copy()
-    with hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler()) as checkpointer:
-        checkpointer.save(place, {"a": array}, save_args=hf.SaveArgs(dtype=np.float16))
-        array += 1
-        found = checkpointer.restore(place)["a"]
-    np.testing.assert_array_equal(found, before.astype(np.float16))
-
-
 def test_complex_numbers_are_not_cut(place: str, pytrees: hf.PyTreeCheckpointer) -> None:
     with pytest.raises(
         hf.errors.UnsupportedLeafError, match="a: complex128 cannot be cast to float32, which has no imaginary"
     ):
         pytrees.save(place, {"a": np.ones(2, complex)}, save_args=hf.SaveArgs(dtype=np.float32))
+
+
+# ---- a value that does not fit is an error, and nothing is committed
+
+NAN = float("nan")
+MISFITS: dict[str, tuple[Any, Any, str]] = {
+    "int": (np.array([1, 1 << 40]), np.int32, r"can hold, found 1099511627776 \(int64\)"),
+    "sign": (np.array([-1], np.int64), np.uint64, r"can hold, found -1 \(int64\)"),
+    "nan": (np.array([0, NAN], np.float32), np.int8, r"int8 can hold, found nan \(float32\)"),
+    "fraction": (jnp.array([1.5]), np.int32, r"int32 can hold, found 1\.5 \(float32\)"),
+    "range": (jnp.array([1.0, 1e30]), np.float16, r"float16 can hold, found 1e\+30 \(float32\)"),
+    "bool": (torch.tensor([0, 2]), bool, r"bool can hold, found 2 \(int64\)"),
+    "bfloat16": (torch.tensor([1e30], dtype=torch.bfloat16), np.float16, r"float16 can hold, found .*bfloat16"),
+    "to bfloat16": (np.array([1e300]), jnp.bfloat16, r"bfloat16 can hold, found 1e\+300"),
+    "to float8": (np.array([1e6]), ml_dtypes.float8_e4m3fn, "float8_e4m3fn can hold, found 1000000"),
+    "number": (300, np.int8, "int8.*300"),
+    "strides": (np.full((300, 400), 1e9).T, np.int8, r"int8 can hold, found 1000000000\.0 \(float64\)"),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"compression": 3}, {"aggregate": True}], ids=["plain", "packed", "aggregate"])
+@pytest.mark.parametrize(("value", "dtype", "message"), MISFITS.values(), ids=MISFITS)
+def test_saving_values_that_do_not_fit(
+    place: str, value: Any, dtype: Any, message: str, options: dict[str, Any]
+) -> None:
+    save_args = {"a": {"b": hf.SaveArgs(dtype=dtype, **options)}}
+    with pytest.raises(hf.errors.UnsupportedLeafError, match=f"a/b: expected values that .*{message}"):
+        hf.PyTreeCheckpointer().save(place, {"a": {"b": value}, "c": np.zeros(3)}, save_args=save_args)
+    with pytest.raises(hf.CheckpointNotFoundError):
+        hf.load(place)
+
+
+def test_saving_values_that_do_not_fit_in_the_background(place: str) -> None:
+    with hf.CheckpointManager(place) as manager:
+        manager.save(1, {"w": np.array([1 << 40])})
+        manager.wait_until_finished()
+        manager.save(2, {"w": np.array([1 << 40])}, save_kwargs={"save_args": hf.SaveArgs(dtype=np.int32)})
+        with pytest.raises(hf.SaveFailedError, match="w: expected values that int32 can hold, found 1099511627776"):
+            manager.wait_until_finished()
+        assert manager.all_steps() == [1]
+
+
+@pytest.mark.parametrize(("value", "dtype", "message"), MISFITS.values(), ids=MISFITS)
+@pytest.mark.parametrize("template", [False, True])
+def test_restoring_values_that_do_not_fit(place: str, value: Any, dtype: Any, message: str, template: bool) -> None:
+    tree = {"a": {"b": value}, "c": np.zeros(3)}
+    checkpointer = hf.PyTreeCheckpointer()
+    checkpointer.save(place, tree)
+    restore_args = {
+        "a": {"b": hf.RestoreArgs(dtype=dtype, restore_type=np.ndarray if value is MISFITS["number"][0] else None)}
+    }
+    with pytest.raises(hf.TreeMismatchError, match="a/b: expected values that") as caught:
+        checkpointer.restore(place, tree if template else None, restore_args=restore_args)
+    assert len(caught.value.differences) == 1
+    assert re.search(message, caught.value.differences[0])
+
+
+def test_a_bool_is_no_nan(place: str) -> None:
+    checkpointer = hf.PyTreeCheckpointer()
+    checkpointer.save(place, {"x": NAN})
+    for kind in (bool, int):
+        with pytest.raises(hf.TreeMismatchError, match=r"x: expected a Python .*found nan"):
+            checkpointer.restore(place, restore_args=hf.RestoreArgs(restore_type=kind))
+    assert np.isnan(checkpointer.restore(place, restore_args=hf.RestoreArgs(dtype=np.float32))["x"])
+
+
+@pytest.mark.parametrize("dtype", [np.float16, jnp.bfloat16, np.float32], ids=["float16", "bfloat16", "float32"])
+def test_precision_is_the_requested_one(place: str, dtype: Any, assert_same: Callable[[Any, Any], None]) -> None:
+    tree = {"w": np.array([0.1, NAN, np.inf, -np.inf]), "n": np.array([3, (1 << 15) + 1])}
+    checkpointer = hf.PyTreeCheckpointer()
+    checkpointer.save(place, tree, save_args=hf.SaveArgs(dtype=dtype))
+    expected = {name: array.astype(dtype) for name, array in tree.items()}
+    assert_same(hf.load(place), expected)
+    checkpointer.save(place, tree, force=True)
+    assert_same(checkpointer.restore(place, restore_args=hf.RestoreArgs(dtype=dtype)), expected)

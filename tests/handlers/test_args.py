@@ -116,6 +116,11 @@ def test_dtypes_of_three_libraries(given: Any, expected: Any) -> None:
         (lambda: hf.ArrayRestoreArgs(global_shape=cast(Any, "ab")), "must be a tuple of whole numbers"),
         (lambda: hf.ArrayRestoreArgs(global_shape=(2,), global_shapes=(3,)), "mean the same; give one"),
         (lambda: hf.ArrayRestoreArgs(strict=False), "pads or truncates to global_shape="),
+        (lambda: hf.PyTreeCheckpointHandler(use_ocdbt=False), "holdfast always stores arrays in an OCDBT database"),
+        (
+            lambda: hf.PyTreeCheckpointHandler().restore(hf.storage.as_location("x"), transforms={}),
+            r"transforms= needs a template \(item=\)",
+        ),
     ],
 )
 def test_invalid_arguments(make: Callable[[], Any], message: str) -> None:

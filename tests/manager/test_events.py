@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.manager.runs import reading, saved
 
 import holdfast as hf
 from holdfast.engine.checkpoint import PendingCheckpoint
@@ -54,15 +55,13 @@ def test_the_life_of_a_run(tmp_path: Path) -> None:
         *(("started", 5), ("restored", 5), ("witness", 6), ("saved", 6), ("saved", 8), ("finished", 8)),
         *(("started", 8), ("restored", 8), ("finished", 8)),
     ]
-    saved = next(event for event in events_in(tmp_path) if event["event"] == "saved")
-    assert {"reason", "bytes", "blocked_seconds", "total_seconds", "time", "run"} <= saved.keys()
+    facts = next(event for event in events_in(tmp_path) if event["event"] == "saved").keys()
+    assert {"reason", "bytes", "blocked_seconds", "total_seconds", "time", "run"} <= facts
     assert len({event["run"] for event in events_in(tmp_path)}) == 4
 
 
 def test_damaged_steps_that_a_run_passes_over(tmp_path: Path) -> None:
-    with hf.CheckpointManager(tmp_path) as manager:
-        for step in (1, 2):
-            manager.save(step, TREE)
+    saved(tmp_path, 1, 2)
     (tmp_path / "2" / "state" / "manifest.ocdbt").unlink()
     with hf.CheckpointManager(tmp_path) as manager:
         manager.restore_latest()  # before the run owns the directory: the event waits until it does
@@ -89,8 +88,13 @@ def test_a_save_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         manager.save(1, TREE)
         with pytest.raises(hf.SaveFailedError):
             manager.wait_until_finished()
-    assert names_in(tmp_path) == ["started", "closed", "started", "save_failed", "closed"]
-    assert events_in(tmp_path)[-2]["error"] == "StorageFullError: full"
+    manager = hf.CheckpointManager(tmp_path)
+    manager.save(1, TREE)
+    with pytest.raises(hf.SaveFailedError):
+        manager.close()
+    names = ["started", "closed", "started", "save_failed", "closed", "started", "save_failed", "failed"]
+    assert names_in(tmp_path) == names
+    assert events_in(tmp_path)[3]["error"] == "StorageFullError: full"
 
 
 @pytest.mark.parametrize(
@@ -118,23 +122,6 @@ def test_how_a_manager_without_a_callback_is_left(error: BaseException | None, l
     assert found.get("error") == (f"{type(error).__name__}: {error}" if last == "failed" else None)
 
 
-def test_a_program_without_a_callback_notes_its_end_itself(tmp_path: Path) -> None:
-    with hf.CheckpointManager(tmp_path) as manager:
-        manager.save(3, TREE)
-        manager.wait_until_finished()
-        manager.events.write("finished", step=3)
-    assert names_in(tmp_path) == ["started", "saved", "finished"]
-
-
-def test_a_save_that_fails_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    manager = hf.CheckpointManager(tmp_path)
-    monkeypatch.setattr(PendingCheckpoint, "commit", refused)
-    manager.save(1, TREE)
-    with pytest.raises(hf.SaveFailedError):
-        manager.close()
-    assert names_in(tmp_path) == ["started", "save_failed", "failed"]
-
-
 @pytest.mark.parametrize(
     ("last", "finished"),
     [
@@ -157,14 +144,16 @@ def test_whether_training_has_finished(last: list[str], finished: bool, tmp_path
 
 
 def test_readers_and_stores_write_no_events(tmp_path: Path) -> None:
-    with hf.CheckpointManager(tmp_path) as manager:
-        manager.save(1, TREE)
-    options = hf.CheckpointManagerOptions(read_only=True)
-    with hf.CheckpointManager(tmp_path, options=options) as reader:
-        reader.restore()
-    assert names_in(tmp_path) == ["started", "saved", "closed"]
+    saved(tmp_path, 1)
+    heard: list[str] = []
     with hf.CheckpointManager("memory://events/run") as manager:
+        manager.events.add_listener(lambda event: heard.append(event["event"]))
         manager.save(1, TREE)
+    for place in (tmp_path, "memory://events/run"):
+        with reading(place) as reader:
+            reader.events.add_listener(lambda event: heard.append("read"))
+            reader.restore()
+    assert names_in(tmp_path) == heard == ["started", "saved", "closed"]
     assert "events.jsonl" not in {entry.name for entry in hf.storage.as_location("memory://events/run").entries()}
 
 
@@ -184,24 +173,19 @@ def test_a_large_file_begins_anew(tmp_path: Path) -> None:
     limit = 8 << 20
     line = json.dumps({"event": "noted", "text": "x" * 1000}).encode() + b"\n"
     (tmp_path / "events.jsonl").write_bytes(line * ((limit - 2000) // len(line)))
-    with hf.CheckpointManager(tmp_path) as manager:
-        for step in range(40):
-            manager.save(step, TREE)
+    saved(tmp_path, *range(40))
     files = {path.name: path.stat().st_size for path in tmp_path.glob("events*")}
     assert files.keys() == {"events.jsonl", "events.1.jsonl"}
     assert limit - 4000 < files["events.1.jsonl"] < limit + 400
     assert files["events.jsonl"] < 40_000
     assert events_in(tmp_path)[-1]["step"] == 39
-    with hf.CheckpointManager(tmp_path) as manager:
-        assert manager.latest_step() == 39
+    assert hf.CheckpointManager(tmp_path).latest_step() == 39
 
 
 def test_a_file_that_cannot_be_written_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "events.jsonl").mkdir()
-    with caplog.at_level(logging.INFO, "holdfast"), hf.CheckpointManager(tmp_path) as manager:
-        for step in range(3):
-            manager.save(step, TREE)
-    assert manager.all_steps() == [0, 1, 2]
+    with caplog.at_level(logging.INFO, "holdfast"):
+        assert saved(tmp_path, 0, 1, 2) == [0, 1, 2]
     assert [record.levelname for record in caplog.records if "lacks events" in record.message] == ["INFO"]
 
 
@@ -249,19 +233,6 @@ def test_listeners_hear_what_is_written(tmp_path: Path, caplog: pytest.LogCaptur
     assert said.endswith("ConnectionError: no answer")
 
 
-def test_listeners_hear_of_runs_in_object_stores_and_nothing_of_readers(tmp_path: Path) -> None:
-    heard: list[str] = []
-    with hf.CheckpointManager("memory://listened/run") as manager:
-        manager.events.add_listener(lambda event: heard.append(event["event"]))
-        manager.save(1, TREE)
-        manager.wait_until_finished()
-        assert heard == ["started", "saved"]
-    with hf.CheckpointManager("memory://listened/run", options=hf.CheckpointManagerOptions(read_only=True)) as reader:
-        reader.events.add_listener(lambda event: heard.append("read"))
-        reader.restore()
-    assert heard == ["started", "saved", "closed"]
-
-
 def test_copies_to_and_from_a_mirror(tmp_path: Path) -> None:
     options = hf.CheckpointManagerOptions(mirror=tmp_path / "mirror")
     for directory in ("one", "two"):
@@ -301,5 +272,7 @@ def test_numbers_that_json_lacks(tmp_path: Path) -> None:
     with hf.CheckpointManager(tmp_path) as manager:
         manager.acquire()
         manager.events.write("of the program", loss=float("nan"), place=tmp_path, more=[float("inf")])
-    last = json.loads((tmp_path / "events.jsonl").read_text().splitlines()[-2])
+        manager.events.write("finished", step=3)
+    assert names_in(tmp_path) == ["started", "of the program", "finished"], "the program notes its end itself"
+    last = json.loads((tmp_path / "events.jsonl").read_text().splitlines()[1])
     assert (last["loss"], last["place"], last["more"]) == (None, str(tmp_path), [None])

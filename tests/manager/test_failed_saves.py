@@ -98,6 +98,7 @@ def test_the_first_step_that_is_refused(make: Make) -> None:
     with pytest.raises(hf.errors.UnsupportedLeafError):
         manager.save(10, {"step": object()})
     assert manager.should_save(11)
+    assert manager.save(10, {"step": 10})
 
 
 def test_seconds(make: Make) -> None:

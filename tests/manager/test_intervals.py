@@ -9,8 +9,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from tests.processes.threads import together
 import holdfast as hf
 from holdfast.engine.distributed import Coordinator
 from holdfast.engine.manager import DAY, Experience, LearnedInterval
-from holdfast.engine.manager.decisions import StepPace, SyncSchedule
+from holdfast.engine.manager.decisions import Moment, OnBest, SavePolicy, StepPace, SyncSchedule
 from holdfast.engine.manager.events import RunEvents, read_run_events
 from holdfast.engine.manager.intervals import Every
 from holdfast.engine.manager.options import save_triggers
@@ -76,11 +77,6 @@ def test_texts_that_are_no_interval(value: str, what: str) -> None:
         hf.CheckpointManagerOptions(save_interval_secs=value)
     assert str(caught.value).startswith(f"save_interval_secs={value!r}")
     assert what in str(caught.value)
-
-
-def test_a_mirror_learns_no_interval() -> None:
-    with pytest.raises(hf.errors.OptionError, match="save_interval_secs='auto' is not a duration"):
-        hf.Mirror("memory://tests/auto", save_interval_secs="auto")
 
 
 # ---- what the events say
@@ -396,13 +392,8 @@ def test_a_resume_begins_with_what_the_run_has_learned(tmp_path: Path, caplog: p
     text = "a save costs 0.2s and is durable after 0.2s; 21 failures in 21h, so the next one is expected in 1h1m45s"
     assert start["why"] == text
     assert f"{tmp_path}: saves every {start['seconds']:.1f}s from now on: {text}" in caplog.text
-
-
-def test_without_events_it_begins_anew(tmp_path: Path) -> None:
-    clock = FakeClock()
-    train(tmp_path, clock, 10, "auto 20s to 1h")
     (tmp_path / "events.jsonl").unlink()
-    assert train(tmp_path, clock, 2, "auto 20s to 1h")[0][1] == "every 20s, learned"
+    assert train(tmp_path, clock, 2, "auto 20s to 1h")[0][1] == "every 20s, learned", "without events it begins anew"
 
 
 @pytest.mark.parametrize("place", ["memory://tests/learned/run", "run"])
@@ -429,6 +420,36 @@ def test_a_manager_that_only_reads_learns_nothing(tmp_path: Path) -> None:
 
 
 # ---- several processes
+
+
+@dataclass(frozen=True)
+class OnSpike:
+    """A trigger of one's own, which reads metrics."""
+
+    interval_secs: ClassVar[None] = None
+    reads_metrics: ClassVar[bool] = True
+
+    def reason(self, moment: Moment) -> str | None:
+        return "a spike" if (moment.metrics or {}).get("loss", 0) > 10 else None
+
+
+@pytest.mark.parametrize(
+    ("trigger", "metrics", "asks"),
+    [
+        (Every(steps=3), {"loss": 1.0}, False),
+        (Every(secs=60.0), None, True),
+        (OnBest("loss"), None, False),
+        (OnBest("loss"), {"loss": 1.0}, True),
+        (OnSpike(), {"loss": 1.0}, True),
+    ],
+    ids=["steps", "time", "no metrics", "metrics", "metrics of one's own"],
+)
+def test_processes_agree_on_what_may_differ_between_them(
+    trigger: SavePolicy, metrics: dict[str, float] | None, asks: bool
+) -> None:
+    schedule = SyncSchedule([trigger])
+    assert schedule.asks(7, metrics, None) is asks
+    assert schedule.certain == (() if asks or trigger.reads_metrics else (trigger,))
 
 
 def test_processes_agree_at_steps_that_follow_the_interval() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.clocks import FakeClock
+from tests.manager.runs import reading
 
 import holdfast as hf
 
@@ -33,7 +34,7 @@ def test_an_evaluator_beside_the_run_decides_which_step_is_best(tmp_path: Path) 
     with trainer(tmp_path) as run:
         save(run, 1, 2, metrics={"loss": 0.5})
         assert run.best_step() is None
-        reader = hf.CheckpointManager(tmp_path, options=hf.CheckpointManagerOptions(read_only=True))
+        reader = reading(tmp_path)
         hf.record_metrics(tmp_path, 1, {"return": 7.0, "nan": math.nan})
         reader.record_metrics(2, {"return": 5.0})
         assert run.best_step() == 1

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.manager.runs import saved
 
 import holdfast as hf
 from holdfast.cli.main import main
@@ -20,9 +21,7 @@ def tree(step: int) -> dict[str, np.ndarray]:
 
 
 def make(directory: Path, *steps: int) -> Path:
-    with hf.CheckpointManager(directory) as manager:
-        for step in steps:
-            manager.save(step, tree(step), metrics={"loss": step})
+    saved(directory, *steps, items=tree, metrics=lambda step: {"loss": step})
     return directory
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,20 +46,28 @@ def train(
     given: hf.CheckpointManagerOptions,
     steps: Sequence[int],
     *,
-    clock: FakeClock | None = None,
-    seconds_a_step: float = 60.0,
+    seconds: Callable[[int], float] = lambda step: 60.0,
     metrics: Mapping[int, Any] | None = None,
+    restored: int | None = None,
     restart_at: Sequence[int] = (),
 ) -> tuple[list[int], list[int]]:
-    """Runs a loop over steps, with a new manager before some of them; returns which were saved and which are left."""
-    clock = clock or FakeClock()
+    """Runs a loop over steps, from a step that an earlier run has left, and with a new manager before some of them.
+
+    Returns which were saved and which are left.
+    """
+    clock = FakeClock()
     saved = []
+    if restored is not None:
+        with hf.CheckpointManager(place, hf.PyTreeCheckpointer()) as earlier:
+            earlier.save(restored, restored)
     manager = hf.CheckpointManager(place, hf.PyTreeCheckpointer(), given, clock=clock)
+    if restored is not None:
+        manager.restore(restored)
     for step in steps:
         if step in restart_at:
             manager.close()
             manager = hf.CheckpointManager(place, hf.PyTreeCheckpointer(), given, clock=clock)
-        clock.sleep(seconds_a_step)
+        clock.sleep(seconds(step))
         if manager.save(step, step, metrics=None if metrics is None else metrics.get(step)):
             saved.append(step)
     manager.close()
@@ -122,11 +130,6 @@ def test_what_is_kept(place: str, given: hf.CheckpointManagerOptions, kept: list
 @pytest.mark.parametrize(
     ("given", "steps", "saved"),
     [
-        pytest.param(options(save_interval_steps=5), range(23), [0, 5, 10, 15, 20], id="every 5"),
-        pytest.param(options(save_interval_steps=5), range(3, 23), [5, 10, 15, 20], id="every 5 from 3"),
-        pytest.param(
-            options(save_interval_steps=5), range(1, 40, 3), [7, 10, 16, 22, 25, 31, 37], id="a counter that jumps"
-        ),
         pytest.param(options(save_interval_secs="5m"), range(1, 14), [5, 10], id="every 5 minutes"),
         pytest.param(
             options(save_interval_steps=4, save_interval_secs=180), range(1, 14), [3, 4, 7, 8, 11, 12], id="either"
@@ -172,13 +175,98 @@ def test_saving_every_so_many_steps_over_restarts(place: str, restart_at: list[i
     assert saved == [4, 8, 12]
 
 
-@RESTARTS
-def test_saving_on_a_new_best_over_restarts(place: str, restart_at: list[int]) -> None:
-    losses = {1: {"loss": NAN}, 2: {"loss": 5}, 3: {"loss": 5}, 4: {"loss": 6}, 5: {"loss": 3}, 6: {}, 7: {"loss": 2}}
-    given = options(save_on_best=True, best_fn="loss", best_mode="min", max_to_keep=1)
-    saved, left = train(place, given, range(1, 9), metrics=losses, restart_at=restart_at)
-    assert saved == [2, 5, 7]
-    assert left == [7]
+@pytest.mark.parametrize(
+    ("n", "restored", "steps", "saved"),
+    [
+        pytest.param(2, None, range(11), [0, 2, 4, 6, 8, 10], id="from zero"),
+        pytest.param(2, None, range(1, 11), [2, 4, 6, 8, 10], id="from one"),
+        pytest.param(1, None, range(3), [0, 1, 2], id="every step"),
+        pytest.param(5, 0, range(1, 12), [5, 10], id="restored at zero"),
+        pytest.param(100, 150, range(151, 351), [200, 300], id="restored between"),
+        pytest.param(100, 200, range(201, 302), [300], id="restored on a multiple"),
+        pytest.param(10, None, range(7, 60, 7), [14, 21, 35, 42, 56], id="jumps by seven"),
+        pytest.param(10, None, [3, 4, 99, 100, 101], [99, 100], id="one long jump"),
+        pytest.param(10, None, [30, 31], [30], id="the first step is due"),
+        pytest.param(10, None, [31, 32], [], id="the first step is not due"),
+        pytest.param(10, 25, [25, 26, 29, 30, 30], [30], id="the same step again"),
+        pytest.param(100, 250, [151, 152, 200], [151, 200], id="the counter went back"),
+    ],
+)
+def test_saving_every_so_many_steps(
+    place: str, n: int, restored: int | None, steps: Sequence[int], saved: list[int]
+) -> None:
+    assert train(place, options(save_interval_steps=n), steps, restored=restored)[0] == saved
+
+
+@pytest.mark.parametrize("restart_at", [(), range(1, 9)], ids=["no restart", "always"])
+@pytest.mark.parametrize(
+    ("mode", "values", "saved"),
+    [
+        pytest.param("max", [0.1, 0.3, 0.2, 0.3, 0.4], [1, 2, 5], id="max"),
+        pytest.param("min", [0.4, 0.3, 0.5, 0.3, 0.1], [1, 2, 5], id="min"),
+        pytest.param("max", [NAN, 0.1, NAN, 0.2, None, 0.15], [2, 4], id="max, NaN and missing"),
+        pytest.param("min", [NAN, 5, 5, 6, 3, None, 2], [2, 5, 7], id="min, NaN and missing"),
+        pytest.param("max", [None, None], [], id="never a metric"),
+        pytest.param("max", [0.5, 0.5, 0.5], [1], id="equal values are not better"),
+        pytest.param("min", [math.inf, 3.0, math.inf], [1, 2], id="from infinity"),
+        pytest.param("max", ["0.9", 0.1], [2], id="text is no number"),
+    ],
+)
+def test_saving_on_a_new_best(
+    place: str, mode: Any, values: list[Any], saved: list[int], restart_at: Sequence[int]
+) -> None:
+    given = options(save_on_best=True, best_fn="acc", best_mode=mode, max_to_keep=1)
+    metrics = {step: {"acc": value} for step, value in enumerate(values, start=1) if value is not None}
+    found = train(place, given, range(1, len(values) + 1), metrics=metrics, restart_at=restart_at)
+    assert found == (saved, saved[-1:])
+
+
+@pytest.mark.parametrize(
+    ("step", "seconds", "metrics", "save", "reason"),
+    [
+        (51, 0, None, False, "nothing is due"),
+        (50, 900, {"acc": 0.5}, False, "step 50 is saved already"),
+        (100, 0, None, True, "every 100 steps"),
+        (51, 900, None, True, "every 15m"),
+        (51, 0, {"acc": 0.5}, True, "best acc (0.5)"),
+        (100, 900, {"acc": 0.5}, True, "every 100 steps, every 15m, best acc (0.5)"),
+    ],
+)
+def test_every_reason_for_a_save_is_told_once(
+    place: str, step: int, seconds: float, metrics: Any, save: bool, reason: str
+) -> None:
+    train(place, options(), [50])
+    given = options(
+        save=[every(100), every(100), hf.Every(secs=900)], save_on_best=True, best_fn="acc", best_mode="max"
+    )
+    clock = FakeClock()
+    with hf.CheckpointManager(place, options=given, clock=clock) as manager:
+        manager.restore(50)
+        clock.sleep(seconds)
+        decision = manager.decide(step, metrics=metrics)
+        assert decision == hf.reports.Decision(save, reason)
+        assert bool(decision) is save
+
+
+@pytest.mark.parametrize(
+    ("now", "last", "due"),
+    [
+        pytest.param(159.0, 100.0, False, id="before"),
+        pytest.param(160.0, 100.0, True, id="exactly"),
+        pytest.param(500.0, 100.0, True, id="long after"),
+        pytest.param(100.0, 100.0, False, id="at once"),
+        pytest.param(99.0, 100.0, True, id="backwards"),
+        pytest.param(5.0, 1e9, True, id="another clock"),
+        pytest.param(1e9, None, False, id="no start"),
+    ],
+)
+def test_when_a_period_in_time_has_passed(now: float, last: float | None, due: bool) -> None:
+    assert (hf.Every(secs=60).reason(hf.reports.Moment(step=1, now=now, last=last)) is not None) is due
+
+
+def test_a_clock_that_runs_backwards_saves_once_and_goes_on(place: str) -> None:
+    seconds: Callable[[int], float] = lambda step: -500.0 if step == 8 else 10.0  # noqa: E731
+    assert train(place, options(save_interval_secs=50), range(1, 16), seconds=seconds)[0] == [5, 8, 13]
 
 
 def test_a_clock_that_is_set_back(place: str) -> None:

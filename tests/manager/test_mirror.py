@@ -39,6 +39,14 @@ def manager(directory: object, mirror: Any, **options: Any) -> hf.CheckpointMana
     )
 
 
+def mirrored(directory: object, mirror: Any, *steps: int, **options: Any) -> None:
+    """Saves steps by a manager of its own, each of which arrives in the mirror."""
+    with manager(directory, mirror, **options) as run:
+        for step in steps:
+            run.save(step, tree(step))
+            arrives(run, step)
+
+
 def steps(place: object) -> list[int | None]:
     return [one.step for one in hf.list_checkpoints(str(place))] if as_location(str(place)).exists() else []
 
@@ -62,7 +70,13 @@ def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+def given_way() -> threading.Event:
+    """Set once a copy gives way."""
+    return threading.Event()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch, given_way: threading.Event) -> Iterator[threading.Event]:
     """What copies wait for before each piece; open at the end."""
     found = threading.Event()
     take = copying.Throttle.take
@@ -70,6 +84,8 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     def waits(self: copying.Throttle, count: int) -> None:
         while not found.wait(0.01) and self.ended is None:
             pass
+        if self.gives_way:
+            given_way.set()
         take(self, count)
 
     monkeypatch.setattr(copying.Throttle, "take", waits)
@@ -87,13 +103,10 @@ class Broken:
 
     def _failing(self, name: str, method: Callable[..., Any], prefix: str) -> Callable[..., Any]:
         def call(place: Location, *args: Any, **kwargs: Any) -> Any:
-            writes = name.startswith("write")
-            if (
-                self.error is not None
-                and place.url.startswith(prefix)
-                and (writes or self.error is not hf.errors.StorageFullError)
-            ):
-                raise self.error(f"cannot {name} {place.url}: broken")
+            error = self.error  # which the test may clear meanwhile
+            is_spared = error is hf.errors.StorageFullError and not name.startswith("write")
+            if error is not None and place.url.startswith(prefix) and not is_spared:
+                raise error(f"cannot {name} {place.url}: broken")
             return method(place, *args, **kwargs)
 
         return call
@@ -109,8 +122,9 @@ def broken(monkeypatch: pytest.MonkeyPatch, place: str) -> Broken:
 
 def test_steps_arrive_whole_with_what_belongs_to_them(tmp_path: Path, place: str) -> None:
     with manager(tmp_path / "run", place) as run:
-        run.save(5, tree(5), metrics={"loss": 1.0}, custom_metadata={"a": 1})
+        run.save(5, tree(100))
         arrives(run, 5)
+        run.save(5, tree(5), metrics={"loss": 1.0}, custom_metadata={"a": 1}, force=True)
         run.record_metrics(5, {"late": 2})
         run.pin(5)
     assert hf.verify(place).ok
@@ -144,11 +158,9 @@ def test_a_new_machine_goes_on_from_the_mirror(tmp_path: Path, place: str, prefi
 
 
 def test_the_newest_of_both_places_counts(tmp_path: Path, place: str) -> None:
-    with manager(tmp_path / "one", place) as run:
-        run.save(10, tree(10))
+    mirrored(tmp_path / "one", place, 10)
     shutil.copytree(tmp_path / "one", tmp_path / "older")
-    with manager(tmp_path / "one", place) as run:
-        run.save(20, tree(20))
+    mirrored(tmp_path / "one", place, 20)
     with manager(tmp_path / "older", place) as run:
         assert run.all_steps() == [10, 20]
         run.save(30, tree(30))
@@ -170,10 +182,7 @@ def test_a_damaged_step_is_taken_from_the_mirror(
     tmp_path: Path, place: str, stored: Files, caplog: pytest.LogCaptureFixture, damaged: str, said: str
 ) -> None:
     caplog.set_level("INFO", "holdfast")
-    with manager(tmp_path / "run", place) as run:
-        for step in (1, 2):
-            run.save(step, tree(step))
-            arrives(run, step)
+    mirrored(tmp_path / "run", place, 1, 2)
     stored(f"{tmp_path}/run/2").write(damaged, b"{")
 
     with manager(tmp_path / "run", place) as run:
@@ -188,8 +197,7 @@ def test_a_damaged_step_is_taken_from_the_mirror(
 def test_a_step_that_another_program_commits_while_it_is_fetched(
     tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with manager(tmp_path / "run", place) as run:
-        run.save(1, tree(1))
+    mirrored(tmp_path / "run", place, 1)
     (tmp_path / "run" / "1").rename(tmp_path / "aside")
 
     def overtaken(*args: Any, **kwargs: Any) -> Any:
@@ -225,10 +233,7 @@ def test_a_look_at_a_damaged_step_takes_it_from_the_mirror_as_a_restore_does(tmp
 def test_a_damaged_step_of_the_mirror_is_passed_over(
     tmp_path: Path, place: str, stored: Files, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with manager(tmp_path / "run", place) as run:
-        for step in (1, 2):
-            run.save(step, tree(step))
-            arrives(run, step)
+    mirrored(tmp_path / "run", place, 1, 2)
     shutil.rmtree(tmp_path / "run")
     folder = next(iter(as_location(f"{place}/2").entries())).name
     files = stored(f"{place}/2")
@@ -240,7 +245,9 @@ def test_a_damaged_step_of_the_mirror_is_passed_over(
     assert "step 2 cannot be fetched" in caplog.text
 
 
-def test_one_step_is_fetched_on_request(tmp_path: Path, place: str) -> None:
+def test_one_step_is_fetched_on_request(
+    tmp_path: Path, place: str, broken: Broken, caplog: pytest.LogCaptureFixture
+) -> None:
     with manager(tmp_path / "run", hf.Mirror(place, max_to_keep=5), max_to_keep=1) as run:
         for step in (1, 2, 3):
             run.save(step, tree(step))
@@ -251,6 +258,12 @@ def test_one_step_is_fetched_on_request(tmp_path: Path, place: str) -> None:
         assert not run.fetch(7)
         with pytest.raises(hf.CheckpointNotFoundError):
             run.restore(7)
+        run.delete(1, mirror=False)
+        broken.error = hf.errors.StorageUnavailableError
+        with pytest.raises(hf.CheckpointNotFoundError, match="no checkpoint of step 1; there are 3"):
+            run.restore(1)
+        broken.error = None
+    assert "the mirror failed, and" in caplog.text
 
 
 # ---- which steps, and for how long
@@ -315,11 +328,16 @@ def test_a_slow_mirror_skips_steps_and_delays_no_save(tmp_path: Path, place: str
 
 @pytest.mark.parametrize("end", ["it is saved", "it fails", "the run ends"])
 def test_a_copy_gives_way_to_a_save(
-    tmp_path: Path, place: str, gate: threading.Event, monkeypatch: pytest.MonkeyPatch, end: str
+    tmp_path: Path,
+    place: str,
+    gate: threading.Event,
+    given_way: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+    end: str,
 ) -> None:
     monkeypatch.setattr(copying, "BESIDE", 1e-3)  # bytes a second: nothing arrives beside a save
-    second, saving, given_way = threading.Event(), threading.Event(), threading.Event()
-    write, take = saves.Save.write, copying.Throttle.take
+    second, saving = threading.Event(), threading.Event()
+    write = saves.Save.write
 
     def completes(save: saves.Save, *rest: Any) -> Any:
         if second.is_set():
@@ -328,15 +346,7 @@ def test_a_copy_gives_way_to_a_save(
                 raise hf.errors.StorageFullError("full")
         return write(save, *rest)
 
-    def takes(throttle: copying.Throttle, count: int) -> None:
-        while not gate.wait(0.01) and throttle.ended is None:
-            pass
-        if throttle.gives_way:
-            given_way.set()
-        take(throttle, count)
-
     monkeypatch.setattr(saves.Save, "write", completes)
-    monkeypatch.setattr(copying.Throttle, "take", takes)
     with manager(tmp_path / "run", place) as run:
         run.save(1, tree(1))
         wait_until(run, lambda status: status.copying == 1)
@@ -370,18 +380,17 @@ def test_the_measured_rate_is_that_of_a_copy_that_does_not_give_way(monkeypatch:
     assert rates == [None, 50, 50, 30, 30]
 
 
-def test_a_save_that_cannot_begin_leaves_the_mirror_as_it_was(tmp_path: Path, place: str) -> None:
-    with manager(tmp_path / "run", place) as run, pytest.raises(hf.errors.UnsupportedLeafError):
-        run.save(1, {"w": object()})
-    assert not run._mirror._saving  # type: ignore[union-attr]
-
-
-def test_a_step_that_is_replaced_is_replaced_in_the_mirror(tmp_path: Path, place: str) -> None:
+def test_a_save_that_cannot_begin_lets_the_copy_go_on(
+    tmp_path: Path, place: str, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copying, "BESIDE", 1e-3)  # bytes a second: nothing arrives beside a save
     with manager(tmp_path / "run", place) as run:
         run.save(1, tree(1))
+        wait_until(run, lambda status: status.copying == 1)
+        with pytest.raises(hf.errors.UnsupportedLeafError):
+            run.save(2, {"w": object()})
+        gate.set()
         arrives(run, 1)
-        run.save(1, tree(100), force=True)
-    assert hf.load(f"{place}/1")["step"] == 100
 
 
 def test_what_is_deleted_on_purpose_does_not_come_back(tmp_path: Path, place: str) -> None:
@@ -438,10 +447,7 @@ def test_a_step_that_is_deleted_and_saved_again_is_another_one(
     tmp_path: Path, place: str, method: str, argument: int, today: bool
 ) -> None:
     options = tmp_path / "run" / "options.json"
-    with manager(tmp_path / "run", place) as run:
-        for step in (2, 3):
-            run.save(step, tree(step))
-            arrives(run, step)
+    mirrored(tmp_path / "run", place, 2, 3)
     with hf.CheckpointManager(tmp_path / "run") as run:
         getattr(run, method)(argument)
     if not today:
@@ -471,10 +477,7 @@ def test_a_step_that_is_deleted_and_saved_again_is_another_one(
 def test_a_listing_that_is_older_than_a_deletion_does_not_bring_the_step_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with manager(tmp_path / "run", tmp_path / "mirror") as run:
-        for step in (1, 3):
-            run.save(step, tree(step))
-            arrives(run, step)
+    mirrored(tmp_path / "run", tmp_path / "mirror", 1, 3)
     with hf.CheckpointManager(tmp_path / "run") as run:
         run.delete_after(1)
 
@@ -505,9 +508,7 @@ def test_a_listing_that_is_older_than_a_deletion_does_not_bring_the_step_back(
 
 
 def test_others_see_the_mirror_while_its_remains_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with manager(tmp_path / "run", tmp_path / "mirror") as run:
-        run.save(1, tree(1))
-        arrives(run, 1)
+    mirrored(tmp_path / "run", tmp_path / "mirror", 1)
     sweeps, seen = threading.Event(), threading.Event()
     acquire = RunDirectory.acquire
 
@@ -527,11 +528,19 @@ def test_others_see_the_mirror_while_its_remains_are_swept(tmp_path: Path, monke
         arrives(run, 2)
 
 
-def test_the_mirror_of_another_run_is_refused(tmp_path: Path, place: str) -> None:
-    for name, step in (("a", 5), ("b", 3)):
-        with manager(tmp_path / name, f"{place}/{name}") as run:
-            run.save(step, tree(step))
+def without_identity(directory: Location) -> None:
+    """Makes a directory one of an earlier version, which knew no identities."""
+    options = directory / "options.json"
+    content = decode_document(options.read_bytes(), "options", source="")
+    options.write_bytes(encode_document("options", {"options": content["options"]}))
 
+
+@pytest.mark.parametrize("of_before", [False, True], ids=["with identities", "a directory without one"])
+def test_the_mirror_of_another_run_is_refused(tmp_path: Path, place: str, of_before: bool) -> None:
+    for name, step in (("a", 5), ("b", 3)):
+        mirrored(tmp_path / name, f"{place}/{name}", step)
+    if of_before:
+        without_identity(as_location(tmp_path / "b"))
     with pytest.raises(
         hf.errors.OptionError, match=rf"belongs to another run, that in {tmp_path}/a, and not to the one in"
     ):
@@ -547,8 +556,7 @@ def test_a_foreign_mirror_that_could_not_be_read_at_first_gets_nothing(
     tmp_path: Path, place: str, broken: Broken, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("a", "b"):
-        with manager(tmp_path / name, f"{place}/{name}") as run:
-            run.save(1, tree(1))
+        mirrored(tmp_path / name, f"{place}/{name}", 1)
     broken.error = hf.errors.StorageUnavailableError
     with manager(tmp_path / "b", f"{place}/a") as run:
         run.save(2, tree(2))
@@ -560,48 +568,46 @@ def test_a_foreign_mirror_that_could_not_be_read_at_first_gets_nothing(
     assert steps(f"{place}/a") == [1]
 
 
-def without_identity(directory: Location) -> None:
-    """Makes a directory one of an earlier version, which knew no identities."""
-    options = directory / "options.json"
-    content = decode_document(options.read_bytes(), "options", source="")
-    options.write_bytes(encode_document("options", {"options": content["options"]}))
+@pytest.mark.parametrize(
+    "spoilt",
+    [
+        {"doomed": {"": 3}, "branches": {"": 3}},
+        {"doomed": {"": {"records": [[1], ["1", False, None, None]]}}, "branches": {"": [["a", 1]]}},
+        {"doomed": {"": {"steps": ["3"], "after": None}}, "branches": 3},
+        {"doomed": 3},
+    ],
+)
+def test_tombstones_that_cannot_be_read_delete_nothing(tmp_path: Path, place: str, spoilt: dict[str, Any]) -> None:
+    mirrored(tmp_path / "run", place, 1, 3)
+    options = tmp_path / "run" / "options.json"
+    document = decode_document(options.read_bytes(), "options", source="")
+    document["run"] |= spoilt
+    options.write_bytes(encode_document("options", document))
+    mirrored(tmp_path / "run", place, 4)
+    assert steps(place) == [1, 3, 4]
 
 
 @pytest.mark.parametrize("which", ["both", "directory", "mirror"])
 def test_directories_and_mirrors_without_identity_get_one(tmp_path: Path, place: str, which: str) -> None:
-    with manager(tmp_path / "run", place) as run:
-        run.save(1, tree(1))
+    mirrored(tmp_path / "run", place, 1)
     if which != "mirror":
         without_identity(as_location(tmp_path / "run"))
     if which != "directory":
         without_identity(as_location(place))
 
-    with manager(tmp_path / "run", place) as run:
-        run.save(2, tree(2))
-        arrives(run, 2)
+    mirrored(tmp_path / "run", place, 2)
 
     ours, theirs = stored_identity(as_location(tmp_path / "run")), stored_identity(as_location(place))
     assert ours.run == theirs.run is not None
 
 
-def test_an_old_directory_beside_the_mirror_of_another_run_is_refused(tmp_path: Path, place: str) -> None:
-    for name, step in (("a", 5), ("b", 3)):
-        with manager(tmp_path / name, f"{place}/{name}") as run:
-            run.save(step, tree(step))
-    without_identity(as_location(tmp_path / "b"))
-    with pytest.raises(hf.errors.OptionError, match="belongs to another run"):
-        manager(tmp_path / "b", f"{place}/a")
-
-
 def test_a_new_machine_takes_the_identity_of_the_mirror(
     tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with manager(tmp_path / "run", place) as run:
-        run.save(1, tree(1))
+    mirrored(tmp_path / "run", place, 1)
     known = stored_identity(as_location(tmp_path / "run"))
     (tmp_path / "run").rename(tmp_path / "lost")
-    with manager(tmp_path / "run", place) as run:
-        run.save(2, tree(2))
+    mirrored(tmp_path / "run", place, 2)
     assert stored_identity(as_location(tmp_path / "run")) == known
     assert "continues the run of its mirror" not in caplog.text
 
@@ -611,8 +617,7 @@ def test_a_new_machine_takes_the_identity_of_the_mirror(
 
 
 def test_a_copied_run_changes_nothing_in_the_mirror_of_the_original(tmp_path: Path, place: str) -> None:
-    with manager(tmp_path / "run", place) as run:
-        run.save(1, tree(1))
+    mirrored(tmp_path / "run", place, 1)
     hf.copy_checkpoint(tmp_path / "run", tmp_path / "copy")
     copy = stored_identity(as_location(tmp_path / "copy"))
     assert (copy.run, copy.mirror) == (None, None)
@@ -638,8 +643,7 @@ def test_interrupted_copies_go_on_in_the_next_run_or_are_removed(
     assert as_location(f"{place}/1").exists()  # its marker
     assert steps(place) == []
     gate.set()
-    with manager(tmp_path / "run", place) as run:
-        run.save(2, tree(2))
+    mirrored(tmp_path / "run", place, 2)
     assert steps(place)[-1] == 2
     assert hf.verify(place).ok
     for folder in as_location(place).entries():
@@ -742,8 +746,7 @@ def test_the_end_of_a_run_says_what_the_mirror_lacks(
 def test_a_run_with_steps_begins_although_the_mirror_is_down(
     tmp_path: Path, place: str, broken: Broken, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with manager(tmp_path / "run", place) as run:
-        run.save(1, tree(1))
+    mirrored(tmp_path / "run", place, 1)
     broken.error = hf.errors.StorageUnavailableError
     with manager(tmp_path / "run", place) as run:
         assert run.latest_step() == 1
@@ -802,21 +805,6 @@ def test_a_preemption_does_not_begin_what_does_not_fit(
         assert not run.finish_mirror(30.0)
         assert "bytes are missing there" in caplog.text
         assert run.finish_mirror(30.0) is False
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"url": "what://x"}, "unknown scheme"),
-        ({"url": "x", "max_to_keep": 0}, "max_to_keep=0"),
-        ({"url": "x", "max_bandwidth": "fast"}, "max_bandwidth='fast'"),
-        ({"url": "x", "wait_secs": -1}, "wait_secs=-1"),
-        ({"url": "x", "save_interval_secs": "often"}, "save_interval_secs='often'"),
-    ],
-)
-def test_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises((hf.errors.OptionError, hf.errors.InvalidLocationError), match=message):
-        hf.Mirror(**options)
 
 
 def test_the_mirror_is_another_place(tmp_path: Path) -> None:

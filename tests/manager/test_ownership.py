@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.cli.commands import error_of
+from tests.manager.runs import reading
 
 import holdfast as hf
 from holdfast.engine.observer import Observer, Point
@@ -102,7 +103,7 @@ def test_a_read_only_manager_looks_at_a_directory_that_is_taken(tmp_path: Path) 
     with hf.CheckpointManager(tmp_path) as owner:
         owner.save(1, TREE)
         owner.wait_until_finished()
-        with hf.CheckpointManager(tmp_path, options=hf.CheckpointManagerOptions(read_only=True)) as reader:
+        with reading(tmp_path) as reader:
             assert reader.all_steps() == [1]
             assert not reader.should_save(2)
             with pytest.raises(hf.errors.StateError, match="read_only"):
@@ -311,21 +312,15 @@ def test_a_new_file_with_the_number_of_the_locked_one_is_another(
     lock.release()
 
 
-def test_closing_gives_the_directory_back(tmp_path: Path) -> None:
-    manager = hf.CheckpointManager(tmp_path)
-    manager.save(1, TREE)
-    manager.close()
-    program = f"import holdfast as hf; hf.CheckpointManager({str(tmp_path)!r}).acquire()"
-    subprocess.run([sys.executable, "-c", program], check=True)
-    with pytest.raises(hf.errors.StateError, match="closed; make a new one"):
-        manager.save(2, TREE)
-
-
-def test_a_manager_that_is_dropped_gives_the_directory_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dropped", [False, True], ids=["a manager that is closed", "a manager that is dropped"])
+def test_the_directory_is_given_back_by(dropped: bool, tmp_path: Path) -> None:
     manager = hf.CheckpointManager(tmp_path)
     manager.save(1, TREE)
     manager.wait_until_finished()
-    del manager
+    if dropped:
+        del manager
+    else:
+        manager.close()
     program = f"import holdfast as hf; hf.CheckpointManager({str(tmp_path)!r}).acquire()"
     subprocess.run([sys.executable, "-c", program], check=True)
 
@@ -349,10 +344,6 @@ def move(run: Path) -> None:
     run.rename(run.with_name("elsewhere"))
 
 
-def delete(run: Path) -> None:
-    shutil.rmtree(run)
-
-
 def delete_owner(run: Path) -> None:
     (run / "owner.json").unlink()
 
@@ -361,7 +352,7 @@ def delete_owner(run: Path) -> None:
     ("happens", "joined", "said"),
     [
         pytest.param(move, False, "the directory was moved or deleted", id="moved"),
-        pytest.param(delete, False, "the directory was moved or deleted", id="deleted"),
+        pytest.param(shutil.rmtree, False, "the directory was moved or deleted", id="deleted"),
         pytest.param(delete_owner, False, r"its owner\.json was moved or deleted", id="without its owner"),
         pytest.param(delete_owner, True, "", id="a second run joins"),
     ],
@@ -383,22 +374,16 @@ def test_a_run_whose_directory_is_taken_away(
                 with pytest.raises(hf.errors.OwnershipError, match=said):
                     act()
             assert sorted(tmp_path.rglob("*")) == left
+        if happens is move:
+            with pytest.raises(hf.errors.OwnershipError, match="Move it back, and this run continues"):
+                manager.save(8, TREE)
+            (tmp_path / "elsewhere").rename(run)
+            manager.save(9, TREE)
+            manager.wait_until_finished()
+            assert manager.all_steps() == [5, 9]
     if joined:
         assert hf.load(run / "1") == {"by": "the other process"}
         assert hf.verify(run).ok
-
-
-def test_a_run_goes_on_when_its_directory_is_back(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    with hf.CheckpointManager(run) as manager:
-        manager.save(1, TREE)
-        manager.wait_until_finished()
-        move(run)
-        with pytest.raises(hf.errors.OwnershipError, match="Move it back, and this run continues"):
-            manager.save(2, TREE)
-        (tmp_path / "elsewhere").rename(run)
-        manager.save(3, TREE)
-    assert hf.CheckpointManager(run).all_steps() == [1, 3]
 
 
 def test_in_an_object_store_the_commit_notices(place: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.manager.runs import reading
 
 import holdfast as hf
 from holdfast.components import Checkpointable, read_state
@@ -21,11 +22,6 @@ Read = Callable[[hf.storage.Location], Any]
 
 def tree(edition: int) -> dict[str, Any]:
     return {"weights": np.full(5000, edition), "edition": edition}
-
-
-def reader(run: hf.storage.Location) -> hf.CheckpointManager:
-    """Returns a manager that looks on, as an evaluation does, and saw the directory before."""
-    return hf.CheckpointManager(run, options=hf.CheckpointManagerOptions(read_only=True))
 
 
 def whole(found: Any) -> int:
@@ -49,12 +45,12 @@ NEWEST: dict[str, Read] = {
     "transformed": lambda run: whole(hf.load_transformed(run, {}, KEEP)),
     "weights": lambda run: whole(load_weights(run, tree(0)).tree),
     "described": lambda run: len(hf.describe(run)) == len(tree(0)) and None,
-    "manager": lambda run: whole(reader(run).restore()),
+    "manager": lambda run: whole(reading(run.url).restore()),
     "verified": verified,
 }
 STEP: dict[str, Read] = {
     "load": lambda run: whole(hf.load(run / "2")),
-    "manager": lambda run: whole(reader(run).restore(2)),
+    "manager": lambda run: whole(reading(run.url).restore(2)),
     "checkpointer": lambda run: whole(hf.PyTreeCheckpointer().restore(run / "2")),
 }
 

@@ -1,3 +1,5 @@
+"""Which steps each rule keeps, in which order steps rank, and how the reasons read."""
+
 from __future__ import annotations
 
 import math
@@ -8,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast as hf
+from holdfast.engine.clock import format_duration
 from holdfast.engine.manager import KeepAll, KeepPolicy, StepInfo, best, reasons, retention_rules
 from holdfast.engine.manager.intervals import Every
 from holdfast.engine.manager.metrics import Mode
@@ -21,7 +24,7 @@ from holdfast.engine.manager.retention import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
 NAN = math.nan
 HOUR = 3600.0
@@ -41,29 +44,6 @@ def scored(values: Mapping[int, Any], name: str = "acc") -> list[StepInfo]:
 
 def timed(times: Mapping[int, float]) -> list[StepInfo]:
     return [StepInfo(step=step, time=time) for step, time in times.items()]
-
-
-class Run:
-    """A directory under retention: commits steps by a fake clock and collects after each commit, as a manager does."""
-
-    def __init__(self, rules: Sequence[KeepPolicy], clock: float = 0.0) -> None:
-        self.rules = rules
-        self.clock = clock
-        self.steps: dict[int, StepInfo] = {}
-
-    def commit(self, step: int, *, metrics: Mapping[str, Any] | None = None, pinned: bool = False) -> None:
-        self.steps[step] = StepInfo(step=step, time=self.clock, metrics=metrics, pinned=pinned)
-        kept = reasons(list(self.steps.values()), self.rules)
-        self.steps = {step: info for step, info in self.steps.items() if step in kept}
-
-    def restart(self) -> Run:
-        """A new process: all it knows is what the old one left behind."""
-        run = Run(self.rules, self.clock)
-        run.steps = dict(reversed(self.steps.items()))
-        return run
-
-    def kept(self) -> list[int]:
-        return sorted(self.steps)
 
 
 @pytest.mark.parametrize(
@@ -119,24 +99,6 @@ def test_best_orders_by_value_then_newness(mode: Mode, values: dict[int, Any], o
     others = sorted(values.keys() - {*order}, reverse=True)
     for n in range(1, 5):
         assert list(KeepBest(n, "acc", mode).kept(steps)) == [*order, *others][:n]
-
-
-def test_where_few_steps_have_the_metric_the_newest_of_the_others_fill_up() -> None:
-    """As when a run saves every 20 steps, and its metric comes from validations at other steps."""
-    run = Run([KeepBest(3, "acc")])
-    for step in (20, 40, 60, 80, 100):
-        run.commit(step, metrics={"loss": 1.0} if step % 40 else None)
-    assert run.kept() == [60, 80, 100]
-    run.commit(112, metrics={"acc": 0.5})
-    run.commit(120)
-    assert run.kept() == [100, 112, 120]
-    kept = reasons(list(run.steps.values()), run.rules)
-    assert kept[112] == ("best acc (0.5)",)
-    assert kept[100] == ("one of 3, as too few have acc",)
-    for step in (144, 176, 200):
-        run.commit(step, metrics={"acc": 0.4})
-    run.commit(208)
-    assert run.kept() == [112, 176, 200, 208]
 
 
 def test_best_of_a_nested_metric_and_a_misspelled_one() -> None:
@@ -239,11 +201,37 @@ def test_reasons_are_a_union_that_people_can_read() -> None:
     assert list(reasons(steps[::-1], rules)) == sorted(values)
 
 
-def test_a_clock_set_back_can_be_read_in_the_reason() -> None:
-    assert reasons(timed({1: 100.0, 2: 40.0}), [Every(secs=60)]) == {
-        1: ("every 1m",),
-        2: ("newest", "every 1m (the clock was set back)"),
+def test_places_are_spelled_as_people_say_them() -> None:
+    kept = KeepBest(111, "acc").kept(scored({place: -place for place in range(1, 112)}))
+    spelled = {1: "best", 2: "2nd best", 3: "3rd best", 4: "4th best", 11: "11th best", 12: "12th best"}
+    spelled |= {13: "13th best", 21: "21st best", 111: "111th best"}
+    assert {place: kept[place].partition(" acc")[0] for place in spelled} == spelled
+    assert KeepBest(3, "acc").kept(scored({1: None, 2: 0.5})) == {
+        2: "best acc (0.5)",
+        1: "one of 3, as too few have acc",
     }
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        (0, "0s"),
+        (0.00025, "0.00025s"),
+        (0.25, "0.25s"),
+        (1, "1s"),
+        (59.9996, "1m"),
+        (60.0, "1m"),
+        (90.5, "1m30.5s"),
+        (900, "15m"),
+        (3600, "1h"),
+        (5400, "1h30m"),
+        (3601, "1h1s"),
+        (86400 * 400, "400d"),
+        (90061.1, "1d1h1m1.1s"),
+    ],
+)
+def test_durations_are_spelled_as_options_are(seconds: float, expected: str) -> None:
+    assert format_duration(seconds) == expected
 
 
 def test_the_same_rule_twice_says_its_reason_once() -> None:
@@ -262,53 +250,6 @@ def test_no_rules_keep_everything_and_no_steps_nothing() -> None:
     assert list(reasons(infos(1, 2, 3), [])) == [1, 2, 3]
     assert reasons(infos(1, 2), ())[1] == ("nothing limits what is kept",)
     assert reasons([], [KeepLatest(1)]) == {}
-
-
-ACCURACIES = [0.1, 0.7, NAN, 0.9, None, 0.9, 0.2, None, 0.8, NAN, 0.3, 0.85]
-
-
-@pytest.mark.parametrize("restarts", [(), (1,), (4, 5), tuple(range(12))], ids=str)
-@pytest.mark.parametrize(
-    ("rules", "expected"),
-    [
-        pytest.param([KeepLatest(3)], [10, 11, 12], id="latest"),
-        pytest.param([KeepBest(1, "acc")], [6, 12], id="best-tie-goes-to-the-newer"),
-        pytest.param([KeepBest(3, "acc")], [4, 6, 12], id="three-best"),
-        pytest.param([KeepBest(2, "acc", "min")], [1, 7, 12], id="two-smallest"),
-        pytest.param([KeepBest(1, "acc"), KeepWithoutMetrics()], [5, 6, 8, 12], id="best-and-without-metrics"),
-        pytest.param([KeepLatest(1), Every(steps=5)], [5, 10, 12], id="period"),
-        pytest.param([Every(secs=600)], [1, 3, 5, 7, 8, 10, 12], id="interval-over-a-clock-set-back"),
-        pytest.param([KeepPinned()], [2, 9, 12], id="pinned"),
-        pytest.param([KeepLatest(1), KeepSteps([3, 11, 99])], [3, 11, 12], id="chosen"),
-        pytest.param([], list(range(1, 13)), id="everything"),
-    ],
-)
-def test_a_restart_in_the_middle_changes_nothing(
-    rules: list[KeepPolicy], expected: list[int], restarts: tuple[int, ...]
-) -> None:
-    run = Run(rules)
-    for step, accuracy in enumerate(ACCURACIES, start=1):
-        if step in restarts:
-            run = run.restart()
-        # Five minutes a step; before step 8 the clock is set back by two hours.
-        run.clock += 300.0 if step != 8 else -7200.0
-        run.commit(step, metrics=None if accuracy is None else {"acc": accuracy}, pinned=step in (2, 9))
-    assert run.kept() == expected
-
-
-def test_a_metric_that_arrives_late_counts() -> None:
-    steps = scored({1: 0.5, 2: None, 3: 0.4})
-    assert best(steps, "acc") == 1
-    steps[1] = StepInfo(step=2, time=2.0, metrics={"acc": 0.6})
-    assert best(steps, "acc") == 2
-
-
-def test_a_run_that_went_back_protects_its_highest_step() -> None:
-    run = Run([KeepLatest(2)])
-    for step in (100, 200, 300):
-        run.commit(step)
-    run.commit(250)
-    assert run.kept() == [250, 300]
 
 
 def test_a_function_ranks_each_step_once() -> None:

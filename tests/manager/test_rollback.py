@@ -6,19 +6,17 @@ import logging
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tests.manager.runs import reading, saved
 from tests.processes.threads import MemoryCoordinator, together
 
 import holdfast as hf
 from holdfast.engine.distributed import Coordinator
 
 
-def trained(place: str, *steps: int, branch: str = "old", **options: Any) -> None:
-    with hf.CheckpointManager(place, options=hf.CheckpointManagerOptions(**options)) as manager:
-        for step in steps:
-            manager.save(step, {"branch": branch})
+def trained(place: object, *steps: int) -> None:
+    saved(place, *steps, items=lambda step: {"branch": "old"})
 
 
 def branches(manager: hf.CheckpointManager) -> dict[int, str]:
@@ -66,15 +64,17 @@ def test_delete_after(place: str, caplog: pytest.LogCaptureFixture) -> None:
         assert manager.latest_step() == 2
         manager.save(3, {"branch": "new"})
         assert branches(manager) == {1: "old", 2: "old", 3: "new"}
+        manager.save(4, {"branch": "new"})
+        assert manager.delete_after(3) == [4], "the save that is under way counts"
         assert "later steps" not in caplog.text
         with pytest.raises(hf.errors.OptionError, match="must not be negative"):
             manager.delete_after(-1)
     with pytest.raises(hf.errors.StateError, match="read_only"):
-        hf.CheckpointManager(place, options=hf.CheckpointManagerOptions(read_only=True)).delete_after(1)
+        reading(place).delete_after(1)
 
 
 def test_delete_after_waits_for_processes_that_still_restore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trained(str(tmp_path), 1, 2)
+    trained(tmp_path, 1, 2)
     first_is_there = threading.Event()
     all_of = MemoryCoordinator.try_get_all
 
@@ -98,14 +98,6 @@ def test_delete_after_waits_for_processes_that_still_restore(tmp_path: Path, mon
         return [found, *map(str, manager.all_steps())]
 
     assert together(2, run) == [["old", "1"]] * 2
-
-
-def test_the_save_that_is_under_way_counts(place: str) -> None:
-    with hf.CheckpointManager(place) as manager:
-        manager.save(1, {"branch": "old"})
-        manager.save(2, {"branch": "old"})
-        assert manager.delete_after(1) == [2]
-        assert manager.all_steps() == [1]
 
 
 def test_looking_at_an_older_step_is_no_going_back(place: str, caplog: pytest.LogCaptureFixture) -> None:

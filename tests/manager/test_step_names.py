@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.cli.commands import output_of
+from tests.manager.runs import saved
 
 import holdfast as hf
 from holdfast.engine import steps as steps_of_a_directory
@@ -22,12 +23,8 @@ EARLIER = re.compile(r"(.*[_-])?(0|[1-9][0-9]*)", re.DOTALL)  # the names that v
 
 
 def saves(directory: object, *steps: int, width: int | None = None, **options: Any) -> list[int]:
-    options = {"step_name_width": width, **options}
-    with hf.CheckpointManager(str(directory), options=hf.CheckpointManagerOptions(**options)) as manager:
-        for step in steps:
-            manager.save(step, {"w": np.full(3, step)}, metrics={"loss": 1 / step})
-        manager.wait_until_finished()
-        return manager.all_steps()
+    given: dict[str, Any] = {"items": lambda step: {"w": np.full(3, step)}, "metrics": lambda step: {"loss": 1 / step}}
+    return saved(directory, *steps, step_name_width=width, **given, **options)
 
 
 def names(directory: object) -> list[str]:

@@ -98,6 +98,9 @@ def test_ten_saves_of_a_frozen_base_take_two(run: Path, tmp_path: Path, convert:
             assert (report["shared_bytes"] > 4 * BASE) is (step > 1)
             assert report["bytes"] + report["shared_bytes"] == hf.list_checkpoints(run)[-1].bytes
             assert not step or not shares(run / str(step), run / str(step - 1)), "the newest two share a file"
+            links = [path.stat() for path in run.rglob("d/*") if path.stat().st_nlink > 1]
+            assert bool(links) is (step > 1)
+            assert all(link.st_mode & 0o222 == 0 for link in links), "shared files are read-only"
         assert writer.all_steps() == [6, 7, 8, 9]
     assert shares(run / "9", run / "7")
     assert hf.verify(run).ok
@@ -142,23 +145,32 @@ def test_a_part_that_changes_once(run: Path) -> None:
         assert_same(list(found.values()), expected)
 
 
-def test_compressed_chunks(run: Path) -> None:
-    handler = hf.PyTreeCheckpointHandler(compression=1)
-    noise = np.random.default_rng(0).integers(0, 1 << 32, BASE // 2, np.uint32)
+NOISE = np.random.default_rng(0).integers(0, 1 << 32, BASE // 2, np.uint32)
+
+
+@pytest.mark.parametrize(
+    ("handler", "arguments", "frozen", "stored", "nbytes"),
+    [
+        pytest.param(hf.PyTreeCheckpointHandler(compression=1), {}, NOISE, NOISE, 2 * BASE, id="compressed"),
+        pytest.param(
+            hf.PyTreeCheckpointHandler(),
+            {"save_args": {"frozen": hf.SaveArgs(dtype=np.dtype(np.float64)), "adapter": None, "step": None}},
+            base(),
+            base().astype(np.float64),
+            8 * BASE,
+            id="cast",
+        ),
+    ],
+)
+def test_arrays_that_are_stored_in_another_way(
+    run: Path, handler: Any, arguments: dict[str, Any], frozen: Any, stored: Any, nbytes: int
+) -> None:
     with hf.CheckpointManager(run, hf.AsyncCheckpointer(handler)) as writer:
-        reports = [save(writer, step, tree(step, noise)) for step in range(4)]
-    assert [report["shared_bytes"] > 2 * BASE for report in reports] == [False, False, True, True]
+        reports = [save(writer, step, tree(step, frozen), save_kwargs=arguments) for step in range(4)]
+    assert [report["shared_bytes"] > nbytes for report in reports] == [False, False, True, True]
     for step in range(4):
-        assert_same(hf.load(run / str(step)), tree(step, noise))
+        assert_same(hf.load(run / str(step)), tree(step, stored))
     assert hf.verify(run).ok
-
-
-def test_leaves_that_are_cast(run: Path) -> None:
-    with hf.CheckpointManager(run) as writer:
-        kwargs = {"save_args": hf.SaveArgs(dtype=np.dtype(np.float64))}
-        reports = [save(writer, step, {"frozen": base()}, save_kwargs=kwargs) for step in range(4)]
-    assert [report["shared_bytes"] > 8 * BASE for report in reports] == [False, False, True, True]
-    assert_same(hf.load(run)["frozen"], base().astype(np.float64))
 
 
 class Backbone(Checkpointable):
@@ -202,12 +214,6 @@ def test_rare_items_have_lineages_of_their_own(run: Path) -> None:
             save(writer, step, {"state": {"step": step}, "replay": {"frames": base()}})
     assert shares(run / "8", run / "4")
     assert not shares(run / "8", run / "6")
-
-
-def test_off(run: Path) -> None:
-    with manager(run, reuse_unchanged=False) as writer:
-        assert [save(writer, step, tree(step))["shared_bytes"] for step in range(4)] == [0] * 4
-    assert all(path.stat().st_nlink == 1 for path in run.rglob("d/*"))
 
 
 @pytest.mark.parametrize("max_to_keep", [1, 2, 3])
@@ -465,6 +471,27 @@ def test_without_links(run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytes
     assert hf.verify(run).ok
 
 
+@pytest.mark.parametrize(
+    ("patches", "options"),
+    [
+        pytest.param({}, {"reuse_unchanged": False}, id="switched off"),
+        pytest.param(
+            {(os, "link"): refusing(errno.EPERM), (fcntl, "ioctl"): lambda *_: None}, {}, id="a clone that is cut off"
+        ),
+        pytest.param(
+            {(os, "link"): lambda source, target, **_: shutil.copyfile(source, target)}, {}, id="a link that is a copy"
+        ),
+    ],
+)
+def test_nothing_is_shared(run: Path, monkeypatch: pytest.MonkeyPatch, patches: Any, options: dict[str, Any]) -> None:
+    for (module, name), does in patches.items():
+        monkeypatch.setattr(module, name, does)
+    with manager(run, **options) as writer:
+        assert [save(writer, step, tree(step))["shared_bytes"] for step in range(4)] == [0] * 4
+    assert all(path.stat().st_nlink == 1 for path in run.rglob("d/*"))
+    assert hf.verify(run).ok
+
+
 def test_clones_where_links_are_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def clone(target: int, request: int, source: int) -> None:
         assert request == local._FICLONE
@@ -479,25 +506,6 @@ def test_clones_where_links_are_refused(run: Path, monkeypatch: pytest.MonkeyPat
         assert_same(hf.load(run / str(step)), tree(step))
     names = [{path.name for path in (run / str(step)).rglob("d/*.*.*")} for step in range(6)]
     assert all(one.isdisjoint(other) for one, other in itertools.pairwise(names)), "clones have lineages, too"
-
-
-def test_a_clone_that_is_cut_off(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "link", refusing(errno.EPERM))
-    monkeypatch.setattr(fcntl, "ioctl", lambda *_: None)
-    with hf.CheckpointManager(run) as writer:
-        assert [save(writer, step, tree(step))["shared_bytes"] for step in range(4)] == [0] * 4
-    assert hf.verify(run).ok
-
-
-def test_a_link_that_is_a_copy(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "link", lambda source, target, **_: shutil.copyfile(source, target))
-    with hf.CheckpointManager(run) as writer:
-        assert [save(writer, step, tree(step))["shared_bytes"] for step in range(4)] == [0] * 4
-    assert hf.verify(run).ok
-
-
-def _truncate(step: Path) -> None:
-    os.truncate(_largest(step), 1000)
 
 
 def _overwrite(step: Path) -> None:
@@ -526,42 +534,32 @@ def _largest(step: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "meddle",
+    ("meddle", "whole"),
     [
-        pytest.param(_truncate, id="truncated"),
-        pytest.param(_overwrite, id="written to"),
-        pytest.param(_overwrite_and_set_back, id="written to, its times set back"),
-        pytest.param(_replace, id="replaced"),
-        pytest.param(lambda step: _largest(step).unlink(), id="deleted"),
-        pytest.param(lambda step: step.rename(step.with_name("0.unreadable")), id="moved aside"),
-        pytest.param(shutil.rmtree, id="step deleted"),
+        pytest.param(lambda step: os.truncate(_largest(step), 1000), False, id="truncated"),
+        pytest.param(_overwrite, False, id="written to"),
+        pytest.param(_overwrite_and_set_back, False, id="written to, its times set back"),
+        pytest.param(_replace, False, id="replaced"),
+        pytest.param(lambda step: _largest(step).unlink(), False, id="deleted"),
+        pytest.param(lambda step: step.rename(step.with_name("0.unreadable")), False, id="moved aside"),
+        pytest.param(shutil.rmtree, False, id="step deleted"),
+        pytest.param(lambda step: _largest(step).chmod(0o640), True, id="rights"),
+        pytest.param(lambda step: step.with_name("backup").hardlink_to(_largest(step)), True, id="a backup of links"),
+        pytest.param(
+            lambda step: os.utime(_largest(step), ns=(0, _largest(step).stat().st_mtime_ns)), True, id="time of access"
+        ),
     ],
 )
-def test_a_file_that_is_not_what_it_was(run: Path, meddle: Callable[[Path], object]) -> None:
+def test_a_file_is_shared_only_if_its_bytes_are_what_they_were(
+    run: Path, meddle: Callable[[Path], object], whole: bool
+) -> None:
     with hf.CheckpointManager(run) as writer:
         for step in range(2):
             save(writer, step, tree(step))
         meddle(run / "0")
-        assert save(writer, 2, tree(2))["shared_bytes"] == 0
-    assert hf.verify(run, 2).ok
+        assert (save(writer, 2, tree(2))["shared_bytes"] > 0) is whole
+    assert hf.verify(run, None if whole else 2).ok
     assert_same(hf.load(run / "2"), tree(2))
-
-
-@pytest.mark.parametrize(
-    "touch",
-    [
-        pytest.param(lambda file: file.chmod(0o640), id="rights"),
-        pytest.param(lambda file: file.with_name("another").hardlink_to(file), id="a backup of links"),
-        pytest.param(lambda file: os.utime(file, ns=(0, file.stat().st_mtime_ns)), id="time of access"),
-    ],
-)
-def test_a_file_whose_bytes_are_what_they_were(run: Path, touch: Callable[[Path], object]) -> None:
-    with hf.CheckpointManager(run) as writer:
-        for step in range(2):
-            save(writer, step, tree(step))
-        touch(_largest(run / "0"))
-        assert save(writer, 2, tree(2))["shared_bytes"]
-    assert hf.verify(run).ok
 
 
 def test_deletions_of_the_run_itself_make_no_file_suspicious(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -572,15 +570,6 @@ def test_deletions_of_the_run_itself_make_no_file_suspicious(run: Path, monkeypa
         patch.setattr(hf.storage.Location, "open_data", read)
         assert [bool(save(writer, step, tree(step))["shared_bytes"]) for step in range(8)] == [False] * 2 + [True] * 6
     assert hf.verify(run).ok
-
-
-def test_shared_files_are_read_only(run: Path) -> None:
-    with hf.CheckpointManager(run) as writer:
-        for step in range(3):
-            save(writer, step, tree(step))
-    shared = [path for path in run.rglob("d/*") if path.stat().st_nlink > 1]
-    assert len(shared) == 2
-    assert all(path.stat().st_mode & 0o222 == 0 for path in shared)
 
 
 # ---- what it costs

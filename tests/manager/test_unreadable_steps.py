@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.manager.runs import saved
 
 import holdfast as hf
 
@@ -62,9 +63,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[BrokenDisk]:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A run with the steps 1 to 3."""
-    with hf.CheckpointManager(tmp_path / "run") as manager:
-        for step in (1, 2, 3):
-            manager.save(step, tree(step))
+    saved(tmp_path / "run", 1, 2, 3, items=tree)
     return tmp_path / "run"
 
 

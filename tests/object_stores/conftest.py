@@ -5,46 +5,77 @@ from __future__ import annotations
 import datetime
 import itertools
 import os
-import socket
-import subprocess
-import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.object_stores.azure_server import ACCOUNT, KEY, AzureServer
 from tests.object_stores.gcs_server import TOKEN, GcsServer
+from tests.object_stores.installed_servers import Server, reach, started
 from tests.object_stores.s3_server import KEY_ID, REGION, SECRET, S3Server
 from tests.object_stores.store_server import StoreServer
 
 import holdfast as hf
 from holdfast.engine.storage import cloud, object_store
 
-RCLONE_SECRET = "of-a-test-and-of-nothing-else-at-all"
-
 _numbers = itertools.count()
 
 
 @dataclass(frozen=True)
 class Store:
-    """A bucket of a fake store, for one test.
-
-    Attributes:
-        server: The store.
-        bucket: The bucket's name.
-        url: The bucket's URL.
-        environment: The variables with which another process finds it.
-    """
+    """A bucket of a fake store, for one test."""
 
     server: StoreServer
-    bucket: str
+    bucket: str  # its name
     url: str
-    environment: dict[str, str]
+    environment: dict[str, str]  # the variables with which another process finds it
 
     def stored(self, prefix: str = "") -> list[str]:
         """Returns the keys in the bucket that begin with a prefix."""
         return self.server.keys(self.bucket, prefix)
+
+    def names(self, prefix: str) -> set[str]:
+        """Returns the names directly below a prefix."""
+        return {key.removeprefix(prefix).split("/")[0] for key in self.stored(prefix)}
+
+    def hold(self, pattern: str, action: Callable[[], Any], **fault: Any) -> Held:
+        """Begins an action in a thread; returns when it waits at a request that a pattern matches."""
+        held = Held(action)
+        self.server.fail(pattern, act=held.arrived.set, after=held.may_go_on, **fault)
+        held.start()
+        assert held.arrived.wait(60)
+        return held
+
+
+class Held(threading.Thread):
+    """A thread that waits at a request until :meth:`finish` lets it go on, and returns the outcome of its action."""
+
+    def __init__(self, action: Callable[[], Any], *, arrives_at_end: bool = False) -> None:
+        super().__init__(daemon=True)
+        self.arrived, self.may_go_on = threading.Event(), threading.Event()
+        self._action = action
+        self._arrives_at_end = arrives_at_end
+        self._outcome: Any = None
+
+    def run(self) -> None:
+        self._outcome = outcome(self._action)
+        if self._arrives_at_end:
+            self.arrived.set()
+
+    def finish(self) -> Any:
+        self.may_go_on.set()
+        self.join()
+        return self._outcome
+
+
+def outcome(action: Callable[[], Any]) -> Any:
+    """Returns what an action returns, or the error of holdfast that it raises."""
+    try:
+        return action()
+    except hf.HoldfastError as error:
+        return error
 
 
 @pytest.fixture(scope="session")
@@ -118,42 +149,22 @@ def az(azure_server: AzureServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[S
 
 
 @pytest.fixture(scope="session")
-def rclone_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of ``rclone serve s3``, a server that is not ours, with the bucket ``bucket``."""
-    program = Path(sys.executable).with_name("rclone")
-    folder = tmp_path_factory.mktemp("rclone")
-    (folder / "bucket").mkdir()
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
-    command = [str(program), "serve", "s3", str(folder), "--addr", f"127.0.0.1:{port}", "--auth-key"]
-    output = subprocess.PIPE
-    with subprocess.Popen(
-        [*command, f"{KEY_ID},{RCLONE_SECRET}"], env={"RCLONE_CONFIG": os.devnull, "HOME": str(folder)}, stderr=output
-    ) as server:
-        assert server.stderr is not None
-        line = server.stderr.readline()
-        while line and b"Starting s3 server" not in line:
-            line = server.stderr.readline()
-        yield f"http://127.0.0.1:{port}"
-        server.terminate()
+def _rclone_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with started("rclone-s3", tmp_path_factory.mktemp("rclone")) as found:
+        yield found
 
 
 @pytest.fixture
-def rclone(rclone_server: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A URL of its own below the bucket of ``rclone serve s3``."""
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", rclone_server)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY_ID)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", RCLONE_SECRET)
-    return f"s3://bucket/{next(_numbers)}"
+def rclone(_rclone_server: Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A URL of its own below the bucket of ``rclone serve s3``, a server that is not ours."""
+    reach(_rclone_server, monkeypatch)
+    return f"{_rclone_server.url}/{next(_numbers)}"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Runs tests of ``store`` with each of the fake stores; those of modules with ``AZURE = True`` with Azure, too."""
     if "store" in metafunc.fixturenames and not any(
-        "store" in str(mark.args[0]).split(",") for mark in metafunc.definition.iter_markers("parametrize")
+        "store" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")
     ):
         azure = ["az"] if getattr(metafunc.module, "AZURE", False) else []
         metafunc.parametrize("store", ["s3", "gs", *azure], indirect=True)

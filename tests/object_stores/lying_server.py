@@ -7,11 +7,11 @@ from collections.abc import Callable
 from tests.object_stores.s3_server import S3Server
 from tests.object_stores.store_server import Answer, Fault
 
-PAGE = Answer(200, b"<html><body>Please log in</body></html>", {"Content-Type": "text/html"})
-
 
 class LyingServer(S3Server):
     """A region of S3 whose answers are wrong on demand: for requests that a pattern matches, so many times."""
+
+    page_of_a_proxy = Answer(200, b"<html><body>Please log in</body></html>", {"Content-Type": "text/html"})
 
     def __init__(self) -> None:
         super().__init__()
@@ -19,15 +19,11 @@ class LyingServer(S3Server):
 
     def answers_with_a_page(self, pattern: str, times: int = 1) -> Fault:
         """Answers requests with the page of a proxy, and does nothing."""
-        return self.fail(pattern, times=times, answer=PAGE)
+        return self.fail(pattern, times=times, answer=self.page_of_a_proxy)
 
     def answers_with_an_error(self, pattern: str, times: int = 1) -> Fault:
         """Answers requests with an error that has the status of success, and does nothing."""
         return self.fail(pattern, times=times, answer=self.error(200, "InternalError"))
-
-    def says_that_it_did(self, pattern: str, times: int = 1) -> Fault:
-        """Answers deletions with success, and deletes nothing."""
-        return self.fail(pattern, times=times, answer=Answer(204))
 
     def garbles(self, pattern: str, content: bytes, times: int = 1) -> Fault:
         """Answers reads with other content, as an object of the service."""

@@ -25,26 +25,13 @@ How = Literal["whole", "reset", "cut", "never"]
 
 @dataclass(frozen=True)
 class Request:
-    """One request.
-
-    Attributes:
-        method: ``"GET"``, ``"PUT"``, ...
-        path: The path as it was sent, without the query.
-        query: The query's parameters.
-        headers: The headers, by names in lower case.
-        body: What was sent.
-    """
+    """One request."""
 
     method: str
-    path: str
+    path: str  # as it was sent, without the query
     query: Mapping[str, str]
-    headers: Mapping[str, str]
+    headers: Mapping[str, str]  # by names in lower case
     body: bytes = field(repr=False)
-
-    @property
-    def is_of_tensorstore(self) -> bool:
-        """Whether TensorStore has sent it, not the clients of holdfast."""
-        return self.headers.get("user-agent", "").startswith("tensorstore/")
 
     @property
     def what(self) -> str:
@@ -68,30 +55,17 @@ class Answer:
 
 @dataclass
 class Fault:
-    """A fault of some of the requests.
+    """A fault of some of the requests."""
 
-    Attributes:
-        pattern: What a request's ``what`` has to contain: a regular expression.
-        times: How often it goes wrong.
-        answer: What is answered instead of doing what was asked.
-        after_doing: What is answered after that was done.
-        how: How the answer goes over the wire: whole; reset half-way, as when a machine goes down; cut, an orderly end
-            half-way; or never.
-        skip: How many matching requests go well before.
-        when: A request counts only if this says so.
-        act: Called when it happens.
-        after: What has to be set before anything is done or answered.
-    """
-
-    pattern: str
-    times: int = 1
-    answer: Answer | None = None
-    after_doing: Answer | None = None
-    how: How = "whole"
-    skip: int = 0
-    when: Callable[[Request], bool] | None = None
-    act: Callable[[], object] | None = None
-    after: threading.Event | None = None
+    pattern: str  # a regular expression, which a request's ``what`` has to contain
+    times: int = 1  # how often it goes wrong
+    answer: Answer | None = None  # what is answered instead of doing what was asked
+    after_doing: Answer | None = None  # what is answered after that was done
+    how: How = "whole"  # how the answer goes over the wire; reset: as when a machine goes down; cut: an orderly end
+    skip: int = 0  # how many matching requests go well before
+    when: Callable[[Request], bool] | None = None  # a request counts only if this says so
+    act: Callable[[], object] | None = None  # called when it happens
+    after: threading.Event | None = None  # is set before anything is done or answered
 
 
 @dataclass
@@ -103,25 +77,16 @@ class StoredObject:
 
 
 class StoreServer:
-    """A fake object store; subclasses speak a protocol.
+    """A fake object store; subclasses speak a protocol."""
 
-    Attributes:
-        buckets: The objects by bucket and key.
-        log: The requests in the order in which they came.
-        latency: Seconds that pass before a request is looked at, as over a network.
-        page: How many keys one answer to a list may have.
-        ranges: Whether parts of objects can be had; otherwise it is always all of them.
-        conditions: Whether conditions of writes are honoured.
-    """
-
-    page = 1000
+    page = 1000  # how many keys one answer to a list may have
 
     def __init__(self) -> None:
-        self.buckets: dict[str, dict[str, StoredObject]] = {}
-        self.log: list[Request] = []
-        self.latency = 0.0
-        self.ranges = True
-        self.conditions = True
+        self.buckets: dict[str, dict[str, StoredObject]] = {}  # the objects by bucket and key
+        self.log: list[Request] = []  # in the order in which they came
+        self.latency = 0.0  # seconds that pass before a request is looked at, as over a network
+        self.ranges = True  # whether parts of objects can be had; otherwise it is always all of them
+        self.conditions = True  # whether conditions of writes are honoured
         self.most_at_once = 0
         self._at_once = 0
         self._generation = 1000
@@ -306,15 +271,7 @@ class _Handler(socketserver.StreamRequestHandler):
 
 
 def ranged(content: bytes, header: str | None) -> tuple[int, bytes, dict[str, str]] | None:
-    """Cuts a range out of an object.
-
-    Args:
-        content: All of it.
-        header: The request's ``Range``, or None.
-
-    Returns:
-        The status, the bytes and further headers; None if the object ends before the range begins.
-    """
+    """Returns a range of an object, with its status and headers; None if the object ends before the range begins."""
     if header is None:
         return 200, content, {}
     match = re.fullmatch(r"bytes=(\d*)-(\d*)", header)

@@ -8,17 +8,16 @@ import pickle
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 from tests.object_stores.azure_server import ACCOUNT, KEY
 from tests.object_stores.conftest import Store
 
 import holdfast as hf
-from holdfast.engine.storage import Segment, as_location, cloud, object_store
+from holdfast.engine.storage import Segment, as_location, object_store
 
 CANARY = "Y2FuYXJ5LWNhbmFyeS1jYW5hcnk="  # a key, a token or a password, which no message may hold
 TREE: dict[str, Any] = {"w": np.arange(10_000, dtype=np.float32), "step": 3}
@@ -186,44 +185,12 @@ def test_failures_are_told_without_secrets(
     assert not canary(caplog.text)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"AZURE_STORAGE_ACCOUNT_KEY": "not base64, hunter2"}, "Invalid Access Key.*credentials"),
-        ({"AZURE_STORAGE_ACCOUNT_KEY": None, "AZURE_STORAGE_SAS_TOKEN": "hunter2"}, "SAS query.*credentials"),
-        ({"AZURE_STORAGE_ACCOUNT_KEY": None, "AZURE_STORAGE_TOKEN": "hunter2\n"}, "AZURE_STORAGE_TOKEN.*line break"),
-        ({"AZURE_STORAGE_ACCOUNT_NAME": None}, "Account must be specified.*AZURE_STORAGE_ACCOUNT_NAME"),
-        ({"AZURE_STORAGE_ACCOUNT_KEY": CANARY}, "AuthenticationFailed"),
-    ],
-    ids=["key", "sas", "token", "account", "wrong"],
-)
-def test_credentials_that_are_wrong(
-    az: Store, change: dict[str, str | None], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in change.items():
-        monkeypatch.delenv(name) if value is None else monkeypatch.setenv(name, value)
-    with pytest.raises(hf.errors.StoragePermissionError, match=message) as caught:
-        hf.CheckpointManager(f"{az.url}/run")
-    assert not canary("".join(traceback.format_exception(caught.value)))
-
-
 @pytest.mark.parametrize("status", [401, 403])
 def test_a_wrong_key_is_told_after_one_upload(az: Store, status: int) -> None:
     az.server.fail("", times=ALWAYS, answer=az.server.error(status, "AuthenticationFailed"))
     with pytest.raises(hf.errors.StoragePermissionError, match=r"cannot write .*credentials"):
         as_location(f"{az.url}/data").write_data(10, [Segment(0, 10, lambda: iter([np.zeros(10, np.uint8)]))])
     assert len(az.server.log) == 1
-
-
-@pytest.mark.parametrize("how", ["reset", "cut"])
-@pytest.mark.parametrize("pattern", [r"GET .*checkpoint\.json", r"GET .*\.zip$", "prefix="])
-def test_answers_that_end_half_way_are_asked_for_again(
-    az: Store, url: str, pattern: str, how: Literal["reset", "cut"]
-) -> None:
-    fault = az.server.fail(pattern, times=2, how=how)
-    assert np.array_equal(hf.load(url)["w"], TREE["w"])
-    assert hf.verify(url).ok
-    assert fault.times == 0
 
 
 @pytest.mark.parametrize("status", [200, 201])
@@ -234,23 +201,6 @@ def test_an_error_with_the_status_of_success(az: Store, url: str, status: int) -
         hf.save(f"{az.url}/new", TREE)
     with pytest.raises(hf.CheckpointNotFoundError):
         hf.load(f"{az.url}/new")
-
-
-@pytest.mark.parametrize("old", [True, False], ids=["replaced", "new"])
-def test_a_commit_whose_answer_is_lost(az: Store, url: str, old: bool) -> None:
-    """The repeated request is refused, as the record exists, and the record is its own."""
-    place = url if old else f"{az.url}/new"
-    az.server.fail(r"PUT .*checkpoint\.json", how="reset")
-    hf.save(place, {"new": 1}, overwrite=old)
-    assert hf.load(place) == {"new": 1}
-
-
-def test_a_service_that_never_answers(az: Store, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_store, "REQUEST_TIMEOUT", 0.3)
-    monkeypatch.setattr(object_store, "SLOWEST", 1 << 40)
-    az.server.fail("", times=ALWAYS, how="never")
-    with pytest.raises(hf.errors.StorageUnavailableError, match=r"no answer after \d+ s; check the connection"):
-        hf.load(url)
 
 
 def test_ctrl_c_ends_the_wait(az: Store, url: str) -> None:
@@ -268,57 +218,6 @@ def test_ctrl_c_ends_the_wait(az: Store, url: str) -> None:
     thread.join()
     az.server.reset()
     assert hf.load(url)["step"] == 3
-
-
-def scratch(count: int, size: int) -> Callable[[], Iterator[NDArray[np.uint8]]]:
-    """Returns a function that generates parts in the same memory."""
-
-    def parts() -> Iterator[NDArray[np.uint8]]:
-        memory = np.empty(size, np.uint8)
-        for value in range(count):
-            memory[:] = value
-            yield memory
-
-    return parts
-
-
-@pytest.mark.parametrize("single", [1 << 30, 1 << 20], ids=["one request", "blocks"])
-def test_memory_that_is_used_again(az: Store, single: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """obstore would send the last content several times."""
-    monkeypatch.setattr(cloud, "SINGLE_REQUEST_BYTES", single)
-    monkeypatch.setattr(cloud, "BLOCK_BYTES", 5 << 20)
-    place, size = as_location(f"{az.url}/data"), 24 << 20
-    place.write_data(size, [Segment(0, size, scratch(24, 1 << 20))])
-    assert place.read_bytes() == b"".join(bytes([value]) * (1 << 20) for value in range(24))
-    assert any("comp" in request.query for request in az.server.log) == (single < size)
-
-
-def test_a_part_that_fails_in_blocks(az: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cloud, "SINGLE_REQUEST_BYTES", 1 << 20)
-
-    def parts() -> Iterator[NDArray[np.uint8]]:
-        yield np.zeros(8 << 20, np.uint8)
-        raise KeyError("the leaf is gone")
-
-    with pytest.raises(KeyError, match="the leaf is gone"):
-        as_location(f"{az.url}/data").write_data(16 << 20, [Segment(0, 16 << 20, parts)])
-    assert az.stored() == []
-
-
-def test_lasting_parts_are_sent_from_where_they_are(az: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    obstore = pytest.importorskip("obstore")
-    sent: list[Any] = []
-    put = obstore.put_async
-
-    async def noted(client: Any, key: str, body: Any, **options: Any) -> Any:
-        sent.append(body)
-        return await put(client, key, body, **options)
-
-    monkeypatch.setattr(obstore, "put_async", noted)
-    weights = np.arange(1 << 20, dtype=np.float32)
-    hf.save(f"{az.url}/ckpt", {"w": weights})
-    assert any(np.shares_memory(part, weights) for body in sent if isinstance(body, list) for part in body)
-    assert np.array_equal(hf.load(f"{az.url}/ckpt")["w"], weights)
 
 
 def test_orbax_is_told_to_copy(az: Store) -> None:

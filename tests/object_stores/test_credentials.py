@@ -1,4 +1,4 @@
-"""Credentials and settings of S3 and Google that are not in the environment: which are found, and none in a message."""
+"""Credentials and settings: which are found where the environment has none, and none in a message."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs
 
 import pytest
+from tests.object_stores.azure_server import KEY
 from tests.object_stores.conftest import Store
 from tests.object_stores.gcs_server import TOKEN
 from tests.object_stores.s3_server import KEY_ID, REGION, SECRET
@@ -91,45 +93,47 @@ MACHINE = [
 ]
 ROLE = "role_arn = arn:aws:iam::1:role/trainer\n"
 
-SOURCES: dict[str, tuple[str, str, dict[str, str], list[str]]] = {
-    "credentials": ("", f"[default]\n{KEYS}", {}, []),
-    "config": (f"[default]\n{KEYS}", "", {}, []),
-    "credentials go first": (
-        "[default]\naws_access_key_id = x\naws_secret_access_key = y\n",
-        f"[default]\n{KEYS}",
-        {},
-        [],
-    ),
-    "profile": (f"[profile lab]\n{KEYS}", "[default]\naws_access_key_id = x\n", {"AWS_PROFILE": "lab"}, []),
-    "comments": (f"# mine\n[profile lab] \nregion = {REGION} # here\n{KEYS}", "", {"AWS_PROFILE": "lab"}, []),
-    "a role and its source": (f"[default]\n{ROLE}source_profile = keys\n", f"[keys]\n{KEYS}", {}, ["AssumeRole"]),
-    "a role of a role": (
-        f"[default]\n{ROLE}source_profile = two\n[profile two]\n{ROLE}source_profile = keys\nexternal_id = ours\n",
-        f"[keys]\n{KEYS}",
-        {},
-        ["AssumeRole", "AssumeRole"],
-    ),
-    "a role by itself": (f"[default]\n{ROLE}source_profile = default\n{KEYS}", "", {}, ["AssumeRole"]),
-    "a role of the machine": (
-        f"[default]\n{ROLE}credential_source = Ec2InstanceMetadata\n",
-        "",
-        {},
-        [*MACHINE, "AssumeRole"],
-    ),
-    "a role with a token": (
-        f"[default]\n{ROLE}web_identity_token_file = HOME/token\n",
-        "",
-        {},
-        ["AssumeRoleWithWebIdentity"],
-    ),
-    "a pod": (
-        "",
-        "",
-        {"AWS_ROLE_ARN": "arn:aws:iam::1:role/trainer", "AWS_WEB_IDENTITY_TOKEN_FILE": "HOME/token"},
-        ["AssumeRoleWithWebIdentity"],
-    ),
-    "a container": ("", "", {"AWS_CONTAINER_CREDENTIALS_FULL_URI": "SERVER/task"}, ["GET /task"]),
-    "a machine": ("", "", {}, MACHINE),
+# The files and variables in which credentials are found, and what is asked for them.
+SOURCES: dict[str, dict[str, Any]] = {
+    "credentials": {"credentials": f"[default]\n{KEYS}"},
+    "config": {"config": f"[default]\n{KEYS}"},
+    "credentials go first": {
+        "config": "[default]\naws_access_key_id = x\naws_secret_access_key = y\n",
+        "credentials": f"[default]\n{KEYS}",
+    },
+    "profile": {
+        "config": f"[profile lab]\n{KEYS}",
+        "credentials": "[default]\naws_access_key_id = x\n",
+        "AWS_PROFILE": "lab",
+    },
+    "comments": {"config": f"# mine\n[profile lab] \nregion = {REGION} # here\n{KEYS}", "AWS_PROFILE": "lab"},
+    "a role and its source": {
+        "config": f"[default]\n{ROLE}source_profile = keys\n",
+        "credentials": f"[keys]\n{KEYS}",
+        "asked": ["AssumeRole"],
+    },
+    "a role of a role": {
+        "config": f"[default]\n{ROLE}source_profile = two\n"
+        f"[profile two]\n{ROLE}source_profile = keys\nexternal_id = ours\n",
+        "credentials": f"[keys]\n{KEYS}",
+        "asked": ["AssumeRole", "AssumeRole"],
+    },
+    "a role by itself": {"config": f"[default]\n{ROLE}source_profile = default\n{KEYS}", "asked": ["AssumeRole"]},
+    "a role of the machine": {
+        "config": f"[default]\n{ROLE}credential_source = Ec2InstanceMetadata\n",
+        "asked": [*MACHINE, "AssumeRole"],
+    },
+    "a role with a token": {
+        "config": f"[default]\n{ROLE}web_identity_token_file = HOME/token\n",
+        "asked": ["AssumeRoleWithWebIdentity"],
+    },
+    "a pod": {
+        "AWS_ROLE_ARN": "arn:aws:iam::1:role/trainer",
+        "AWS_WEB_IDENTITY_TOKEN_FILE": "HOME/token",
+        "asked": ["AssumeRoleWithWebIdentity"],
+    },
+    "a container": {"AWS_CONTAINER_CREDENTIALS_FULL_URI": "SERVER/task", "asked": ["GET /task"]},
+    "a machine": {"asked": MACHINE},
 }
 
 
@@ -137,10 +141,11 @@ SOURCES: dict[str, tuple[str, str, dict[str, str], list[str]]] = {
 def test_where_they_are_found(
     s3: Store, amazon: Amazon, tmp_path: Path, which: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, credentials, environment, asked = SOURCES[which]
+    environment = {"config": "", "credentials": "", "asked": [], **SOURCES[which]}
+    asked = environment.pop("asked")
     (tmp_path / "token").write_text("canary-of-the-cluster\n")
-    (tmp_path / ".aws" / "config").write_text(config.replace("HOME", str(tmp_path)))
-    (tmp_path / ".aws" / "credentials").write_text(credentials)
+    for name in ("config", "credentials"):
+        (tmp_path / ".aws" / name).write_text(environment.pop(name).replace("HOME", str(tmp_path)))
     for name, value in environment.items():
         monkeypatch.setenv(name, value.replace("HOME", str(tmp_path)).replace("SERVER", amazon.url))
     write_twice(s3)
@@ -256,9 +261,63 @@ def test_the_workload_identity_of_a_cluster_at_google(
     assert "canary" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"])
-def test_a_variable_that_no_header_can_have(s3: Store, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(name, "canary\n")
-    with pytest.raises(hf.errors.StoragePermissionError, match=f"value of {name} .*line break") as caught:
-        hf.load(f"{s3.url}/ckpt")
-    assert "canary" not in str(caught.value)
+SETTINGS: dict[str, tuple[str, dict[str, str | None], str]] = {
+    "S3, another key": (
+        "s3",
+        {"AWS_ACCESS_KEY_ID": "another"},
+        "InvalidAccessKeyId.*credentials of AWS_ACCESS_KEY_ID",
+    ),
+    "S3, another secret": (
+        "s3",
+        {"AWS_SECRET_ACCESS_KEY": "canary"},
+        "SignatureDoesNotMatch.*credentials of AWS_ACCESS_KEY_ID",
+    ),
+    "S3, no secret": (
+        "s3",
+        {"AWS_SECRET_ACCESS_KEY": None},
+        "AWS_SECRET_ACCESS_KEY is missing.*credentials of AWS_ACCESS_KEY_ID",
+    ),
+    "S3, another region": ("s3", {"AWS_REGION": "elsewhere-1"}, "AuthorizationHeaderMalformed.*region elsewhere-1"),
+    "S3, no region": ("s3", {"AWS_REGION": None}, "AuthorizationHeaderMalformed.*region us-east-1"),
+    **{
+        f"S3, {name} with a line break": ("s3", {name: "canary\n"}, f"value of {name} .*line break")
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+    },
+    "Azure, no key": (
+        "az",
+        {"AZURE_STORAGE_ACCOUNT_KEY": "not base64, canary"},
+        "Invalid Access Key.*credentials",
+    ),
+    "Azure, another key": (
+        "az",
+        {"AZURE_STORAGE_ACCOUNT_KEY": "Y2FuYXJ5LWNhbmFyeS1jYW5hcnk="},
+        "AuthenticationFailed",
+    ),
+    "Azure, no signature": (
+        "az",
+        {"AZURE_STORAGE_ACCOUNT_KEY": None, "AZURE_STORAGE_SAS_TOKEN": "canary"},
+        "SAS query.*credentials",
+    ),
+    "Azure, a token with a line break": (
+        "az",
+        {"AZURE_STORAGE_ACCOUNT_KEY": None, "AZURE_STORAGE_TOKEN": "canary\n"},
+        "AZURE_STORAGE_TOKEN.*line break",
+    ),
+    "Azure, no account": (
+        "az",
+        {"AZURE_STORAGE_ACCOUNT_NAME": None},
+        "Account must be specified.*AZURE_STORAGE_ACCOUNT_NAME",
+    ),
+}
+
+
+@pytest.mark.parametrize(("store", "change", "message"), SETTINGS.values(), ids=SETTINGS, indirect=["store"])
+def test_settings_that_are_wrong_are_told_without_secrets(
+    store: Store, change: dict[str, str | None], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in change.items():
+        monkeypatch.delenv(name) if value is None else monkeypatch.setenv(name, value)
+    with pytest.raises(hf.errors.StoragePermissionError, match=message) as caught:
+        hf.CheckpointManager(f"{store.url}/run")
+    told = "".join(traceback.format_exception(caught.value))
+    assert not [secret for secret in ("canary", "Y2FuYXJ5LWNhbmFyeS1jYW5hcnk", KEY) if secret in told]

@@ -1,4 +1,4 @@
-"""Answers of success that are lies cost no checkpoint: what was not stored is sent again, or told."""
+"""Answers that are lies, as of a faulty proxy, cost no checkpoint: what was not stored is sent again, or told."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from tests.object_stores.conftest import Store, s3_store
 from tests.object_stores.lying_server import LyingServer
+from tests.object_stores.store_server import Answer
 
 import holdfast as hf
 
+AZURE = True
 ALWAYS = 1000
 TREE: dict[str, Any] = {"w": np.arange(100_000, dtype=np.float32), "step": 3}  # a folder
 SMALL: dict[str, Any] = {"w": np.arange(1000, dtype=np.float32), "step": 3}  # a zip file
@@ -169,3 +171,55 @@ def test_a_conflict_that_never_ends_is_told_after_a_few_requests(server: LyingSe
     server.reset()
     hf.save(f"{liar.url}/ckpt", SMALL, overwrite=True)
     assert is_whole(f"{liar.url}/ckpt", SMALL)
+
+
+# ---- one wrong answer of any store
+
+WRONG = {"a page": b"<html><body>busy</body></html>", "nothing": b"", "zeros": bytes(5000)}
+
+
+def restored(url: str) -> tuple[int, float]:
+    """Returns the newest step as a run resumes from it."""
+    with hf.CheckpointManager(url, options=hf.CheckpointManagerOptions(read_only=True)) as run:
+        found = run.restore_latest()
+        assert found is not None
+        assert not found.skipped
+        return found.step, float(found.items["w"].sum())
+
+
+def loaded(url: str) -> tuple[int, float]:
+    """Returns the same step as anyone loads it."""
+    tree = hf.load(f"{url}/2")
+    return tree["step"], float(tree["w"].sum())
+
+
+def two_steps(store: Store) -> str:
+    with hf.CheckpointManager(f"{store.url}/run") as run:
+        for step in (1, 2):
+            run.save(step, {"w": np.full(5000, step), "step": step})
+    return f"{store.url}/run"
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("read", [restored, loaded])
+@pytest.mark.parametrize("body", WRONG.values(), ids=WRONG.keys())
+def test_a_wrong_answer_costs_no_step(store: Store, body: bytes, read: Callable[[str], tuple[int, float]]) -> None:
+    url = two_steps(store)
+    before = len(store.server.log)
+    assert read(url) == (2, 10_000.0)
+    for number in range(len(store.server.log) - before):
+        status = 206 if "range" in store.server.log[before + number].headers else 200
+        headers = {"Content-Range": f"bytes 0-{len(body) - 1}/{len(body)}"} if status == 206 and body else {}
+        store.server.fail("GET ", skip=number, answer=Answer(status, body, headers))
+        assert read(url) == (2, 10_000.0), store.server.log[before + number].what
+
+
+def test_a_record_that_is_listed_and_never_given_is_a_damaged_step(store: Store) -> None:
+    url = two_steps(store)
+    store.server.fail("GET .*2/checkpoint.json", answer=store.server.error(404, "NoSuchKey"), times=1000)
+
+    first, second = hf.list_checkpoints(url)
+
+    assert first.damage is None
+    assert "2/checkpoint.json: the store lists this commit record, and has answered 10 times" in str(second.damage)
+    assert "holdfast rm" in str(second.damage)

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.object_stores.test_remote import SCENARIOS
 
 import holdfast as hf
 from holdfast.engine.storage import Segment, as_location, location
-
-
-@pytest.mark.parametrize("name", ["save_and_load", "manager"])
-def test_the_same_as_on_a_disk(name: str, rclone: str, tmp_path: Path, assert_same: Callable[[Any, Any], None]) -> None:
-    assert_same(SCENARIOS[name](rclone), SCENARIOS[name](str(tmp_path)))
 
 
 def test_without_ranges_objects_are_read_as_a_whole(rclone: str, monkeypatch: pytest.MonkeyPatch) -> None:

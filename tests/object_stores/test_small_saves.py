@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.object_stores.conftest import Store
+from tests.object_stores.conftest import Held, Store, outcome
 from tests.processes.harness import Process, run_outcomes
 
 import holdfast as hf
@@ -56,34 +55,10 @@ def value_of(url: str) -> int | None:
     return value
 
 
-def names(store: Store, prefix: str) -> set[str]:
-    """Returns the names directly below a prefix."""
-    return {key.removeprefix(prefix).split("/")[0] for key in store.stored(prefix)}
-
-
-def outcome(action: Callable[[], Any]) -> Any:
-    try:
-        return action()
-    except hf.HoldfastError as error:
-        return error
-
-
-def held(store: Store, request: str, action: Callable[[], Any]) -> tuple[threading.Event, Callable[[], Any]]:
-    """Begins an action that waits at a request until the event is set; also returns what waits for its outcome."""
+def hold(store: Store, request: str, action: Callable[[], Any]) -> Held:
+    """Begins a save that waits at one of its requests."""
     skip, pattern = REQUESTS[request]
-    arrived, go_on = threading.Event(), threading.Event()
-    store.server.fail(pattern, skip=skip, act=arrived.set, after=go_on)
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(outcome(action)))
-    thread.start()
-    assert arrived.wait(20)
-
-    def finish() -> Any:
-        go_on.set()
-        thread.join()
-        return found[0]
-
-    return go_on, finish
+    return store.hold(pattern, action, skip=skip)
 
 
 def save_alone(process: Process, environment: dict[str, str], url: str) -> None:
@@ -111,14 +86,14 @@ def test_a_save_that_is_killed(store: Store, request_: str, done: bool) -> None:
     store.server.reset()
     stored = [*REQUESTS].index(request_) - 1 + done  # how many of the zip file and the record are there
     committed = stored >= 2
-    assert len(names(store, "1/")) == min(2, max(0, stored))
+    assert len(store.names("1/")) == min(2, max(0, stored))
     assert value_of(f"{store.url}/1") == (1 if committed else None)
     if committed:
         with pytest.raises(hf.CheckpointExistsError):
             hf.save(f"{store.url}/1", tree(2))
     hf.save(f"{store.url}/1", tree(2), overwrite=committed)
     assert value_of(f"{store.url}/1") == 2
-    assert len(names(store, "1/")) == 2
+    assert len(store.names("1/")) == 2
 
 
 RIVALS: dict[str, Callable[[str], Any]] = {
@@ -137,9 +112,9 @@ RIVALS: dict[str, Callable[[str], Any]] = {
 def test_another_save_comes_between(store: Store, request_: str, rival: str, mine: Callable[[int], Any]) -> None:
     """While a save waits at a request, another one runs from beginning to end: one is committed, nothing is left."""
     url = f"{store.url}/1"
-    _, finish = held(store, request_, lambda: hf.save(url, mine(1)))
+    save = hold(store, request_, lambda: hf.save(url, mine(1)))
     second = outcome(lambda: RIVALS[rival](url))
-    first = finish()
+    first = save.finish()
     lost = (hf.errors.StorageConflictError, hf.CheckpointExistsError)
     committed = [value for value, one in ((1, first), (2, second)) if not isinstance(one, lost)]
     assert not [one for one in (first, second) if isinstance(one, hf.HoldfastError) and not isinstance(one, lost)]
@@ -148,22 +123,22 @@ def test_another_save_comes_between(store: Store, request_: str, rival: str, min
     else:
         assert len(committed) == 1
     assert value_of(url) == committed[-1]
-    assert len(names(store, "1/")) == 2, "the record and one tree"
+    assert len(store.names("1/")) == 2, "the record and one tree"
 
 
 @pytest.mark.parametrize("request_", REQUESTS)
 def test_a_run_takes_the_directory_meanwhile(store: Store, request_: str) -> None:
     """A run removes what it takes for left: then the save, which is not of that run, fails and leaves nothing."""
     url = f"{store.url}/run/1"
-    _, finish = held(store, request_, lambda: hf.save(url, tree(1)))
+    save = hold(store, request_, lambda: hf.save(url, tree(1)))
     with hf.CheckpointManager(f"{store.url}/run") as run:
         run.acquire()
-        report = finish()
+        report = save.finish()
         committed = not isinstance(report, hf.HoldfastError)
         assert committed or isinstance(report, hf.errors.StorageConflictError)
         assert committed is (request_ != "the record"), "nothing of it was there before, or all of it"
         assert value_of(url) == (1 if committed else None)
-        assert names(store, "run/1/") == ({"checkpoint.json", *names(store, "run/1/")} if committed else set())
+        assert store.names("run/1/") == ({"checkpoint.json", *store.names("run/1/")} if committed else set())
         run.reload()
         assert run.all_steps() == ([1] if committed else [])
 
@@ -173,26 +148,18 @@ def test_a_run_looked_before_the_record_and_removes_after_it(store: Store) -> No
     url = f"{store.url}/run/1"
     if url.startswith("az:"):
         pytest.skip("the server cannot hold a deletion, which comes in a batch")
-    _, finish = held(store, "the record", lambda: hf.save(url, tree(1)))
-    arrived, go = threading.Event(), threading.Event()
-    store.server.fail("DELETE", act=arrived.set, after=go)
-    steps: list[list[int]] = []
+    save = hold(store, "the record", lambda: hf.save(url, tree(1)))
 
-    def acquire() -> None:
+    def acquire() -> list[int]:
         with hf.CheckpointManager(f"{store.url}/run") as run:
             run.acquire()
-            steps.append(run.all_steps())
+            return run.all_steps()
 
-    taking = threading.Thread(target=acquire)
-    taking.start()
-    assert arrived.wait(20)
-    report = finish()
-    go.set()
-    taking.join(20)
-    assert isinstance(report, hf.errors.StorageConflictError)
-    assert steps == [[]]
+    taking = store.hold("DELETE", acquire)
+    assert isinstance(save.finish(), hf.errors.StorageConflictError)
+    assert taking.finish() == []
     assert value_of(url) is None
-    assert not names(store, "run/1/")
+    assert not store.names("run/1/")
 
 
 @pytest.mark.parametrize("then", ["a save", "a larger save", "a run"])
@@ -209,16 +176,16 @@ def test_a_zip_file_that_arrives_late(store: Store, then: str, monkeypatch: pyte
     late = next(one for one in seen if f"{store.bucket}" in one.what and ".zip" in one.what)
     store.server.reset()
     assert store.server.answer(late).status in (200, 201)
-    [stray] = names(store, "run/1/")
+    [stray] = store.names("run/1/")
     assert value_of(url) is None
     if then == "a run":
         with hf.CheckpointManager(f"{store.url}/run") as run:
             run.acquire()
-        assert names(store, "run/1/") == set()
+        assert store.names("run/1/") == set()
     else:
         hf.save(url, (tree if then == "a save" else larger)(2))
         assert value_of(url) == 2
-        assert len(names(store, "run/1/") - {stray}) == len(names(store, "run/1/")) == 2
+        assert len(store.names("run/1/") - {stray}) == len(store.names("run/1/")) == 2
 
 
 @pytest.mark.parametrize("then", ["replaced", "a run"])
@@ -231,23 +198,23 @@ def test_a_zip_file_of_a_save_that_lost_and_was_killed(store: Store, then: str) 
     assert value_of(url) == 1
     with hf.CheckpointManager(f"{store.url}/run") as run:
         run.save(1, tree(2), force=True) if then == "replaced" else run.acquire()
-    assert "state.deadbeef.zip" not in names(store, "run/1/")
-    assert "notes.deadbeef.zip" in names(store, "run/1/")
+    assert "state.deadbeef.zip" not in store.names("run/1/")
+    assert "notes.deadbeef.zip" in store.names("run/1/")
     assert value_of(url) == (2 if then == "replaced" else 1)
-    assert len(names(store, "run/1/")) == 3
+    assert len(store.names("run/1/")) == 3
 
 
 def test_a_save_that_was_seen_to_lose_is_named_by_a_marker(store: Store) -> None:
     """It is killed before it can remove its zip file: the marker of the one that is committed explains that."""
     url = f"{store.url}/run/1"
-    _, finish = held(store, "the last list", lambda: hf.save(url, tree(1)))
+    save = hold(store, "the last list", lambda: hf.save(url, tree(1)))
     store.server.put(store.bucket, "run/1/state.deadbeef.zip", OURS)
-    assert not isinstance(finish(), Exception)
-    assert {"checkpoint.partial", "state.deadbeef.zip"} < names(store, "run/1/")
+    assert not isinstance(save.finish(), Exception)
+    assert {"checkpoint.partial", "state.deadbeef.zip"} < store.names("run/1/")
     assert value_of(url) == 1
     with hf.CheckpointManager(f"{store.url}/run") as run:
         run.acquire()
-    assert len(names(store, "run/1/")) == 2
+    assert len(store.names("run/1/")) == 2
     assert value_of(url) == 1
 
 
@@ -260,7 +227,7 @@ def test_files_of_others_are_never_touched(store: Store, content: bytes) -> None
         run.acquire()
     with pytest.raises(hf.CheckpointExistsError, match="not empty and is not a checkpoint"):
         hf.save(f"{store.url}/run/1", tree(1))
-    assert names(store, "run/1/") == {"state.deadbeef.zip", "weights.zip"}
+    assert store.names("run/1/") == {"state.deadbeef.zip", "weights.zip"}
 
 
 def test_what_else_lies_in_a_step_is_deleted_with_it(store: Store) -> None:
@@ -269,7 +236,7 @@ def test_what_else_lies_in_a_step_is_deleted_with_it(store: Store) -> None:
         run.wait_until_finished()
         store.server.put(store.bucket, "run/1/notes.txt", b"of the user")
         run.save(2, tree(2))
-    assert names(store, "run/1/") == set()
+    assert store.names("run/1/") == set()
 
 
 @pytest.mark.parametrize("number", range(3))
@@ -288,4 +255,4 @@ def test_a_deletion_that_is_interrupted(store: Store, number: int) -> None:
     with hf.CheckpointManager(url) as run:
         run.acquire()
         assert run.all_steps() == ([1, 2] if number < 2 else [2])
-        assert len(names(store, "run/1/")) == (2 if number < 2 else 0)
+        assert len(store.names("run/1/")) == (2 if number < 2 else 0)

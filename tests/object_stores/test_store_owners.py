@@ -7,11 +7,12 @@ import itertools
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.object_stores.conftest import Store, s3_store
+from tests.object_stores.conftest import Held, Store, s3_store
 from tests.object_stores.s3_server import S3Server
 from tests.object_stores.store_server import Request
 from tests.processes.harness import Process, run_processes
@@ -51,12 +52,9 @@ def taken_over(store: Store, url: str, request: str, size: int) -> hf.Checkpoint
     older = hf.CheckpointManager(url)
     older.save(1, tree(size))
     older.wait_until_finished()
-    arrived, go_on = threading.Event(), threading.Event()
-    store.server.fail(request, act=arrived.set, after=go_on)
-    older.save(2, tree(size))
-    assert arrived.wait(10)
+    saving = store.hold(request, lambda: older.save(2, tree(size)))
     assert run_processes(take_over, 1, store.environment, url, 5, size, backend="none") == [[1, 5]]
-    go_on.set()
+    saving.finish()
     return older
 
 
@@ -132,30 +130,23 @@ def older_run(process: Process, environment: dict[str, str], url: str, size: int
 
 def test_the_newer_run_goes_on_though_the_older_one_begins_to_save_the_same_step(store: Store, size: int) -> None:
     url = f"{store.url}/run"
-    waits, older_goes_on, saving, newer_goes_on = (threading.Event() for _ in range(4))
-    store.server.fail(r"(PUT|POST).*run-waits", act=waits.set, after=older_goes_on)
-    ended: list[str] = []
-    older = threading.Thread(
-        target=lambda: ended.extend(run_processes(older_run, 1, store.environment, url, size, backend="none"))
+    older = store.hold(
+        r"(PUT|POST).*run-waits",
+        lambda: run_processes(older_run, 1, store.environment, url, size, backend="none"),
     )
-    older.start()
-    assert waits.wait(60)
     newer = hf.CheckpointManager(url)
     assert np.array_equal(newer.restore(1)["w"], tree(size)["w"])
-    store.server.fail(WRITES[size], act=saving.set, after=newer_goes_on)
-    newer.save(2, tree(size))
-    assert saving.wait(10)
-    older_goes_on.set()
-    older.join()
-    newer_goes_on.set()
+    saving = store.hold(WRITES[size], lambda: newer.save(2, tree(size)))
+    [ended] = older.finish()
+    saving.finish()
     newer.wait_until_finished()
     newer.save(3, tree(size))
     newer.close()
-    assert "another manager has taken over" in ended[0]
+    assert "another manager has taken over" in ended
     assert newer.all_steps() == [1, 2, 3]
     assert np.array_equal(hf.load(f"{url}/2")["w"], tree(size)["w"])
     assert hf.verify(url).ok
-    assert len({key.split("/")[2] for key in store.stored("run/2/")}) == 2, "the record and one tree"
+    assert len(store.names("run/2/")) == 2, "the record and one tree"
 
 
 def test_a_step_that_the_older_run_has_saved_meanwhile_is_replaced(
@@ -173,21 +164,14 @@ def test_a_step_that_the_older_run_has_saved_meanwhile_is_replaced(
 
 def saves(url: str, values: Sequence[int], size: int = 5000, **options: Any) -> dict[int, Any]:
     """Saves several values to one path at once; returns of each the report or the error."""
-    outcomes: dict[int, Any] = {}
 
-    def work(value: int) -> None:
-        try:
-            outcomes[value] = hf.save(url, {"w": np.full(size, value)}, **options)
-        except hf.HoldfastError as error:
-            outcomes[value] = error
+    def save(value: int) -> Held:
+        held = Held(lambda: hf.save(url, {"w": np.full(size, value)}, **options))
+        held.start()
+        return held
 
-    threads = [threading.Thread(target=work, args=(value,)) for value in values]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert outcomes.keys() == set(values)
-    return outcomes
+    begun = {value: save(value) for value in values}
+    return {value: held.finish() for value, held in begun.items()}
 
 
 @pytest.mark.parametrize("old", [True, False], ids=["replaced", "new"])
@@ -208,8 +192,7 @@ def test_several_threads_save_to_one_path(store: Store, size: int, old: bool) ->
         assert hf.verify(url).ok
         hf.save(url, {"w": np.full(5000, 3)}, overwrite=True)
         assert set(hf.load(url)["w"].tolist()) == {3}
-        folders = {key.split("/")[1] for key in store.stored(f"{turn}/")}
-        assert len(folders) == 2, "the record and one tree"
+        assert len(store.names(f"{turn}/")) == 2, "the record and one tree"
 
 
 @pytest.fixture
@@ -246,15 +229,10 @@ def test_each_service_is_asked_once(new_s3: Store) -> None:
     assert questions(new_s3) == [f"PUT /{new_s3.bucket}/0/checkpoint.partial"]
 
 
-def held_back(store: Store, url: str, value: int, size: int) -> tuple[threading.Thread, list[Any], threading.Event]:
-    """Begins a save that waits with its record until the event is set; returns when it does."""
-    arrived, go_on = threading.Event(), threading.Event()
-    store.server.fail(r"(PUT|POST).*\bckpt/checkpoint\.json", act=arrived.set, after=go_on)
-    outcome: list[Any] = []
-    thread = threading.Thread(target=lambda: outcome.append(saves(url, [value], size, overwrite=True)[value]))
-    thread.start()
-    assert arrived.wait(20)
-    return thread, outcome, go_on
+def held_back(store: Store, url: str, value: int, size: int) -> Held:
+    """Begins a save that waits with its record."""
+    record = r"(PUT|POST).*\bckpt/checkpoint\.json"
+    return store.hold(record, lambda: hf.save(url, {"w": np.full(size, value)}, overwrite=True))
 
 
 @pytest.mark.parametrize("old", [True, False], ids=["replaced", "new"])
@@ -263,14 +241,12 @@ def test_a_save_is_overtaken_after_its_last_look(store: Store, size: int, old: b
     url = f"{store.url}/ckpt"
     if old:
         hf.save(url, {"w": np.full(5000, 9)})
-    thread, outcome, go_on = held_back(store, url, 1, size)
+    first = held_back(store, url, 1, size)
     hf.save(url, {"w": np.full(5000, 2)}, overwrite=True)
-    go_on.set()
-    thread.join()
-    assert isinstance(outcome[0], hf.errors.StorageConflictError)
+    assert isinstance(first.finish(), hf.errors.StorageConflictError)
     assert set(hf.load(url)["w"].tolist()) == {2}
     assert hf.verify(url).ok
-    assert len({key.split("/")[1] for key in store.stored("ckpt/")}) == 2
+    assert len(store.names("ckpt/")) == 2
 
 
 @pytest.mark.parametrize("old", [True, False], ids=["replaced", "new"])
@@ -279,18 +255,13 @@ def test_the_first_record_counts(store: Store, size: int, old: bool) -> None:
     url = f"{store.url}/ckpt"
     if old:
         hf.save(url, {"w": np.full(5000, 9)})
-    first, first_outcome, first_goes_on = held_back(store, url, 1, size)
-    second, second_outcome, second_goes_on = held_back(store, url, 2, size)
-    first_goes_on.set()
-    first.join()
-    assert not isinstance(first_outcome[0], hf.HoldfastError)
+    first, second = (held_back(store, url, value, size) for value in (1, 2))
+    assert not isinstance(first.finish(), hf.HoldfastError)
     assert set(hf.load(url)["w"].tolist()) == {1}
-    second_goes_on.set()
-    second.join()
-    assert isinstance(second_outcome[0], hf.errors.StorageConflictError)
+    assert isinstance(second.finish(), hf.errors.StorageConflictError)
     assert set(hf.load(url)["w"].tolist()) == {1}
     assert hf.verify(url).ok
-    assert len({key.split("/")[1] for key in store.stored("ckpt/")}) == 2
+    assert len(store.names("ckpt/")) == 2
 
 
 def deletes(request: Request, name: str) -> bool:
@@ -304,26 +275,19 @@ def test_the_third_of_several_saves_removes_nothing_of_the_second(store: Store, 
     """The third one has begun before the first was committed, and asks for the marker when it is that of the second."""
     url = f"{store.url}/ckpt"
     hf.save(url, {"w": np.full(5000, 9)})
-    first, first_outcome, first_goes_on = held_back(store, url, 1, size)
-    asks, third_goes_on, removes, third_removes = (threading.Event() for _ in range(4))
-    store.server.fail(r"GET.*ckpt/checkpoint\.partial", act=asks.set, after=third_goes_on)
-    outcomes: dict[int, Any] = {}
-    third = threading.Thread(target=lambda: outcomes.update(saves(url, [3], size, overwrite=True)))
-    third.start()
-    assert asks.wait(20)
-    first_goes_on.set()
-    first.join()
-    before = {key.split("/")[1] for key in store.stored("ckpt/")}
-    second, second_outcome, second_goes_on = held_back(store, url, 2, size)
-    [name] = {key.split("/")[1] for key in store.stored("ckpt/")} - before - {"checkpoint.partial"}
-    store.server.fail("", when=lambda request: deletes(request, name), act=removes.set, after=third_removes)
-    third_goes_on.set()
+    first = held_back(store, url, 1, size)
+    third = store.hold(r"GET.*ckpt/checkpoint\.partial", lambda: hf.save(url, {"w": np.full(size, 3)}, overwrite=True))
+    outcomes = {1: first.finish()}
+    before = store.names("ckpt/")
+    second = held_back(store, url, 2, size)
+    [name] = store.names("ckpt/") - before - {"checkpoint.partial"}
+    removes, may_remove = threading.Event(), threading.Event()
+    store.server.fail("", when=lambda request: deletes(request, name), act=removes.set, after=may_remove)
+    third.may_go_on.set()
     assert removes.wait(20)
-    second_goes_on.set()
-    second.join()
-    third_removes.set()
-    third.join()
-    outcomes |= {1: first_outcome[0], 2: second_outcome[0]}
+    outcomes[2] = second.finish()
+    may_remove.set()
+    outcomes[3] = third.finish()
     failed = {value for value, found in outcomes.items() if isinstance(found, hf.HoldfastError)}
     assert all(isinstance(outcomes[value], hf.errors.StorageConflictError) for value in failed)
     [found] = set(hf.load(url)["w"].tolist())
@@ -339,30 +303,23 @@ def test_a_run_sweeps_the_step_of_a_save_that_is_alive(store: Store, order: str,
     with hf.CheckpointManager(url) as run:
         for step in (1, 2) if old else (2,):
             run.save(step, {"w": np.full(5000, 9)})
-    arrived, save_goes_on, sweeps, run_goes_on = (threading.Event() for _ in range(4))
-    store.server.fail(r"(PUT|POST).*run/1/checkpoint\.json", act=arrived.set, after=save_goes_on)
-    outcomes: dict[int, Any] = {}
-    save = threading.Thread(target=lambda: outcomes.update(saves(f"{url}/1", [1], folder, overwrite=old)))
-    save.start()
-    assert arrived.wait(20)
+    save = store.hold(
+        r"(PUT|POST).*run/1/checkpoint\.json",
+        lambda: hf.save(f"{url}/1", {"w": np.full(folder, 1)}, overwrite=old),
+    )
     name = "1/checkpoint.partial" if order == "the marker" else "tree.json"
-    store.server.fail("", when=lambda request: deletes(request, name), act=sweeps.set, after=run_goes_on)
     later = hf.CheckpointManager(url)
-    acquires = threading.Thread(target=later.acquire)
-    acquires.start()
-    assert sweeps.wait(20)
-    save_goes_on.set()
-    save.join()
-    run_goes_on.set()
-    acquires.join()
+    acquires = store.hold("", later.acquire, when=lambda request: deletes(request, name))
+    saved = save.finish()
+    acquires.finish()
     later.close()
-    failed = isinstance(outcomes[1], hf.errors.StorageConflictError)
-    assert failed or not isinstance(outcomes[1], hf.HoldfastError)
+    failed = isinstance(saved, hf.errors.StorageConflictError)
+    assert failed or not isinstance(saved, hf.HoldfastError)
     hf.CheckpointManager(url).acquire()  # which removes what is left
     if old or not failed:
         assert set(hf.load(f"{url}/1")["w"].tolist()) == {9 if failed else 1}
         assert hf.verify(f"{url}/1").ok
-    assert len({key.split("/")[2] for key in store.stored("run/1/")}) == (2 if old or not failed else 0)
+    assert len(store.names("run/1/")) == (2 if old or not failed else 0)
 
 
 def test_a_checkpoint_is_replaced_at_any_request_of_a_load(store: Store, size: int) -> None:
@@ -370,23 +327,14 @@ def test_a_checkpoint_is_replaced_at_any_request_of_a_load(store: Store, size: i
     for number in itertools.count():
         url = f"{store.url}/{number}"
         hf.save(url, {"w": np.full(size, 1)})
-        waits, load_goes_on = threading.Event(), threading.Event()
-        fault = store.server.fail("GET", skip=number, act=waits.set, after=load_goes_on)
-        found: list[Any] = []
-
-        def load(url: str = url, waits: threading.Event = waits, found: list[Any] = found) -> None:
-            found.append(hf.load(url)["w"])
-            waits.set()
-
-        thread = threading.Thread(target=load)
-        thread.start()
-        assert waits.wait(20)
+        load = Held(partial(hf.load, url), arrives_at_end=True)
+        fault = store.server.fail("GET", skip=number, act=load.arrived.set, after=load.may_go_on)
+        load.start()
+        assert load.arrived.wait(20)
         if fault.times:  # the load had no more requests
             break
         hf.save(url, {"w": np.full(size, 2)}, overwrite=True)
-        load_goes_on.set()
-        thread.join()
-        assert set(found[0].tolist()) == {2}
+        assert set(load.finish()["w"].tolist()) == {2}
     assert number > 1
 
 

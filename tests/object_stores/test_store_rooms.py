@@ -11,7 +11,7 @@ import pytest
 from tests.object_stores.conftest import Store
 
 import holdfast as hf
-from holdfast import components, graph
+from holdfast import components
 from holdfast.engine.storage import object_store
 
 
@@ -22,34 +22,6 @@ class Counter(components.Checkpointable):
         self.size = size
         self.count = 0
         self.values = np.zeros(size)
-
-
-def test_graphs(store: Store) -> None:
-    url = f"{store.url}/graphs/ckpt"
-    saved = graph.Node(w=np.arange(5.0), inner=graph.Node(step=3))
-    path = graph.Checkpoint(model=saved).save(url)
-    assert graph.latest_checkpoint(f"{store.url}/graphs") == path
-    fresh = graph.Node(w=np.zeros(5), inner=graph.Node(step=0))
-    graph.Checkpoint(model=fresh).restore(path).assert_consumed()
-    assert fresh.w.tolist() == [0, 1, 2, 3, 4]
-    assert fresh.inner.step == 3
-
-
-def test_components(store: Store) -> None:
-    url = f"{store.url}/components/one"
-    made = Counter(4)
-    made.count, made.values[:] = 7, 2.5
-    made.save_to_path(url)
-    found = Counter(4)
-    found.restore_from_path(url)
-    assert found.count == 7
-    assert found.values.tolist() == [2.5] * 4
-    again = Counter.from_checkpoint(url)
-    assert (again.size, again.count) == (4, 7)
-    made.count = 8
-    made.save_to_path(url, overwrite=True)
-    found.restore_from_path(url)
-    assert found.count == 8
 
 
 def test_a_component_that_cannot_be_written_leaves_the_old_one(store: Store) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import functools
 import json
+import logging
 import os
 import pickle
 import shutil
@@ -26,8 +27,11 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, Self
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SHOWN = 6000  # characters of what a process printed
@@ -38,17 +42,11 @@ Backend = Literal["jax", "torch", "none"]
 
 @dataclass(frozen=True)
 class Process:
-    """What a function is told of the process that it runs in.
+    """The process that a function runs in."""
 
-    Attributes:
-        index: Which process this is, from 0.
-        count: How many there are.
-        kill: At which event it dies, if at any.
-    """
-
-    index: int
+    index: int  # from 0
     count: int
-    kill: str | None = None
+    kill: str | None = None  # the event at which it dies, if at any
 
     def reached(self, event: str) -> None:
         """Dies here if this is the event; no cleaning up, as after a power cut."""
@@ -56,14 +54,7 @@ class Process:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def mark(self, owner: Any, name: str, event: str, *, after: bool = False) -> None:
-        """Has a function or method reach an event whenever it is called.
-
-        Args:
-            owner: The module or class that it belongs to.
-            name: Of the function.
-            event: What to reach.
-            after: Whether when it is done, rather than before it begins.
-        """
+        """Let a function or method reach an event whenever it is called, before it begins or ``after`` it is done."""
         function = getattr(owner, name)
 
         def marked(*args: Any, **kwargs: Any) -> Any:
@@ -77,58 +68,37 @@ class Process:
         setattr(owner, name, marked)
 
 
+class Logged(logging.Handler):
+    """The warnings of holdfast in a process."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.warnings: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.warnings.append(record.getMessage())
+
+    def __enter__(self) -> Self:
+        logging.getLogger("holdfast").addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("holdfast").removeHandler(self)
+
+
 @dataclass(frozen=True)
 class Outcome:
-    """How one process ended.
+    """How one process ended."""
 
-    Attributes:
-        status: Its exit status; negative for a signal.
-        output: What it printed, errors included.
-        value: What the function returned; None if it raised or died.
-        error: The exception that it raised, as text.
-    """
-
-    status: int
-    output: str
-    value: Any = None
-    error: str | None = None
+    status: int  # its exit status; negative for a signal
+    output: str  # what it printed, errors included
+    value: Any = None  # what the function returned; None if it raised or died
+    error: str | None = None  # the exception that it raised, as text
 
 
-def run_processes(
-    function: Callable[..., Any],
-    count: int,
-    *arguments: Any,
-    backend: Backend = "jax",
-    devices_per_process: int = 1,
-    timeout: float = 60.0,
-    **options: Any,
-) -> list[Any]:
-    """Runs a function in each of several processes.
-
-    Args:
-        function: A function of a module of tests; gets a `Process` and the arguments.
-        count: How many processes.
-        *arguments: Passed on.
-        backend: What connects them.
-        devices_per_process: How many CPU devices jax has in each.
-        timeout: After how many seconds they print where they are, and end.
-        **options: As in `run_outcomes`.
-
-    Returns:
-        What the function returned, process by process.
-
-    Raises:
-        AssertionError: A process failed; shows what all of them printed.
-    """
-    outcomes = run_outcomes(
-        function,
-        count,
-        *arguments,
-        backend=backend,
-        devices_per_process=devices_per_process,
-        timeout=timeout,
-        **options,
-    )
+def run_processes(function: Callable[..., Any], count: int, *arguments: Any, **options: Any) -> list[Any]:
+    """Return the results of `run_outcomes`, or raise AssertionError with the output of all if a process has failed."""
+    outcomes = run_outcomes(function, count, *arguments, **options)
     if any(outcome.status for outcome in outcomes):
         raise AssertionError(told(outcomes))
     return [outcome.value for outcome in outcomes]
@@ -140,36 +110,20 @@ def run_outcomes(
     *arguments: Any,
     backend: Backend = "jax",
     devices_per_process: int = 1,
-    timeout: float = 60.0,
-    kill: tuple[int, str] | None = None,
-    recoverable: bool = True,
-    heartbeat: int = 10,
-    store: Literal["tcp", "file"] = "tcp",
-    imports: Sequence[str] = (),
-    launch: Callable[[dict[str, Any]], list[int]] | None = None,
+    timeout: float = 60.0,  # seconds after which they print where they are, and end
+    kill: tuple[int, str] | None = None,  # the process that dies at an event (`Process.reached`), to which it must get
+    recoverable: bool = True,  # with jax, whether the others survive it; nothing makes them survive process 0
+    heartbeat: int = 10,  # with jax, seconds until the others notice it
+    store: Literal["tcp", "file"] = "tcp",  # with torch, where processes find each other: as with torchrun, or a file
+    imports: Sequence[str] = (),  # modules that take long to import, and are imported once for all processes
+    launch: Callable[[dict[str, Any]], list[int]] | None = None,  # runs the request instead of the backend's launcher
 ) -> list[Outcome]:
-    """Runs a function in each of several processes, some of which may die.
+    """Call a function of a test module with a `Process` and the arguments in several processes; some of them may die.
 
-    Args:
-        function: As in `run_processes`, like all that is not listed here.
-        count: See there.
-        *arguments: See there.
-        backend: See there.
-        devices_per_process: See there.
-        timeout: See there.
-        kill: Which process dies at which event; see `Process.reached`. It has to get there.
-        recoverable: With jax, whether the others continue when one dies. Nothing makes them survive process 0.
-        heartbeat: With jax, seconds until the others take notice of it.
-        store: With torch, where the processes find each other: as torchrun does it, or in a file.
-        imports: Modules that take long to import, and are imported once for all processes.
-        launch: Runs the request in another launcher than the backend's, and returns the statuses.
-
-    Returns:
-        How each process ended. Process 0 ends last, as the others need what it runs for them.
-
-    Raises:
-        AssertionError: The process that was to die did not.
+    Process 0 ends last, as the others need what it runs for them. A backend that is not installed skips the test.
     """
+    if backend != "none" and find_spec(backend) is None:
+        pytest.skip(f"{backend} is not installed")
     folder = Path(tempfile.mkdtemp(prefix="holdfast-processes-"))
     try:
         (folder / "work").write_bytes(pickle.dumps((function, arguments)))
@@ -188,7 +142,7 @@ def run_outcomes(
 
 
 def told(outcomes: list[Outcome]) -> str:
-    """Says how all processes ended, and what they printed."""
+    """Return how all processes ended, and what they printed."""
     parts = [
         f"---- process {index} ended with {outcome.status}\n{outcome.output[-SHOWN:]}"
         for index, outcome in enumerate(outcomes)
@@ -213,12 +167,7 @@ def free_port() -> int:
 
 
 class Launcher:
-    """A process that others are forked from; see ``launcher.py``.
-
-    Args:
-        requests: Its input.
-        answers: Its output.
-    """
+    """The process that others are forked from; see ``launcher.py``."""
 
     def __init__(self, requests: IO[str], answers: IO[str]) -> None:
         self._requests, self._answers = requests, answers

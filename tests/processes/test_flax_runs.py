@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.processes.harness import Process, run_processes
+from tests.processes.meshes import sharding
 
 import holdfast as hf
 from holdfast.integrations.flax import CheckpointCallback
@@ -27,14 +28,12 @@ def train(
 ) -> tuple[int, int, list[float], int]:
     """Trains to the end or to a preemption: the first step, the last, this process's part, where its data is."""
     import jax
-    from jax.sharding import NamedSharding, PartitionSpec
 
     mesh = jax.make_mesh((process.count,), ("process",))
-    sharding = NamedSharding(mesh, PartitionSpec("process"))  # type: ignore[no-untyped-call]  # jax leaves it unannotated
 
     def spread(part: Any) -> Any:
         make: Any = jax.make_array_from_process_local_data  # unannotated in jax
-        return make(sharding, part)
+        return make(sharding(mesh, "process"), part)
 
     @jax.jit
     def update(state: Any, batch: Any) -> Any:
@@ -65,7 +64,6 @@ def train(
 @pytest.mark.parametrize(("terminate", "mirrored"), [(3, False), (8, True)])
 def test_a_preemption_of_one_process(tmp_path: Path, terminate: int, mirrored: bool) -> None:
     """With a mirror, the last step is there when the run ends; all processes resume from it on another machine."""
-    pytest.importorskip("jax")
     mirror = str(tmp_path / "mirror") if mirrored else None
     whole = run_processes(train, COUNT, str(tmp_path / "whole"), None)
     stopped = run_processes(train, COUNT, str(tmp_path / "runs"), terminate, mirror)
@@ -84,14 +82,12 @@ def test_a_preemption_of_one_process(tmp_path: Path, terminate: int, mirrored: b
 
 
 def test_fewer_processes_go_on(tmp_path: Path) -> None:
-    pytest.importorskip("jax")
     run_processes(train, COUNT, str(tmp_path), 5)
     resumed = run_processes(train, 1, str(tmp_path), None)
     assert resumed[0][1] == STEPS
 
 
 def test_what_each_process_has_is_seen_from_outside(tmp_path: Path) -> None:
-    pytest.importorskip("jax")
     ended = run_processes(train, COUNT, str(tmp_path), None)
     found = hf.load(tmp_path)
     assert sorted(found) == ["extras", "process/0", "process/1", "state"]

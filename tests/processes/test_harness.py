@@ -46,18 +46,15 @@ def dying(process: Process) -> str:
 @pytest.mark.parametrize(("backend", "count"), [("none", 3), ("jax", 2), ("torch", 4)])
 def test_results_come_in_order(backend: Backend, count: int) -> None:
     if backend != "none":
-        pytest.importorskip(backend)
         assert run_processes(connected, count, backend=backend) == [count] * count
     assert run_processes(place, count, 7, backend=backend) == [(index, count, 7, True) for index in range(count)]
 
 
 def test_a_store_may_be_a_file() -> None:
-    pytest.importorskip("torch")
     assert run_processes(connected, 2, backend="torch", store="file") == [2, 2]
 
 
 def test_jax_has_the_devices_that_were_asked_for() -> None:
-    pytest.importorskip("jax")
     assert run_processes(devices, 2, backend="jax", devices_per_process=3) == [(3, 6)] * 2
 
 

@@ -31,8 +31,12 @@ PHASES: dict[str, tuple[type, str, bool]] = {
     "before the record": (PendingCheckpoint, "commit", False),
     "after the record": (PendingCheckpoint, "commit", True),
 }
-FOLLOWER = list(PHASES)[:5]
 LEADER = [phase for phase in PHASES if phase not in ("when it knows the folders", "after it has said so")]
+KILLED: list[tuple[Backend, int, str]] = [
+    *(("torch", 1, phase) for phase in list(PHASES)[:5]),
+    *(("torch", 0, phase) for phase in LEADER),
+    *(("jax", 2, phase) for phase in ("before it writes data", "when its data is written")),
+]
 
 
 def tree(step: int) -> dict[str, Any]:
@@ -63,8 +67,10 @@ def resumed(process: Process, directory: str) -> tuple[int, list[int]]:
         return restored.step, manager.all_steps()
 
 
-def check(path: Path, backend: Backend, killed: int, phase: str) -> None:
-    outcomes = run_outcomes(interrupted, COUNT, str(path), phase, backend=backend, kill=(killed, phase))
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize(("backend", "killed", "phase"), KILLED)
+def test_a_process_is_killed(tmp_path: Path, backend: Backend, killed: int, phase: str) -> None:
+    outcomes = run_outcomes(interrupted, COUNT, str(tmp_path), phase, backend=backend, kill=(killed, phase))
     done = phase == "after the record"
     assert outcomes[killed].status == -signal.SIGKILL
     for index in {0, 1, 2} - {killed}:
@@ -72,30 +78,9 @@ def check(path: Path, backend: Backend, killed: int, phase: str) -> None:
         message, steps = outcomes[index].value
         assert f"process {killed}" in message, told(outcomes)
         assert steps == [1]
-    found = hf.CheckpointManager(path, options=hf.CheckpointManagerOptions(read_only=True)).all_steps()
+    found = hf.CheckpointManager(tmp_path, options=hf.CheckpointManagerOptions(read_only=True)).all_steps()
     assert found == ([1, 2] if done else [1])
-    after = run_processes(resumed, COUNT, str(path), backend=backend)
+    after = run_processes(resumed, COUNT, str(tmp_path), backend=backend)
     assert after == [(2, [1, 2, 3]) if done else (1, [1, 2])] * COUNT
-    assert hf.verify(path).ok
-    assert not [each for each in path.rglob("*") if each.name.startswith(("fragment", "checkpoint.partial"))]
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("phase", FOLLOWER)
-def test_a_torch_process_is_killed(tmp_path: Path, phase: str) -> None:
-    pytest.importorskip("torch")
-    check(tmp_path, "torch", 1, phase)
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("phase", LEADER)
-def test_process_0_is_killed(tmp_path: Path, phase: str) -> None:
-    pytest.importorskip("torch")
-    check(tmp_path, "torch", 0, phase)
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("phase", ["before it writes data", "when its data is written"])
-def test_a_jax_process_is_killed(tmp_path: Path, phase: str) -> None:
-    pytest.importorskip("jax")
-    check(tmp_path, "jax", 2, phase)
+    assert hf.verify(tmp_path).ok
+    assert not [each for each in tmp_path.rglob("*") if each.name.startswith(("fragment", "checkpoint.partial"))]

@@ -105,7 +105,6 @@ def train_jax(
 def test_a_run_that_was_killed_continues_without_one_host(
     tmp_path: Path, backend: Backend, count: int, per_host: int
 ) -> None:
-    pytest.importorskip(backend)
     train = train_torch if backend == "torch" else train_jax
     whole = run_processes(train, count, str(tmp_path / "whole"), per_host, None, backend=backend)
     for lost in range(count // per_host):
@@ -122,7 +121,6 @@ def test_a_run_that_was_killed_continues_without_one_host(
 @pytest.mark.parametrize("dies", [0, 1])
 def test_a_process_that_dies_while_it_copies(tmp_path: Path, dies: int) -> None:
     """The step is on no host then; what was local before counts, and the others raise an error that names the one."""
-    pytest.importorskip("torch")
     whole = run_processes(train_torch, 2, str(tmp_path / "whole"), 1, None, backend="torch")
     run_outcomes(train_torch, 2, str(tmp_path), 1, 5, backend="torch")
     # The other one waits for it at several barriers.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.processes.harness import Process, run_processes
+from tests.processes.harness import Logged, Process, run_processes
 
 import holdfast as hf
 from holdfast import graph
@@ -46,15 +45,6 @@ class Schedule:
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         self.rate = state["rate"]
-
-
-class Records(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.found: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.found.append(record.getMessage())
 
 
 def by_graph(directory: str, objects: dict[str, Any]) -> Any:
@@ -97,11 +87,8 @@ WAYS = {"graph": by_graph, "callback": by_callback, "manager": by_manager}
 
 def train(process: Process, directory: str) -> dict[str, tuple[Any, ...]]:
     """Goes on with a run in each way; returns what was drawn after the resume, the rate before, and the warnings."""
-    records = Records()
-    logging.getLogger("holdfast").addHandler(records)
     found = {}
     for name, way in WAYS.items():
-        records.found.clear()
         schedule = Schedule()
         objects: dict[str, Any] = {
             "batches": Batches(process.index),
@@ -109,13 +96,13 @@ def train(process: Process, directory: str) -> dict[str, tuple[Any, ...]]:
             "schedule": schedule,
         }
         run = way(f"{directory}/{name}", objects)
-        next(run)
-        rate = schedule.rate
-        drawn = [(next(objects["batches"]), float(objects["noise"].random())) for _ in range(STEPS)]
-        schedule.rate /= 2
-        next(run, None)
-        found[name] = drawn, rate, [line for line in records.found if f"process {process.index}" in line]
-    logging.getLogger("holdfast").removeHandler(records)
+        with Logged() as logged:
+            next(run)
+            rate = schedule.rate
+            drawn = [(next(objects["batches"]), float(objects["noise"].random())) for _ in range(STEPS)]
+            schedule.rate /= 2
+            next(run, None)
+        found[name] = drawn, rate, [line for line in logged.warnings if f"process {process.index}" in line]
     return found
 
 
@@ -163,23 +150,20 @@ def go_on(process: Process, directory: str) -> dict[str, Any]:
     data, found = Shared(), dict[str, Any]()
     average = [0.5]
     objects: dict[str, Any] = {"data": data, "noise": np.random.default_rng(process.index), "average": average}
-    records = Records()
-    logging.getLogger("holdfast").addHandler(records)
     for reshard in (None, divided):
-        records.found.clear()
-        with CheckpointCallback(directory, save_interval_steps=1, resume="auto", reshard=reshard) as checkpoint:
+        callback = CheckpointCallback(directory, save_interval_steps=1, resume="auto", reshard=reshard)
+        with Logged() as logged, callback as checkpoint:
             try:
                 state, start = checkpoint.restore_or_initialize({"w": np.zeros(2)}, **objects)
             except hf.errors.StateError as error:
                 found["refused"] = str(error)
                 continue
             found |= {"start": start, "taken": data.taken, "average": checkpoint.extras["average"]}
-            found["said"] = [line for line in records.found if "generators" in line]
+            found["said"] = [line for line in logged.warnings if "generators" in line]
             if start == 0:
                 data.taken = 5 + process.index
                 checkpoint.on_step(1, state, **objects)
             break
-    logging.getLogger("holdfast").removeHandler(records)
     return found
 
 

@@ -84,7 +84,6 @@ def train_jax(process: Process, directory: str, program: str) -> None:
 
 @pytest.mark.examples("docs/several_processes.md", "python 1", "console 1", "console 4")
 def test_torch(examples: Examples, tmp_path: Path) -> None:
-    pytest.importorskip("torch")
     counts = (4, 2, 3)
     assert examples.commands() == [f"torchrun --nproc-per-node {count} train.py" for count in counts]
     for count in counts:
@@ -98,7 +97,6 @@ def test_torch(examples: Examples, tmp_path: Path) -> None:
 
 @pytest.mark.examples("docs/several_processes.md", "python 2", "console 2")
 def test_jax(examples: Examples, tmp_path: Path) -> None:
-    pytest.importorskip("jax")
     assert examples.commands() == ["for index in 0 1; do python train_jax.py $index 2 & done; wait"]
     for _ in range(2):
         run_processes(train_jax, 2, str(tmp_path), examples["python 2"])
@@ -112,7 +110,6 @@ def test_jax(examples: Examples, tmp_path: Path) -> None:
 
 def test_reading_once(tmp_path: Path) -> None:
     """As the page says, each process reads a share; the kernel counts what."""
-    pytest.importorskip("torch")
     run_processes(train, 4, str(tmp_path), READ_ONCE, backend="torch")
     lines = (tmp_path / "output").read_text().splitlines()
     assert sorted(lines) == [f"process {rank} has read 8 MiB" for rank in range(4)]
@@ -120,7 +117,6 @@ def test_reading_once(tmp_path: Path) -> None:
 
 @pytest.mark.examples("docs/local_tier.md", "python 2", "console 1")
 def test_local_steps(examples: Examples, tmp_path: Path) -> None:
-    pytest.importorskip("torch")
     start, lose, again = examples.commands()
     assert start == again == "torchrun --nproc-per-node 2 train_local.py"
     assert lose == "rm -r /dev/shm/holdfast/host1"

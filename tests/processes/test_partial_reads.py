@@ -3,34 +3,39 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.processes.harness import Process, run_processes
+from tests.processes.harness import Backend, Process, run_processes
+from tests.processes.meshes import abstract, distribute, layers, torch_mesh
 from tests.versions import allow_empty_arrays
 
 import holdfast as hf
+from holdfast import Transform
 from holdfast.engine.arrays import TreeReader, load_tree
+from holdfast.engine.arrays.transform import load_transformed_tree
 from holdfast.engine.storage import as_location
 
-SHAPE = (96, 1020)  # 383 KiB of float32
+SHAPE, UNEVEN = (96, 1020), (7, 1020)
 LAYOUT = hf.Layout(chunk_bytes=4096, segment_bytes=65536, data_file_bytes=65536)
-
-
-UNEVEN = (7, 1020)
 
 
 def values(shape: tuple[int, ...] = SHAPE) -> np.ndarray[Any, Any]:
     return np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
 
 
+WHOLE = values().nbytes
+
+
 @pytest.fixture
 def saved(tmp_path: Path) -> str:
-    """Two arrays in chunks of one row, in several data files."""
+    """Arrays in chunks of one row, in several data files."""
     path = str(tmp_path / "ckpt")
-    hf.Checkpointer(hf.PyTreeCheckpointHandler(layout=LAYOUT)).save(path, {"w": values(), "uneven": values(UNEVEN)})
+    tree = {"w": values(), "uneven": values(UNEVEN)}
+    hf.Checkpointer(hf.PyTreeCheckpointHandler(layout=LAYOUT)).save(path, tree)
     return path
 
 
@@ -40,14 +45,15 @@ def read_as(path: str, name: str, template: Any) -> tuple[Any, int]:
     return load_tree(reader, like={name: template}, select=name)[name], reader.bytes_read - opened
 
 
+def assert_shards(found: Any, expected: Any) -> None:
+    for shard in found.addressable_shards:
+        np.testing.assert_array_equal(np.asarray(shard.data), expected[shard.index])
+
+
 def load_jax(process: Process, path: str) -> dict[str, int]:
     import jax
-    from jax.sharding import NamedSharding, PartitionSpec
 
-    partition: Any = PartitionSpec  # unannotated in jax, both of them
-    abstract: Any = jax.ShapeDtypeStruct
     mesh = jax.make_mesh((process.count, 2), ("process", "device"))
-    expected = values()
     read = {}
     for name, spec in {
         "rows": ("process",),
@@ -56,30 +62,31 @@ def load_jax(process: Process, path: str) -> dict[str, int]:
         "device": ("device",),
         "replicated": (),
     }.items():
-        sharding = NamedSharding(mesh, partition(*spec))
-        found, read[name] = read_as(path, "w", abstract(SHAPE, np.float32, sharding=sharding))
-        assert found.sharding == sharding
-        assert found.shape == SHAPE
-        for shard in found.addressable_shards:
-            np.testing.assert_array_equal(np.asarray(shard.data), expected[shard.index])
+        template = abstract(values(), mesh, *spec)
+        found, read[name] = read_as(path, "w", template)
+        assert (found.sharding, found.shape) == (template.sharding, SHAPE)
+        assert_shards(found, values())
     return read
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_jax(count: int, saved: str) -> None:
+    shares = {"rows": 1 / count, "rows of devices": 1 / count, "columns": 1, "device": 1, "replicated": 1}
+    for read in run_processes(load_jax, count, saved, backend="jax", devices_per_process=2):
+        for name, share in shares.items():
+            assert share * WHOLE <= read[name] <= 1.1 * share * WHOLE, name
 
 
 def load_torch(process: Process, path: str) -> dict[str, int]:
     import torch
-    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    mesh = init_device_mesh("cpu", (process.count,))
+    mesh = torch_mesh(process.count)
     read = {}
-    found: Any
-    for name, shape, placement in (
-        ("w", SHAPE, Shard(1)),
-        ("w", SHAPE, Replicate()),
-        ("uneven", UNEVEN, Shard(0)),
-    ):
-        expected: Any = distribute_tensor(torch.tensor(values(shape)), mesh, [placement])
-        template: Any = torch.nn.Parameter(distribute_tensor(torch.zeros(shape), mesh, [placement]))
+    for name, shape, placement in (("w", SHAPE, Shard(1)), ("w", SHAPE, Replicate()), ("uneven", UNEVEN, Shard(0))):
+        expected = distribute(values(shape), mesh, placement)
+        template: Any = torch.nn.Parameter(distribute(torch.zeros(shape), mesh, placement))
         found, read[f"{name} {type(placement).__name__}"] = read_as(path, name, template)
         assert type(found) is type(template)
         assert found.placements == (placement,)
@@ -95,23 +102,34 @@ def load_torch(process: Process, path: str) -> dict[str, int]:
     return read
 
 
+def test_torch(saved: str) -> None:
+    """Three processes share seven rows as torch.chunk does it: the last one has a single one."""
+    for index, read in enumerate(run_processes(load_torch, 3, saved, backend="torch")):
+        expected = {
+            "uneven Shard": (1 if index == 2 else 3) / UNEVEN[0] * values(UNEVEN).nbytes,
+            "w of two": 0.0 if index == 1 else WHOLE / 2,
+            "w Shard": WHOLE,
+            "w Replicate": WHOLE,
+        }
+        for name, size in expected.items():
+            assert size <= read[name] <= 1.1 * size, name
+
+
 def load_keys(process: Process, path: str) -> int:
     """Typed keys over processes, and an array that is on one device of the last process only."""
     import jax
-    from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+    from jax.sharding import SingleDeviceSharding
 
     allow_empty_arrays()
     expected = jax.random.split(jax.random.key(5), 12)
-    partition: Any = PartitionSpec
-    abstract: Any = jax.ShapeDtypeStruct
-    spread = NamedSharding(jax.make_mesh((process.count * 2,), ("x",)), partition("x"))
+    struct: Any = jax.ShapeDtypeStruct
     last = SingleDeviceSharding(jax.devices()[-1])
     like = {
-        "keys": abstract((12,), expected.dtype, sharding=spread),
-        "w": abstract((3,), np.float32, sharding=last),
+        "keys": abstract(expected, jax.make_mesh((process.count * 2,), ("x",)), "x"),
+        "w": struct((3,), np.float32, sharding=last),
     }
     found: Any = hf.load(path, like=like)
-    assert found["keys"].sharding == spread
+    assert found["keys"].sharding == like["keys"].sharding
     assert found["w"].sharding == last
     for shard in found["keys"].addressable_shards:
         data = jax.random.key_data(shard.data)
@@ -128,50 +146,19 @@ def test_keys_of_jax(tmp_path: Path) -> None:
     assert run_processes(load_keys, 2, path, backend="jax", devices_per_process=2) == [0, 1]
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_jax(count: int, saved: str) -> None:
-    pytest.importorskip("jax")
-    whole = values().nbytes
-    shares = {"rows": 1 / count, "rows of devices": 1 / count, "columns": 1, "device": 1, "replicated": 1}
-    for read in run_processes(load_jax, count, saved, backend="jax", devices_per_process=2):
-        for name, share in shares.items():
-            assert share * whole <= read[name] <= 1.1 * share * whole, name
-
-
-def test_torch(saved: str) -> None:
-    """Three processes share seven rows as torch.chunk does it: the last one has a single one."""
-    pytest.importorskip("torch")
-    for index, read in enumerate(run_processes(load_torch, 3, saved, backend="torch")):
-        own = (1 if index == 2 else 3) / UNEVEN[0] * values(UNEVEN).nbytes
-        assert own <= read["uneven Shard"] <= 1.1 * own
-        half = 0.0 if index == 1 else values().nbytes / 2
-        assert half <= read["w of two"] <= 1.1 * half
-        assert values().nbytes <= read["w Shard"] <= 1.1 * values().nbytes
-        assert values().nbytes <= read["w Replicate"] <= 1.1 * values().nbytes
-
-
-def network() -> Any:
-    """Layers whose sizes four processes cannot share evenly, the same on all of them."""
-    import torch
-
-    torch.manual_seed(3)
-    return torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.ReLU(), torch.nn.Linear(10, 3))
-
-
 def load_fsdp(process: Process, path: str) -> int:
     """FSDP2, alone and within a tensor-parallel mesh; parameters on the meta device and on the CPU."""
     import torch
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    expected = network().state_dict()
+    square = torch_mesh(2, 2, names=("dp", "tp"))
+    expected = layers(6, 10, 3).state_dict()
     count = 0
     for meta in (False, True):
         for tensor_parallel in (False, True):
             with torch.device("meta" if meta else "cpu"):
-                model = network()
+                model = layers(6, 10, 3)
             if tensor_parallel:
                 model = parallelize_module(model, square["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
             fully_shard(model, mesh=square["dp"] if tensor_parallel else None)
@@ -186,7 +173,97 @@ def load_fsdp(process: Process, path: str) -> int:
 
 
 def test_models_of_fsdp2(tmp_path: Path) -> None:
+    """Of layers whose sizes four processes cannot share evenly."""
     pytest.importorskip("torch")
     path = str(tmp_path / "ckpt")
-    hf.save(path, dict(network().state_dict()))
+    hf.save(path, dict(layers(6, 10, 3).state_dict()))
     assert run_processes(load_fsdp, 4, path, backend="torch") == [16, 16, 16, 16]
+
+
+# ---- transformed: what is renamed is read in parts
+
+RENAMED = {"renamed": Transform(original_key="w")}
+MADE = {
+    "again.*": Transform(original_key="w"),
+    "value": Transform(original_key="w", value_fn=lambda value: value * 2),
+    "tree": Transform(multi_value_fn=lambda tree: tree["w"] + 1),
+}
+
+
+def made() -> dict[str, np.ndarray[Any, Any]]:
+    return {"again1": values(), "again2": values(), "value": values() * 2, "tree": values() + 1}
+
+
+def transform_jax(process: Process, path: str) -> int:
+    import jax
+
+    mesh = jax.make_mesh((process.count, 2), ("process", "device"))
+    like = abstract(values(), mesh, "process", "device")
+    reader = TreeReader(as_location(path) / "state")
+    before = reader.bytes_read
+    found = load_transformed_tree(reader, RENAMED, {"renamed": like, "kept": 1})
+    read = reader.bytes_read - before
+    found |= hf.load_transformed(path, MADE, dict.fromkeys(made(), like))
+    for name, wanted in {"renamed": values(), **made()}.items():
+        assert found[name].sharding == like.sharding
+        assert_shards(found[name], wanted)
+    return read
+
+
+def transform_torch(process: Process, path: str) -> int:
+    import torch
+    from torch.distributed.tensor import Shard
+
+    like = distribute(torch.zeros(SHAPE), torch_mesh(process.count), Shard(0))
+    found = hf.load_transformed(path, RENAMED | MADE, dict.fromkeys(["renamed", *made()], like))
+    rows = SHAPE[0] // process.count
+    mine = slice(process.index * rows, (process.index + 1) * rows)
+    for name, wanted in {"renamed": values(), **made()}.items():
+        assert found[name].placements == like.placements
+        np.testing.assert_array_equal(found[name].to_local().numpy(), wanted[mine])
+    return len(found)
+
+
+def test_transformed_by_jax(saved: str) -> None:
+    for read in run_processes(transform_jax, 2, saved, backend="jax", devices_per_process=2):
+        assert 0.5 * WHOLE <= read < 0.6 * WHOLE
+
+
+def test_transformed_by_torch(saved: str) -> None:
+    assert run_processes(transform_torch, 2, saved, backend="torch") == [5, 5]
+
+
+# ---- processes of one machine that read the same bytes share the page cache; parts, and a process alone, go past it
+
+
+def modes_of_loads(process: Process, directory: str, local: str | None) -> list[list[bool]]:
+    """Whether the data files were opened for direct I/O: in a load of everything, and in one of a part."""
+    if local is not None:
+        os.environ["LOCAL_WORLD_SIZE"] = local
+    opened: list[bool] = []
+    real = os.open
+
+    def note(path: Any, flags: int, *rest: Any, **options: Any) -> int:
+        if str(path).endswith(".0.0"):
+            opened.append(bool(flags & os.O_DIRECT))
+        return real(path, flags, *rest, **options)
+
+    os.open = note
+    found = []
+    for select in (None, {"w": np.s_[:1]}):
+        opened.clear()
+        hf.load(directory, select=select)
+        found.append(list(opened))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("backend", "count", "local", "whole"),
+    [("torch", 2, None, False), ("jax", 2, None, False), ("torch", 2, "1", True), ("none", 1, None, True)],
+)
+def test_what_goes_through_the_page_cache(
+    tmp_path: Path, backend: Backend, count: int, local: str | None, whole: bool
+) -> None:
+    hf.save(tmp_path / "ckpt", {"w": np.arange(4096.0).reshape(64, 64)}, layout=hf.Layout(chunk_bytes=4096))
+    found = run_processes(modes_of_loads, count, str(tmp_path / "ckpt"), local, backend=backend)
+    assert found == [[[whole], [True]]] * count

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.processes.harness import Process, run_processes
+from tests.processes.harness import Backend, Process, run_processes
+from tests.processes.meshes import distribute, spread, torch_mesh
 from tests.versions import enable_x64
 
 import holdfast as hf
 
-COUNTS = (1, 2, 3, 4)
+COUNTS, LIBRARIES = (1, 2, 3, 4), ("jax", "torch")
 DEVICES = 2  # of each jax process
 SPREAD = 1.2  # times its even share, at most, is what a process writes
 
@@ -32,49 +34,36 @@ def arrays() -> dict[str, Any]:
 
 
 LAYOUT = hf.Layout(chunk_bytes=4096 * 4, segment_bytes=4096 * 16, data_file_bytes=4096 * 64)
+AXES: dict[str, tuple[Any, ...]] = {
+    "rows": ("process",),
+    "columns": (None, ("process", "device")),
+    "both": ("process", "device"),
+}
 
 
 def jax_tree(count: int) -> dict[str, Any]:
     """The arrays on a mesh of all processes' devices."""
     import jax
-    from jax.sharding import NamedSharding, PartitionSpec
 
     mesh = jax.make_mesh((count, DEVICES), ("process", "device"))
-
-    def put(array: Any, *spec: Any) -> Any:
-        sharding = NamedSharding(mesh, PartitionSpec(*spec))  # type: ignore[no-untyped-call]  # jax leaves it unannotated
-        return jax.make_array_from_callback(np.shape(array), sharding, lambda index: array[index])
-
     values = arrays()
+    small = values.pop("small")
     with enable_x64():
-        return {
-            "rows": put(values["rows"], "process"),
-            "columns": put(values["columns"], None, ("process", "device")),
-            "both": put(values["both"], "process", "device"),
-            "replicated": put(values["replicated"]),
-            "small": [put(value) for value in values["small"]],
-            "uneven": put(values["uneven"]),
-            "step": put(values["step"]),
-        }
+        found = {name: spread(value, mesh, *AXES.get(name, ())) for name, value in values.items()}
+        return {**found, "small": [spread(value, mesh) for value in small]}
 
 
 def torch_tree(count: int) -> dict[str, Any]:
     """The arrays as DTensors, and as plain tensors that are the same everywhere."""
     import torch
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import Replicate, Shard
 
-    mesh = init_device_mesh("cpu", (count,))
+    mesh = torch_mesh(count)
+    ways = {"rows": Shard(0), "columns": Shard(1), "both": Shard(1), "uneven": Shard(0), "step": Replicate()}
     values = arrays()
-    return {
-        "rows": distribute_tensor(torch.tensor(values["rows"]), mesh, [Shard(0)]),
-        "columns": distribute_tensor(torch.tensor(values["columns"]), mesh, [Shard(1)]),
-        "both": distribute_tensor(torch.tensor(values["both"]), mesh, [Shard(1)]),
-        "replicated": torch.tensor(values["replicated"]),
-        "small": [torch.tensor(value) for value in values["small"]],
-        "uneven": distribute_tensor(torch.tensor(values["uneven"]), mesh, [Shard(0)]),
-        "step": distribute_tensor(torch.tensor(values["step"]), mesh, [Replicate()]),
-    }
+    found: dict[str, Any] = {name: distribute(torch.tensor(values[name]), mesh, way) for name, way in ways.items()}
+    plain = {"replicated": torch.tensor(values["replicated"]), "small": list(map(torch.tensor, values["small"]))}
+    return {**found, **plain}
 
 
 def jax_values(tree: Any) -> list[np.ndarray[Any, Any]]:
@@ -88,14 +77,9 @@ def torch_values(tree: Any) -> list[np.ndarray[Any, Any]]:
     return [np.asarray(leaf.to_local() if hasattr(leaf, "to_local") else leaf) for leaf in leaves]
 
 
-def save_jax(process: Process, path: str) -> None:
+def save(process: Process, path: str, tree: Callable[[int], Any]) -> None:
     checkpointer = hf.Checkpointer(hf.PyTreeCheckpointHandler(layout=LAYOUT))
-    checkpointer.save(f"{path}/{process.count}", jax_tree(process.count))
-
-
-def save_torch(process: Process, path: str) -> None:
-    checkpointer = hf.Checkpointer(hf.PyTreeCheckpointHandler(layout=LAYOUT))
-    checkpointer.save(f"{path}/{process.count}", torch_tree(process.count))
+    checkpointer.save(f"{path}/{process.count}", tree(process.count))
 
 
 def load_jax(process: Process, *paths: str) -> int:
@@ -129,57 +113,37 @@ def load_torch(process: Process, *paths: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def saved_by_jax(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("jax")
-    path = tmp_path_factory.mktemp("jax")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What each number of processes has saved with each library."""
+    path = tmp_path_factory.mktemp("saved")
     for count in COUNTS:
-        run_processes(save_jax, count, str(path), backend="jax", devices_per_process=DEVICES)
+        run_processes(save, count, str(path / "jax"), jax_tree, backend="jax", devices_per_process=DEVICES)
+        run_processes(save, count, str(path / "torch"), torch_tree, backend="torch")
     return path
 
 
-@pytest.fixture(scope="module")
-def saved_by_torch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("torch")
-    path = tmp_path_factory.mktemp("torch")
-    for count in COUNTS:
-        run_processes(save_torch, count, str(path), backend="torch")
-    return path
-
-
-def check(path: Path, count: int) -> None:
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_processes_write_evenly_and_once(saved: Path, library: str, count: int) -> None:
     """One process reads it without any framework, each array was written once, and evenly."""
-    found, expected = hf.load(path / str(count)), arrays()
+    path = saved / library / str(count)
+    found, expected = hf.load(path), arrays()
     for name in ("rows", "columns", "both", "replicated", "uneven", "step"):
         np.testing.assert_array_equal(found[name], expected[name])
     for one, other in zip(found["small"], expected["small"], strict=True):
         np.testing.assert_array_equal(one, other)
-    assert hf.verify(path / str(count)).ok
+    assert hf.verify(path).ok
     sizes = [0] * count
-    for file in (path / str(count) / "state" / "d").iterdir():
+    for file in (path / "state" / "d").iterdir():
         if file.name != "index":
             sizes[int(file.name.split(".")[1])] += file.stat().st_size
-    total = sum(leaf.bytes for leaf in hf.describe(path / str(count)))
+    total = sum(leaf.bytes for leaf in hf.describe(path))
     assert total <= sum(sizes) <= 1.05 * total
     assert max(sizes) <= SPREAD * total / count
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_jax_processes_write_evenly_and_once(saved_by_jax: Path, count: int) -> None:
-    check(saved_by_jax, count)
-
-
-@pytest.mark.parametrize("count", COUNTS)
-def test_torch_processes_write_evenly_and_once(saved_by_torch: Path, count: int) -> None:
-    check(saved_by_torch, count)
-
-
-@pytest.mark.parametrize("count", COUNTS)
-def test_any_number_of_jax_processes_loads_it(saved_by_jax: Path, saved_by_torch: Path, count: int) -> None:
-    paths = [str(path / str(each)) for path in (saved_by_jax, saved_by_torch) for each in COUNTS]
-    assert run_processes(load_jax, count, *paths, backend="jax", devices_per_process=DEVICES) == [8] * count
-
-
-@pytest.mark.parametrize("count", COUNTS)
-def test_any_number_of_torch_processes_loads_it(saved_by_jax: Path, saved_by_torch: Path, count: int) -> None:
-    paths = [str(path / str(each)) for path in (saved_by_jax, saved_by_torch) for each in COUNTS]
-    assert run_processes(load_torch, count, *paths, backend="torch") == [8] * count
+@pytest.mark.parametrize(("backend", "load"), [("jax", load_jax), ("torch", load_torch)], ids=LIBRARIES)
+def test_any_number_of_processes_loads_it(saved: Path, backend: Backend, load: Any, count: int) -> None:
+    paths = [str(saved / library / str(each)) for library in LIBRARIES for each in COUNTS]
+    assert run_processes(load, count, *paths, backend=backend, devices_per_process=DEVICES) == [8] * count

@@ -11,6 +11,7 @@ import pytest
 from tests.dtypes import DTYPES, EMPTY
 from tests.equality import assert_same
 from tests.processes.harness import Backend, Process, run_outcomes, run_processes, told
+from tests.processes.meshes import abstract, distribute, torch_mesh
 
 import holdfast as hf
 from holdfast.engine.arrays import TreeReader
@@ -37,8 +38,8 @@ class Counting(hf.PyTreeCheckpointHandler):
             self.bytes_read = reader.bytes_read - before
 
 
-def manager(directory: str, **options: Any) -> tuple[hf.CheckpointManager, Counting]:
-    handler = Counting(layout=LAYOUT)
+def manager(directory: str, handler: Counting | None = None, **options: Any) -> tuple[hf.CheckpointManager, Counting]:
+    handler = handler or Counting(layout=LAYOUT)
     limits = {"load_and_broadcast": True, "barrier_timeout_secs": 20, **options}
     made = hf.CheckpointManager(directory, hf.Checkpointer(handler), hf.CheckpointManagerOptions(**limits))
     return made, handler
@@ -79,70 +80,52 @@ def save(directory: Path, *steps: int) -> int:
     return handler.bytes_read
 
 
-def restore_all(process: Process, directory: str) -> int:
-    reading, handler = manager(directory)
+def restore_all(
+    process: Process, directory: str, step: int | None = None, largest_group: int = 64, always: bool | None = True
+) -> int:
+    """Return the bytes that this process has read of the arrays."""
+    TorchTransport.largest_group = largest_group
+    reading, handler = manager(directory, load_and_broadcast=always)
     with reading:
-        assert_same(reading.restore(), arrays())
+        assert_same(reading.restore(step), arrays())
     return handler.bytes_read
 
 
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("backend", ["torch", "jax"])
 def test_replicas_read_each_byte_once(tmp_path: Path, backend: Backend, count: int) -> None:
-    pytest.importorskip(backend)
     alone = save(tmp_path / "run", 1)
     found = run_processes(restore_all, count, str(tmp_path / "run"), backend=backend)
     assert sum(found) <= SLACK * alone, (found, alone)
     assert max(found) <= 1.3 * alone / count, (found, alone)
 
 
-def restore_in_a_grid(process: Process, directory: str) -> int:
-    TorchTransport.largest_group = 2
-    return restore_all(process, directory)
-
-
 def test_large_teams_of_torch_are_grids_of_groups(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
     alone = save(tmp_path / "run", 1)
-    assert sum(run_processes(restore_in_a_grid, 4, str(tmp_path / "run"), backend="torch")) <= SLACK * alone
+    assert sum(run_processes(restore_all, 4, str(tmp_path / "run"), None, 2, backend="torch")) <= SLACK * alone
 
 
 def jax_template() -> dict[str, Any]:
     """The arrays on a mesh of two replicas with two parts each, and some whole ones."""
     import jax
-    from jax.sharding import NamedSharding, PartitionSpec
 
-    mesh = jax.make_mesh((2, 2), ("data", "fsdp"))
-
-    def like(array: Any, *spec: Any) -> Any:
-        sharding = NamedSharding(mesh, PartitionSpec(*spec))  # type: ignore[no-untyped-call]  # jax leaves it unannotated
-        abstract: Any = jax.ShapeDtypeStruct
-        return abstract(array.shape, array.dtype, sharding=sharding)
-
-    values = divided()
-    return {
-        "rows": like(values["rows"], "fsdp"),
-        "columns": like(values["columns"], None, "fsdp"),
-        "norms": [like(value) for value in values["norms"]],
-        "bfloat16": like(values["bfloat16"], "fsdp"),
-    }
+    mesh, values = jax.make_mesh((2, 2), ("data", "fsdp")), divided()
+    axes = {"rows": ("fsdp",), "columns": (None, "fsdp"), "bfloat16": ("fsdp",)}
+    found: dict[str, Any] = {name: abstract(values[name], mesh, *spec) for name, spec in axes.items()}
+    return {**found, "norms": [abstract(value, mesh) for value in values["norms"]]}
 
 
 def torch_template() -> dict[str, Any]:
     import torch
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import Replicate, Shard
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "fsdp"))
-    values = divided()
+    mesh, values = torch_mesh(2, 2, names=("data", "fsdp")), divided()
     kinds = {"rows": Shard(0), "columns": Shard(1), "bfloat16": Shard(0)}
-
-    def like(array: Any, placement: Any) -> Any:
-        dtype = torch.bfloat16 if array.dtype == values["bfloat16"].dtype else torch.float32
-        return distribute_tensor(torch.zeros(array.shape, dtype=dtype), mesh, [Replicate(), placement])
-
-    found: dict[str, Any] = {name: like(values[name], kind) for name, kind in kinds.items()}
-    return {**found, "norms": [torch.zeros(value.shape) for value in values["norms"]]}
+    found: dict[str, Any] = {"norms": [torch.zeros(value.shape) for value in values["norms"]]}
+    for name, kind in kinds.items():
+        dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
+        found[name] = distribute(torch.zeros(values[name].shape, dtype=dtype), mesh, Replicate(), kind)
+    return found
 
 
 def divided() -> dict[str, Any]:
@@ -190,7 +173,6 @@ def parts_of(value: Any) -> list[tuple[Any, bytes]]:
 
 @pytest.mark.parametrize("backend", ["torch", "jax"])
 def test_replicas_of_parts_read_each_part_once(tmp_path: Path, backend: Backend) -> None:
-    pytest.importorskip(backend)
     with hf.CheckpointManager(tmp_path, hf.Checkpointer(hf.PyTreeCheckpointHandler(layout=LAYOUT))) as saving:
         saving.save(1, divided())
     reading, handler = manager(str(tmp_path))
@@ -215,7 +197,6 @@ def restore_damaged(process: Process, directory: str) -> tuple[int, list[int]]:
 def test_damage_that_one_process_finds_sends_all_to_an_older_step(
     tmp_path: Path, backend: Backend, victim: str
 ) -> None:
-    pytest.importorskip(backend)
     save(tmp_path, 1, 2)
     files = [path for path in (tmp_path / "2").rglob("*") if path.is_file()]
     chosen = max(files, key=lambda path: (path.name == victim, path.stat().st_size))
@@ -246,8 +227,8 @@ def restore_garbled(process: Process, directory: str, times: int, always: bool) 
     directory_module.attempts_at = lambda location: 3  # as in an object store
     handler = Garbled()
     handler.process, handler.attempts_left = process, times
-    options = hf.CheckpointManagerOptions(load_and_broadcast=always or None, barrier_timeout_secs=10)
-    with hf.CheckpointManager(directory, hf.Checkpointer(handler), options) as reading:
+    reading, _ = manager(directory, handler, load_and_broadcast=always or None, barrier_timeout_secs=10)
+    with reading:
         found = reading.restore_latest()
         assert found is not None
         assert_same(found.items, arrays())
@@ -257,7 +238,6 @@ def restore_garbled(process: Process, directory: str, times: int, always: bool) 
 @pytest.mark.parametrize("always", [False, True])
 @pytest.mark.parametrize(("times", "step"), [(1, 2), (3, 1)])
 def test_a_process_reads_again_on_its_own(tmp_path: Path, times: int, step: int, always: bool) -> None:
-    pytest.importorskip("torch")
     save(tmp_path, 1, 2)
     assert run_processes(restore_garbled, 3, str(tmp_path), times, always, backend="torch") == [step] * 3
 
@@ -271,7 +251,6 @@ def restore_items(process: Process, directory: str) -> list[str]:
 
 
 def test_processes_restore_different_numbers_of_items(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
     items = {name: hf.Checkpointer(hf.PyTreeCheckpointHandler()) for name in ("a", "b")}
     with hf.CheckpointManager(tmp_path, items) as saving:
         saving.save(1, {"a": {"w": np.arange(9.0)}, "b": {"w": np.arange(9.0)}})
@@ -309,8 +288,8 @@ def restore_or_error(process: Process, directory: str, template_of_1: Any) -> st
     dies_in_the_exchange(process)
     handler = Stopping()
     handler.process = process
-    options = hf.CheckpointManagerOptions(load_and_broadcast=True, barrier_timeout_secs=5)
-    with hf.CheckpointManager(directory, hf.Checkpointer(handler), options) as reading:
+    reading, _ = manager(directory, handler, barrier_timeout_secs=5)
+    with reading:
         try:
             reading.restore_latest(template_of_1 if process.index == 1 else None)
         except (BarrierTimeoutError, PeerFailedError, TreeMismatchError) as error:
@@ -322,7 +301,6 @@ def restore_or_error(process: Process, directory: str, template_of_1: Any) -> st
 @pytest.mark.parametrize("backend", ["torch", "jax"])
 @pytest.mark.parametrize("moment", ["reads", "exchange"])
 def test_a_process_that_dies_is_missed(tmp_path: Path, backend: Backend, moment: str) -> None:
-    pytest.importorskip(backend)
     save(tmp_path, 1)
     ended = run_outcomes(restore_or_error, 3, str(tmp_path), None, backend=backend, kill=(1, moment))
     for one in (ended[0], ended[2]):
@@ -331,7 +309,6 @@ def test_a_process_that_dies_is_missed(tmp_path: Path, backend: Backend, moment:
 
 
 def test_the_others_learn_of_a_template_that_does_not_fit(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
     save(tmp_path, 1)
     found = run_processes(restore_or_error, 3, str(tmp_path), {"other": 0}, backend="torch")
     assert found[1].startswith("TreeMismatchError")
@@ -340,7 +317,6 @@ def test_the_others_learn_of_a_template_that_does_not_fit(tmp_path: Path) -> Non
 
 
 def test_processes_with_different_selections_read_on_their_own(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
     alone = save(tmp_path, 1)
     found = run_processes(restore_parts, 2, str(tmp_path), backend="torch")
     assert sum(found) > 1.3 * alone
@@ -357,42 +333,25 @@ def restore_parts(process: Process, directory: str) -> int:
     return handler.bytes_read
 
 
-def restore_a_step(process: Process, directory: str) -> int:
-    reading, handler = manager(directory)
-    with reading:
-        assert_same(reading.restore(1), arrays())
-    return handler.bytes_read
-
-
 def test_a_given_step_is_read_once_where_that_is_asked_for(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
     alone = save(tmp_path, 1, 2)
-    assert sum(run_processes(restore_a_step, 2, str(tmp_path), backend="torch")) <= SLACK * alone
-
-
-def restore_by_default(process: Process, directory: str) -> int:
-    reading, handler = manager(directory, load_and_broadcast=None)
-    with reading:
-        assert_same(reading.restore(), arrays())
-    return handler.bytes_read
+    assert sum(run_processes(restore_all, 2, str(tmp_path), 1, backend="torch")) <= SLACK * alone
 
 
 def test_one_machine_reads_its_disk_through_the_page_cache(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
     alone = save(tmp_path, 1)
-    assert run_processes(restore_by_default, 2, str(tmp_path), backend="torch") == [alone, alone]
+    assert run_processes(restore_all, 2, str(tmp_path), None, 64, None, backend="torch") == [alone, alone]
 
 
 def train(process: Process, directory: str, steps: int, divided: bool) -> tuple[int, int, list[bytes]]:
     """Returns the step that a loop of objects begins with, the bytes that it has read before, and its parameters."""
     import torch
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(process.index)
     model = torch.nn.Sequential(torch.nn.Linear(400, 600), torch.nn.Tanh(), torch.nn.Linear(600, 2))
     if divided:
-        fully_shard(model, mesh=init_device_mesh("cpu", (process.count,)))
+        fully_shard(model, mesh=torch_mesh(process.count))
     optimizer = torch.optim.AdamW(model.parameters())
     readers: list[TreeReader] = []
     create = TreeReader.__init__
@@ -417,7 +376,6 @@ def train(process: Process, directory: str, steps: int, divided: bool) -> tuple[
 
 @pytest.mark.parametrize("divided", [False, True])
 def test_objects_of_a_loop_are_read_once(tmp_path: Path, divided: bool) -> None:
-    pytest.importorskip("torch")
     directory = str(tmp_path / "run")
     saved = run_processes(train, 1, directory, 1, False, backend="torch")
     (alone,) = run_processes(train, 1, directory, 0, False, backend="torch")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import time
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import pytest
-from tests.processes.harness import Process, run_outcomes, run_processes
+from tests.processes.harness import Logged, Process, run_outcomes, run_processes
+from tests.processes.meshes import torch_mesh
 
 import holdfast as hf
 
@@ -45,7 +45,6 @@ def train(process: Process, directory: str, told: dict[int, int]) -> tuple[int, 
 
 
 def test_all_save_the_same_step(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
     whole = run_processes(train, 2, str(tmp_path / "whole"), {}, backend="torch")
     for name, told in {"one": {1: 3}, "all, at different steps": {0: 3, 1: 4}}.items():
         stopped = run_processes(train, 2, str(tmp_path / name), told, backend="torch")
@@ -56,6 +55,53 @@ def test_all_save_the_same_step(tmp_path: Path) -> None:
     resumed = run_processes(train, 2, str(tmp_path / "one"), {}, backend="torch")
     assert {status for _, _, status, _ in resumed} == {0}
     assert [(step, parameters) for _, step, _, parameters in resumed] == [(STEPS, one[3]) for one in whole]
+
+
+def train_divided(process: Process, directory: str, seed: int) -> tuple[int, list[float], list[float]]:
+    """Trains to the end; returns the first step, this process's part of a weight, and the losses."""
+    import torch
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    mesh = torch_mesh(process.count)
+    torch.manual_seed(seed)
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = torch.nn.Parameter(distribute_tensor(torch.randn(4, 3), mesh, [Shard(0)]))
+            self.b = torch.nn.Parameter(distribute_tensor(torch.randn(3), mesh, [Replicate()]))
+
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, foreach=False)
+    generator = torch.Generator().manual_seed(10 + process.index)  # each process draws its own
+    state = {"net": net, "optimizer": optimizer}
+    drawn = []
+    with hf.CheckpointCallback(directory, save_interval_steps=2) as checkpoint:
+        state, start = checkpoint.restore_or_initialize(state, rng=generator)
+        for step in range(start, 6):
+            drawn.append(float(torch.rand((), generator=generator)))
+            w: Any = net.w
+            w.grad = DTensor.from_local(w.to_local() * 0.1 + drawn[-1], mesh, [Shard(0)])
+            net.b.grad = distribute_tensor(torch.full((3,), float(step)), mesh, [Replicate()])
+            optimizer.step()
+            checkpoint.on_step(step + 1, state, rng=generator)
+            if step + 1 == 4:
+                checkpoint.manager.wait_until_finished()
+                process.reached("saved")
+    parts: Any = [net.w, optimizer.state[net.w]["exp_avg"], optimizer.state[net.w]["exp_avg_sq"], net.b]
+    return start, [value for part in parts for value in part.detach().to_local().flatten().tolist()], drawn
+
+
+def test_parameters_that_are_divided(tmp_path: Path) -> None:
+    """Killed and resumed bit for bit."""
+    whole = run_processes(train_divided, 2, str(tmp_path / "whole"), 1, backend="torch")
+    run_outcomes(train_divided, 2, str(tmp_path / "run"), 1, backend="torch", kill=(1, "saved"), timeout=30)
+    resumed = run_processes(train_divided, 2, str(tmp_path / "run"), 2, backend="torch")
+    assert [start for start, _, _ in resumed] == [4, 4]
+    assert [values for _, values, _ in resumed] == [values for _, values, _ in whole]
+    assert [drawn for _, _, drawn in resumed] == [drawn[4:] for _, _, drawn in whole]
+    assert resumed[0][2] != resumed[1][2]
+    assert hf.verify(tmp_path / "run").ok
 
 
 def accumulate(process: Process, directory: str) -> list[str]:
@@ -69,24 +115,6 @@ def accumulate(process: Process, directory: str) -> list[str]:
             model(torch.ones(1, 2)).sum().backward()
             checkpoint.on_step(step, state)
     return logged.warnings
-
-
-class Logged(logging.Handler):
-    """Collects the warnings of holdfast."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.warnings: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.warnings.append(record.getMessage())
-
-    def __enter__(self) -> Self:
-        logging.getLogger("holdfast").addHandler(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        logging.getLogger("holdfast").removeHandler(self)
 
 
 def test_several_processes_warn_of_gradients_that_they_do_not_save(tmp_path: Path) -> None:
@@ -110,7 +138,6 @@ READER = hf.CheckpointManagerOptions(read_only=True, barrier_timeout_secs=20)
 
 def test_a_step_that_one_process_does_not_see_is_an_error(tmp_path: Path) -> None:
     """Before, all looked again and again until the stack was full."""
-    pytest.importorskip("torch")
     hf.save(tmp_path / "0" / "run" / "3", {"w": 1.0})
     (tmp_path / "1").mkdir()
     for text in run_processes(restore_own_view, 2, str(tmp_path), backend="torch"):
@@ -151,7 +178,6 @@ BEGIN = {
 @pytest.mark.parametrize("case", BEGIN)
 def test_what_stops_one_process_at_the_start_is_told_to_all(tmp_path: Path, case: str) -> None:
     """Before, the others waited until the timeout of the barrier, which did not say why."""
-    pytest.importorskip("torch")
     run_processes(begin, 3, str(tmp_path), "prepare", backend="torch")
     found = run_processes(begin, 3, str(tmp_path), case, backend="torch")
     for index in (0, 2):
@@ -175,7 +201,6 @@ def leave_alone(process: Process, directory: str) -> tuple[str, list[str]]:
 
 def test_a_run_whose_last_save_missed_a_process_does_not_wait_for_it_to_end(tmp_path: Path) -> None:
     """Before, it waited for the process twice: in the save, and at its end."""
-    pytest.importorskip("torch")
     outcomes = run_outcomes(leave_alone, 2, str(tmp_path), backend="torch", kill=(1, "the end"))
     message, warnings = outcomes[0].value
     assert "process 1 of 2 did not reach" in message
@@ -211,7 +236,6 @@ def fail_before_a_save(process: Process, directory: str) -> str:
 
 def test_a_process_that_fails_before_its_part_of_a_save_stops_that_of_the_others_at_once(tmp_path: Path) -> None:
     """Before, the others waited for it until the timeout of the barrier, which did not say why."""
-    pytest.importorskip("torch")
     first, second, third = run_processes(fail_before_a_save, 3, str(tmp_path), backend="torch")
     assert second == "ValueError: no state today"
     for text in (first, third):

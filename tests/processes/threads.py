@@ -28,6 +28,14 @@ def together(count: int, work: Callable[[Coordinator], Any], *, timeout: float =
     return results
 
 
+def unwrap(results: list[Any]) -> list[Any]:
+    """Raise the first error among results, or return them."""
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
 class MemoryCoordinator:
     """A thread that acts as a process; made by `memory_coordinators`."""
 

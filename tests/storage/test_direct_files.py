@@ -43,6 +43,36 @@ def is_direct(descriptor: int) -> bool:
     return bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
 
 
+def fails(number: int) -> Any:
+    """Return a call of the system that fails."""
+
+    def call(*_: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    return call
+
+
+@pytest.fixture
+def modes(place: Location, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each read or write bypassed the page cache."""
+    try:
+        os.close(real_open(place.parent / "probe", os.O_WRONLY | os.O_CREAT | os.O_DIRECT))
+    except OSError:
+        pytest.skip("this file system has no direct I/O")
+    seen: list[bool] = []
+
+    def noted(real: Any) -> Any:
+        def call(descriptor: int, memory: Any, offset: int) -> int:
+            seen.append(is_direct(descriptor))
+            return int(real(descriptor, memory, offset))
+
+        return call
+
+    monkeypatch.setattr(os, "pwrite", noted(real_pwrite))
+    monkeypatch.setattr(os, "preadv", noted(real_preadv))
+    return seen
+
+
 def assert_whole(place: Location) -> None:
     assert place.path.stat().st_size == SIZE
     with place.open_data() as reader:
@@ -60,23 +90,7 @@ def place(tmp_path: pathlib.Path) -> Location:
     return as_location(tmp_path) / "data"
 
 
-def test_a_disk_is_written_and_read_directly(place: Location, monkeypatch: pytest.MonkeyPatch) -> None:
-    try:
-        os.close(real_open(place.parent / "probe", os.O_WRONLY | os.O_CREAT | os.O_DIRECT))
-    except OSError:
-        pytest.skip("this file system has no direct I/O")
-    modes = []
-
-    def pwrite(descriptor: int, data: Any, offset: int) -> int:
-        modes.append(is_direct(descriptor))
-        return real_pwrite(descriptor, data, offset)
-
-    def preadv(descriptor: int, buffers: Any, offset: int) -> int:
-        modes.append(is_direct(descriptor))
-        return real_preadv(descriptor, buffers, offset)
-
-    monkeypatch.setattr(os, "pwrite", pwrite)
-    monkeypatch.setattr(os, "preadv", preadv)
+def test_a_disk_is_written_and_read_directly(place: Location, modes: list[bool]) -> None:
     place.write_data(SIZE, segments())
     assert_whole(place)
     assert len(modes) > 6
@@ -102,22 +116,9 @@ def test_the_page_cache_takes_a_small_file(place: Location, monkeypatch: pytest.
     assert place.path.read_bytes() == block.tobytes() + gap[3:] + block[:5].tobytes() + b"\0\0"
 
 
-def test_readers_that_see_each_other_read_through_the_page_cache(
-    place: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_readers_that_see_each_other_read_through_the_page_cache(place: Location, modes: list[bool]) -> None:
     """From the moment on at which there are two; a reader that does not take part neither sees nor is seen."""
-    try:
-        os.close(real_open(place.parent / "probe", os.O_WRONLY | os.O_CREAT | os.O_DIRECT))
-    except OSError:
-        pytest.skip("this file system has no direct I/O")
     place.write_data(SIZE, segments())
-    modes: list[bool] = []
-
-    def preadv(descriptor: int, buffers: Any, offset: int) -> int:
-        modes.append(is_direct(descriptor))
-        return real_preadv(descriptor, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", preadv)
 
     def read(reader: DataReader) -> bool:
         modes.clear()
@@ -150,8 +151,9 @@ def test_a_cached_reader_reads_what_is_asked_for(place: Location, monkeypatch: p
     assert read == [10, 1000, 3]
 
 
-@pytest.mark.parametrize("creates", [False, True], ids=["refused", "refused-after-creating"])
-def test_direct_io_refused_at_open(place: Location, monkeypatch: pytest.MonkeyPatch, creates: bool) -> None:
+def refuses_direct_io(*, creates: bool) -> Any:
+    """Return an ``open`` that refuses direct I/O, perhaps after it has created the file."""
+
     def opens(path: Any, flags: int, *rest: Any, **options: Any) -> int:
         if flags & os.O_DIRECT:
             if creates:
@@ -159,89 +161,80 @@ def test_direct_io_refused_at_open(place: Location, monkeypatch: pytest.MonkeyPa
             raise OSError(errno.EINVAL, "Invalid argument")
         return real_open(path, flags, *rest, **options)
 
-    monkeypatch.setattr(os, "open", opens)
+    return opens
+
+
+def buffered_only(real: Any) -> Any:
+    def call(descriptor: int, memory: Any, offset: int) -> int:
+        if is_direct(descriptor):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return int(real(descriptor, memory, offset))
+
+    return call
+
+
+def stopping_early(most: int) -> dict[str, Any]:
+    """Return calls that write and read so many bytes at most."""
+    return {
+        "pwrite": lambda descriptor, data, offset: real_pwrite(descriptor, data[:most], offset),
+        "preadv": lambda descriptor, buffers, offset: real_preadv(descriptor, [one[:most] for one in buffers], offset),
+    }
+
+
+PASSING: dict[str, dict[str, Any]] = {
+    "direct I/O is refused at open": {"open": refuses_direct_io(creates=False)},
+    "direct I/O is refused after the file was created": {"open": refuses_direct_io(creates=True)},
+    "direct I/O is refused at the first block": {
+        "pwrite": buffered_only(real_pwrite),
+        "preadv": buffered_only(real_preadv),
+    },
+    "reserving space is invalid": {"posix_fallocate": fails(errno.EINVAL)},
+    "reserving space is not supported": {"posix_fallocate": fails(errno.EOPNOTSUPP)},
+    "calls stop after a page": stopping_early(4096),
+    "calls stop after three pages": stopping_early(3 * 4096),
+    "calls stop within a page": stopping_early(100_001),
+}
+
+
+@pytest.mark.parametrize("calls", PASSING.values(), ids=PASSING)
+def test_trouble_of_a_disk_that_is_not_noticed(
+    place: Location, monkeypatch: pytest.MonkeyPatch, calls: dict[str, Any]
+) -> None:
+    for name, call in calls.items():
+        monkeypatch.setattr(os, name, call)
     place.write_data(SIZE, segments())
     assert_whole(place)
 
 
-def test_direct_io_refused_at_the_first_block(place: Location, monkeypatch: pytest.MonkeyPatch) -> None:
-    def pwrite(descriptor: int, data: Any, offset: int) -> int:
-        if is_direct(descriptor):
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return real_pwrite(descriptor, data, offset)
-
-    def preadv(descriptor: int, buffers: Any, offset: int) -> int:
-        if is_direct(descriptor):
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return real_preadv(descriptor, buffers, offset)
-
-    monkeypatch.setattr(os, "pwrite", pwrite)
-    monkeypatch.setattr(os, "preadv", preadv)
-    place.write_data(SIZE, segments())
-    assert_whole(place)
-
-
-def test_a_write_that_is_always_invalid(place: Location, monkeypatch: pytest.MonkeyPatch) -> None:
-    def pwrite(descriptor: int, data: Any, offset: int) -> int:
-        raise OSError(errno.EINVAL, "Invalid argument")
-
-    monkeypatch.setattr(os, "pwrite", pwrite)
-    with pytest.raises(StorageError, match="data: Invalid argument"):
+@pytest.mark.parametrize(
+    ("good", "number", "kind"),
+    [
+        (0, errno.EINVAL, StorageError),
+        (0, errno.ENOSPC, StorageFullError),
+        (1, errno.ENOSPC, StorageFullError),
+        (4, errno.ENOSPC, StorageFullError),
+    ],
+    ids=["always invalid", "full at once", "full after one write", "full after four writes"],
+)
+def test_writes_that_fail_leave_nothing(
+    place: Location, monkeypatch: pytest.MonkeyPatch, good: int, number: int, kind: type[StorageError]
+) -> None:
+    calls = iter([real_pwrite] * good)
+    monkeypatch.setattr(os, "pwrite", lambda *arguments: next(calls, fails(number))(*arguments))
+    with pytest.raises(kind, match=f"data: {os.strerror(number)}") as caught:
         place.write_data(SIZE, segments())
+    assert caught.value.errno == number
     assert_nothing_left(place)
 
 
-@pytest.mark.parametrize("most", [4096, 3 * 4096, 100_001], ids=str)
-def test_writes_and_reads_that_stop_early(place: Location, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    def pwrite(descriptor: int, data: Any, offset: int) -> int:
-        return real_pwrite(descriptor, data[:most], offset)
-
-    def preadv(descriptor: int, buffers: Any, offset: int) -> int:
-        return real_preadv(descriptor, [buffer[:most] for buffer in buffers], offset)
-
-    monkeypatch.setattr(os, "pwrite", pwrite)
-    monkeypatch.setattr(os, "preadv", preadv)
-    place.write_data(SIZE, segments())
-    assert_whole(place)
-
-
 def test_a_full_disk_is_noticed_before_anything_is_computed(place: Location, monkeypatch: pytest.MonkeyPatch) -> None:
-    def posix_fallocate(descriptor: int, offset: int, length: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     def parts() -> Iterator[NDArray[np.uint8]]:
         raise AssertionError("asked for data")
 
     monkeypatch.setattr(local_storage, "is_direct", lambda _: True)
-    monkeypatch.setattr(os, "posix_fallocate", posix_fallocate)
+    monkeypatch.setattr(os, "posix_fallocate", fails(errno.ENOSPC))
     with pytest.raises(StorageFullError, match=r"data: No space left.*free some space"):
         place.write_data(SIZE, [Segment(0, SIZE, parts)])
-    assert_nothing_left(place)
-
-
-@pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP], ids=errno.errorcode.get)
-def test_space_cannot_be_reserved(place: Location, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    def posix_fallocate(descriptor: int, offset: int, length: int) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(os, "posix_fallocate", posix_fallocate)
-    place.write_data(SIZE, segments())
-    assert_whole(place)
-
-
-@pytest.mark.parametrize("good", [0, 1, 4])
-def test_a_disk_that_fills_up_in_the_middle(place: Location, monkeypatch: pytest.MonkeyPatch, good: int) -> None:
-    left = iter(range(good))
-
-    def pwrite(descriptor: int, data: Any, offset: int) -> int:
-        if next(left, None) is None:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return real_pwrite(descriptor, data, offset)
-
-    monkeypatch.setattr(os, "pwrite", pwrite)
-    with pytest.raises(StorageFullError, match="data") as caught:
-        place.write_data(SIZE, segments())
-    assert caught.value.errno == errno.ENOSPC
     assert_nothing_left(place)
 
 
@@ -272,40 +265,6 @@ def test_an_interrupt_stops_everything(place: Location, error: BaseException) ->
 
     with pytest.raises(type(error)):
         place.write_data(SIZE, [*segments()[:4], Segment(8 * MIB, 2 * MIB, parts)])
-    assert_nothing_left(place)
-
-
-def test_an_interrupt_while_waiting_for_the_others(place: Location, monkeypatch: pytest.MonkeyPatch) -> None:
-    interrupts = iter([KeyboardInterrupt()])
-    real_join = threading.Thread.join
-
-    def join(thread: threading.Thread, timeout: float | None = None) -> None:
-        for interrupt in interrupts:
-            raise interrupt
-        real_join(thread, timeout)
-
-    waiting = threading.Event()
-    main = threading.current_thread()
-
-    def parts() -> Iterator[NDArray[np.uint8]]:
-        if threading.current_thread() is not main:
-            waiting.wait(0.2)
-        yield DATA[: 2 * MIB]
-
-    monkeypatch.setattr(threading.Thread, "join", join)
-    with pytest.raises(KeyboardInterrupt):
-        place.write_data(8 * MIB, [Segment(at, 2 * MIB, parts) for at in range(0, 8 * MIB, 2 * MIB)])
-    assert_nothing_left(place)
-
-
-def test_no_thread_can_be_started(place: Location, monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", start)
-        with pytest.raises(RuntimeError, match="can't start"):
-            place.write_data(SIZE, segments())
     assert_nothing_left(place)
 
 
@@ -344,15 +303,6 @@ def test_few_threads_write_beside_a_loop(place: Location) -> None:
             event.set()
         place.write_data(len(segments) * MIB, segments, event)
         assert len(writers) + 1 == (local_storage.THREADS if awaited else local_storage.THREADS_BESIDE)
-
-
-def test_small_files_are_written_by_the_caller_alone(place: Location) -> None:
-    def parts() -> Iterator[NDArray[np.uint8]]:
-        assert threading.current_thread() is caller
-        yield DATA[:5000]
-
-    caller = threading.current_thread()
-    place.write_data(5000, [Segment(0, 5000, parts)])
 
 
 def test_one_error_stops_the_other_threads(place: Location) -> None:

@@ -397,7 +397,7 @@ def test_errors_of_a_library_for_what_others_have_removed_or_written() -> None:
 
 
 class Lost(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
-    """A file system whose connection is lost at the first deletion of a folder."""
+    """A file system whose connection is lost at the first deletion of a folder, or before it, once a file is gone."""
 
     protocol = "lost"
     is_lost = False
@@ -407,6 +407,10 @@ class Lost(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
             raise ConnectionResetError(errno.ECONNRESET, "the later error")
         return super().info(path, **kwargs)
 
+    def rm_file(self, path: str) -> None:
+        super().rm_file(path)
+        self.is_lost = bool(self.storage_options["early"])
+
     def rm(self, path: str, **kwargs: Any) -> None:
         self.is_lost = True
         raise ConnectionResetError(errno.ECONNRESET, "connection lost")
@@ -415,28 +419,11 @@ class Lost(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
 
 
 @pytest.mark.parametrize("listed", [False, True])
-def test_a_lost_connection_is_no_folder_that_is_gone(listed: bool) -> None:
-    place = as_location(f"/lost/{listed}", filesystem=Lost(listed=listed))
+@pytest.mark.parametrize(("early", "message"), [(False, "connection lost"), (True, "the later error")])
+def test_a_lost_connection_is_no_folder_that_is_gone(listed: bool, early: bool, message: str) -> None:
+    place = as_location(f"/lost/{listed}/{early}", filesystem=Lost(listed=listed, early=early))
     (place / "state" / "file").write_bytes(b"x")
-    with pytest.raises(hf.errors.StorageUnavailableError, match="connection lost"):
-        (place.snapshot() if listed else place).remove_tree()
-
-
-class LostLater(Lost):
-    """A file system whose connection is lost once the files are deleted."""
-
-    protocol = "lostlater"
-
-    def rm_file(self, path: str) -> None:
-        super().rm_file(path)
-        self.is_lost = True
-
-
-@pytest.mark.parametrize("listed", [False, True])
-def test_a_connection_that_is_lost_between_files_and_folders_is_no_deletion(listed: bool) -> None:
-    place = as_location(f"/lostlater/{listed}", filesystem=LostLater(listed=listed))
-    (place / "state" / "file").write_bytes(b"x")
-    with pytest.raises(hf.errors.StorageUnavailableError, match="the later error"):
+    with pytest.raises(hf.errors.StorageUnavailableError, match=message):
         (place.snapshot() if listed else place).remove_tree()
 
 

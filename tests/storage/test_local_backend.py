@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +23,6 @@ from holdfast.engine.storage import Location, Segment, as_location
 
 if TYPE_CHECKING:
     import pathlib
-    from collections.abc import Callable
 
 
 @pytest.fixture
@@ -68,36 +68,45 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> list[tuple
     return seen
 
 
-def test_an_atomic_write_syncs_the_file_then_the_directory(folder: Location, calls: list[tuple[str, ...]]) -> None:
-    (folder / "record").write_bytes(b"content")
-    assert calls == [("fsync", "TEMPORARY"), ("replace", "TEMPORARY", "record"), ("fsync", ".")]
+ONES = [Segment(0, 5000, lambda: iter([np.ones(5000, np.uint8)]))]
+
+ORDERS: dict[str, tuple[Callable[[Location], object], list[tuple[str, ...]]]] = {
+    "an atomic write syncs the file, then the directory": (
+        lambda folder: (folder / "record").write_bytes(b"content"),
+        [("fsync", "TEMPORARY"), ("replace", "TEMPORARY", "record"), ("fsync", ".")],
+    ),
+    "a plain write syncs the file": (
+        lambda folder: (folder / "record").write_bytes(b"content", atomic=False),
+        [("fsync", "record")],
+    ),
+    "data is synced last": (
+        lambda folder: (folder / "data").write_data(5000, ONES),
+        [("ftruncate", "data"), ("pwrite", "data"), ("fsync", "data")],
+    ),
+    "new directories are synced into their parents": (
+        lambda folder: (folder / "a" / "b").make_directory(),
+        [("mkdir", "a"), ("fsync", "."), ("mkdir", "a/b"), ("fsync", "a")],
+    ),
+    "directories that are there need nothing": (lambda folder: (folder / "old").make_directory(), []),
+    "a directory is not synced where that is not asked for": (
+        lambda folder: (folder / "old" / "c").make_directory(sync=False),
+        [("mkdir", "old/c")],
+    ),
+    "a rename syncs the parent": (
+        lambda folder: (folder / "old").rename("new"),
+        [("rename", "old", "new"), ("fsync", ".")],
+    ),
+}
 
 
-def test_a_plain_write_syncs_the_file(folder: Location, calls: list[tuple[str, ...]]) -> None:
-    (folder / "record").write_bytes(b"content", atomic=False)
-    assert calls == [("fsync", "record")]
-
-
-def test_data_is_synced_last(folder: Location, calls: list[tuple[str, ...]]) -> None:
-    data = np.ones(5000, np.uint8)
-    (folder / "data").write_data(5000, [Segment(0, 5000, lambda: iter([data]))])
-    assert calls == [("ftruncate", "data"), ("pwrite", "data"), ("fsync", "data")]
-
-
-def test_new_directories_are_synced_into_their_parents(folder: Location, calls: list[tuple[str, ...]]) -> None:
-    (folder / "a" / "b").make_directory()
-    assert calls == [("mkdir", "a"), ("fsync", "."), ("mkdir", "a/b"), ("fsync", "a")]
-    calls.clear()
-    (folder / "a" / "b").make_directory()
-    (folder / "a" / "c").make_directory(sync=False)
-    assert calls == [("mkdir", "a/c")]
-
-
-def test_a_rename_syncs_the_parent(folder: Location, calls: list[tuple[str, ...]]) -> None:
+@pytest.mark.parametrize(("act", "expected"), ORDERS.values(), ids=ORDERS)
+def test_what_reaches_the_disk_in_which_order(
+    folder: Location, calls: list[tuple[str, ...]], act: Callable[[Location], object], expected: list[tuple[str, ...]]
+) -> None:
     (folder / "old").make_directory(sync=False)
     calls.clear()
-    (folder / "old").rename("new")
-    assert calls == [("rename", "old", "new"), ("fsync", ".")]
+    act(folder)
+    assert calls == expected
 
 
 @pytest.mark.parametrize("stage", ["fsync", "replace"])
@@ -150,16 +159,13 @@ def test_remove_tree_does_not_follow_links(folder: Location, outside: pathlib.Pa
     assert (outside / "below" / "precious").read_text() == "content"
 
 
-def test_remove_deletes_a_link_only(folder: Location, outside: pathlib.Path) -> None:
-    os.symlink(outside / "precious", folder / "link")
+def test_a_link_is_removed_or_replaced_and_its_target_stays(folder: Location, outside: pathlib.Path) -> None:
+    for name in ("link", "data"):
+        os.symlink(outside / "precious", folder / name)
     (folder / "link").remove()
-    assert (outside / "precious").exists()
-
-
-def test_write_data_replaces_a_link(folder: Location, outside: pathlib.Path) -> None:
-    os.symlink(outside / "precious", folder / "data")
     (folder / "data").write_data(3, [Segment(0, 3, lambda: iter([np.ones(3, np.uint8)]))])
     assert (outside / "precious").read_text() == "content"
+    assert [entry.name for entry in folder.entries()] == ["data"]
     assert (folder / "data").read_bytes() == b"\1\1\1"
 
 

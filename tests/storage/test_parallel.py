@@ -31,9 +31,10 @@ def test_results_come_in_order(max_concurrency: int) -> None:
     assert parallel_map(str, [], max_concurrency) == []
 
 
-def test_as_many_as_may() -> None:
+@pytest.mark.parametrize("beside", [None, 1])
+def test_as_many_as_may_where_no_loop_runs_beside_the_call(beside: int | None) -> None:
     barrier = threading.Barrier(4, timeout=10)
-    parallel_map(lambda _: barrier.wait(), range(8), 4)
+    assert parallel_map(lambda _: barrier.wait() >= 0, range(8), 4, beside=beside) == [True] * 8
 
 
 def test_one_item_takes_no_thread() -> None:
@@ -115,19 +116,21 @@ def test_a_thread_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> Non
         parallel_map(str, range(100), 3)
 
 
-def test_an_error_keeps_nothing_alive() -> None:
+@pytest.mark.parametrize("fails", [False, True], ids=["finished", "failed"])
+def test_work_that_has_ended_keeps_nothing_alive(fails: bool) -> None:
     class Thing:
         pass
 
-    def fail(thing: Thing) -> None:
-        raise KeyError("x")
+    def work(thing: Thing) -> None:
+        if fails:
+            raise KeyError("x")
 
     things = [Thing(), Thing()]
     watched = weakref.ref(things[0])
     gc.disable()
     try:
         with contextlib.suppress(KeyError):
-            parallel_map(fail, things, 2)
+            parallel_map(work, things, 2)
         things.clear()
         assert watched() is None
     finally:
@@ -158,11 +161,6 @@ def test_few_helpers_beside_a_loop_and_more_once_it_waits() -> None:
     assert found == list(range(6))
 
 
-def test_no_helpers_are_left_out_where_no_loop_runs_beside_the_call() -> None:
-    barrier = threading.Barrier(3, timeout=10)
-    assert parallel_map(lambda _: barrier.wait() >= 0, range(3), 3, beside=1) == [True] * 3
-
-
 def test_an_interrupt_at_any_moment_of_a_wait_does_not_hide_that_the_work_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("holdfast.engine.storage.parallel._LONGEST_WAIT", 0.005)
     before = sys.gettrace()
@@ -190,18 +188,3 @@ def test_an_interrupt_at_any_moment_of_a_wait_does_not_hide_that_the_work_ends(m
         another.join(10)
         assert not another.is_alive()
         assert not helper.is_alive()
-
-
-def test_finished_work_keeps_nothing_alive() -> None:
-    class Thing:
-        pass
-
-    things = [Thing(), Thing()]
-    watched = weakref.ref(things[0])
-    gc.disable()
-    try:
-        parallel_map(lambda thing: None, things, 2)
-        things = []
-        assert watched() is None
-    finally:
-        gc.enable()

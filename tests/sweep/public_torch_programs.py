@@ -486,3 +486,94 @@ def _energy(run: Run) -> None:
 
     loader: Any = hf.resumable(DataLoader(examples(), batch_size=SIZE, shuffle=True))  # type: ignore[arg-type]
     epochs(run, state, loader, update)
+
+
+@program("PyG: a temporal graph, memories and last neighbours of nodes, emptied at each epoch", is_exact=True)
+def _temporal_graph(run: Run) -> None:
+    times = torch.arange(EXAMPLES)
+    sources, targets, messages = 7 * times % 4, 4 + 5 * times % 4, examples()  # between four users and four items
+    memory, embed, link = nn.GRUCell(FEATURES + 3, 3), nn.Linear(6, 3), nn.Bilinear(3, 3, 1)
+    model = nn.ModuleList([memory, embed, link])
+    state: dict[str, Any] = {"model": model, "optimizer": torch.optim.Adam(model.parameters(), 0.02), "events": {}}
+    state |= {"memories": torch.zeros(8, 3), "updated": torch.zeros(8), "neighbours": torch.full((8, 2), -1)}
+
+    def remembered() -> torch.Tensor:
+        values = list(state["memories"])
+        for node, message in state["events"].items():
+            values[node] = memory(message[None], values[node][None])[0]
+        return torch.stack(values)
+
+    def update() -> torch.Tensor:
+        start = state["optimizer"].state[embed.weight].get("step", torch.zeros(())).int().item() % EPOCH * SIZE
+        if start == 0:
+            state["events"].clear()
+            state["memories"].zero_()
+            state["updated"].zero_()
+            state["neighbours"].fill_(-1)
+        now = slice(start, start + SIZE)
+        values = remembered()
+        near = torch.where(state["neighbours"][:, :, None] < 0, 0, values[state["neighbours"]]).mean(1)
+        ages = torch.exp(-(start - state["updated"]) / EXAMPLES)[:, None]
+        seen = torch.tanh(embed(torch.cat([values, near * ages], 1)))
+        close, far = (
+            link(seen[sources[now]], seen[targets[now]]),
+            link(seen[sources[now]], seen[torch.randint(4, 8, (SIZE,))]),
+        )
+        loss = descend(state, (nn.functional.softplus(-close) + nn.functional.softplus(far)).mean())
+        state["memories"].copy_(values.detach())
+        for time, source, target in zip(times[now].tolist(), sources[now].tolist(), targets[now].tolist(), strict=True):
+            for node, other in ((source, target), (target, source)):
+                state["events"][node] = torch.cat([messages[time], values[other].detach()])
+                state["updated"][node] = time
+                state["neighbours"][node] = torch.tensor([other, int(state["neighbours"][node, 0])])
+        return loss
+
+    train(run, state, update)
+
+
+@program("gaussian-splatting: points that are split and pruned, moments that follow them", is_exact=True)
+def _splatting(run: Run) -> None:
+    views = examples()
+    rates = {"places": 0.02, "opacities": 0.05}
+
+    def build(count: int) -> dict[str, Any]:
+        points = {"places": nn.Parameter(torch.randn(count, 2)), "opacities": nn.Parameter(torch.zeros(count))}
+        groups = [{"params": [points[name]], "lr": rate, "name": name} for name, rate in rates.items()]
+        optimizer = torch.optim.Adam(groups, 0.0, eps=1e-15)
+        return {**points, "optimizer": optimizer, "slopes": torch.zeros(count), "stack": list(range(EXAMPLES))}
+
+    def replace(state: dict[str, Any], chosen: torch.Tensor) -> None:
+        for group in state["optimizer"].param_groups:
+            before, name = group["params"][0], group["name"]
+            moments = state["optimizer"].state.pop(before)
+            after = state[name] = group["params"][0] = nn.Parameter(before.detach()[chosen])
+            kept = {key: moments[key][chosen] for key in ("exp_avg", "exp_avg_sq")}
+            state["optimizer"].state[after] = {**moments, **kept}
+
+    def densify(state: dict[str, Any]) -> None:
+        count = len(state["slopes"])
+        steep = (state["slopes"] >= state["slopes"].median()).nonzero()[:2, 0]
+        opaque = state["opacities"].detach().argsort(descending=True)[: count - 1].sort().values
+        replace(state, torch.cat([opaque, steep]))
+        with torch.no_grad():
+            state["places"][-len(steep) :].add_(0.1 * torch.randn(len(steep), 2))
+        state["slopes"] = torch.zeros(count - 1 + len(steep))
+
+    with run.callback() as checkpoint:
+        found = checkpoint.peek()
+        state, start = checkpoint.restore_or_initialize(build(found.extras["count"] if found else 4), count=4)
+        for step in range(start + 1, run.total + 1):
+            if not state["stack"]:
+                state["stack"] = list(range(EXAMPLES))
+            view = views[state["stack"].pop(random.randint(0, len(state["stack"]) - 1))]
+            state["optimizer"].param_groups[0]["lr"] = 0.02 * 0.1 ** (step / run.total)
+            near = torch.exp(-(state["places"] - view[:2]).square().sum(1)) * torch.sigmoid(state["opacities"])
+            loss = (near.sum() - view[2:].sum()).square()
+            state["optimizer"].zero_grad(set_to_none=True)
+            loss.backward()
+            state["slopes"] += state["places"].grad.norm(dim=1)
+            state["optimizer"].step()
+            if step % 4 == 0:
+                densify(state)
+            if run.report(checkpoint, step, state, loss.detach(), count=len(state["slopes"])):
+                break

@@ -12,16 +12,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ....engine.arrays import SavedLeaf, TreeSource
 from ....engine.checkpoint import deleted_on_interrupt
 from ....engine.clock import Portion, Progress
 from ....engine.distributed import Coordinator, run_on_primary
 from ....engine.errors import CheckpointExistsError, OptionError, StorageError, UnsupportedLeafError
 from ....engine.format import RECORD, storage_dtype
-from ....engine.pytree import NAME_ONLY, Patterns, Saved, TreeDef, format_path, materialize
+from ....engine.pytree import NAME_ONLY, Patterns, TreeDef, format_path, materialize
 from ....engine.sources import (
     JSON,
     METRICS,
@@ -47,13 +44,12 @@ _SEQUENCE, _MAPPING = 1, 2  # kinds of keys
 # either kind can be restored as the other.
 _ARRAY = "np.ndarray"
 _EMPTY = {"list": "List", "tuple": "Tuple", "deque": "List", "namedtuple": NONE, "dataclass": NONE, "node": NONE}
-_NUMBERS = {"bool": np.bool_, "int": np.int64, "float": np.float64, "complex": np.complex128}
 _SCALARS = frozenset({"bool", "int", "float"})
 _ARRAYS = frozenset({"numpy", "jax", "torch", "key", "numpy_scalar", "complex"})
 
 _Keys = tuple[tuple[str, int], ...]  # a path: its keys, each with its kind
-# Writes leaves of a tree and other arrays, by their names, into a folder; it is told the bytes that are done.
-WriteArrays = Callable[[Location, TreeSource, Mapping[str, SavedLeaf | NDArray[Any]], Callable[[int], None]], None]
+# Writes leaves of a tree by their names into a folder, and reports the bytes that are done.
+WriteArrays = Callable[[Location, TreeSource, Mapping[str, SavedLeaf], Callable[[int], None]], None]
 
 
 class OrbaxPlan:
@@ -62,7 +58,6 @@ class OrbaxPlan:
     def __init__(self, source: TreeSource, *, in_place: bool) -> None:
         self.entries: dict[str, Any] = {}  # the member ``tree_metadata`` of ``_METADATA``
         self.arrays: dict[str, SavedLeaf] = {}  # leaves that are stored as arrays, by the names that Orbax looks for
-        self.numbers: dict[str, NDArray[Any]] = {}  # the arrays of leaves that are Python numbers in the source
         self.strings: dict[str, Any] = {}  # the content of ``_strings.json``
         self.keys: dict[str, str] = {}  # implementations of typed PRNG keys, by the names of their arrays
         self._source = source
@@ -137,10 +132,10 @@ class OrbaxPlan:
             raise UnsupportedLeafError(f"Orbax cannot store leaves of kind {saved.kind}")
         else:
             self._entry(path, SCALAR if saved.kind in _SCALARS else _ARRAY)
-            self.arrays[name] = self._number(leaf, name) if saved.dtype is None else self._array(leaf, name)
+            self.arrays[name] = self._array(leaf, name)
 
     def _string(self, leaf: SavedLeaf, name: str) -> None:
-        (text,) = self._values(leaf)
+        (text,) = materialize([None], [leaf.saved], self._source.read_leaves([leaf]), [leaf.name])
         *outer, last = name.split("/")
         place = self.strings
         for key in outer:
@@ -155,7 +150,8 @@ class OrbaxPlan:
 
     def _array(self, leaf: SavedLeaf, name: str) -> SavedLeaf:
         saved = leaf.saved
-        assert saved.dtype is not None
+        if saved.dtype is None:  # an integer that no array holds
+            raise UnsupportedLeafError(f"{saved.details.get('value')} does not fit 64 bits")
         if storage_dtype(saved.dtype).extra is not None or "torch_dtype" in saved.details:
             kind = saved.details.get("torch_dtype", saved.dtype)
             raise UnsupportedLeafError(f"Orbax cannot read elements of type {kind}")
@@ -171,22 +167,6 @@ class OrbaxPlan:
         if saved.kind == "key":
             self.keys[name] = str(saved.details.get("impl"))
         return leaf
-
-    def _number(self, leaf: SavedLeaf, name: str) -> SavedLeaf:
-        dtype = _NUMBERS.get(leaf.saved.kind)
-        if dtype is None:
-            raise UnsupportedLeafError(f"a leaf of kind {leaf.saved.kind} has no array")
-        (value,) = self._values(leaf)
-        if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
-            raise UnsupportedLeafError(f"{value:#x} does not fit 64 bits")
-        if self._in_place:
-            raise UnsupportedLeafError("it is not stored as an array; export a copy instead")
-        array: NDArray[Any] = np.array(value, dtype)
-        self.numbers[name] = array
-        return SavedLeaf(leaf.name, Saved({"kind": leaf.saved.kind}, array.dtype, ()))
-
-    def _values(self, leaf: SavedLeaf) -> list[Any]:
-        return materialize([None], [leaf.saved], self._source.read_leaves([leaf]), [leaf.name])
 
     def _entry(self, path: _Keys, kind: str, *, skip: bool = False) -> None:
         keys = tuple(key for key, _ in path)
@@ -371,7 +351,7 @@ def _export(
             place = folder if is_one_tree else folder / places[name]
             place.make_directory()
             if plan.arrays:
-                write(place, trees[name], {**plan.arrays, **plan.numbers}, portion.advance)
+                write(place, trees[name], plan.arrays, portion.advance)
         _write_files(folder, files)
     return [*trees.values()]
 

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from ....engine.arrays import naming
 from ....engine.errors import CheckpointNotFoundError, DamagedCheckpointError, ObjectNotFoundError, UnsupportedLeafError
 from ....engine.format import decompress
+from ....engine.pytree import TorchDType
 from ....engine.sources import (
     Bytes,
     Path,
@@ -39,7 +40,7 @@ from ....engine.sources import (
 from ....engine.storage import DataReader, Location
 from ..safetensors import read_header
 from .files import NoArchive, TorchArchive, opened, read_object, without_objects
-from .objects import BUILDERS, TorchDType, sizes, torch_dtype
+from .objects import BUILDERS, named_dtype, sizes
 from .pickles import Inert, shown, unpickle
 
 METADATA = ".metadata"
@@ -279,7 +280,7 @@ def _read_tensor(name: str, facts: Mapping[str, Any], places: Places) -> _Tensor
         if start in parts:  # A pickle repeats a part in two bytes, and each would be looked up in its file.
             raise DamagedCheckpointError(f"entry {shown(name)} has two parts at {start}")
         parts[start] = size, _place(places, name, start)
-    return _Tensor(shape, torch_dtype(dtype), {(start, size): place for start, (size, place) in parts.items()})
+    return _Tensor(shape, named_dtype(dtype), {(start, size): place for start, (size, place) in parts.items()})
 
 
 def _checked(name: str, stored: Any, place: Extent, dtype: np.dtype[Any], shape: Ints) -> StoredPart:

@@ -12,30 +12,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from ....engine.errors import DamagedCheckpointError
+from ....engine.pytree import COMMON_DTYPES, TorchDType, torch_dtype
 from ....engine.sources import StoredArray, StoredPart, Unreadable, is_contiguous
 from .pickles import Builder, Inert, Name, Stateful, shown
 
 ByteOrder = Literal["<", ">"]
 _LARGEST = 1 << 62
 _AXES = 64
-_PAIRED = {"complex32": "float16"}  # real and imaginary part, in one more axis
-_DTYPES: dict[str, np.dtype[Any]] = {
-    name: np.dtype(name)
-    for name in (
-        ("uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "bool")
-        + ("float16", "float32", "float64", "complex64", "complex128")
-    )
-} | {
-    name: np.dtype(getattr(ml_dtypes, name))
-    for name in ("bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
+# Names of dtypes; the last ones are packed elements, read as bytes, with which torch does not compute either.
+_DTYPES = COMMON_DTYPES | {
+    *("complex32", "bfloat16"),
+    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    *("float4_e2m1fn_x2", "bits8", "quint8", "qint8", "quint4x2", "quint2x4"),
 }
-# Packed elements, as bytes; torch does not compute with them either.
-_BYTES = {"float4_e2m1fn_x2", "bits8", "quint8", "qint8", "quint4x2", "quint2x4"}
 _STORAGES = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
@@ -55,22 +48,11 @@ _ARRAY_CONSTRUCTORS = [Name(f"numpy.{core}.multiarray", "_reconstruct") for core
 _SCALAR_CONSTRUCTORS = [Name(f"numpy.{core}.multiarray", "scalar") for core in ("core", "_core")]
 
 
-class TorchDType(NamedTuple):
-    """A torch dtype in memory."""
-
-    dtype: np.dtype[Any]  # the numpy dtype of the same bytes
-    paired: bool  # whether an element is two of them
-    details: Mapping[str, Any]  # the description of a leaf of this type, as in `tree.json`
-
-
-def torch_dtype(dtype: object) -> TorchDType:
+def named_dtype(dtype: object) -> TorchDType:
+    """Return the dtype of torch that a pickle names."""
     name = dtype.attribute if isinstance(dtype, Name) and dtype.module == "torch" else ""
     if name in _DTYPES:
-        return TorchDType(_DTYPES[name], False, {"kind": "torch"})
-    if name in _PAIRED:
-        return TorchDType(np.dtype(_PAIRED[name]), True, {"kind": "torch", "torch_dtype": name})
-    if name in _BYTES:
-        return TorchDType(np.dtype(np.uint8), False, {"kind": "torch", "torch_dtype": name})
+        return torch_dtype(name)
     raise DamagedCheckpointError(f"{shown(dtype)} is not a dtype of torch that holdfast knows")
 
 
@@ -147,7 +129,7 @@ def storage_finder(records: Mapping[str, Record], file: str, byte_order: ByteOrd
         if record is None:
             raise DamagedCheckpointError(f"storage {shown(key)} is missing")
         name = _STORAGES.get(kind.attribute) if isinstance(kind, Name) else None
-        elements = torch_dtype(Name("torch", name or "uint8"))
+        elements = torch_dtype(name or "uint8")
         if type(count) is not int or (name and count * elements.dtype.itemsize > record.length):
             raise DamagedCheckpointError(
                 f"storage {shown(key)} has {record.length} bytes, too few for {shown(count)} elements"
@@ -160,7 +142,7 @@ def storage_finder(records: Mapping[str, Record], file: str, byte_order: ByteOrd
 def _typed_tensor(
     storage: Storage, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *more: Any
 ) -> StoredArray:
-    return storage.tensor(offset, size, stride, grad, hooks, *more, elements=torch_dtype(dtype))
+    return storage.tensor(offset, size, stride, grad, hooks, *more, elements=named_dtype(dtype))
 
 
 def _parameter(data: Any, requires_grad: Any, *_: Any) -> Any:

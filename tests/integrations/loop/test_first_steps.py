@@ -303,6 +303,34 @@ def test_trees_of_arrays(state: Any, change: Any, missing: str, tmp_path: Path) 
             checkpoint.on_step(step + 1, change(found))
 
 
+@pytest.mark.parametrize(
+    ("change", "missing"),
+    [
+        (lambda state: state["seen"].clear() or state, ""),
+        (lambda state: {**state, "seen": {}}, ""),
+        (lambda state: {**state, "seen": {"b": np.ones(1)}}, ""),
+        (lambda state: {"w": state["w"]}, "kept.w, seen.a"),
+        (lambda state: {**state, "seen": {}, "kept": {}}, "kept.w"),
+    ],
+    ids=["cleared", "a new one", "another entry", "left out", "one that began with an entry"],
+)
+def test_a_dictionary_that_begins_empty_may_lose_entries_after_a_resume(
+    change: Any, missing: str, tmp_path: Path
+) -> None:
+    for step in (1, 2):
+        with callback(tmp_path) as checkpoint:
+            state = {"w": np.zeros(2), "seen": {}, "kept": {"w": np.zeros(1)}}
+            found, done = checkpoint.restore_or_initialize(state)
+            if step == 1:
+                found["seen"]["a"] = np.ones(1)
+                checkpoint.on_step(1, found)
+            elif missing:
+                with pytest.raises(hf.errors.StateError, match=f"it lacks {missing}\\. Pass"):
+                    checkpoint.on_step(done + 1, change(found))
+            else:
+                checkpoint.on_step(done + 1, change(found))
+
+
 def test_objects_of_nnx(tmp_path: Path, told: Any) -> None:
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     with callback(tmp_path) as checkpoint:

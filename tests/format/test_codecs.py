@@ -1,0 +1,284 @@
+"""Varints, checksums and zstd: as TensorStore writes and reads them; anything else is refused."""
+
+from __future__ import annotations
+
+import mmap
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorstore as ts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.engine.errors import DamagedCheckpointError
+from holdfast.engine.format import compress_chunks, crc32c, decompress, encode_array_metadata, extend
+from holdfast.engine.format.codecs import decode_varints, encode_varint, encode_varints, varint_sizes
+
+# ---- varints
+
+EDGES = [0, 1, 127, 128, 16383, 16384, 2**32 - 1, 2**32, 2**56, 2**63 - 1, 2**63, 2**64 - 1]
+NUMBERS = st.one_of(st.sampled_from(EDGES), st.integers(0, 2**64 - 1), st.integers(0, 300))
+
+
+@pytest.mark.parametrize(
+    ("value", "encoded"),
+    [(0, "00"), (127, "7f"), (128, "8001"), (300, "ac02"), (2**64 - 1, "ffffffffffffffffff01")],
+)
+def test_known_encodings(value: int, encoded: str) -> None:
+    assert encode_varint(value).hex() == encoded
+    assert encode_varints(np.array([value], np.uint64)).hex() == encoded
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(NUMBERS, max_size=40), st.binary(max_size=12))
+def test_columns_round_trip(values: list[int], rest: bytes) -> None:
+    column = np.array(values, np.uint64)
+    encoded = encode_varints(column)
+    assert encoded == b"".join(map(encode_varint, values))
+    assert varint_sizes(column).tolist() == [len(encode_varint(value)) for value in values]
+    decoded, size = decode_varints(np.frombuffer(encoded + rest, np.uint8), len(values))
+    assert decoded.tolist() == values
+    assert size == len(encoded)
+
+
+BAD_COLUMNS: dict[str, tuple[bytes, int]] = {
+    "empty": (b"", 1),
+    "too few": (b"\x01", 2),
+    "unfinished": (b"\x80", 1),
+    "second unfinished": (b"\x01\x80\x80", 2),
+    "65 bits": (b"\xff" * 9 + b"\x02", 1),
+    "eleven bytes": (b"\x80" * 10 + b"\x00", 1),
+    "endless": (b"\x80" * 50, 1),
+    "eleven bytes first": (b"\x80" * 10 + b"\x00\x01", 2),
+    "huge count": (b"\x01", 2**62),
+}
+
+
+@pytest.mark.parametrize(("data", "count"), BAD_COLUMNS.values(), ids=BAD_COLUMNS)
+def test_bad_columns_are_refused(data: bytes, count: int) -> None:
+    with pytest.raises(ValueError, match=r"number|cannot lie"):
+        decode_varints(np.frombuffer(data, np.uint8), count)
+
+
+@pytest.mark.parametrize("value", [-1, 2**64])
+def test_numbers_out_of_range_are_refused(value: int) -> None:
+    with pytest.raises(ValueError, match="varint"):
+        encode_varint(value)
+
+
+# ---- checksums
+
+CHECK = b"123456789"
+
+
+def test_known_checksums() -> None:
+    assert crc32c(CHECK) == 0xE3069283
+    assert crc32c(b"") == 0
+    assert crc32c(bytes(32)) == 0x8A9136AA  # RFC 3720, B.4
+
+
+def _read_only(data: bytes) -> np.ndarray[Any, Any]:
+    return np.frombuffer(data, np.uint8)
+
+
+def _writable(data: bytes) -> np.ndarray[Any, Any]:
+    return np.frombuffer(bytearray(data), np.uint8)
+
+
+def _mapped(data: bytes) -> np.ndarray[Any, Any]:
+    memory = mmap.mmap(-1, max(len(data), 1))
+    memory[: len(data)] = data
+    return np.frombuffer(memory, np.uint8)[: len(data)]
+
+
+@pytest.mark.parametrize("make", [bytes, bytearray, memoryview, _read_only, _writable, _mapped])
+@pytest.mark.parametrize("data", [b"", CHECK], ids=["empty", "check"])
+def test_checksums_of_all_kinds_of_memory(make: Callable[[bytes], Any], data: bytes) -> None:
+    assert crc32c(make(data)) == crc32c(data)
+    assert extend(crc32c(b"before"), make(data)) == crc32c(b"before" + data)
+
+
+def test_arrays_stay_writable() -> None:
+    array = _writable(CHECK)
+    crc32c(array)
+    array[0] = 0
+    assert array[0] == 0
+
+
+def test_sliced_memory_is_refused() -> None:
+    with pytest.raises(ValueError, match="contiguous"):
+        crc32c(np.zeros(8, np.uint8)[::2])
+
+
+def test_extend_equals_one_pass() -> None:
+    crc = 0
+    for part in (CHECK[:3], CHECK[3:4], b"", CHECK[4:]):
+        crc = extend(crc, part)
+    assert crc == crc32c(CHECK)
+
+
+# ---- compressed chunks
+
+WAVE = (np.arange(25_000) % 251).astype(np.float32).view(np.uint8)
+
+
+def decompressed(data: bytes, nbytes: int) -> Any:
+    return np.frombuffer(decompress(data, nbytes), np.uint8)
+
+
+@pytest.mark.parametrize("level", [1, 3, 22])
+@pytest.mark.parametrize("nbytes", [1, 1000, 100_000])
+def test_compressed_chunks_come_back(nbytes: int, level: int) -> None:
+    chunks = [WAVE[:nbytes], WAVE[:nbytes][::-1].copy(), np.zeros(nbytes, np.uint8)]
+    for chunk, stored in zip(chunks, compress_chunks(chunks, level), strict=True):
+        frame, checksum = stored[:-4], int.from_bytes(stored[-4:], "little")
+        assert checksum == crc32c(frame)
+        assert nbytes < 1000 or len(frame) < nbytes
+        np.testing.assert_array_equal(decompressed(frame, nbytes), chunk)
+    assert compress_chunks([], level) == []
+
+
+def test_tensorstore_reads_and_writes_the_same_chunks() -> None:
+    values = WAVE.view("<f4").reshape(100, 250)
+    rows = [values[start : start + 40].reshape(-1).view(np.uint8) for start in (0, 40)]
+    context = ts.Context()
+    store = ts.KvStore.open("memory://a/", context=context).result()
+    store.write("zarr.json", encode_array_metadata((80, 250), "float32", (40, 250), 5)).result()
+    for number, stored in enumerate(compress_chunks(rows, 5)):
+        store.write(f"c/{number}/0", stored).result()
+    array = ts.open({"driver": "zarr3", "kvstore": "memory://a/"}, open=True, context=context).result()
+    np.testing.assert_array_equal(array.read().result(), values[:80])
+    array.write(values[:80] + 1).result()
+    found = [decompressed(store.read(f"c/{number}/0").result().value[:-4], 40_000) for number in range(2)]
+    np.testing.assert_array_equal(np.concatenate(found).view("<f4").reshape(80, 250), values[:80] + 1)
+
+
+def test_several_threads_at_once() -> None:
+    chunks = [np.full(5000, number, np.uint8) for number in range(40)]
+    stored = compress_chunks(chunks, 1)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda data: decompressed(data[:-4], 5000), stored))
+    assert [set(chunk) for chunk in found] == [{number} for number in range(40)]
+
+
+# ---- frames
+
+LIMIT = 1 << 28
+
+
+def stored(size: int, *parts: tuple[int, int, bytes]) -> bytes:
+    """A frame with a content size and blocks of (kind, size, bytes), the simplest ones that RFC 8878 has."""
+    blocks = [
+        (count << 3 | kind << 1 | (i == len(parts) - 1)).to_bytes(3, "little") + data
+        for i, (kind, count, data) in enumerate(parts)
+    ]
+    return b"\x28\xb5\x2f\xfd" + bytes([0b10100000]) + size.to_bytes(4, "little") + b"".join(blocks)
+
+
+def compress(data: bytes, *, level: int = 3, checksum: bool = False) -> bytes:
+    """Compresses with TensorStore, as one chunk of a zarr array; frames of arrays have a content size."""
+    context = ts.Context()
+    codec = {"name": "zstd", "configuration": {"level": level, "checksum": checksum}}
+    spec = {
+        "driver": "zarr3",
+        "kvstore": "memory://a/",
+        "metadata": {
+            "shape": [len(data)],
+            "data_type": "uint8",
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [max(len(data), 1)]}},
+            "codecs": ["bytes", codec],
+        },
+        "store_data_equal_to_fill_value": True,
+    }
+    array = ts.open(spec, create=True, context=context).result()
+    array.write(np.frombuffer(data, np.uint8)).result()
+    return bytes(ts.KvStore.open("memory://a/", context=context).result().read("c/0").result().value)
+
+
+RANDOM = random.Random(0)
+SAMPLES = {
+    "one-byte": b"x",
+    "text": b"some words, and some words again; " * 100,
+    "zeros": bytes(1 << 20),
+    "random": RANDOM.randbytes(300_000),
+    "mixed": b"".join(RANDOM.randbytes(RANDOM.randrange(50)) + bytes(RANDOM.randrange(2000)) for _ in range(1000)),
+    "block": RANDOM.randbytes(128 << 10),
+    "block-and-one": RANDOM.randbytes((128 << 10) + 1),
+    "ratio": bytes(40 << 20),
+}
+
+
+@pytest.mark.parametrize("data", SAMPLES.values(), ids=SAMPLES)
+@pytest.mark.parametrize(("level", "checksum"), [(1, False), (3, True), (9, False)], ids=str)
+def test_frames_of_tensorstore(data: bytes, level: int, checksum: bool) -> None:
+    frame = compress(data, level=level, checksum=checksum)
+    assert decompress(frame, LIMIT) == data
+    assert decompress(frame, len(data)) == data
+    with pytest.raises(DamagedCheckpointError, match=r"limit of \d+"):
+        decompress(frame, len(data) - 1)
+
+
+def test_frames_made_by_hand() -> None:
+    assert decompress(stored(0, (0, 0, b"")), LIMIT) == b""
+    assert decompress(stored(5, (0, 2, b"ab"), (1, 3, b"c")), LIMIT) == b"abccc"
+    smallest_window = b"\x28\xb5\x2f\xfd\0\0"
+    assert decompress(smallest_window + stored(2, (0, 2, b"ab"))[9:], LIMIT) == b"ab"
+
+
+def without_size(frame: bytes) -> bytes:
+    """The same frame as a streaming writer would make it: with a window, and no content size."""
+    header = {0: 6, 1: 7, 2: 9, 3: 13}[frame[4] >> 6]
+    assert frame[4] >> 5 & 1
+    return frame[:4] + b"\0\x58" + frame[header:]
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.tuples(st.binary(max_size=5), st.integers(1, 3000)), min_size=1, max_size=20))
+def test_frames_without_a_content_size(parts: list[tuple[bytes, int]]) -> None:
+    data = b"".join(text * count for text, count in parts) or b"-"
+    assert decompress(without_size(compress(data)), LIMIT) == data
+
+
+def test_a_bomb_is_refused_before_it_goes_off() -> None:
+    promised = stored(1 << 31, (1, 1 << 17, b"\0"))
+    with pytest.raises(DamagedCheckpointError, match="promises 2147483648 bytes"):
+        decompress(promised, LIMIT)
+    silent = without_size(stored(1 << 30, *[(1, 1 << 17, b"\0")] * 8192))
+    with pytest.raises(DamagedCheckpointError, match="more than the limit"):
+        decompress(silent, 1 << 20)
+
+
+BAD_FRAMES = {
+    "nothing": b"",
+    "zeros": bytes(100),
+    "only magic": b"\x28\xb5\x2f\xfd",
+    "magic": b"\x28\xb5\x2f\xfe\0\0\0",
+    "cut off": stored(2, (0, 2, b"ab"))[:-1],
+    "rest": stored(2, (0, 2, b"ab")) + b"x",
+    "promises more": stored(3, (0, 2, b"ab")),
+    "promises less": stored(1, (0, 2, b"ab")),
+    "block kind": stored(2, (3, 2, b"ab")),
+    "block size": stored(2, (0, 1 << 18, bytes(1 << 18))),
+    "garbage": stored(2, (2, 5, b"\xff" * 5)),
+    "dictionary": b"\x28\xb5\x2f\xfd\x01\x58\0\1\0\0a",
+    "reserved bit": b"\x28\xb5\x2f\xfd\x08\x58\1\0\0",
+    "window": b"\x28\xb5\x2f\xfd\x00\xff\1\0\0",
+    "cut off header": b"\x28\xb5\x2f\xfd\xe0\0\0\0",
+}
+
+
+@pytest.mark.parametrize("frame", BAD_FRAMES.values(), ids=BAD_FRAMES)
+def test_bad_frames_are_refused(frame: bytes) -> None:
+    with pytest.raises(DamagedCheckpointError, match="zstd frame"):
+        decompress(frame, LIMIT)
+
+
+def test_every_truncation_of_a_frame_is_found() -> None:
+    frame = compress(SAMPLES["text"])
+    for size in range(len(frame)):
+        with pytest.raises(DamagedCheckpointError):
+            decompress(frame[:size], LIMIT)

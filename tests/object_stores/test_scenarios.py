@@ -1,0 +1,317 @@
+"""An object store behaves as a disk does: the same calls, the same results, the same files."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.equality import assert_same
+from tests.object_stores.conftest import Store
+
+import holdfast as hf
+from holdfast.cli.main import main
+from holdfast.engine.steps import read_record
+from holdfast.engine.storage import as_location
+
+AZURE = True
+
+SMALL = hf.Layout(chunk_bytes=4096, segment_bytes=8192, data_file_bytes=16_384)
+
+
+def tree(step: int) -> dict[str, Any]:
+    return {"w": np.full((60, 100), step, np.float32), "step": step, "name": "x" * step, "none": None}
+
+
+class Note(hf.handlers.CheckpointHandler):
+    """A handler of the user's own: text in files of its own choice."""
+
+    def save(self, directory: hf.storage.Location, item: Any, **kwargs: Any) -> None:
+        (directory / "note.txt").write_bytes(item.encode())
+        (directory / "below").make_directory()
+        (directory / "below" / "copy.txt").write_bytes(item.encode())
+
+    def restore(self, directory: hf.storage.Location, item: Any = None, **kwargs: Any) -> str:
+        return (directory / "below" / "copy.txt").read_bytes().decode()
+
+
+def outcome(action: Callable[[], Any]) -> Any:
+    """What a call returns, or which error it raises."""
+    try:
+        return action()
+    except hf.HoldfastError as error:
+        return type(error).__name__
+
+
+def save_and_load(place: str) -> list[Any]:
+    one = f"{place}/a folder/größe"
+    results = [
+        outcome(lambda: hf.load(one)),
+        hf.save(one, tree(1), layout=SMALL).bytes == read_record(as_location(one)).nbytes,
+        outcome(lambda: hf.save(one, tree(2))),
+        hf.load(one),
+        hf.save(one, tree(3), overwrite=True).bytes == read_record(as_location(one)).nbytes,
+        hf.load(one, like=tree(0)),
+        hf.load(one, select="w"),
+        hf.verify(one).ok,
+        [leaf.path for leaf in hf.describe(one)],
+        outcome(lambda: hf.save(f"{place}/a folder", tree(1))),
+        outcome(lambda: hf.save(one, {"bad": object()}, overwrite=True)),
+        hf.load(one),
+    ]
+    (as_location(place) / "mine" / "notes").parent.make_directory()
+    (as_location(place) / "mine" / "notes").write_bytes(b"mine")
+    results.append(outcome(lambda: hf.save(f"{place}/mine", tree(1), overwrite=True)))
+    return results
+
+
+def checkpointers(place: str) -> list[Any]:
+    results: list[Any] = []
+    with hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler()) as checkpointer:
+        for number in range(3):
+            checkpointer.save(f"{place}/async", tree(number), force=True)
+        results.append(checkpointer.restore(f"{place}/async"))
+        checkpointer.save(f"{place}/taken", 1)
+        checkpointer.wait_until_finished()
+        results.append(outcome(lambda: checkpointer.save(f"{place}/taken", 2)))
+    json = hf.Checkpointer(hf.JsonCheckpointHandler())
+    json.save(f"{place}/json", {"a": [1, None]})
+    results += [json.restore(f"{place}/json"), hf.load(f"{place}/json")]
+    note = hf.Checkpointer(Note())
+    note.save(f"{place}/note", "hello")
+    results += [note.restore(f"{place}/note"), outcome(lambda: hf.load(f"{place}/note")), hf.verify(f"{place}/note").ok]
+    return results
+
+
+def manager(place: str) -> list[Any]:
+    results: list[Any] = []
+    options = hf.CheckpointManagerOptions(
+        max_to_keep=2, best_fn="loss", best_mode="min", keep_period=5, step_prefix="s"
+    )
+    items = {"state": hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler()), "note": hf.Checkpointer(Note())}
+    with hf.CheckpointManager(place, items, options, metadata={"run": 1}) as first:
+        for step in range(1, 8):
+            first.save(step, {"state": tree(step), "note": f"note{step}"}, metrics={"loss": (step - 3) ** 2})
+        first.wait_until_finished()
+        assert first.all_steps() == [3, 4, 5, 7]
+        results += [first.best_step(), first.latest_step(), first.why_kept(5), first.metrics(3)]
+        first.pin(7)
+        first.record_metrics(7, {"loss": -1.0, "more": {"a": 2}})
+        first.save(7, {"state": tree(70), "note": "again"}, force=True)
+        first.delete(3)
+        results += [first.all_steps(), outcome(lambda: first.restore(3)), first.restore(7)]
+    with hf.CheckpointManager(place, items, options) as second:
+        results += [second.all_steps(), second.metadata(), second.metrics(7)]
+        second.save(8, {"state": tree(8), "note": "note8"}, metrics={"loss": float("nan")})
+        restored = second.restore_latest({"state": tree(0)})
+        assert restored is not None
+        results += [restored.step, restored.items, restored.skipped, second.all_steps()]
+    results += [
+        [(s.step, s.reason, s.kept, s.damage) for s in hf.list_checkpoints(place)],
+        hf.load(place, item="state"),
+        outcome(lambda: hf.load(place, item="note")),
+        hf.verify(place).ok,
+    ]
+    return results
+
+
+def leftovers(place: str) -> list[Any]:
+    """What an interrupted save, deletion and replacement leave is swept by the next manager."""
+    with hf.CheckpointManager(place) as first:
+        for step in (1, 2, 3):
+            first.save(step, tree(step))
+    here = as_location(place)
+    (here / "2" / "checkpoint.json").rename("checkpoint.deleted")
+    for path in ("4/checkpoint.partial", "4/state/d/0", "3/checkpoint.partial"):
+        (here / path).parent.make_directory()
+        (here / path).write_bytes(b'{"format": "holdfast", "folders": ["state.0"]}')
+    (here / "3" / "state.0").make_directory()
+    (here / "3" / "state.0" / "tree.json").write_bytes(b"half")
+    reader = hf.CheckpointManager(place, options=hf.CheckpointManagerOptions(read_only=True))
+    results: list[Any] = [reader.all_steps(), [s.step for s in hf.list_checkpoints(place)]]
+    assert results[0] == [1, 3]
+    with hf.CheckpointManager(place) as second:
+        second.acquire()
+        results += [second.all_steps(), second.restore(3)]
+        results.append([entry.name for entry in (here / "3").entries()])
+        second.save(2, tree(20))
+        second.save(4, tree(40))
+        results.append(second.restore(4))
+    return results
+
+
+def damage(place: str) -> list[Any]:
+    """Damaged steps are passed over alike."""
+    with hf.CheckpointManager(place) as first:
+        for step in range(1, 6):
+            first.save(step, tree(step))
+    here = as_location(place)
+    (here / "5" / "checkpoint.json").write_bytes(b"{")
+    (here / "4" / "state" / "manifest.ocdbt").remove()
+    folder = here / "3" / "state" / "d"
+    [name] = [entry.name for entry in folder.entries() if entry.name != "index"]
+    (folder / name).write_bytes((folder / name).read_bytes()[:100])
+    (here / "2" / "checkpoint.json").remove()
+    with hf.CheckpointManager(place) as second:
+        restored = second.restore_latest()
+        assert restored is not None
+        assert restored.step == 1
+        results: list[Any] = [[step for step, _ in restored.skipped], second.all_steps()]
+        for step in (3, 4, 5):
+            second.save(step, tree(10 * step), force=True)
+        results += [second.restore(5), second.all_steps(), hf.verify(place).ok]
+    return results
+
+
+SCENARIOS: dict[str, Callable[[str], list[Any]]] = {
+    "save_and_load": save_and_load,
+    "checkpointers": checkpointers,
+    "manager": manager,
+    "leftovers": leftovers,
+    "damage": damage,
+}
+
+
+def files_of(stored: Any, short: Any, place: str) -> list[str]:
+    """The paths below a place, without the parts of names that are new each time, and what only disks have."""
+    found = (re.sub(r"\.[0-9a-f]{8}(?=/)", ".*", short(path)) for path in stored(place).read())
+    return sorted(path for path in found if path != "events.jsonl")
+
+
+# Two read the folders of items, which have new names for every save in object stores.
+IN_STORES = [name for name in SCENARIOS if name not in ("damage", "leftovers")]
+
+
+@pytest.fixture(scope="session")
+def on_a_disk(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Any]]:
+    return functools.cache(lambda name: SCENARIOS[name](str(tmp_path_factory.mktemp(name))))
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_memory_is_the_same_as_a_disk(name: str, place: str, tmp_path: Path, stored: Any, short: Any) -> None:
+    assert_same(SCENARIOS[name](place), SCENARIOS[name](str(tmp_path)))
+    assert files_of(stored, short, place) == files_of(stored, short, str(tmp_path))
+
+
+@pytest.mark.parametrize("name", IN_STORES)
+def test_a_store_is_the_same_as_a_disk(store: Store, name: str, on_a_disk: Callable[[str], list[Any]]) -> None:
+    assert_same(SCENARIOS[name](f"{store.url}/a run"), on_a_disk(name))
+
+
+@pytest.mark.parametrize("name", ["save_and_load", "manager"])
+def test_a_server_of_others_is_the_same_as_a_disk(
+    rclone: str, name: str, on_a_disk: Callable[[str], list[Any]]
+) -> None:
+    assert_same(SCENARIOS[name](rclone), on_a_disk(name))
+
+
+def test_places_may_be_locations_paths_and_urls(tmp_path: Path, place: str) -> None:
+    hf.save(tmp_path / "a", 1)
+    hf.save(f"file://{tmp_path}/b", 2)
+    hf.save(as_location(place) / "c", 3)
+    assert hf.load(str(tmp_path / "a")) == 1
+    assert hf.load(tmp_path / "b") == 2
+    assert hf.load(f"{place}/c") == 3
+    with pytest.raises(hf.errors.InvalidLocationError, match="unknown scheme, 'what'"):
+        hf.load("what://somewhere/else")
+
+
+TREE = {"params": {"kernel": np.arange(600, dtype=np.float32)}, "step": 3}
+
+
+def test_damaged_steps_are_passed_over(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    url = f"{store.url}/run"
+    with hf.CheckpointManager(url) as run:
+        for step in range(1, 6):
+            run.save(step, {"w": np.full(50_000, step), "step": step})
+    objects = store.server.buckets[store.bucket]
+    objects["run/5/checkpoint.json"].content = b"{"
+    [manifest] = [key for key in objects if key.startswith("run/4/") and key.endswith("manifest.ocdbt")]
+    [data] = [key for key in objects if key.startswith("run/3/") and ".0.0" in key]
+    [gone] = [key for key in objects if key.startswith("run/2/") and ".0.0" in key]
+    del objects[manifest], objects[gone]
+    objects[data].content = objects[data].content[:100]
+    with hf.CheckpointManager(url) as run:
+        restored = run.restore_latest()
+        assert restored is not None
+        assert (restored.step, [step for step, _ in restored.skipped]) == (1, [5, 4, 3, 2])
+        assert "is missing: the checkpoint is incomplete" in restored.skipped[3][1]
+        for step in (2, 3, 4, 5):
+            run.save(step, TREE, force=True)
+        run.wait_until_finished()
+        assert run.all_steps() == [1, 2, 3, 4, 5]
+    assert hf.verify(url).ok
+    assert "step 4 is damaged and passed over" in caplog.text
+
+
+def test_damaged_zip_files_are_passed_over(store: Store) -> None:
+    url = f"{store.url}/run"
+    with hf.CheckpointManager(url) as run:
+        for step in range(1, 5):
+            run.save(step, TREE)
+    objects = store.server.buckets[store.bucket]
+    second, third, fourth = (key for key in sorted(objects) if key.endswith(".zip") and not key.startswith("run/1/"))
+    del objects[second]
+    objects[third].content = objects[third].content[:-1]
+    objects[fourth].content = objects[fourth].content.replace(b"tree.json", b"tree.jsom")
+    with hf.CheckpointManager(url) as run:
+        restored = run.restore_latest()
+        assert restored is not None
+        assert (restored.step, [step for step, _ in restored.skipped]) == (1, [4, 3, 2])
+        assert "is missing: the checkpoint is incomplete" in restored.skipped[2][1]
+        for step in (2, 3, 4):
+            run.save(step, TREE, force=True)
+    assert hf.verify(url).ok
+    assert len(store.stored("run/2/") + store.stored("run/3/") + store.stored("run/4/")) == 6
+
+
+def test_the_command_takes_urls(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"{store.url}/a run"
+    with hf.CheckpointManager(url) as run:
+        for step in (1, 2):
+            run.save(step, TREE, metrics={"loss": 1.0 / step})
+    escaped = url.replace(" ", "%20")
+    assert main(["ls", escaped, "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [(one["step"], one["damage"]) for one in listed["checkpoints"]] == [(1, None), (2, None)]
+    assert main(["show", escaped]) == 0
+    assert "params/kernel" in capsys.readouterr().out
+    assert main(["show", f"{escaped}/1"]) == 0
+    assert main(["verify", escaped]) == 0
+    assert "2 whole" in capsys.readouterr().out
+    [key] = [key for key in store.stored("a run/2/") if key.endswith(".zip")]
+    content = bytearray(store.server.buckets[store.bucket][key].content)
+    content[70] ^= 1
+    store.server.put(store.bucket, key, bytes(content))
+    assert main(["verify", escaped]) == 1
+    assert key.rpartition("/")[2] in capsys.readouterr().out
+    assert main(["ls", f"{store.url}/nothing"]) == 2
+    assert f"{store.url}/nothing" in capsys.readouterr().err
+
+
+def test_an_error_of_the_store_is_one_line_of_the_command(s3: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    s3.server.fail(".", times=1000, answer=s3.server.error(403, "AccessDenied"))
+    assert main(["ls", f"{s3.url}/run"]) in (1, 2)
+    said = capsys.readouterr().err
+    assert said.startswith("holdfast: ")
+    assert "credentials of AWS_ACCESS_KEY_ID" in said
+    assert "Traceback" not in said
+
+
+def test_from_disk_to_store_and_back(store: Store, tmp_path: Path) -> None:
+    hf.save(f"{store.url}/ckpt", TREE)
+    for key in store.stored():
+        (tmp_path / key).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / key).write_bytes(store.server.buckets[store.bucket][key].content)
+    assert hf.verify(tmp_path / "ckpt").ok
+    assert_same(hf.load(tmp_path / "ckpt"), hf.load(f"{store.url}/ckpt"))
+    hf.save(tmp_path / "other", TREE)
+    for path in sorted((tmp_path / "other").rglob("*")):
+        if path.is_file():
+            store.server.put(store.bucket, str(path.relative_to(tmp_path)), path.read_bytes())
+    assert hf.verify(f"{store.url}/other").ok

@@ -1,0 +1,341 @@
+"""Arrays of jax and DTensors over several processes: who holds what, as every process sees it."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from tests.processes.harness import Process, run_processes
+from tests.processes.meshes import distribute, layers, sharding, spread, torch_mesh
+from tests.versions import allow_empty_arrays
+
+from holdfast.engine.errors import UnsupportedLeafError
+from holdfast.engine.pytree import ArrayLeaf, Part, describe
+
+Facts = tuple[tuple[Part, ...] | None, Any]  # parts and details of a leaf: what all processes have to agree on
+
+
+def described(value: Any) -> ArrayLeaf:
+    [leaf] = describe(["x"], [value])
+    assert isinstance(leaf, ArrayLeaf)
+    return leaf
+
+
+def checked(value: Any, process: int, expected: NDArray[Any]) -> Facts:
+    """Describe a value in one process, and compare it with the whole array."""
+    leaf = described(value)
+    assert (leaf.dtype, leaf.shape) == (expected.dtype, expected.shape)
+    held = np.zeros(leaf.shape, np.int64)
+    if leaf.parts is None:
+        held += 1
+    else:
+        everything = np.zeros(leaf.shape, np.int64)
+        for part in leaf.parts:
+            assert part.holders == tuple(sorted(set(part.holders)))
+            everything[box(part.start, part.shape)] += 1
+            held[box(part.start, part.shape)] += process in part.holders
+        assert (everything == 1).all(), leaf.parts
+        assert list(leaf.parts) == sorted(leaf.parts, key=lambda part: part.start)
+    covered = np.zeros(leaf.shape, np.int64)
+    for piece in leaf.pieces:
+        index = box(piece.start, piece.array.shape)
+        np.testing.assert_array_equal(piece.array, expected[index], strict=True)
+        covered[index] += 1
+    np.testing.assert_array_equal(covered, held)
+    return leaf.parts, leaf.details
+
+
+def box(start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(low, low + size) for low, size in zip(start, shape, strict=True))
+
+
+def agreed(facts: list[dict[str, Facts]]) -> dict[str, Facts]:
+    """Return what all processes say, which has to be the same."""
+    for other in facts[1:]:
+        assert other == facts[0]
+    return facts[0]
+
+
+def holders(facts: Facts) -> list[tuple[int, ...]] | None:
+    """Return the holders of each part."""
+    return None if facts[0] is None else [part.holders for part in facts[0]]
+
+
+def numbers(*shape: int, dtype: Any = np.float32) -> Any:
+    return np.arange(int(np.prod(shape)), dtype=dtype).reshape(shape)
+
+
+EACH, BOTH, ALL = [(0,), (1,), (2,), (3,)], [(0, 1)], [(0, 1, 2, 3)]
+
+
+# ---- jax
+
+
+def mesh_of(shape: tuple[int, ...], *names: str) -> Any:
+    import jax
+
+    devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
+    return jax.sharding.Mesh(devices, names)
+
+
+def on_two(process: Process) -> dict[str, Facts]:
+    """Two processes with two devices each."""
+    import jax
+    import jax.numpy as jnp
+
+    mesh = mesh_of((2, 2), "x", "y")
+    array, small = numbers(8, 12), numbers(8, 12).astype(jnp.bfloat16)
+    cases: dict[str, tuple[Any, tuple[Any, ...]]] = {
+        "everywhere": (array, ()),
+        "rows by process": (array, ("x",)),
+        "rows by device": (array, (("x", "y"),)),
+        "columns, each on both": (array, (None, "y")),
+        "both": (array, ("x", "y")),
+        "swapped": (array, ("y", "x")),
+        "empty": (np.zeros((0, 4), np.int8), ("x",)),
+        "scalar": (np.asarray(np.float32(3)), ()),
+        "bfloat16": (small, ("x",)),
+    }
+    facts = {name: checked(spread(one, mesh, *spec), process.index, one) for name, (one, spec) in cases.items()}
+    keys = jax.random.split(jax.random.key(7), 4)
+    data = np.asarray(jax.random.key_data(keys))
+    for name, key, expected, spec in [("keys", keys, data, ["x"]), ("key", keys[0], data[0], [])]:
+        copied: Any = jax.jit(lambda key: key, out_shardings=sharding(mesh, *spec))(key)
+        facts[name] = checked(copied, process.index, expected)
+    # Arrays on this process's own devices are what the process has, like those of numpy.
+    own = jax.sharding.Mesh(np.array(jax.local_devices()), ("x",))
+    for local in (spread(array, own, "x"), spread(array, own), jnp.asarray(array)):
+        parts, _ = checked(local, process.index, array)
+        assert parts is None
+    return facts
+
+
+def test_parts_are_what_the_sharding_says() -> None:
+    facts = agreed(run_processes(on_two, 2, devices_per_process=2))
+    assert {name: holders(each) for name, each in facts.items()} == {
+        "everywhere": BOTH,
+        "rows by process": EACH[:2],
+        "rows by device": [(0,), (0,), (1,), (1,)],
+        "columns, each on both": BOTH * 2,
+        "both": [(0,), (0,), (1,), (1,)],
+        "swapped": [(0,), (1,), (0,), (1,)],
+        "empty": BOTH,
+        "scalar": BOTH,
+        "bfloat16": EACH[:2],
+        "keys": EACH[:2],
+        "key": BOTH,
+    }
+    mesh = {"axes": [["x", 2], ["y", 2]]}
+    _, details = facts["rows by device"]
+    assert details["sharding"] == {"type": "NamedSharding", "mesh": mesh, "spec": [["x", "y"]]}
+    assert facts["keys"][1]["impl"] == "threefry2x32"
+
+
+def on_four(process: Process) -> dict[str, Facts]:
+    """Four processes with one device each, some arrays on three of them."""
+    allow_empty_arrays()
+    array = numbers(4, 6, dtype=np.int32)
+    facts = {"all": checked(spread(array, mesh_of((4,), "x"), "x"), process.index, array)}
+    partly = spread(array, mesh_of((2, 2), "x", "y"), None, "y")
+    facts["in pairs"] = checked(partly, process.index, array)
+    facts["on three"] = checked(spread(array, mesh_of((3,), "x"), None, "x"), process.index, array)
+    return facts
+
+
+def test_some_processes_may_hold_nothing() -> None:
+    facts = agreed(run_processes(on_four, 4))
+    expected = {"all": EACH, "in pairs": [(0, 2), (1, 3)], "on three": EACH[:3]}
+    assert {name: holders(each) for name, each in facts.items()} == expected
+
+
+def prefetched(process: Process) -> list[int]:
+    from holdfast.engine.pytree.jax_leaves import JaxDescriber
+
+    array = spread(numbers(8), mesh_of((2, 2), "x", "y"), "x")
+    assert JaxDescriber([array]).describe(array).parts == described(array).parts
+    array.delete()
+    JaxDescriber([array])
+    with pytest.raises(Exception, match="was deleted or donated"):
+        described(array)
+    return [piece.array.size for piece in described(spread(numbers(8), mesh_of((2, 2), "x", "y"))).pieces]
+
+
+def test_copies_are_started_for_what_is_read() -> None:
+    assert run_processes(prefetched, 2, devices_per_process=2) == [[8], [8]]
+
+
+# ---- torch
+
+
+def placed(process: Process) -> dict[str, Facts]:
+    """Every placement on meshes of four processes, of arrays whose sizes the mesh divides, and of others."""
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    line, square = torch_mesh(4, names=("dp",)), torch_mesh(2, 2, names=("dp", "tp"))
+    ways: list[Any] = [Shard(0), Shard(1), Replicate()]
+    facts = {}
+    for shape in [(8, 4), (7, 5), (3, 1), (1, 9), (0, 3)]:
+        array = numbers(*shape)
+        for way in ways:
+            facts[f"{shape} {way}"] = checked(distribute(array, line, way), process.index, array)
+        for both in itertools.product(ways, ways):
+            facts[f"{shape} {both}"] = checked(distribute(array, square, *both), process.index, array)
+    array, small = numbers(13, 3), numbers(13, 3).astype(np.float16)
+    crossed: Any = [_StridedShard(0, split_factor=2), Shard(0)]
+    three = DeviceMesh("cpu", [0, 1, 2], mesh_dim_names=("pp",))
+    cases: dict[str, tuple[Any, Any, list[Any]]] = {
+        "in turns of 2": (array, square, [_StridedShard(0, split_factor=2), Replicate()]),
+        "in turns of 3": (array, square, [_StridedShard(0, split_factor=3), Replicate()]),
+        "crossed": (numbers(8, 2), square, crossed),
+        "last axis": (numbers(2, 8), line, [Shard(-1)]),
+        "scalar": (numbers(), line, [Replicate()]),
+        "on three": (array, three, [Shard(0)]),
+        "half precision": (small, line, [Shard(0)]),
+    }
+    for name, (one, mesh, ways) in cases.items():
+        facts[name] = checked(distribute(one, mesh, *ways), process.index, one)
+    facts_of_half, _ = checked(
+        distribute(array, torch_mesh(2, 2, names=("a", "b"))["b"], Shard(0)), process.index, array
+    )
+    assert facts_of_half is not None
+    first = 0 if process.index < 2 else 2
+    assert [part.holders for part in facts_of_half] == [(first,), (first + 1,)]
+    complex_numbers = torch.complex(torch.arange(6.0), torch.arange(6.0)).to(torch.complex64)
+    pairs = np.stack([np.arange(6), np.arange(6)], 1).astype(np.float16)
+    halves = distribute(complex_numbers, line, Shard(0))
+    facts["complex32"] = checked(halves.to(torch.complex32), process.index, pairs)
+    return facts
+
+
+def test_parts_are_what_the_placements_say() -> None:
+    facts = agreed(run_processes(placed, 4, backend="torch"))
+    expected = {
+        "(8, 4) S(0)": EACH,
+        "(8, 4) R": ALL,
+        "(8, 4) (Shard(dim=0), Shard(dim=1))": EACH,
+        "(8, 4) (Replicate(), Shard(dim=1))": [(0, 2), (1, 3)],
+        "(8, 4) (Shard(dim=1), Replicate())": [(0, 1), (2, 3)],
+        "(3, 1) S(0)": EACH[:3],  # nothing is left for the last one
+        "(0, 3) S(1)": ALL,
+        "in turns of 2": [(0, 1), (2, 3)] * 2,
+        "in turns of 3": [(0, 1), (2, 3)] * 3,
+        "crossed": [(0,), (2,), (1,), (3,)],
+        "last axis": EACH,
+        "scalar": ALL,
+        "on three": EACH[:3],
+        "complex32": EACH[:3],
+    }
+    assert {name: holders(facts[name]) for name in expected} == expected
+    common = {"type": "DTensor", "mesh": {"axes": [["dp", 2], ["tp", 2]]}}
+    assert facts["(8, 4) (Shard(dim=0), Replicate())"][1]["sharding"] == {**common, "spec": ["dp", None]}
+    assert facts["crossed"][1]["sharding"] == {**common, "spec": [["dp", "tp"], None], "rounds": [2, 1]}
+
+
+def trained(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the tensors of a model and of its optimizer after one step."""
+    import torch
+
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4, 6)).sum().backward()
+    optimizer.step()
+    slots = {
+        f"{index}.{name}": tensor
+        for index, state in optimizer.state_dict()["state"].items()
+        for name, tensor in state.items()
+    }
+    return dict(model.named_parameters()), slots
+
+
+def fully_sharded(process: Process) -> dict[str, Facts]:
+    """FSDP2, alone and within a tensor-parallel mesh."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    facts: dict[str, Facts] = {}
+
+    def check(kind: str, model: Any) -> None:
+        for tensors in trained(model):
+            for name, tensor in tensors.items():
+                whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+                facts[f"{kind} {name}"] = checked(tensor, process.index, whole.detach().numpy())
+
+    model = layers(6, 10, 3)
+    for layer in (model[0], model[2]):
+        fully_shard(layer)
+    fully_shard(model)
+    check("fsdp", model)
+    square = torch_mesh(2, 2, names=("dp", "tp"))
+    model = parallelize_module(layers(6, 10, 3), square["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=square["dp"])
+    check("both", model)
+    return facts
+
+
+def test_models_and_optimizers_of_fsdp2() -> None:
+    facts = agreed(run_processes(fully_sharded, 4, backend="torch"))
+    expected = {
+        "fsdp 0.weight": EACH,
+        "fsdp 2.weight": EACH[:3],
+        "fsdp 0.exp_avg": EACH,
+        "fsdp 0.step": None,
+        "both 0.weight": [(0,), (2,), (1,), (3,)],
+        "both 2.weight": EACH,
+    }
+    assert {name: holders(facts[name]) for name in expected} == expected
+    assert facts["fsdp 0.weight"][1]["requires_grad"]
+    assert facts["both 0.weight"][1]["sharding"]["rounds"] == [2, 1]
+
+
+def data_parallel(process: Process) -> dict[str, Facts]:
+    from torch.nn.parallel import DistributedDataParallel
+
+    parameters, slots = trained(DistributedDataParallel(layers(6, 10, 3)))
+    tensors = (parameters | slots).items()
+    return {name: checked(tensor, process.index, tensor.detach().numpy()) for name, tensor in tensors}
+
+
+def test_plain_tensors_are_everywhere() -> None:
+    facts = agreed(run_processes(data_parallel, 2, backend="torch"))
+    assert {holders(each) is None for each in facts.values()} == {True}
+    assert facts["module.0.weight"][1] == {"kind": "torch", "requires_grad": True}
+
+
+def refused(process: Process) -> list[str]:
+    import torch
+    from torch.distributed.tensor import DTensor, Partial, Shard
+
+    mesh = torch_mesh(2)
+    wrong = [
+        DTensor.from_local(torch.ones(2), mesh, [Partial()]),
+        DTensor.from_local(torch.ones(3), mesh, [Shard(0)], shape=torch.Size([4]), stride=(1,)),
+    ]
+    messages = []
+    for tensor in wrong:
+        with pytest.raises(UnsupportedLeafError) as caught:
+            described(tensor)
+        messages.append(str(caught.value).splitlines()[1])
+    return messages
+
+
+def test_what_cannot_be_told_is_refused() -> None:
+    messages = run_processes(refused, 2, backend="torch")
+    assert messages[0] == messages[1]
+    assert "x: is a DTensor with Partial(sum), not summed up yet" in messages[0][0]
+    assert "x: is a DTensor whose own part has shape (3,); its placements give (2,)" in messages[0][1]
+
+
+def alone(process: Process) -> bool:
+    from torch.distributed.tensor import Shard
+
+    leaf = described(distribute(numbers(4), torch_mesh(1), Shard(0)))
+    return leaf.parts is None and leaf.volatile and leaf.pieces[0].array.shape == (4,)
+
+
+def test_a_program_of_one_process_has_everything() -> None:
+    assert run_processes(alone, 1, backend="torch") == [True]
