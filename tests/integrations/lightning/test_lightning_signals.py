@@ -22,6 +22,7 @@ from tests.sweep.lightning_runs import NEVER as NO_SAVE
 from tests.sweep.lightning_runs import Interruption, Program
 
 import holdfast as hf
+from holdfast.engine.checkpoint.save import Save
 from holdfast.integrations.lightning import CheckpointCallback, Preempted
 
 pytestmark = pytest.mark.filterwarnings("ignore:Swapping scheduler")
@@ -122,6 +123,21 @@ def test_a_signal_that_comes_while_handlers_are_replaced_is_not_lost(monkeypatch
     with pytest.raises(Preempted):
         program.run(directory, checkpoint={**NEVER, "witness_steps_after_signal": 0}, num_sanity_val_steps=0)
     assert {entry.step: entry.reason for entry in hf.list_checkpoints(directory)} == {1: "preempted"}
+
+
+def test_a_step_is_saved_at_a_signal_although_the_save_before_it_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def write(save: Save, *rest: Any, write: Any = Save.write) -> Any:
+        if save._location.name == "2":
+            raise hf.errors.StorageFullError("no space left for step 2")
+        return write(save, *rest)
+
+    monkeypatch.setattr(Save, "write", write)
+    with pytest.raises(Preempted):
+        program.run(str(tmp_path), callbacks=(program.Signal(after=2),), checkpoint={**NEVER, "save_interval_steps": 2})
+    assert "an earlier save failed; step 3 is being saved" in caplog.messages
+    assert {entry.step: entry.reason for entry in hf.list_checkpoints(tmp_path)} == {3: "preempted"}
 
 
 def test_signal_between_batches_is_kept_for_users_own_handler() -> None:
