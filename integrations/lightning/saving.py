@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...engine.errors import shortened
+from ...engine.errors import SaveFailedError, shortened
 from ...engine.manager import note_resume
 from ..options import epoch_reason
 from . import private_api
@@ -128,7 +128,11 @@ class StepWriter:
         dump = partial(self._dump, point, is_cut_off=reason == PREEMPTED)
         self._witness.save(step)
         with self._fit.trainer.profiler.profile("save_checkpoint"):
-            self._fit.store.save(step, dump, strategy, metrics=metrics, reason=reason)
+            try:
+                self._fit.store.save(step, dump, strategy, metrics=metrics, reason=reason)
+            except SaveFailedError:  # The save before this one has failed; this one is under way.
+                self.newest = Newest(step, metrics)
+                raise
             strategy.barrier("CheckpointCallback")
         self.newest = Newest(step, metrics)
         self._outdated.discard(step)
