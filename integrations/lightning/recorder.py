@@ -165,7 +165,7 @@ class FitRecorder:
             self._before_validation()
 
     def _batch_ends(self) -> None:
-        """Consider a save after a batch, if there was one, and all that belongs to it."""
+        """Consider a save after a batch and everything that belongs to it, unless that has been done."""
         if not self._in_batch:
             return
         self._in_batch = False

@@ -128,7 +128,7 @@ class RunStore:
         self._has_fetched = False
         self._exported: int | None = None  # the step whose weights are in the file of ``export_best``
         self._reported: set[str] = set()
-        self.at_teardown = contextlib.ExitStack()  # what follows a run when its strategy is torn down
+        self.at_teardown = contextlib.ExitStack()  # called when the trainer tears its strategy down
         self._events: list[dict[str, Any]] = []  # the events since the last :meth:`take_events`
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -176,6 +176,7 @@ def run(
     seed: Any = 1,
     schedule: Any = "epoch",
     facts: Any = None,
+    model: Any = None,
     callbacks: Any = (),
     checkpoint: Any = None,
     recorder: Any = None,
@@ -185,12 +186,12 @@ def run(
 ) -> Outcome:
     """Trains from nothing but the directory: every object is new, and the seed is another one after a restart."""
     torch.manual_seed(seed)
-    model = Model(schedule, **(facts or {}))
+    module = Model(schedule, **(facts or {})) if model is None else model()
     recorder = recorder or Recorder()
     callback = CheckpointCallback(directory, **{"save_interval_steps": 1, **(checkpoint or {})})
     used = trainer(callback, recorder, *callbacks, package=package, **{"max_epochs": 3, **trainer_options})
-    used.fit(model, *loaders(loader), ckpt_path=ckpt_path)
-    return Outcome(used, model, recorder)
+    used.fit(module, *loaders(loader), ckpt_path=ckpt_path)
+    return Outcome(used, module, recorder)
 
 
 def trainer(*callbacks: Any, package: Any = lightning, **options: Any) -> Any:

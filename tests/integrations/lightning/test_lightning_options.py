@@ -64,6 +64,8 @@ def test_another_learning_rate(
 ) -> None:
     caplog.set_level(logging.INFO, "holdfast")
     assert fit(tmp_path, 0.1, schedule, 2) == pytest.approx(0.1 / (4 if schedule else 1))
+    assert fit(tmp_path, 0.1, schedule, 3) == pytest.approx(0.1 / (8 if schedule else 1))
+    assert "hyperparameters differ" not in caplog.text
     assert fit(tmp_path, 0.4, schedule, 4, **options) == pytest.approx(rate)
     [said] = [one.getMessage() for one in caplog.records if "hyperparameters differ" in one.getMessage()]
     chosen = options.get("hyperparameters", "saved")
