@@ -323,6 +323,20 @@ def test_evaluation_of_a_saved_step(kind: str) -> None:
     assert result["test_loss"] == pytest.approx(measured[step])
 
 
+def test_a_program_saves_and_removes_steps_by_its_trainer(tmp_path: Path) -> None:
+    directory = new_directory()
+    trainer = program.run(directory, max_epochs=1, checkpoint={"save_interval_steps": 2, "save_at_end": False}).trainer
+    trainer.save_checkpoint(f"{directory}/5")
+    saved = {entry.step: entry.reason for entry in hf.list_checkpoints(directory)}
+    assert saved == {2: "every 2 steps", 4: "every 2 steps", 5: "trainer.save_checkpoint"}
+    assert load_checkpoint(directory)["global_step"] == 5
+    trainer.strategy.remove_checkpoint(f"{directory}/4")
+    assert trainer.checkpoint_callback.manager.all_steps() == [2, 5]
+    trainer.save_checkpoint(tmp_path / "own.ckpt")
+    trainer.strategy.remove_checkpoint(tmp_path / "own.ckpt")
+    assert not (tmp_path / "own.ckpt").exists()
+
+
 def test_evaluation_does_not_save() -> None:
     directory = new_directory()
     callback = CheckpointCallback(directory, save_interval_steps=1)

@@ -316,6 +316,7 @@ def test_batches_are_steps_where_no_optimizer_of_lightning_steps(
     assert caplog.text.count(SAID) == 1  # the run keeps it
     assert raw_fit(directory, kind, seed=3)[0] == whole[0]
     assert f"nothing left to do after step {at_end}" in caplog.text
+    assert raw_fit(directory, kind, seed=4, partial="initialize")[0] == whole[0]
 
 
 # ---- what a program switches while it trains, such as frozen parameters
