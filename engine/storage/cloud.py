@@ -333,9 +333,9 @@ class CloudBackend(ObjectStoreBackend):
             try:
                 # If the first one succeeds, the object may have been missing.
                 found = not all(self.write_where(key, data, None) for _ in range(2))
-            except StorageUnavailableError:
-                raise
-            except HoldfastError:
+            except HoldfastError as error:
+                if isinstance(error, StorageUnavailableError) and not _UNKNOWN_REQUEST.search(str(error)):
+                    raise
                 found = False
             if not found:
                 _logger.info("%s: no conditional writes here; two saves to one path are not kept apart", self._root)
