@@ -113,9 +113,6 @@ class CloudBackend(ObjectStoreBackend):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CloudBackend) and self._listing is other._listing and self._place == other._place
 
-    def __hash__(self) -> int:
-        return hash(self._place)
-
     @classmethod
     def settings(cls) -> tuple[tuple[str, str], ...]:
         """Return the environment variables that the service reads, in a fixed order."""
