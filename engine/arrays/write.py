@@ -47,7 +47,7 @@ _WORTH = 64 << 10  # bytes a leaf; copying less takes no longer than computing w
 _ARRAYS = {"numpy", "jax", "torch", "key"}  # kinds of leaves that are arrays
 _LEAF_BYTES = 256  # bytes of a leaf beside its elements, more or less
 _SHOWN = 60  # characters of a value in an error
-_NAME_LIMIT = 60_000  # bytes; the index adds the numbers of chunks to a name
+_NAME_LIMIT = 60_000  # bytes; the index appends chunk numbers to a name
 
 
 def write_file(place: Location, content: bytes) -> FileRecord:

@@ -310,7 +310,7 @@ class CheckpointRecord:
     @property
     def fingerprint(self) -> str:
         """The properties that a checkpoint and its copies share: the time and the files, wherever their folders are."""
-        import hashlib  # not above: it loads OpenSSL, and listings and reads of checkpoints need no such digest
+        import hashlib  # imported lazily: it loads OpenSSL, and listing or reading checkpoints needs no such digest
 
         files = {name: [item["kind"], item["files"]] for name, item in self._items_document().items()}
         text = json.dumps([float(self.time), self.step, files], sort_keys=True)
