@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ..graph import RestoreReport as ComponentReport
 from .component import Checkpointable, Component
-from .fresh import FreshComponents
 from .handler import ComponentCheckpointHandler
 from .live import modules_of
 from .permissions import allow, rename
 from .reading import read_state
+from .states import fresh_components

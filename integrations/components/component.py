@@ -161,9 +161,6 @@ class Checkpointable:
     ) -> RestoreReport:
         """Restore this component and all below it, in place: objects keep their identity.
 
-        A saved component for whose attribute the program has None is made as :meth:`from_checkpoint` makes it, if its
-        class and arguments need no permission.
-
         Args:
             path: The directory of a tree of components, or of one of its parts.
             component: Restores only this component, such as ``"learner/p1"``, from the component at ``path``, which may
@@ -190,8 +187,7 @@ class Checkpointable:
         saved = open_component(as_location(path, filesystem=filesystem))
         if component is not None:
             _refuse_tree_above(target, saved)
-        construction = TreeConstruction(saved, object, Permissions(base=Checkpointable))
-        return TreeRestore(target, saved, strict=strict, construction=construction, keep=kept).run()
+        return TreeRestore(target, saved, strict=strict, keep=kept).run()
 
     @classmethod
     def from_checkpoint(

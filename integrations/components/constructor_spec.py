@@ -47,7 +47,6 @@ _TORCH_DTYPES = ("float16", "float32", "float64", "int8", "int16", "int32", "int
 _MISSING = "missing"  # the kind of an argument that could not be kept
 _NUMBERS = "numbers"  # the kind of a long sequence of numbers
 _NESTED = "recipe"  # the kind of an object that is made by a spec of its own
-_NAMING = {"enum", "name", "object", "partial", _MISSING, _NESTED}  # kinds that name classes or functions, or nothing
 
 # ---- writing
 
@@ -161,14 +160,6 @@ def _encode(value: Any, reference: Reference, nested: Nested, depth: int) -> Any
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return {"object": [_named(kind), pairs(dict(zip(value._fields, value, strict=True)))]}
     raise NotData(f"is a {kind.__module__}.{kind.__qualname__}, which a constructor spec cannot hold")
-
-
-def is_plain_spec(spec: Mapping[str, Any]) -> bool:
-    """Whether a spec has all arguments, and names no class or function, which would need permission."""
-    queue = [*spec["args"], *spec["kwargs"].values()]
-    for value in queue:
-        queue += value if isinstance(value, list) else value.values() if isinstance(value, dict) else ()
-    return all(_NAMING.isdisjoint(value) for value in queue if isinstance(value, dict))
 
 
 def _named(thing: Any) -> str:

@@ -149,15 +149,9 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
                 raise OptionError(
                     "overrides=, trust=, allowed= and renamed= are for a new component, and a running one was given"
                 )
-            TreeRestore(
-                live_tree(item),
-                saved,
-                strict=strict and misfits is None,
-                construction=TreeConstruction(saved, object, Permissions(base=Checkpointable)),
-                keep=kept_values(keep),
-                misfits=misfits,
-                modes=modes,
-            ).run()
+            strict = strict and misfits is None
+            kept = kept_values(keep)
+            TreeRestore(live_tree(item), saved, strict=strict, keep=kept, misfits=misfits, modes=modes).run()
             return item
         if keep is not None:
             raise OptionError("keep= is for a running component, and none was given; name values in overrides=")

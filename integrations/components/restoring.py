@@ -11,9 +11,9 @@ from typing import Any
 
 from ...engine.arrays import SavedLeaf
 from ...engine.errors import DamagedCheckpointError, NotAllowedError, OptionError, TreeMismatchError, shortened
-from ...engine.pytree import ARRAY_KINDS, PathFilter, Patterns, escape_key, import_path, loaded, unescape_key
+from ...engine.pytree import ARRAY_KINDS, PathFilter, Patterns, escape_key, import_path, loaded
 from ...engine.sources import Misfits
-from ..graph import Path, RestoreReport, StoredGraph, current_name, format_node_path
+from ..graph import Path, RestoreReport, StoredGraph, current_name
 from .constructor_spec import ConstructorFailed, Missing, SpecDecoder, available, check_spec, construct
 from .live import LiveComponent, live_tree, paths_of, refreshed
 from .names import find, format_component_path
@@ -44,7 +44,6 @@ class TreeRestore:
     _: KW_ONLY
     strict: bool
     keep: Keep | PathFilter | None = None
-    construction: TreeConstruction  # makes the components that are None in the program
     fresh: bool = False  # whether the component was just made
     misfits: Misfits | None = None  # values that do not fit stay as they are, and are noted here
     modes: bool = False  # whether modules and parameters are trained or not as they were
@@ -66,7 +65,6 @@ class TreeRestore:
         self._done: dict[Path, OwnReport] = {}
         self._before: list[tuple[LiveComponent, Any]] = []
         self._asked: dict[Path, Any] = {}  # states of remote components before the restore, requested at once
-        self._attached: list[tuple[Any, str]] = []  # the holders and names of new components
 
     def _left_out(self) -> tuple[str, ...]:
         return _lines((path, origin.left_out) for path, origin in self._origins.items())
@@ -129,14 +127,12 @@ class TreeRestore:
         """Restore every component, and then those that exist only since another was restored."""
         try:
             live = paths_of(self.target.root)
-            matched = {origin.path for origin in self._origins.values()}
-            is_all = all(one.path in matched for one in all_components(self.saved))
-            if not self.fresh:  # After the last one of all, nothing can fail any more.
+            if not self.fresh:  # After the last one, nothing can fail any more.
                 remote = [live[path] for path in [*self._origins][:-1] if is_remote(live[path].value)]
                 self._asked = own_states(remote, snapshot=True, partial=True)
             for path in self._origins:
-                self._set(live[path], self._states.pop(path), last=is_all and not self._states)
-            while new := self._new_origins() or self._made_origins():
+                self._set(live[path], self._states.pop(path), last=not self._states)
+            while new := self._new_origins():
                 live = paths_of(self.target.root)
                 for path, origin in new.items():
                     self._set(live[path], self._prepared(live[path], _opened(origin, live[path])), last=False)
@@ -169,35 +165,6 @@ class TreeRestore:
         self._origins.update(new)
         return new
 
-    def _made_origins(self) -> dict[Path, SavedComponent]:
-        """Construct the saved components that are None in the program; return them by their paths."""
-        live, tried = paths_of(self.target.root), self.construction.tried
-        self.construction.made |= {origin.path: live[path].value for path, origin in self._origins.items()}
-        absent = [
-            (path, str(unescape_key(name)), child)
-            for path, origin in self._origins.items()
-            for (name, *below), child in origin.children.items()
-            if not below and child.path not in tried
-        ]
-        for path, name, saved in absent:
-            holder = live[path].value
-            if getattr(holder, "__dict__", {}).get(name, ...) is not None:
-                continue
-            try:
-                made = self.construction.component(saved)
-            except (ConstructorFailed, DamagedCheckpointError, NotAllowedError, OptionError) as error:
-                where, why = format_component_path((*path, name)), getattr(error, "error", error)
-                _logger.warning("%s: %s stays None in the program: %s", self.saved.location, where, why)
-                continue
-            setattr(holder, name, made)
-            if any(one.value is made for one in refreshed(self.target).walk()):
-                self._attached.append((holder, name))
-                done = self._done[path]
-                done.missing = tuple(one for one in done.missing if one != format_node_path((name,)))
-            else:  # The program does not name it as one of its components.
-                setattr(holder, name, None)
-        return self._new_origins() if absent else {}
-
     def _set(self, one: LiveComponent, change: Callable[[], OwnReport], *, last: bool) -> None:
         if not last and not self.fresh:
             before = self._asked if one.path in self._asked else own_states([one], snapshot=True, partial=True)
@@ -212,8 +179,6 @@ class TreeRestore:
         return [path for path, name in values if keep is not None and keep(path, stored.leaves.get(name or ""))]
 
     def _undo(self) -> None:
-        for holder, name in reversed(self._attached):
-            setattr(holder, name, None)
         for one, state in reversed(self._before):
             if isinstance(state, dict) and not state:
                 continue
@@ -290,7 +255,6 @@ class TreeConstruction:
     fallback: bool = False
     made: dict[Path, Any] = field(default_factory=dict)
     under_way: set[Path] = field(default_factory=set)
-    tried: set[Path] = field(default_factory=set)  # components that were, or could not be, made
 
     def run(self, overrides: Mapping[str, Any], *, strict: bool) -> Any:
         if was_main(self.saved.description.type, self.base):
@@ -305,7 +269,7 @@ class TreeConstruction:
         def keep(path: Path, leaf: SavedLeaf | None) -> bool:
             return path[-1] in names and leaf is not None and leaf.saved.kind not in ARRAY_KINDS
 
-        TreeRestore(live_tree(value), self.saved, strict=strict, construction=self, keep=keep, fresh=True).run()
+        TreeRestore(live_tree(value), self.saved, strict=strict, keep=keep, fresh=True).run()
         return value
 
     def make(self, saved: SavedComponent, base: type, overrides: Mapping[str, Any]) -> Any:
@@ -326,13 +290,6 @@ class TreeConstruction:
                 "Make it yourself and call restore_from_path, or pass them by name"
             )
         return construct(kind or base, (), overrides, where)
-
-    def component(self, saved: SavedComponent) -> Any:
-        """Return the component that was made, or that the program has, for a saved one; make it if there is none."""
-        self.tried.add(saved.path)
-        if saved.path not in self.made:
-            self.made[saved.path] = self.make(saved, object, {})
-        return self.made[saved.path]
 
     def _class(self, path: str, base: type, where: str) -> Any | None:
         if current_name(path) == import_path(base) or was_main(path, base):
@@ -402,7 +359,9 @@ class TreeConstruction:
         saved = descend(self.saved, goal[len(start) :]) if goal[: len(start)] == start else None
         if saved is None:
             return Missing(f"it is the component {format_component_path(goal)}, which is not part of what is loaded")
-        return self.component(saved)
+        if saved.path not in self.made:
+            self.made[saved.path] = self.make(saved, object, {})
+        return self.made[saved.path]
 
     def _nested(self, content: Any) -> Any:
         """Make an object from a spec that is part of another one."""

@@ -42,6 +42,7 @@ from ...engine.stateful import adapted
 from ...engine.storage import LocalBackend, Location
 from ..graph import (
     OPTIMIZER_SLOTS,
+    FreshObjects,
     LiveGraph,
     LiveNode,
     OptionSlot,
@@ -53,7 +54,7 @@ from ..graph import (
     is_optimizer,
     walk,
 )
-from .live import LiveComponent, discovered, is_component
+from .live import LiveComponent, discovered, is_component, live_tree
 from .names import format_component_path
 
 _logger = logging.getLogger("holdfast")
@@ -157,6 +158,15 @@ def own_states(
                 state = {key: value for key, value in state.items() if key not in names}
             states[one.path] = copied(state) if snapshot else pack_tree(state)
     return states
+
+
+def fresh_components(root: Any) -> dict[str, FreshObjects]:
+    """Return what the components of a tree are that have no ``get_state`` of their own; calls nothing of theirs.
+
+    Raise UnsupportedLeafError if one of them holds what no save can take.
+    """
+    own = [one for one in live_tree(root).walk() if not overrides(one.value, "get_state")]
+    return {format_component_path(one.path): FreshObjects(own_graph(one)) for one in own}
 
 
 def default_state(component: LiveComponent, *, snapshot: bool, partial: bool = False) -> dict[str, Any]:

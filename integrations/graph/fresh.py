@@ -1,57 +1,52 @@
-"""Outlines of a program's objects, without values: what a save of later ones would not restore into the first ones."""
+"""What the objects of a program are before its first step, and which later saves could not be restored into them."""
 
 from __future__ import annotations
 
-import copy
-from collections import defaultdict, deque
-from collections.abc import Collection
+import contextlib
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
-from ...engine.arrays import MemoryTree, SavedLeaf
-from ...engine.pytree import (
-    Saved,
-    TreeDocument,
-    collection_paused,
-    describe,
-    describe_template,
-    expand,
-    flatten,
-    is_dense,
-    is_jax_abstract,
-    is_jax_array,
-    is_python_value,
-    is_torch_tensor,
-    loaded,
-)
-from ...engine.sources import Misfits
-from ...engine.storage import LocalBackend, Location
-from .frameworks import GROUPS, is_uninitialized
-from .restoration import Restoration
-from .slots import BoxSlot, Path, StateSlot, format_node_path, parse_path
-from .stored import StoredGraph, capture
-from .tracked import Node, Part, TrackedDict, TrackedList, Untracked, Value
-from .views import COUNTER, Branch, Leaf
+from ...engine.errors import UnsupportedLeafError, difference
+from ...engine.pytree import LeafTemplate, Saved, collection_paused, compare, describe_template, is_python_value
+from .frameworks import OptionSlot, TensorSlot
+from .slots import BoxSlot, PartSlot, Path, Place, StateSlot, format_node_path
+from .tracked import Node
+from .values import MADE_KINDS, NUMBER_VALUES, is_plain
+from .views import Leaf
 from .walk import LiveGraph, LiveNode, walk
 
 
-class _Opaque:
-    """Stands for an object with a state of its own."""
+class _Object:
+    """One object without its value, which steps change."""
 
-    def get_state(self) -> dict[str, Any]:
-        return {}
-
-    def set_state(self, state: Any) -> None: ...
+    def __init__(self, node: LiveNode, known: dict[int, bool]) -> None:
+        view = node.view
+        slot = view.slot if isinstance(view, Leaf) else None
+        self.edges: dict[str, _Object] = {}
+        self.is_leaf, self.has_values = slot is not None, node.has_value  # itself, or objects below it
+        self.is_state, self.is_option = isinstance(slot, StateSlot), isinstance(slot, OptionSlot)
+        self.is_dict, self.is_sequence = isinstance(node.value, dict), isinstance(node.value, list | tuple | deque)
+        self.is_packed = isinstance(view, Leaf) and view.packed is not None
+        # Whether a restore can take the elements as one value, and whether it can make the object where there is none.
+        self.opens = isinstance(view, Leaf) and (node.value is None or view.opened is not None)
+        self.template = _template(node)
+        is_array = self.template is not None and self.template.kind in MADE_KINDS
+        self.is_made = is_array or is_plain(node.value, known, arrays=True)
 
 
 class FreshObjects:
-    """An outline of objects: stand-ins with the same edges, whose arrays have no memory."""
+    """A description of objects: the edges between them, and the kinds of their values."""
 
     def __init__(self, live: LiveGraph) -> None:
-        made: dict[int, Any] = {}  # the stand-ins, by the ids of nodes
-        self._root: Part = _stand_in(live.nodes[0], made)
-        self._outside = [made[id(node)] for node in live.nodes if node.outside and id(node) in made]
+        known: dict[int, bool] = {}
+        found = {id(node): _Object(node, known) for node in live.own}
+        for node in reversed(live.own):  # what is below an object comes after it
+            one, own = found[id(node)], [pair for pair in node.edges.items() if not pair[1].outside]
+            one.edges = {segment: found[id(child)] for segment, child in own}
+            one.has_values = one.has_values or any(child.has_values for child in one.edges.values())
+        self._root = found[id(live.nodes[0])]
 
     @classmethod
     @collection_paused()
@@ -59,154 +54,50 @@ class FreshObjects:
         """Describe the objects below a root; raise UnsupportedLeafError if one can be neither saved nor restored."""
         return cls(walk(root))
 
-    @collection_paused()
-    def refused(self, later: FreshObjects, *, ignore: Collection[Path] = ()) -> list[str]:
-        """Return a line for each part of later objects that a restore into these would refuse, except some."""
-        origin, ignore = "the fresh state", {(COUNTER,), *ignore}
-        now = later._walked()
-        restoration = Restoration(_stored(now), self._root, ignore=ignore, final=True, ends=self._ends, origin=origin)
-        misfits = Misfits()
-        restoration.compare(misfits)
-        restoration.report()._note(misfits)
-        fresh_paths, later_paths = _paths(self._walked()), _paths(now)
-        lines = [*misfits.kept.values()]
-        lines += [_line(path, later_paths, "only in the fresh state") for path in map(parse_path, misfits.absent)]
-        lines += [_line(path, fresh_paths, "not in the fresh state") for path in map(parse_path, misfits.left)]
-        return list(dict.fromkeys(lines))
-
-    def is_none(self, name: str) -> bool:
-        """Whether an attribute of the root is None."""
-        return self._root.added.get(name, ...) is None
-
-    def _ends(self, value: Any) -> bool:
-        return any(value is one for one in self._outside)
-
-    def _walked(self) -> LiveGraph:
-        return walk(self._root, ends=self._ends).without_names()
+    def refused(self, later: FreshObjects) -> Iterator[str]:
+        """Generate a line for each part of later objects that a restore into these would refuse."""
+        queue: list[tuple[_Object, _Object, Path]] = [(self._root, later._root, ())]
+        seen = set[tuple[int, int]]()
+        for fresh, now, path in queue:
+            if (id(fresh), id(now)) in seen:
+                continue
+            seen.add((id(fresh), id(now)))
+            if now.is_leaf and (fresh.is_leaf or now.is_packed):
+                if (problem := _problem(fresh, now, format_node_path(path))) is not None:
+                    yield problem
+            elif now.is_leaf or (fresh.is_leaf and not (fresh.opens and now.is_made)):
+                yield f"{format_node_path(path)}: another object than in the fresh state"
+            elif not fresh.is_leaf and not (now.is_sequence and now.is_made):
+                for segment, one in {**fresh.edges, **now.edges}.items():
+                    below = (*path, segment)
+                    if segment in fresh.edges and segment in now.edges:
+                        queue.append((fresh.edges[segment], one, below))
+                    elif one.has_values and segment in fresh.edges:
+                        yield f"{format_node_path(below)}: only in the fresh state"
+                    elif one.has_values and not one.is_option and not (now.is_dict and one.is_made):
+                        yield f"{format_node_path(below)}: not in the fresh state"
 
 
-def _line(path: Path, other: dict[Path, bool], what: str) -> str:
-    """Return a line for a value that one side lacks, or for the object around it that it lacks as a whole."""
-    end = next((size for size in range(1, len(path)) if other.get(path[:size], True)), len(path))
-    top = path[:end]
-    return f"{format_node_path(top)}: {'another object than in the fresh state' if top in other else what}"
+def _problem(fresh: _Object, now: _Object, path: str) -> str | None:
+    """Return why a value that is restored as a whole does not fit, as the reader of values decides."""
+    wanted, found = fresh.template, now.template
+    if wanted is None:
+        return None
+    if now.is_state:
+        return difference(path, wanted, "the state of an object", "the fresh state")
+    if found is None or "none" in (wanted.kind, found.kind) or {wanted.kind, found.kind} <= NUMBER_VALUES:
+        return None
+    details = {"kind": found.kind, "impl": found.variant, "torch_dtype": found.variant}
+    return compare(wanted, Saved(details, found.dtype, found.shape), path)
 
 
-def _paths(live: LiveGraph) -> dict[Path, bool]:
-    """Return the paths of all objects, and whether each is a value."""
-    return {
-        (*node.path, segment): isinstance(child.view, Leaf)
-        for node in live.nodes
-        for segment, child in node.edges.items()
-    }
-
-
-def _stored(live: LiveGraph) -> StoredGraph:
-    """Return what a save of stand-ins would describe."""
-    captured = capture(live)
-    flat = flatten(captured.tree)
-    leaves = [SavedLeaf(name, _saved(name, value)) for name, value in zip(flat.names, flat.values, strict=True)]
-    place = Location(LocalBackend(), "/")
-    return StoredGraph(MemoryTree(place, TreeDocument(flat.structure), leaves, {}), place, document=captured.document)
-
-
-def _saved(name: str, value: Any) -> Saved:
-    if not (is_torch_tensor(value) or is_jax_abstract(value)):
-        return Saved.of(describe([name], [value])[0])
-    (found,) = describe_template([name], [value])
-    return Saved({"kind": found.kind, "impl": found.variant, "torch_dtype": found.variant}, found.dtype, found.shape)
-
-
-# ---- stand-ins
-
-
-def _stand_in(node: LiveNode, made: dict[int, Any]) -> Any:
-    """Return the object that is walked, saved and restored as the one of a node."""
-    if id(node) not in made:
-        made[id(node)] = Untracked(None)  # for an immutable container that holds itself
-        made[id(node)] = _of_value(node) if isinstance(node.view, Leaf) else _of_branch(node, node.view, made)
-    return made[id(node)]
-
-
-def _of_value(node: LiveNode) -> Any:
-    view, value = node.view, node.value
-    assert isinstance(view, Leaf)
-    if isinstance(view.slot, StateSlot):
-        return _Opaque()
-    if view.packed is not None:
-        return list(value) if isinstance(value, TrackedList) else copy.copy(value)
-    is_box = isinstance(view.slot, BoxSlot) and not hasattr(value, "layout") and not isinstance(value, np.ndarray)
-    content = _without_memory(view.slot.get() if is_box else value)
-    return Value(content) if is_box and is_python_value(content) else content
-
-
-def _of_branch(node: LiveNode, view: Branch, made: dict[int, Any]) -> Any:
-    value = node.value
-    if view.optimizer is not None:
-        return _optimizer(node, made)
-    if view.functional or (isinstance(value, dict | list | deque) and not isinstance(value, Part)):
-        return _container(node, view, made)
-    part = made[id(node)] = Part(None)
-    for edge in view.edges:
-        if edge.segment in node.edges:
-            part.added[edge.key] = _stand_in(node.edges[edge.segment], made)
-    return part
-
-
-def _container(node: LiveNode, view: Branch, made: dict[int, Any]) -> Any:
-    contents = expand(node.value)
-    assert contents is not None
-    if view.functional:
-        return contents.build([_below(node, edge.segment, made) for edge in view.edges])
-    built = made[id(node)] = contents.build([Untracked(None) for _ in view.edges])
-    if isinstance(built, TrackedList | TrackedDict):
-        built._holdfast_origin = None
-    for edge in view.edges:
-        kind: Any = dict if isinstance(built, dict) else list if isinstance(built, list) else deque
-        kind.__setitem__(built, edge.key, _below(node, edge.segment, made))
-    return built
-
-
-def _below(node: LiveNode, segment: str, made: dict[int, Any]) -> Any:
-    return _stand_in(node.edges[segment], made) if segment in node.edges else Untracked(None)
-
-
-def _optimizer(node: LiveNode, made: dict[int, Any]) -> Any:
-    """Return an optimizer of the same class that was never initialized, for stand-ins of the parameters."""
-    optimizer = node.value
-    found = made[id(node)] = object.__new__(type(optimizer))
-    for name, child in node.edges.items():
-        if name != GROUPS:
-            vars(found)[name] = _stand_in(child, made)
-    by_parameter = {id(one.value): _stand_in(one, made) for group in node.groups for one in group}
-    groups, state = [], defaultdict[Any, dict[Any, Any]](dict)
-    for group in optimizer.param_groups:
-        stand_ins = [by_parameter.setdefault(id(one), _without_memory(one)) for one in group["params"]]
-        groups.append({**{name: _without_memory(one) for name, one in group.items()}, "params": stand_ins})
-        for one, stand_in in zip(group["params"], stand_ins, strict=True):
-            if kept := optimizer.state.get(one):
-                state[stand_in] = {key: _without_memory(value) for key, value in kept.items()}
-    vars(found).setdefault("param_groups", groups)
-    vars(found).setdefault("state", state)
-    return found
-
-
-def _without_memory(value: Any) -> Any:
-    """Return an array of the same kind, dtype and shape that takes no memory; any other value as it is."""
-    if isinstance(value, np.ndarray):
-        memory, is_writeable = np.zeros(1, value.dtype), value.flags.writeable
-        return np.lib.stride_tricks.as_strided(memory, value.shape, [0] * value.ndim, writeable=is_writeable)
-    if is_jax_array(value):
-        jax: Any = loaded("jax")
-        return jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=value.weak_type)
-    if not is_torch_tensor(value):
-        return value
-    torch: Any = loaded("torch")
-    if is_uninitialized(value):
-        parameter = isinstance(value, torch.nn.Parameter)
-        kind = torch.nn.parameter.UninitializedParameter if parameter else torch.nn.parameter.UninitializedBuffer
-        return kind(dtype=value.dtype, device="meta")
-    if not is_dense(value):
-        return torch.empty(value.shape, dtype=value.dtype, layout=value.layout)
-    tensor = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-    return tensor.requires_grad_(value.requires_grad)
+def _template(node: LiveNode) -> LeafTemplate | None:
+    """Return what one array or plain value asks for; None for anything else."""
+    if not (node.has_value and isinstance(node.slot, TensorSlot | Place | PartSlot | BoxSlot)):
+        return None
+    value: Any = node.value if isinstance(node.slot, TensorSlot) or hasattr(node.value, "layout") else node.slot.get()
+    if is_python_value(value) or hasattr(value, "dtype"):
+        with contextlib.suppress(UnsupportedLeafError):
+            (found,) = describe_template([""], [value])
+            return replace(found, leaf=None, sharding=None, origin="the fresh state")
+    return None

@@ -240,14 +240,13 @@ class Restoration:
         ignore: Iterable[Path] = (),
         final: bool = False,
         ends: Callable[[Any], bool] = lambda _: False,
-        origin: str = "program",
     ) -> None:
         self._root = weakref.ref(root)
         self._ends = ends  # where the values that the report lists end
         self._number = next(restore_numbers)
         graph = stored.graph.unwrapped()
         graph = graph.renamed(rename) if rename else graph
-        self._values = SavedValues(stored, graph, origin)
+        self._values = SavedValues(stored, graph)
         self._matching = Matching(graph, self._values, final=final)
         self._stored = stored
         self._ignored = frozenset(ignore)
@@ -289,11 +288,6 @@ class Restoration:
             values, known = self._prepared(self._matching.from_root(self.root), misfits)
         self._note(*(one for one, _ in values), *known)  # the report counts them as restored
         return partial(self._write, values, known)
-
-    def compare(self, misfits: Misfits) -> None:
-        """Compare all that `advance` would restore, and read nothing; the report counts what fits as restored."""
-        due, known = self._sorted(self._matching.from_root(self.root))
-        self._note(*self._values.compared(due, misfits).due, *known)
 
     def restore_modes(self) -> list[str]:
         """Restore ``training``, which 0.1.0 did not save, and ``requires_grad``; return the changes by path."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,27 +58,12 @@ _ORDERED = "collections.OrderedDict"  # such as a state dict of torch
 _LABELS = frozenset({*SEQUENCES, "dict", _ORDERED, f"{TrackedDict.__module__}.{TrackedDict.__name__}"})
 
 
-class _Compared(NamedTuple):
-    """Values that fit the program, and what their reader needs."""
-
-    leaves: list[Assignment]
-    targets: list[LeafTemplate]
-    saved: list[Saved]
-    arrays: list[NDArray[Any] | None]  # after the functions of ``rename=``; empty if there are none
-    trees: list[Assignment]  # containers of plain values, and objects with a state
-
-    @property
-    def due(self) -> list[Assignment]:
-        return self.leaves + self.trees
-
-
 class SavedValues:
     """The values of a checkpoint: which are plain, or containers of nothing else, and all of them for slots."""
 
-    def __init__(self, stored: StoredGraph, graph: SavedGraph, origin: str = "program") -> None:
+    def __init__(self, stored: StoredGraph, graph: SavedGraph) -> None:
         self._stored = stored
         self._graph = graph
-        self._origin = origin  # of the objects, in messages
         self.kinds: dict[int, str] = {}  # the kinds of the values, by their nodes
         self._arrays: set[int] = set()  # nodes of arrays of `MADE_KINDS`
         for number, node in graph.values():
@@ -161,12 +146,6 @@ class SavedValues:
 
     def read_values(self, due: list[Assignment], misfits: Misfits | None = None) -> list[tuple[Assignment, Any]]:
         """Compare all values with the program, and return them; with ``misfits``, leave out those that do not fit."""
-        found = self.compared(due, misfits)
-        values = self._read_leaves(found) + self._read_trees(found.trees)
-        return list(zip(found.due, values, strict=True))
-
-    def compared(self, due: list[Assignment], misfits: Misfits | None) -> _Compared:
-        """Compare all values with the program; raise TreeMismatchError or, with ``misfits``, return those that fit."""
         trees: list[Assignment] = []
         leaves: list[Assignment] = []
         for one in due:
@@ -180,25 +159,26 @@ class SavedValues:
         problems = [(one, line) for one, line in zip(leaves, found, strict=True) if line is not None]
         values_of_objects = [(one, _without_object(one.slot)) for one in trees if one.covers is None]
         problems += [
-            (one, difference(format_node_path(one.path), what, "the state of an object", self._origin))
+            (one, difference(format_node_path(one.path), what, "the state of an object"))
             for one, what in values_of_objects
             if what is not None
         ]
-        if not problems:
-            return _Compared(leaves, targets, saved, arrays, trees)
-        if misfits is None:
+        if problems and misfits is None:
             raise TreeMismatchError(
                 f"{self._stored.checkpoint}: {len(problems)} objects do not fit their values in the checkpoint; "
                 "nothing was changed. Leave them out with exclude=, or change them:",
                 [line for _, line in problems],
             )
-        misfits.kept |= {format_node_path(one.path): line for one, line in problems}
-        lost = [one for one, _ in problems]
-        # What an optimizer keeps for a parameter is lost with the parameter, and with any of the other values.
-        kept_for = {id(one.slot.anchor) for one in lost if isinstance(one.slot, OptimizerSlot | TensorSlot)}
-        lost += [one for one in due if isinstance(one.slot, OptimizerSlot) and id(one.slot.anchor) in kept_for]
-        gone = set(map(id, lost))
-        return self.compared([one for one in due if id(one) not in gone], None)
+        if problems and misfits is not None:
+            misfits.kept |= {format_node_path(one.path): line for one, line in problems}
+            lost = [one for one, _ in problems]
+            # What an optimizer keeps for a parameter is lost with the parameter, and with any of the other values.
+            kept_for = {id(one.slot.anchor) for one in lost if isinstance(one.slot, OptimizerSlot | TensorSlot)}
+            lost += [one for one in due if isinstance(one.slot, OptimizerSlot) and id(one.slot.anchor) in kept_for]
+            gone = set(map(id, lost))
+            return self.read_values([one for one in due if id(one) not in gone])
+        values = self._read_leaves(leaves, targets, saved, arrays) + self._read_trees(trees)
+        return list(zip(leaves + trees, values, strict=True))
 
     def _name(self, one: Assignment) -> str:
         return self._graph.nodes[one.saved].value or ""
@@ -215,9 +195,14 @@ class SavedValues:
                 saved[index] = Saved({"kind": "numpy"}, changed.dtype, changed.shape)
         return arrays
 
-    def _read_leaves(self, found: _Compared) -> list[Any]:
+    def _read_leaves(
+        self,
+        due: list[Assignment],
+        targets: list[LeafTemplate],
+        saved: list[Saved],
+        arrays: list[NDArray[Any] | None],
+    ) -> list[Any]:
         """Return the values for leaves, each of the kind that the program has."""
-        due, targets, saved, arrays, _ = found
         parts: dict[int, Any] = {}
         if not arrays:
             arrays, parts = self._stored.read_parts(list(map(self._name, due)), targets)
@@ -244,7 +229,7 @@ class SavedValues:
     def _problem(self, one: Assignment, target: LeafTemplate, leaf: Saved) -> str | None:
         """Return why an object cannot take its value, or why an optimizer's value does not fit its parameter."""
         if compare(target, leaf) is not None:
-            return compare(replace(target, origin=self._origin), leaf)
+            return compare(replace(target, origin="program"), leaf)
         slot = one.slot
         if isinstance(slot, TensorSlot) and slot.overlaps:
             what = "elements of this tensor share memory, as after expand(); make a copy of it"

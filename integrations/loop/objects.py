@@ -114,7 +114,7 @@ class ObjectsAdapter(StateAdapter):
     def refused(self, state: Any) -> list[str]:
         from ..graph import FreshObjects
 
-        return self._fresh.refused(FreshObjects.of(self._graph(state)))
+        return list(self._fresh.refused(FreshObjects.of(self._graph(state))))
 
     def to_tree(self, state: Any) -> Any:
         from ..graph import snapshot
@@ -198,12 +198,18 @@ class ComponentAdapter(StateAdapter):
         return ComponentCheckpointHandler(compression=options.compression)
 
     def begin(self, state: Any) -> None:
-        from ..components import FreshComponents
+        from ..components import fresh_components
 
-        self._fresh = FreshComponents(state)
+        self._fresh = fresh_components(state)
 
     def refused(self, state: Any) -> list[str]:
-        return list(self._fresh.refused(state))
+        from ..components import fresh_components
+
+        return [
+            f"{path}: {line}"
+            for path, now in fresh_components(state).items()
+            for line in (self._fresh[path].refused(now) if path in self._fresh else ["not in the fresh state"])
+        ]
 
     def restore_kwargs(self) -> Mapping[str, Any]:
         return {"modes": True} if self.misfits is None else {"misfits": self.misfits}

@@ -235,11 +235,6 @@ class Learner(Checkpointable):
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
 
 
-class Part(Checkpointable):
-    def __init__(self, size: int = 1, *, make: Any = None) -> None:
-        self.tensor, self.make, self.part = torch.zeros(size), make, None
-
-
 class Root(Checkpointable):
     def __init__(self) -> None:
         self.learner, self.numpy = Learner(), np.zeros(2)
@@ -252,10 +247,6 @@ COMPONENTS: dict[str, Change] = {
     "nothing": lambda root: None,
     "a module": lambda root: setattr(root.learner, "none", linear()),
     "a layer is set": lambda root: setattr(root.learner.model, "added", linear(1)),
-    "a component": lambda root: setattr(root.learner, "none", Part(3)),
-    "a component whose class must be allowed": lambda root: setattr(root.learner, "none", Part(make=linear)),
-    "a component that is no attribute": lambda root: setattr(root.learner, "none", [Part()]),
-    "a new component": lambda root: setattr(root.learner, "new", Part()),
     "a longer tensor": lambda root: setattr(root.learner, "tensor", torch.zeros(3)),
     "integers": lambda root: setattr(root, "numpy", np.zeros(2, np.int64)),
     "a dictionary grows": lambda root: root.learner.named.update(a=torch.zeros(3)),
