@@ -18,7 +18,7 @@ import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -71,6 +71,7 @@ class Recorder:
         self._sampler = Sampler()
         self._ways = Ways(seen.root, _LEAVES, names)
         self._saves = 0
+        self._generators: dict[str, tuple[Any, int]] = {}  # the last state of each that is a tuple, and its checksum
         self._begun = self.attributes = self._attributes(seen)  # as the run began, and at the last save
 
     def take(self, k: int, seen: Seen, same: Pending | None = None) -> Pending:
@@ -82,7 +83,7 @@ class Recorder:
             self._ways = Ways(seen.root, _LEAVES, self._names if self._saves == 1 else None)
             leaves = self._ways.follow(seen.root)
         ways = self._ways
-        generators = checksums(seen.generators) if same is None else same.record["generators"]
+        generators = self._checksums(seen.generators) if same is None else same.record["generators"]
         record: Record = {"k": k, "step": seen.step, "generators": generators}
         state = dict(zip(ways.names, leaves, strict=True))
         gradients = _gradients(state) if k else {}
@@ -112,8 +113,18 @@ class Recorder:
         else:
             sums = {name: full_sum(leaf) for name, leaf in full.items()}
             layers["full"] = {name: total for name, total in sums.items() if total is not None}
-            samples = self._sampler.take([value for values in layers.values() for value in values.values()])
+            passing = chain.from_iterable(values.values() for layer, values in layers.items() if layer != "state")
+            samples = self._sampler.take(leaves, [*passing])
         return Pending(record, ways.names, ways.total, samples, {layer: [*names] for layer, names in layers.items()})
+
+    def _checksums(self, generators: Mapping[str, Any]) -> dict[str, int]:
+        """Return checksums of states of generators; that of Python is compared first, as few programs draw from it."""
+        tuples = {name: state for name, state in generators.items() if type(state) is tuple}
+        last = self._generators
+        found = {name: last[name][1] for name, state in tuples.items() if name in last and state == last[name][0]}
+        found |= checksums({name: state for name, state in generators.items() if name not in found})
+        self._generators = {name: (state, found[name]) for name, state in tuples.items()}
+        return found
 
     def _attributes(self, seen: Seen) -> dict[str, str]:
         """Return the plain attributes of the objects that a program shows as texts, by name."""
@@ -340,9 +351,14 @@ def is_time(name: str) -> bool:
 def _gradients(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """Return the gradients of parameters of torch, by the names of their leaves."""
     torch: Any = loaded("torch")
-    tensors = {} if torch is None else {name: leaf for name, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
-    found = {name: leaf.grad for name, leaf in tensors.items() if leaf.requires_grad and leaf.is_leaf}
-    return {name: gradient for name, gradient in found.items() if gradient is not None}
+    if torch is None:
+        return {}
+    return {
+        name: gradient
+        for name, leaf in leaves.items()
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_leaf
+        if (gradient := leaf.grad) is not None
+    }
 
 
 def _leaves_to_sum(leaves: Mapping[str, Any], k: int) -> dict[str, Any]:
@@ -368,8 +384,7 @@ def _unpacked(text: str, dtype: Any) -> NDArray[Any]:
     return np.frombuffer(base64.b64decode(text), dtype)
 
 
-def _text(record: Mapping[str, Any]) -> str:
-    return json.dumps(record, sort_keys=True, separators=(",", ":"))
+_text = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
 
 def _line(record: Mapping[str, Any]) -> str:

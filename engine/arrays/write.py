@@ -150,11 +150,7 @@ class TreeWriter:
         return _LEAF_BYTES * len(leaves) + sum(spec.chunks * spec.chunk_nbytes for spec in specs)
 
     def write(self, location: Location, member: ProcessInfo) -> bytes:
-        """Write this process's chunks into the item's folder; return its fragment for process 0.
-
-        They are durable then. A process that is alone leaves that to the commit, keeps its fragment for :meth:`merge`,
-        and returns nothing.
-        """
+        """Write this process's chunks, durably unless it is alone; return its fragment for process 0, if any."""
         if isinstance(self._tree.leaves, Snapshot):
             self._tree.leaves.complete()
         data = location / "d"

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,7 +54,7 @@ class Samples:
 
     @property
     def is_ready(self) -> bool:
-        """Whether :meth:`fetch` returns without waiting for a device."""
+        """True if :meth:`fetch` returns without waiting for a device."""
         return all(group.is_ready() for group in self._groups)
 
     def fetch(self, shown: int) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
@@ -61,7 +62,11 @@ class Samples:
         digests = np.zeros(self.count, np.uint32)
         values = np.full((self.count, shown), np.nan, np.float32)
         for group in self._groups:
-            flat, places = group.fetch(), np.array(group.places)
+            flat = group.fetch()
+            if flat.size == 1:
+                digests[group.places], values[group.places] = _of_number(flat.tobytes(), flat.dtype)
+                continue
+            places = np.array(group.places)
             digests[places] = _digests(flat, group.counts)
             with np.errstate(all="ignore"):
                 values[places] = _real(flat[_chosen(group.counts, shown)])
@@ -74,72 +79,149 @@ class _View(NamedTuple):
     tensor: int  # its identity
     address: int
     size: int
-    group: Any  # what it is read with: the dtype, and the device if that is another one than the CPU
-    view: Any  # None at the first sample of a tensor
-    part: Any  # the same as an array of numpy, if that has the dtype
+    part: Any  # an array of numpy, if that has the dtype; None at the first sample of a tensor
+
+
+class _Runs(NamedTuple):
+    """Leaves whose elements are read together: those in host memory by dtype, tensors also by device."""
+
+    on_host: dict[Any, _Run]
+    of_torch: dict[tuple[Any, Any], _Run]
+
+    def add(self, place: int, part: Any) -> None:
+        """Add a part of a tensor: a tensor, or an array of numpy that has its memory."""
+        if isinstance(part, np.ndarray):
+            runs, key = self.on_host, part.dtype
+        else:
+            runs, key = self.of_torch, (part.device, part.dtype)
+        places, counts, parts = runs.get(key) or runs.setdefault(key, _Run([], [], []))
+        places.append(place)
+        counts.append(part.shape[0])
+        parts.append(part)
+
+    def copy(self) -> _Runs:
+        return _Runs(*({key: _Run(*map(list, run)) for key, run in runs.items()} for runs in self))
+
+
+class _Run(NamedTuple):
+    places: list[int]
+    counts: list[int]
+    parts: list[Any]
+
+
+class _Steady:
+    """Tensors that were the same at two samples, and are compared all at once."""
+
+    def __init__(self, views: Mapping[int, _View], count: int) -> None:
+        """Keep views of some of ``count`` leaves, by place."""
+        self.views = views
+        self.others = [place for place in range(count) if place not in views]
+        self.runs = _Runs({}, {})
+        for place, view in views.items():
+            self.runs.add(place, view.part)
+        self._count = count
+        self._places = [*views]
+        self._seen = [[view[field] for view in views.values()] for field in range(3)]
+        self.devices: dict[str, int] = {}
+        for place, view in views.items():
+            on_host = isinstance(view.part, np.ndarray)
+            self.devices.setdefault("cpu" if on_host else view.part.device.type, place)
+        self._tensors = [part for run in self.runs.of_torch.values() for part in run.parts]
+        self._addresses = [views[place].address for run in self.runs.of_torch.values() for place in run.places]
+
+    def are_in(self, leaves: Sequence[Any]) -> bool:
+        """Return whether the leaves have these tensors, and their views the same memory."""
+        if len(leaves) != self._count or not self._places:
+            return len(leaves) == self._count
+        tensors, tensor = [*map(leaves.__getitem__, self._places)], torch.Tensor
+        identities, addresses, sizes = self._seen
+        try:
+            return (
+                [*map(id, tensors)] == identities
+                and [*map(tensor.data_ptr, tensors)] == addresses
+                and [*map(tensor.numel, tensors)] == sizes
+                and [*map(tensor.data_ptr, self._tensors)] == self._addresses
+            )
+        except RuntimeError:  # A tensor of a subclass has no memory now.
+            return False
 
 
 class Sampler:
     """Takes samples of the same leaves again and again; those of torch are found by views that it keeps."""
 
     def __init__(self) -> None:
-        self._views: dict[int, _View] = {}  # by place
+        self._views: dict[int, _View] = {}  # of tensors that were sampled once, by place
+        self._steady = _Steady({}, 0)
 
-    def take(self, leaves: Sequence[Any]) -> Samples:
-        """Begin to take samples of leaves: arrays of numpy, torch or jax, or numbers; others have none."""
-        samples = Samples(len(leaves))
-        on_host: dict[Any, list[tuple[int, Any]]] = {}
-        of_torch: dict[Any, list[tuple[int, Any]]] = {}
+    def take(self, leaves: Sequence[Any], passing: Sequence[Any] = ()) -> Samples:
+        """Begin to take samples of leaves: arrays of numpy, torch or jax, or numbers; others have none.
+
+        Args:
+            leaves: Leaves of a state: its tensors of torch are usually the same at each call.
+            passing: Further leaves, such as gradients, whose memory is not kept.
+        """
+        samples = Samples(len(leaves) + len(passing))
+        is_steady = self._steady.are_in(leaves)
+        known = self._views if is_steady else {**self._views, **self._steady.views}
+        runs = self._steady.runs.copy() if is_steady else _Runs({}, {})
+        samples._devices |= self._steady.devices if is_steady else {}
+        found: dict[int, _View] = {}
         of_jax: dict[Any, list[tuple[int, Any]]] = {}
-        for place, leaf in enumerate(leaves):
+        others = self._steady.others if is_steady else range(len(leaves))
+        entries = chain(((place, leaves[place]) for place in others), enumerate(passing, len(leaves)))
+        for place, leaf in entries:
             kind = _KINDS.get(type(leaf)) or _kind_of(leaf)
-            if kind == "torch":
-                group, part = self._part_of(place, leaf)
-                if isinstance(part, np.ndarray):
-                    samples._devices.setdefault("cpu", place)
-                    on_host.setdefault(group, []).append((place, part))
-                elif part is not None:
-                    of_torch.setdefault(group, []).append((place, part))
+            if kind == "torch" and (part := _view_of(leaf)) is not None:
+                if place < len(leaves):
+                    found[place] = view = _seen_again(leaf, part, known.get(place))
+                    part = part if view.part is None else view.part
+                    samples._devices.setdefault(leaf.device.type, place)
+                runs.add(place, part)
             elif kind == "jax" and not leaf.is_deleted():
                 part, device, name = _first_part(leaf)
                 samples._devices.setdefault(name, place)
                 if name.startswith("cpu"):
-                    _add_array(on_host, place, np.asarray(part))
+                    _add_array(runs, place, np.asarray(part))
                 elif part.size:
                     of_jax.setdefault(device, []).append((place, part))
             elif kind == "array":
-                _add_array(on_host, place, leaf)
+                _add_array(runs, place, leaf)
             elif kind == "number":  # numpy makes an object of a longer integer.
                 is_long = isinstance(leaf, int) and leaf.bit_length() > 63
-                _add_array(on_host, place, np.asarray(hash(leaf) if is_long else leaf))
-        for entries in on_host.values():
-            samples._groups.append(_group(entries, np.concatenate([part for _, part in entries])))
-        for entries in of_torch.values():
-            samples._devices.setdefault(entries[0][1].device.type, entries[0][0])
-            samples._groups.append(_gathered_by_torch(entries))
-        for entries in of_jax.values():
-            samples._groups += gathered_by_jax(entries[:_ON_DEVICES])
+                _add_array(runs, place, np.asarray(hash(leaf) if is_long else leaf))
+        kept = {place: view for place, view in found.items() if view.part is not None}
+        if kept or not is_steady:
+            self._steady = _Steady({**self._steady.views, **kept} if is_steady else kept, len(leaves))
+        self._views = {place: view for place, view in found.items() if view.part is None}
+        for (device, _), run in runs.of_torch.items():
+            flat = _gathered_by_torch(run.parts)
+            if device.type == "cpu":
+                places, counts, parts = runs.on_host.setdefault(flat.numpy().dtype, _Run([], [], []))
+                places += run.places
+                counts += run.counts
+                parts.append(flat.numpy())
+            else:
+                samples._groups.append(_Group(run.places, tuple(run.counts), *_copied_to_host(flat)))
+        for run in runs.on_host.values():
+            flat = np.concatenate(run.parts)
+            samples._groups.append(_Group(run.places, tuple(run.counts), partial(np.asarray, flat), lambda: True))
+        for entries_of_jax in of_jax.values():
+            samples._groups += gathered_by_jax(entries_of_jax[:_ON_DEVICES])
         return samples
 
-    def _part_of(self, place: int, tensor: Any) -> tuple[Any, Any]:
-        """Return a key of what is read with a tensor, or with its part in this process, and some of its elements."""
-        # A view keeps the memory of its tensor, so it is kept only of one that was there at the sample before. There is
-        # no weak reference to a tensor: torch refuses to swap a parameter that has one.
-        address, size, known = _address(tensor), tensor.numel(), self._views.get(place)
-        is_known = known is not None and known[:3] == (id(tensor), address, size) and address != 0
-        if known is not None and is_known and known.view is not None and _address(known.view) == address:
-            return known.group, known.part
-        if (view := _view_of(tensor)) is None:
-            return None, None
-        group: Any = f"{view.device} {view.dtype}"
-        part: Any = view
-        if view.device.type == "cpu":
-            with contextlib.suppress(RuntimeError):  # numpy has no such type
-                # Unlike Tensor.numpy, this leaves the memory resizable, which FSDP frees between two steps.
-                part = np.from_dlpack(view)
-                group = part.dtype
-        self._views[place] = _View(id(tensor), address, size, group, *((view, part) if is_known else (None, None)))
-        return group, part
+
+def _seen_again(tensor: Any, view: Any, last: _View | None) -> _View:
+    """Return what to keep of a tensor: at its second sample, a view of its memory."""
+    # A view keeps the memory of its tensor, so it is kept only of one that was there at the sample before. There is
+    # no weak reference to a tensor: torch refuses to swap a parameter that has one.
+    now = _View(id(tensor), _address(tensor), tensor.numel(), None)
+    if last is None or last[:3] != now[:3] or not now.address or _address(view) != now.address:
+        return now
+    if view.device.type == "cpu":
+        with contextlib.suppress(RuntimeError):  # numpy has no such type
+            # Unlike Tensor.numpy, this leaves the memory resizable, which FSDP frees between two steps.
+            return now._replace(part=np.from_dlpack(view))
+    return now._replace(part=view)
 
 
 def gathered_by_jax(entries: list[tuple[int, Any]]) -> list[_Group]:
@@ -171,18 +253,19 @@ def _kind_of(leaf: Any) -> str:
 
 def _view_of(tensor: Any) -> Any:
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    if not is_dense(local) or local.device.type == "meta" or not local.numel() or local.is_conj() or local.is_neg():
+    if not is_dense(local) or local.is_meta or local.is_conj() or local.is_neg() or not (size := local.numel()):
         return None
     if not _address(local):
         return None
-    flat = local.detach() if local.is_contiguous() else _memory_of(local.detach())
-    stride = _stride(flat.numel())
-    return flat.as_strided((-(-flat.numel() // stride),), (stride,))
+    flat = local.detach() if local.requires_grad else local
+    stride = _stride(size)
+    flat = flat if flat.is_contiguous() else _memory_of(flat)
+    return flat.as_strided((-(-size // stride),), (stride,))
 
 
 def _first_part(array: Any) -> tuple[Any, Any, str]:
     """Return the first part of an array of jax on a device of this process, that device, and the kind of all."""
-    if not isinstance(array.dtype, np.dtype) and is_key(array):
+    if is_key(array):
         array = jax.random.key_data(array)
     device, *others = array.sharding.device_set
     if not others:
@@ -196,23 +279,25 @@ def _stride(size: int) -> int:
     return 1 + (size - 1) // _ELEMENTS
 
 
-def _add_array(on_host: dict[Any, list[tuple[int, Any]]], place: int, array: NDArray[Any]) -> None:
+def _add_array(runs: _Runs, place: int, array: NDArray[Any]) -> None:
     dtype = array.dtype
     if array.size and not dtype.hasobject and (dtype.itemsize in _WIDTHS or dtype.kind in "fc"):
         flat = array.ravel(order="K")
-        on_host.setdefault(dtype, []).append((place, flat[:: _stride(flat.size)]))
+        runs.add(place, flat[:: _stride(flat.size)])
 
 
-def _gathered_by_torch(entries: list[tuple[int, Any]]) -> _Group:
-    with torch.no_grad():
-        flat = torch.cat([view for _, view in entries])
-        if flat.dtype.is_floating_point and flat.dtype not in (torch.float16, torch.float32, torch.float64):
-            flat = flat.float()  # numpy has no such type; the numbers are the same
-    if flat.device.type == "cpu":
-        return _group(entries, flat.numpy())
+def _gathered_by_torch(views: list[Any]) -> Any:
+    flat = torch.cat(views)
+    if flat.dtype.is_floating_point and flat.dtype not in (torch.float16, torch.float32, torch.float64):
+        flat = flat.float()  # numpy has no such type; the numbers are the same
+    return flat
+
+
+def _copied_to_host(flat: Any) -> tuple[Callable[[], NDArray[Any]], Callable[[], bool]]:
+    """Begin to copy a tensor to the host; return functions that give it, and that say whether it has arrived."""
     streams: Any = getattr(torch, flat.device.type, None)
     if not hasattr(streams, "Event"):
-        return _group(entries, flat.cpu().numpy())
+        return partial(np.asarray, flat.cpu().numpy()), lambda: True
     host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
     host.copy_(flat, non_blocking=True)
     event = streams.Event()
@@ -223,12 +308,7 @@ def _gathered_by_torch(entries: list[tuple[int, Any]]) -> _Group:
         array: NDArray[Any] = host.numpy()
         return array
 
-    return _group(entries, flat)._replace(fetch=fetch, is_ready=event.query)
-
-
-def _group(entries: list[tuple[int, Any]], flat: Any) -> _Group:
-    counts = tuple([part.shape[0] for _, part in entries])
-    return _Group([place for place, _ in entries], counts, lambda: flat, lambda: True)
+    return fetch, event.query
 
 
 def _address(tensor: Any) -> int:
@@ -280,6 +360,14 @@ def _digests(flat: NDArray[Any], counts: tuple[int, ...]) -> NDArray[np.uint32]:
     sums = np.add.reduceat(bits, starts) * _WEIGHTS[0]
     folded: NDArray[np.uint32] = ((sums >> np.uint64(32)) ^ sums).astype(np.uint32)
     return np.maximum(folded, 1)
+
+
+@functools.lru_cache(64)  # A learning rate seldom changes.
+def _of_number(content: bytes, dtype: np.dtype[Any]) -> tuple[int, float]:
+    """Return the digest and the value of the only element of an array."""
+    flat = np.frombuffer(content, dtype)
+    with np.errstate(all="ignore"):
+        return int(_digests(flat, (1,))[0]), float(_real(flat)[0])
 
 
 def _real(array: NDArray[Any]) -> NDArray[np.float32]:

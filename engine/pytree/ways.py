@@ -1,7 +1,7 @@
 """Ways to leaves: a state is searched once, and its chosen leaves are found again at every later step.
 
 A way is a chain of keys and attributes from the root, so it leads to the present leaf of an immutable tree that each
-step makes anew as well as of a module that steps change in place. Nothing is ever written, and no method of an object
+step makes again as well as of a module that steps change in place. Nothing is ever written, and no method of an object
 is called.
 """
 
@@ -15,7 +15,7 @@ import types
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
@@ -49,6 +49,7 @@ class _Child(NamedTuple):
     get: _Get
     key: Any
     value: Any
+    place: tuple[int, int] | None = None  # of a parameter whose state in an optimizer has the key
 
 
 @dataclass(eq=False, slots=True)
@@ -61,38 +62,54 @@ class _Way:
 
     @property
     def is_open(self) -> bool:
-        """Whether only containers are on the way."""
+        """True if only containers are on the way."""
         return self.get is operator.getitem and (self.parent is None or self.parent.is_open)
 
-    def is_lost(self, value_at: Callable[[_Way | None], Any]) -> bool:
-        """Whether an entry of a container is gone that does not come and go, as those of lists do."""
-        if self.parent is not None and self.parent.is_lost(value_at):
+    def is_lost(self, values: Mapping[_Way | None, Any]) -> bool:
+        """True if an entry of a container is gone that does not come and go, as those of lists do."""
+        if self.parent is not None and self.parent.is_lost(values):
             return True
-        owner = value_at(self.parent)
-        may_go = self.get is _moment or owner is MISSING or isinstance(owner, list | deque)
-        return value_at(self) is MISSING and not may_go and (self.parent is None or self.parent.is_open)
+        owner = values[self.parent]
+        may_go = self.get is _state_of or owner is MISSING or isinstance(owner, list | deque)
+        return values[self] is MISSING and not may_go and (self.parent is None or self.parent.is_open)
 
 
-def _values_from(root: Any) -> Callable[[_Way | None], Any]:
-    """Return a function that gives what ways lead to from a root."""
-    found: dict[_Way | None, Any] = {None: root}
+_NOWHERE = _Way(None, lambda *_: MISSING, None)  # the way to a leaf that a state lacks
 
-    # A function that called itself would keep the root, and the workers of its loaders, until garbage is collected.
-    def value_at(way: _Way | None) -> Any:
-        steps: list[_Way] = []
-        while way is not None and way not in found:
-            steps.append(way)
-            way = way.parent
-        value = found[way]
-        for step in reversed(steps):
+
+class _Route:
+    """Follows several ways at once; what they share is visited once."""
+
+    def __init__(self, ways: Iterable[_Way | None]) -> None:
+        self._places: dict[_Way | None, int] = {None: 0}
+        self._steps: list[tuple[int, _Get, Any]] = []  # the place of the owner, and what leads on from there
+        self._ends: list[int] = []
+        for way in ways:
+            ahead: list[_Way] = []
+            while way is not None and way not in self._places:
+                ahead.append(way)
+                way = way.parent
+            for step in reversed(ahead):
+                self._steps.append((self._places[step.parent], step.get, step.key))
+                self._places[step] = len(self._steps)
+            self._ends.append(self._places[ahead[0] if ahead else way])
+
+    def follow(self, root: Any) -> list[Any]:
+        """Return what the ways lead to from a root, in their order."""
+        return [*map(self._values(root).__getitem__, self._ends)]
+
+    def values(self, root: Any) -> dict[_Way | None, Any]:
+        """Return what the ways and the parts of them lead to from a root."""
+        return dict(zip(self._places, self._values(root), strict=True))
+
+    def _values(self, root: Any) -> list[Any]:
+        values = [root]
+        for owner, get, key in self._steps:
             try:
-                value = step.get(value, step.key)
+                values.append(get(values[owner], key))
             except Exception:  # An entry or an attribute is gone, or MISSING has none.
-                value = MISSING
-            found[step] = value
-        return value
-
-    return value_at
+                values.append(MISSING)
+        return values
 
 
 class Ways:
@@ -126,8 +143,12 @@ class Ways:
                 if not most:  # Without leaves, arrays are texts as well.
                     taken -= {child.key for child in children if library_of(child.value) is not None}
                 self._attributes += [(f"{prefix}{name}", way, name) for name in _attributes(value) if name not in taken]
+            states: dict[Any, _Way] = {}
             for child in children:
-                name, below = f"{prefix}{child.name}", _Way(way, child.get, child.key)
+                owner = way
+                if child.place is not None:
+                    owner = states.setdefault(child.place, _Way(way, _state_of, child.place))
+                name, below = f"{prefix}{child.name}", _Way(owner, child.get, child.key)
                 if library_of(child.value) is not None or type(child.value) in (bool, int, float):
                     leaves.append((name, below, _rank(child)))
                 elif not isinstance(child.value, _CLOSED) and child.value is not None:
@@ -140,26 +161,25 @@ class Ways:
             known = {name: way for name, way, _ in leaves}
             self._leaves = {name: known.get(name) for name in names}
         self.names = tuple(self._leaves)
+        self._to_leaves = _Route(way or _NOWHERE for way in self._leaves.values())
+        self._to_owners = _Route(way for _, way, _ in self._attributes)
 
     def follow(self, root: Any) -> list[Any]:
         """Return the chosen leaves of another root, in the order of :attr:`names`; MISSING for those that are gone."""
-        value_at = _values_from(root)
-        return [MISSING if way is None else value_at(way) for way in self._leaves.values()]
+        return self._to_leaves.follow(root)
 
     def ended(self, root: Any) -> list[str]:
         """Return the names of the chosen leaves that another root lacks, as far as containers lead to them.
 
         What is in a list, what an optimizer keeps, and what objects hold further below may come and go.
         """
-        value_at = _values_from(root)
-        return [name for name, way in self._leaves.items() if way is not None and way.is_lost(value_at)]
+        values = self._to_leaves.values(root)
+        return [name for name, way in self._leaves.items() if way is not None and way.is_lost(values)]
 
     def attributes(self, root: Any) -> dict[str, str]:
         """Return the attributes that are plain values, functions, generators or containers of them, as texts."""
-        value_at = _values_from(root)
         texts: dict[str, str] = {}
-        for name, way, key in self._attributes:
-            owner = value_at(way)
+        for (name, _, key), owner in zip(self._attributes, self._to_owners.follow(root), strict=True):
             value = vars(owner).get(key, MISSING) if hasattr(owner, "__dict__") else MISSING
             if value is not MISSING and (text := text_of(value)) is not None:
                 texts[name] = text
@@ -207,7 +227,7 @@ def _of_optimizer(optimizer: Any) -> Iterator[_Child]:
     for index, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
             for key, one in [*optimizer.state.get(parameter, {}).items()]:
-                yield _Child(f"state.{number}.{key}", _moment, (index, place, key), one)
+                yield _Child(f"state.{number}.{key}", operator.getitem, key, one, (index, place))
             number += 1
         for key, one in [*group.items()]:
             if type(one) in (bool, int, float):
@@ -219,9 +239,9 @@ def _held(module: Any, place: tuple[str, str]) -> Any:
     return getattr(module, attribute)[name]
 
 
-def _moment(optimizer: Any, place: tuple[int, int, Any]) -> Any:
-    index, number, key = place
-    return optimizer.state.get(optimizer.param_groups[index]["params"][number])[key]
+def _state_of(optimizer: Any, place: tuple[int, int]) -> Any:
+    index, number = place
+    return optimizer.state.get(optimizer.param_groups[index]["params"][number])
 
 
 def _option(optimizer: Any, place: tuple[int, str]) -> Any:
@@ -234,19 +254,19 @@ def _value_of(variable: Any, _: object) -> Any:
 
 
 def _is_variable(value: Any) -> bool:
-    """Return whether an object is a variable of nnx or of Keras, which holds one array."""
+    """True if an object is a variable of nnx or of Keras, which holds one array."""
     if loaded("flax.nnx") is not None and isinstance(value, nnx.Variable):
         return True
     return type(value).__module__.startswith("keras.") and hasattr(value, "value") and hasattr(value, "assign")
 
 
 def _is_open(name: str, value: Any) -> bool:
-    """Return whether an attribute of an object of the program is on a way, and not only a text."""
+    """True if an attribute of an object of the program is on a way, and not only a text."""
     return not name.startswith(_INTERNAL) and not isinstance(value, (*PLAIN, *_CLOSED, np.generic, Enum))
 
 
 def _is_of_library(value: Any) -> bool:
-    """Return whether a library made the class of an object, whose attributes are its own; loaders lead on to data."""
+    """True if a library made the class of an object, whose attributes are its own; loaders lead on to data."""
     module = type(value).__module__
     is_loader = module.startswith("torch.utils.data") and not isinstance(value, Iterator)
     return module.partition(".")[0] in _LIBRARIES and not is_loader
@@ -256,7 +276,7 @@ def _rank(child: _Child) -> int:
     """Return 0 for learning rates, 1 for what an optimizer trains and what it keeps, 2 for other leaves."""
     if child.get is _option:
         return 0 if child.key[1] == "lr" and child.key[0] < _MOST_RATES else 2
-    is_trained = child.get is _moment or (is_torch_tensor(child.value) and child.value.requires_grad)
+    is_trained = child.place is not None or (is_torch_tensor(child.value) and child.value.requires_grad)
     return 1 if is_trained else 2
 
 

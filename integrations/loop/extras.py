@@ -61,12 +61,13 @@ def checksum_of(tree: Any) -> int | None:
 
 def templates_of(extras: Mapping[str, Any]) -> dict[str, Any]:
     """Return the extras that are restored into the types, dtypes and shardings of what was passed."""
+    return {name: to_tree(extra) for name, extra in extras.items() if is_template(extra)}
+
+
+def is_template(extra: Any) -> bool:
+    """Return whether an extra is restored into the types of what was passed."""
     # Stateful objects and plain data may change their structure, as a list grows, so they are restored as saved.
-    return {
-        name: to_tree(extra)
-        for name, extra in extras.items()
-        if is_nnx(extra) or not (is_stateful(extra) or is_plain(extra))
-    }
+    return is_nnx(extra) or not (is_stateful(extra) or is_plain(extra))
 
 
 def loaders_of(extras: Mapping[str, Any]) -> dict[str, LoaderPosition]:

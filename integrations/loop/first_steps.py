@@ -10,7 +10,7 @@ import gc
 import logging
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, compress
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -127,13 +127,19 @@ class FirstSteps:
                 logger.warning(_LEFT_OUT, *(look.step for look in self._looks))
             self._looks, self._sampler = [], Sampler()  # The sampler keeps the memory of what it has seen.
 
-    def save(self, step: int, state: Any, metrics: Mapping[str, Any], *, is_live: bool) -> bool:
-        """Look at the last report, which is about to be saved; return whether there is nothing more to look at."""
+    def save(
+        self, step: int, state: Any, metrics: Mapping[str, Any], refused: Callable[[], list[str]], *, is_live: bool
+    ) -> bool:
+        """Look at the last report, which is about to be saved, and at what a resume from it would refuse.
+
+        Returns:
+            Whether there is nothing more to look at.
+        """
         self._saves, extras = self._saves + 1, self._extras
         if self._saves == 1:
             self._check_place(step, state)
-            if self._is_compared and (refused := self._adapter.refused(state)):
-                logger.warning(_GROWN, step, shortened(refused, 4))
+            if self._is_compared and (problems := refused()):
+                logger.warning(_GROWN, step, shortened(problems, 4))
         root = {STATE: state, **{name: one for name, one in extras.items() if isinstance(one, dict)}}
         ways = Ways(root if is_live else None, _ALL) if self._saved is None else self._saved[1]
         leaves = ways.follow(root)

@@ -25,6 +25,7 @@ from .extras import (
     check_replicated,
     checksum_of,
     is_own,
+    is_template,
     loaders_of,
     moves,
     tree_of,
@@ -33,6 +34,7 @@ from .first_steps import FirstSteps
 from .initial import HYPERPARAMETERS, StartValues
 from .objects import VersionCounters, is_versioned
 from .states import STATE, StateAdapter, is_deleted, located
+from .trees import refused_by
 from .witnessing import Witness
 
 if TYPE_CHECKING:
@@ -166,7 +168,8 @@ class StepSaver:
         self._replicated = replicated
         self._witness = witness
         self._step_offset = step_offset  # updates that are in a state beyond the number of its step
-        self._fresh_extras = fresh_extras  # the types of the extras at the start of the run
+        self._fresh_extras = fresh_extras  # the types at the start of the run of the extras with templates
+        self._templates: list[str] = []  # the names of these extras
         self._report = _NO_STEP
         self._positions = Positions()
         self._versions = VersionCounters()  # of the state, and of extras that are torch modules or optimizers
@@ -191,6 +194,7 @@ class StepSaver:
         """Begin to watch the state after step ``last``, if that is known; ``began`` has what the loop has changed."""
         self._start = StartValues(self._adapter, state, extras, began)
         first = self._first_steps = FirstSteps(self._adapter)
+        self._templates = [name for name, extra in extras.items() if is_template(extra)]
         self._ask(lambda: first.begin(state, last, extras, grows=grows))
         self._versions.watch(self._live(state, {name: one for name, one in extras.items() if is_versioned(one)}))
 
@@ -252,8 +256,9 @@ class StepSaver:
             self._warn_of_gradients()
             taken = self._taken(reported=reported)
             if (first := self._first_steps) is not None:
+                step, state = self._report.step, self._report.state
                 metrics, is_live = taken["metrics"] or {}, self._adapter.is_live
-                self._ask(lambda: first.save(self._report.step, self._report.state, metrics, is_live=is_live))
+                self._ask(lambda: first.save(step, state, metrics, self._refused, is_live=is_live))
         try:
             if not self._manager.save(self.step, force=True, reason=reason, **taken):
                 return False
@@ -262,6 +267,14 @@ class StepSaver:
             raise
         self._saved = self.step
         return True
+
+    def _refused(self) -> list[str]:
+        """Return what the next start would refuse of the last step, as it restores into what it begins with."""
+        refused = self._adapter.refused(self._report.state)
+        if self._fresh_extras is not None:
+            extras = {name: self._report.extras[name] for name in self._templates}
+            refused += refused_by(self._fresh_extras, extras)
+        return refused
 
     def save_locally(self) -> None:
         """Save the last step in the local places of the hosts, if that is due."""

@@ -59,10 +59,7 @@ class TreeAdapter(StateAdapter):
 
     def refused(self, state: Any) -> list[str]:
         assert self._fresh is not None
-        flat = flatten(to_tree(state))
-        objects = tuple(f"{path}." if path else "" for path, _ in located(state, is_nnx))
-        new = [name for name in flat.names if name.startswith(objects) and not self._fresh.covers(name)]
-        return [f"{format_path(name)}: not in the fresh state" for name in new] or self._fresh.refused(flat)
+        return refused_by(self._fresh, state)
 
     def check_savable(self, state: Any) -> None:
         check_savable(to_tree(state))
@@ -112,6 +109,14 @@ class TreeAdapter(StateAdapter):
         nnx.replace_by_pure_dict(parameters, weights.tree)
         nnx.update(module, parameters)
         return weights
+
+
+def refused_by(fresh: FreshTypes, value: Any) -> list[str]:
+    """Return what a restore of a later value into the fresh one would refuse, as text for users."""
+    flat = flatten(to_tree(value))
+    objects = tuple(f"{path}." if path else "" for path, _ in located(value, is_nnx))
+    new = [name for name in flat.names if name.startswith(objects) and not fresh.covers(name)]
+    return [f"{format_path(name)}: not in the fresh state" for name in new] or fresh.refused(flat)
 
 
 def is_stream(value: object) -> bool:

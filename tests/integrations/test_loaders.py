@@ -69,6 +69,29 @@ def taken(batches: Iterator[Any], count: int) -> list[str]:
     return [str(next(batches)) for _ in range(count)]
 
 
+def run_to(directory: Path, until: int, make: Callable[[], Any]) -> list[str]:
+    """Go on to a step in a process of its own; return the batches, and numbers that the model draws beside them."""
+    seed = 0 if not directory.exists() else 99  # A resumed process has other numbers.
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    batches, seen = make(), []
+    with CheckpointCallback(directory, save_interval_steps=1) as checkpoint:
+        state, start = checkpoint.restore_or_initialize({"w": 0}, data=batches)
+        for step in range(start, until):
+            seen.append(f"{next(batches)} {torch.rand(1).item()} {random.random()} {np.random.rand()}")
+            checkpoint.on_step(step + 1, state, data=batches)
+    return seen
+
+
+def following(make: Callable[[], Any], count: int) -> tuple[Any, Any]:
+    """Return two loaders, one that has given batches, and one that was given its state."""
+    first, again = make(), make()
+    taken(first, count)
+    again.set_state(first.get_state())
+    return first, again
+
+
 @pytest.mark.parametrize("name", LOADERS)
 def test_a_run_goes_on_at_the_next_batch(tmp_path: Path, name: str) -> None:
     whole = taken(hf.skip_to(LOADERS[name]()), 9)
@@ -247,17 +270,7 @@ def test_a_loader_that_draws_its_order_or_its_workers_seeds_from_generators(
     make: Callable[[], Any], tmp_path: Path
 ) -> None:
     def train(directory: Path, until: int) -> list[str]:
-        seed = 0 if not directory.exists() else 99  # A resumed process has other numbers.
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.manual_seed(seed)
-        batches, seen = hf.skip_to(make()), []
-        with hf.CheckpointCallback(directory, save_interval_steps=1) as checkpoint:
-            state, start = checkpoint.restore_or_initialize({"w": 0}, data=batches)
-            for step in range(start, until):
-                seen.append(f"{next(batches)} {torch.rand(1).item()} {random.random()} {np.random.rand()}")
-                checkpoint.on_step(step + 1, state, data=batches)
-        return seen
+        return run_to(directory, until, lambda: hf.skip_to(make()))
 
     steps, has_workers = 15, getattr(make(), "num_workers", 0)  # processes take longer to start than all else
     whole = train(tmp_path / "whole", steps)
@@ -345,14 +358,7 @@ def handed_over(loader: Changing) -> Any:
 @pytest.mark.parametrize("change", CHANGES)
 def test_an_order_that_depends_on_what_the_program_hands_over(change: str, tmp_path: Path) -> None:
     def train(directory: Path, until: int) -> list[str]:
-        np.random.seed(0 if not directory.exists() else 99)  # A resumed process has other numbers.
-        batches, seen = handed_over(CHANGES[change]()), []
-        with hf.CheckpointCallback(directory) as checkpoint:
-            state, start = checkpoint.restore_or_initialize({"w": 0}, data=batches)
-            for step in range(start, until):
-                seen.append(next(batches))
-                checkpoint.on_step(step + 1, state, data=batches)
-        return seen
+        return run_to(directory, until, lambda: handed_over(CHANGES[change]()))
 
     whole = train(tmp_path / "whole", 20)
     found = [train(tmp_path / "run", until) for until in (8, 12, 13, 18, 20)]
@@ -381,9 +387,7 @@ def test_a_skipped_loader_is_not_written_to() -> None:
                 raise AttributeError(name)
             super().__setattr__(name, value)
 
-    first, again = hf.skip_to(Frozen(nothing)), hf.skip_to(Frozen(nothing))
-    taken(first, 8)
-    again.set_state(first.get_state())
+    first, again = following(lambda: hf.skip_to(Frozen(nothing)), 8)
     assert taken(again, 5) == taken(first, 5)
 
 
@@ -459,9 +463,7 @@ def test_a_warning_tells_where_workers_draw_other_numbers(
         loader: Any = DataLoader(Augmented(), batch_size=2, multiprocessing_context=context, **options)
         return hf.skip_to(loader, global_batch_size=global_batch_size)
 
-    first, again = batches(), batches()
-    taken(first, position)
-    again.set_state(first.get_state())
+    _, again = following(batches, position)
     next(again)
     assert ("continues with new worker processes" in caplog.text) is warns
 
@@ -594,9 +596,7 @@ def test_a_loader_of_another_library_may_have_workers() -> None:
     class Loader(Sized):
         num_workers = 2
 
-    first, again = hf.skip_to(Loader(random.Random(3))), hf.skip_to(Loader(random.Random(3)))
-    taken(first, 11)
-    again.set_state(first.get_state())
+    first, again = following(lambda: hf.skip_to(Loader(random.Random(3))), 11)
     assert taken(again, 9) == taken(first, 9)
 
 
@@ -801,25 +801,29 @@ def stateful_loader(dataset: Any = Samples, **options: Any) -> Any:
     return kind(dataset(), batch_size=3, **options)
 
 
-def loop_over_epochs(directory: Path, stop: int = 0, **options: Any) -> list[Any]:
+def loop_over_epochs(directory: Path, stop: int = 0, *, first: int | None = None, **options: Any) -> list[Any]:
     """Three epochs of four steps, as most loops of torch are written; the batches of this process.
 
     Loops over streams go by steps: where a stream had ended, the first loop over it yields nothing. A run that stops
-    saves that step alone, but for step 6, and others all steps: neither may change what follows.
+    saves that step alone, but for step 3 and 6, and others all steps: neither may change what follows. With ``first``,
+    the number of the epoch is an extra, which the loop counts up with the last batch.
     """
     torch.manual_seed(0)
-    loader, taken, step = stateful_loader(**options), [], 0
-    with CheckpointCallback(directory, save_interval_steps=1 if stop in (0, 6) else stop) as checkpoint:
-        state, step = checkpoint.restore_or_initialize({"w": 0}, data=loader)
+    loader, taken = stateful_loader(**options), []
+    with CheckpointCallback(directory, save_interval_steps=1 if stop in (0, 3, 6) else stop) as checkpoint:
+        counter = {} if first is None else {"epoch": first}
+        state, step = checkpoint.restore_or_initialize({"w": 0}, data=loader, **counter)
         is_stream = issubclass(options.get("dataset", Samples), Stream)
-        for epoch in range(step // 4, 4 if is_stream else 3):
+        begin, end = step // 4, 4 if is_stream else 3
+        for epoch in range(begin, end) if first is None else range(checkpoint.extras["epoch"], first + end):
             for part in (loader.dataset, loader.sampler, loader.batch_sampler):
                 if hasattr(part, "set_epoch"):
                     part.set_epoch(epoch)
             for batch in loader:
                 taken.append((batch + torch.rand(())).tolist())
                 step += 1
-                checkpoint.on_step(step, state, data=loader)
+                counter = dict.fromkeys(counter, epoch + (step % 4 == 0))
+                checkpoint.on_step(step, state, data=loader, **counter)
                 if step in (stop, 12):
                     return taken
     return taken
@@ -866,29 +870,14 @@ def test_a_loop_over_epochs_is_stopped_at_the_end_of_one_and_elsewhere(
     assert told in caplog.text
 
 
-def loop_with_a_counter(directory: Path, first: int, stop: int = 0) -> list[Any]:
-    """Three epochs whose number is an extra, which the loop counts up with the last batch."""
-    torch.manual_seed(0)
-    loader, taken, step = stateful_loader(shuffle=True), [], 0
-    with CheckpointCallback(directory, save_interval_steps=1 if stop in (0, 3) else stop) as checkpoint:
-        state, step = checkpoint.restore_or_initialize({"w": 0}, data=loader, epoch=first)
-        for epoch in range(checkpoint.extras["epoch"], first + 3):
-            for batch in loader:
-                taken.append((batch + torch.rand(())).tolist())
-                step += 1
-                checkpoint.on_step(step, state, data=loader, epoch=epoch + (step % 4 == 0))
-                if step == stop:
-                    return taken
-    return taken
-
-
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_counter_of_epochs_counts_one_with_its_last_batch(first: int, tmp_path: Path) -> None:
-    whole = loop_with_a_counter(tmp_path / "whole", first)
+    options: dict[str, Any] = {"first": first, "shuffle": True}
+    whole = loop_over_epochs(tmp_path / "whole", **options)
     for stop in (3, 4, 8):
-        begun = loop_with_a_counter(tmp_path / f"{stop}", first, stop)
-        assert begun + loop_with_a_counter(tmp_path / f"{stop}", first) == whole, stop
+        begun = loop_over_epochs(tmp_path / f"{stop}", stop, **options)
+        assert begun + loop_over_epochs(tmp_path / f"{stop}", **options) == whole, stop
 
 
 class CountsEpochs(OwnOrder):
@@ -983,19 +972,15 @@ def test_a_sampler_of_nodes_without_a_state_is_named(tmp_path: Path, caplog: pyt
 def test_a_sampler_that_draws_without_a_state_is_refused(sampler: Callable[[], Any], tmp_path: Path) -> None:
     batches = torch.utils.data.BatchSampler(sampler(), 3, False)
     kind = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
-    for loader in (stateful_loader(sampler=sampler), kind(Samples(), batch_sampler=batches)):
-        with (
-            CheckpointCallback(tmp_path) as checkpoint,
-            pytest.raises(hf.errors.OptionError, match="which has no state"),
-        ):
-            checkpoint.restore_or_initialize({"w": 0}, data=loader)
     samplers = pytest.importorskip("torchdata.stateful_dataloader.sampler")
-    for one in (sampler(), batches, samplers.RandomSampler(Samples())):
-        with (
-            CheckpointCallback(tmp_path) as checkpoint,
-            pytest.raises(hf.errors.OptionError, match=r"data= is a Loader whose order is drawn by a .*Sampler,"),
-        ):
-            checkpoint.restore_or_initialize({"w": 0}, data=of_nodes(one))
+    of_loaders = [stateful_loader(sampler=sampler), kind(Samples(), batch_sampler=batches)]
+    with CheckpointCallback(tmp_path) as checkpoint:
+        for loader in of_loaders:
+            with pytest.raises(hf.errors.OptionError, match="which has no state"):
+                checkpoint.restore_or_initialize({"w": 0}, data=loader)
+        for one in (sampler(), batches, samplers.RandomSampler(Samples())):
+            with pytest.raises(hf.errors.OptionError, match=r"data= is a Loader whose order is drawn by a .*Sampler,"):
+                checkpoint.restore_or_initialize({"w": 0}, data=of_nodes(one))
 
 
 class Pack:
@@ -1104,19 +1089,18 @@ def test_a_sampler_with_a_state_sets_its_generator(taken: int, tmp_path: Path) -
 def test_nothing_holds_a_loader_that_the_program_has_left(tmp_path: Path) -> None:
     """The workers of one that waits for a collection of garbage would end seconds late."""
 
-    def train() -> weakref.ref[Any]:
-        batches = hf.skip_to(DataLoader(Augmented(), batch_size=2))
-        with hf.CheckpointCallback(tmp_path, save_interval_steps=1) as checkpoint:
-            state, start = checkpoint.restore_or_initialize({"w": 0}, data=batches)
-            for step in range(start, start + 3):
-                next(batches)
-                checkpoint.on_step(step + 1, state, data=batches)
-        return weakref.ref(batches)
+    made: list[weakref.ref[Any]] = []
+
+    def batches() -> Any:
+        found = hf.skip_to(DataLoader(Augmented(), batch_size=2))
+        made.append(weakref.ref(found))
+        return found
 
     gc.collect()
     gc.disable()
     try:
-        assert train()() is None
-        assert train()() is None, "after a resume"
+        for until in (3, 6):  # The second one is resumed.
+            run_to(tmp_path, until, batches)
+            assert made[-1]() is None, until
     finally:
         gc.enable()

@@ -94,20 +94,33 @@ def test_what_jax_gathers_on_a_device_has_the_digests_of_the_host() -> None:
 
 
 def test_tensors_are_read_where_they_are_now() -> None:
-    """In-place changes, other memory under the same tensor, and another tensor in its place."""
-    tensor, sampler = torch.zeros(5), Sampler()
-    changes: list[Callable[[], Any]] = [
-        lambda: tensor.add_(1),
-        lambda: setattr(tensor, "data", torch.full((5,), 7.0)),
-        lambda: tensor.mul_(2),
+    """In-place changes, other memory under the same tensor, freed memory, and another tensor in its place."""
+    tensor, kept, sampler = torch.zeros(5), torch.ones(3), Sampler()
+
+    def freed() -> None:
+        """Give the memory back and take other memory, as FSDP does between two steps."""
+        tensor.untyped_storage().resize_(0)
+        assert sampler.take([tensor, kept]).fetch(1)[0][0] == 0
+        tensor.untyped_storage().resize_(20)
+        tensor.fill_(3.0)
+
+    changes: list[tuple[Callable[[], Any], float]] = [
+        *[(lambda: tensor.add_(1), value) for value in (1.0, 2.0, 3.0, 4.0)],
+        (lambda: setattr(tensor, "data", torch.full((5,), 7.0)), 7.0),
+        *[(lambda: tensor.mul_(2), value) for value in (14.0, 28.0, 56.0)],
+        (freed, 3.0),
+        *[(lambda: tensor.sub_(1), value) for value in (2.0, 1.0, 0.0)],
     ]
-    found = [sampler.take([tensor]).fetch(1)[0][0]]
-    for change in changes:
+    found, expected = [sampler.take([tensor, kept]).fetch(1)], [0.0]
+    for change, value in changes:
         change()
-        found.append(sampler.take([tensor]).fetch(1)[0][0])
-    found.append(sampler.take([torch.ones(5)]).fetch(1)[0][0])
-    expected = [Sampler().take([torch.full((5,), value)]).fetch(1)[0][0] for value in (0.0, 1.0, 7.0, 14.0, 1.0)]
-    assert found == expected
+        found.append(sampler.take([tensor, kept], [tensor * 2]).fetch(1))
+        expected.append(value)
+    found.append(sampler.take([torch.ones(5), kept]).fetch(1))
+    for (digests, values), value in zip(found, [*expected, 1.0], strict=True):
+        alone, _ = Sampler().take([torch.full((5,), value), kept, torch.full((5,), 2 * value)]).fetch(1)
+        assert digests.tolist() == alone.tolist()[: len(digests)]
+        assert values[0, 0] == value
 
 
 def test_sums_see_what_samples_do_not() -> None:

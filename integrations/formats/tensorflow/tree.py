@@ -345,7 +345,7 @@ def _node(message: bytes) -> ObjectNode:
 
 
 def _matching(keys: Sequence[str], beginning: str, limit: int) -> Iterator[str]:
-    """Yield the tensors of an attribute: that of its name, or, of tables and the like, all that begin with it."""
+    """Yield the tensors of an attribute: the one with its name, or, for tables, all whose names begin with it."""
     index = bisect_left(keys, beginning)
     if index < len(keys) and keys[index] == beginning:
         yield beginning

@@ -208,12 +208,21 @@ def with_model() -> Any:
     return {"model": Model(), "count": 0}
 
 
+MODELS: dict[str, Change] = {
+    "nothing": lambda model: None,
+    "a variable that was sown": lambda model: setattr(model, "seen", nnx.Intermediate(jnp.ones(1))),
+    "a new layer": lambda model: setattr(model, "more", nnx.Linear(2, 2, rngs=nnx.Rngs(0))),
+    "a variable gets an array": lambda model: model.none.set_value(jnp.ones(2)),
+    "a variable gets a dictionary": lambda model: model.none.set_value({"a": jnp.ones(2)}),
+}
+
+
+def of_model(change: Change) -> Change:
+    return lambda state: change(state["model"])
+
+
 NNX: dict[str, Change] = {
-    "nothing": lambda state: None,
-    "a variable that was sown": lambda state: setattr(state["model"], "seen", nnx.Intermediate(jnp.ones(1))),
-    "a new layer": lambda state: setattr(state["model"], "more", nnx.Linear(2, 2, rngs=nnx.Rngs(0))),
-    "a variable gets an array": lambda state: state["model"].none.set_value(jnp.ones(2)),
-    "a variable gets a dictionary": lambda state: state["model"].none.set_value({"a": jnp.ones(2)}),
+    **{name: of_model(change) for name, change in MODELS.items()},
     "a new number": replaces(new=lambda: 3),
     "a new struct": replaces(new=lambda: Variables(a=1)),
 }
@@ -245,36 +254,47 @@ COMPONENTS: dict[str, Change] = {
 }
 
 CASES = [
-    pytest.param(make, change, id=f"{kind}: {name}")
+    pytest.param(make, change, kind.endswith("as an extra"), id=f"{kind}: {name}")
     for kind, make, table in [
         ("objects", lambda: {"program": program()}, OBJECTS),
         ("tree", tree, TREES),
         ("nnx", with_model, NNX),
         ("components", Root, COMPONENTS),
+        ("a tree as an extra", tree, TREES),
+        ("a model of nnx as an extra", Model, MODELS),
     ]
     for name, change in table.items()
 ]
 
 
-@pytest.mark.parametrize(("make", "change"), CASES)
+@pytest.mark.parametrize(("make", "change", "is_extra"), CASES)
 def test_the_first_save_warns_exactly_where_a_restore_into_the_fresh_state_is_refused(
-    make: Callable[[], Any], change: Change, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make: Callable[[], Any], change: Change, is_extra: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    def begin(checkpoint: hf.CheckpointCallback) -> Any:
+        if not is_extra:
+            return checkpoint.restore_or_initialize(make())[0]
+        checkpoint.restore_or_initialize({"w": np.ones(1)}, extra=make())
+        return checkpoint.extras["extra"]
+
     with hf.CheckpointCallback(tmp_path, save_interval_steps=1) as checkpoint:
-        state, _ = checkpoint.restore_or_initialize(make())
-        if isinstance(state, dict) and "program" in state:
-            change(state["program"])
-            state["program"].lazy(torch.ones(1, 3))
-        elif (changed := change(state)) is not None:
-            state = changed
+        value = begin(checkpoint)
+        if isinstance(value, dict) and "program" in value:
+            change(value["program"])
+            value["program"].lazy(torch.ones(1, 3))
+        elif (changed := change(value)) is not None:
+            value = changed
         for step in (1, 2):
-            checkpoint.on_step(step, state)
+            if is_extra:
+                checkpoint.on_step(step, {"w": np.ones(1)}, extra=value)
+            else:
+                checkpoint.on_step(step, value)
     warnings = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
     told = [text for text in warnings if "a resume would be refused" in text]
     refused = False
     try:
         with hf.CheckpointCallback(tmp_path) as again:
-            again.restore_or_initialize(make())
+            begin(again)
     except hf.TreeMismatchError:
         refused = True
     assert len(told) == refused, told
