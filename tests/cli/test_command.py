@@ -275,6 +275,11 @@ def test_verify_names_damaged_files_and_leaves(cli: Cli, run: Path) -> None:
     assert cli.json("verify", run, "30")["ok"] is True
     (run / "checkpoints" / "30" / "config" / "data.json").unlink()
     assert "config/data.json" in cli.output("verify", run, 30, status=1)
+    stray = run / "checkpoints" / "40"
+    stray.mkdir()
+    (stray / "notes").write_text("mine")
+    said = f"{stray}: no checkpoint, and left alone: it has no checkpoint.json, and `holdfast rm` deletes it\n"
+    assert said in cli.output("verify", run, status=1)
 
 
 # ---- errors

@@ -150,9 +150,9 @@ def test_what_was_lost_between_two_starts() -> None:
 
 
 def test_metrics_come_from_saves_and_later_events() -> None:
-    more = {"b": {"c": 2}, "text": "x", "flag": True, "none": None}
+    more = {"b": {"c": 2}, "two": [3, 4], "text": "x", "flag": True, "none": None}
     history = read_history([saved(1, 5, metrics={"a": 1.5, **more}), event("metrics", 2, step=5, metrics={"a": 2.5})])
-    assert history.metrics == {"a": {5: 2.5}, "b/c": {5: 2.0}}
+    assert history.metrics == {"a": {5: 2.5}, "b/c": {5: 2.0}, "two/0": {5: 3.0}, "two/1": {5: 4.0}}
 
 
 def test_events_of_fallbacks_failures_and_mirrors() -> None:
