@@ -613,6 +613,29 @@ def test_a_long_run_and_a_large_tree_make_a_small_file() -> None:
         assert said in text
 
 
+def test_many_damaged_steps_shared_files_and_deep_leaves_are_told() -> None:
+    summaries = [
+        hf.reports.CheckpointSummary(
+            step=step,
+            path=f"/run/{step}",
+            time=float(step),
+            bytes=10,
+            shared_bytes=4,
+            damage="cut short" if step < 12 else None,
+        )
+        for step in range(14)
+    ]
+    deep = "/".join("abcdefghijklmnopqrstuvwxyz" * 4)
+    leaves = [hf.reports.LeafSummary(item="state", path=deep, kind="numpy", dtype="f4")]
+    run = facts.RunFacts("run", "/run", summaries, History(), newest=summaries[-1], leaves=leaves)
+    found = Page(page.draw_page([run], now=20.0, version="0"))
+    bad = found.texts("li", "bad")
+    assert bad[9:11] == ["Step 9 is damaged: cut short", "2 more steps are damaged; holdfast verify lists them"]
+    assert sum("of which 4 B shared" in "".join(text) for _, _, text in found.elements) == 2 * len(summaries)
+    folded = [text for text in found.texts("code") if "/" in text and deep.endswith(text)]
+    assert len(folded) == 1
+
+
 def test_statistics_of_many_leaves_are_bounded(tmp_path: Path) -> None:
     tree = {f"w{n}": np.full(n + 1, np.nan if n == 3 else 1.0, np.float32) for n in range(1530)}
     with hf.CheckpointManager(tmp_path) as manager:
