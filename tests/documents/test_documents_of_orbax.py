@@ -174,6 +174,7 @@ def test_distributed_initialization(tmp_path: Path, processes: int) -> None:
 # ---- transformations
 
 FEATURES = INPUTS.shape[1]
+structure_of: Any = jax.tree.structure
 
 
 class Network(nn.Module):
@@ -246,7 +247,7 @@ def parts(state: Any) -> list[Any]:
 
 def check_inserted(found: Any, old: Any, new: Any) -> None:
     assert type(found) is TrainState
-    assert jax.tree.structure(found) == jax.tree.structure(new)
+    assert structure_of(found) == structure_of(new)
     assert int(found.step) == 3
     assert int(found.opt_state[0].count) == 3
     sources = {"Dense_0": (new, "Dense_0"), "Dense_1": (old, "Dense_0"), "Dense_2": (old, "Dense_1")}
