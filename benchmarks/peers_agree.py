@@ -198,7 +198,7 @@ def orbax_retention(rng: random.Random, place: Path) -> None:
                 same(ours.best_step(), theirs.best_step(), f"{options}: the best after step {step}")
 
 
-# ---- TensorFlow, in a process of its own
+# ---- TensorFlow, in its own process
 
 
 class TensorFlow:
