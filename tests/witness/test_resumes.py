@@ -111,22 +111,25 @@ def test_each_layer_that_differs_is_named_at_the_first_step(
     assert "holdfast drill" in warning
 
 
+def count(
+    directory: Path, last: int, rise: Callable[[int], float], *, loss: float | None = None, **options: Any
+) -> Proof:
+    """Add to a state in each step, report a loss, by default of the state, and wait for each save."""
+    with hf.CheckpointCallback(directory, save_at_end=False, **options) as checkpoint:
+        state, start = checkpoint.restore_or_initialize({"w": np.zeros(50)})
+        for step in range(start + 1, last + 1):
+            state = {"w": state["w"] + rise(step)}
+            checkpoint.on_step(step, state, metrics={"loss": float(state["w"][0]) if loss is None else loss})
+            checkpoint.manager.wait_until_finished()
+    return checkpoint.proof
+
+
 def test_a_later_difference_is_named_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Steps after those of the line are compared until the next save."""
     caplog.set_level(logging.INFO, "holdfast")
 
-    def train(last: int, change: int) -> Proof:
-        with hf.CheckpointCallback(tmp_path, save_interval_steps=20, save_at_end=False) as checkpoint:
-            state, start = checkpoint.restore_or_initialize({"w": np.zeros(50)})
-            for step in range(start + 1, last + 1):
-                state = {"w": state["w"] + (2 if step == change else 1)}
-                checkpoint.on_step(step, state, metrics={"loss": 1.0})
-                checkpoint.manager.wait_until_finished()
-        proof: Proof = checkpoint.proof
-        return proof
-
-    train(30, 0)
-    proof = train(30, 27)
+    count(tmp_path, 30, lambda step: 1, loss=1.0, save_interval_steps=20)
+    proof = count(tmp_path, 30, lambda step: 2 if step == 27 else 1, loss=1.0, save_interval_steps=20)
     assert (proof.exact, proof.steps, proof.differs) == (False, (21, 22, 24), ("state",))
     said = [text.partition(" (")[0] for text in caplog.messages if "exact" in text]
     assert said == ["exact: steps 21, 22 and 24 are those of before the stop", "not exact from step 28 on: state"]
@@ -253,20 +256,12 @@ def test_a_difference_that_another_processor_rounds(tmp_path: Path, caplog: pyte
     """The records are those of another model of processor; the noise is a part of the update."""
     caplog.set_level(logging.INFO, "holdfast")
 
-    def train(last: int, noise: float, **options: Any) -> Any:
-        with hf.CheckpointCallback(tmp_path, save_interval_steps=2, save_at_end=False, **options) as checkpoint:
-            state, start = checkpoint.restore_or_initialize({"w": np.zeros(50)})
-            for step in range(start + 1, last + 1):
-                state = {"w": state["w"] + 1 + noise}
-                checkpoint.on_step(step, state, metrics={"loss": float(state["w"][0])})
-                checkpoint.manager.wait_until_finished()
-        return checkpoint.proof
-
-    train(3, 0.0)
+    count(tmp_path, 3, lambda step: 1, save_interval_steps=2)
     path = tmp_path / "2" / "witness.jsonl"
     path.write_text("\n".join(rewritten(line, "processor") for line in path.read_text().splitlines()) + "\n")
-    proof = train(3, 1e-6, on_inexact="raise")
+    proof = count(tmp_path, 3, lambda step: 1 + 1e-6, save_interval_steps=2, on_inexact="raise")
     assert (proof.exact, proof.differs) == (None, ())
+    assert proof.rounding is not None
     assert 0 < proof.rounding < 1e-4
     assert [text for text in caplog.messages if "as another processor rounds" in text]
 
