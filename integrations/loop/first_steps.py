@@ -130,11 +130,7 @@ class FirstSteps:
     def look_at_save(
         self, step: int, state: Any, metrics: Mapping[str, Any], refused: Callable[[], list[str]], *, is_live: bool
     ) -> bool:
-        """Look at the last report, which is about to be saved, and at what a resume from it would refuse.
-
-        Returns:
-            Whether there is nothing more to look at.
-        """
+        """Look at a report that is about to be saved, and at what a resume refuses; return whether that was all."""
         self._saves, extras = self._saves + 1, self._extras
         if self._saves == 1:
             self._check_place(step, state)
