@@ -240,9 +240,7 @@ class StepSaver:
         return self._manager.decide(step, metrics=self._report.metrics)
 
     def why_lost(self) -> str | None:
-        """Return why the last step cannot be saved any more, or None when it can."""
-        if self.step is None:
-            return None
+        """Return why the last step, if one was reported, cannot be saved any more, or None when it can."""
         if (lost := self._versions.why_lost() or self._adapter.why_lost(self._report.state)) is not None:
             return lost
         if is_deleted([extra for name, extra in self._report.extras.items() if name not in self._positions.taken]):

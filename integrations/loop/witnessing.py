@@ -261,8 +261,6 @@ class Witness:
 
     def _rounding(self, k: int, saved: Record, now: Record, differs: Mapping[str, str]) -> float | None:
         """Return the size of a difference that another processor explains, or None."""
-        if self.proof.rounding is not None:
-            return self.proof.rounding
         bitwise = {"batch", "generators", "counters"}
         is_other = self._records.key.get("processor") != self._key.get("processor")
         on_cpu = str(self._records.key.get("devices", "cpu")).startswith("cpu")

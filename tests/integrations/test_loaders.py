@@ -615,6 +615,8 @@ def test_loaders_that_would_go_on_with_others() -> None:
             hf.skip_to(loader)  # type: ignore[arg-type]
     with pytest.raises(hf.errors.OptionError, match="number of batches"):
         hf.skip_to([1], -1)
+    with pytest.raises(hf.errors.OptionError, match="global_batch_size=0 must be a number of samples, from 1"):
+        hf.skip_to([1], global_batch_size=0)
     with pytest.raises(hf.errors.OptionError, match=r"draws its order from a random generator of each \(RandomSampler"):
         hf.skip_to(DataLoader(DATA, shuffle=True), global_batch_size=1)
     fabric = pytest.importorskip("lightning.fabric").Fabric(accelerator="cpu", devices=1)

@@ -50,6 +50,8 @@ class Run:
             w, self.done = state["w"], start
             epoch = 0 if self.hidden == "counters" else start // 5
             lr = 1.0 if self.hidden == "state" else 0.9**start
+            if self.hidden == "a draw" and start:
+                rng.normal()
             for step in range(start + 1, last + 1):
                 batch = {"x": order.normal(size=3)}
                 lr *= 0.9
@@ -96,17 +98,27 @@ def test_a_resume_that_is_exact_says_what_was_compared(directory: str, caplog: p
         assert [(one["saved_step"], one["step"], one["exact"]) for one in proofs] == [(8, 10, True)]
 
 
-@pytest.mark.parametrize("hidden", ["batch", "generators", "state", "counters"])
+@pytest.mark.parametrize(
+    ("hidden", "cause"),
+    [
+        ("batch", "The data does not continue where it stopped: pass the iterator or loader"),
+        ("a draw", "A random generator was drawn from or seeded in another way: pass it as an extra"),
+        ("generators", "Either the loop changes the state after on_step"),
+        ("state", "Either the loop changes the state after on_step"),
+        ("counters", "The run counts its steps or epochs in another way: pass the counter as an extra"),
+    ],
+)
 def test_each_layer_that_differs_is_named_at_the_first_step(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, hidden: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, hidden: str, cause: str
 ) -> None:
     crashed(tmp_path, hidden)
     run = Run(tmp_path, hidden)(last=14)
     proof = run.checkpoint.proof
     assert (proof.exact, proof.steps) == (False, ())
-    found = {"generators": "metrics"}.get(hidden, hidden)  # Its generator is not handed over, and so not compared.
-    assert found in proof.differs
+    # A generator that is not handed over is not compared.
+    assert {"generators": "metrics", "a draw": "generators"}.get(hidden, hidden) in proof.differs
     (warning,) = [text for text in caplog.messages if text.startswith("not exact from step 9 on: ")]
+    assert cause in warning
     assert "Or the program or its data have changed" in warning
     assert "holdfast drill" in warning
 
@@ -197,6 +209,11 @@ def test_nothing_is_saved_after_a_difference_with_raise(tmp_path: Path) -> None:
     with pytest.raises(hf.errors.StateError, match=r"not exact from step 9 on: .*on_inexact='raise'"):
         run()
     assert (run.done, run.checkpoint.proof.exact) == (9, False)
+    with hf.CheckpointCallback(tmp_path, save_interval_steps=1, on_inexact="raise") as checkpoint:
+        checkpoint.restore_or_initialize({"w": np.zeros(100)})
+        for step in (9, 10):  # A loop that goes on hears it at each step.
+            with pytest.raises(hf.errors.StateError, match="not exact from step 9 on"):
+                checkpoint.on_step(step, {"w": np.ones(100)})
     assert [entry.step for entry in hf.list_checkpoints(tmp_path)] == [4, 8]
 
 
@@ -397,6 +414,9 @@ def test_no_step_follows_the_end_of_an_epoch(tmp_path: Path) -> None:
                 os.kill(os.getpid(), signal.SIGTERM)
             if checkpoint.on_step(step, {"w": 1.0}, data=data).should_stop:
                 break
+            if step > 4:
+                outcome = checkpoint.on_eval(step, {"loss": 1.0})
+                assert (outcome.saved, outcome.reason) == (False, "preempted; the step is recorded and not saved")
     assert step == 6
 
 
