@@ -813,7 +813,7 @@ def loop_over_epochs(directory: Path, stop: int = 0, *, first: int | None = None
     torch.manual_seed(0)
     loader, taken = stateful_loader(**options), []
     with CheckpointCallback(directory, save_interval_steps=1 if stop in (0, 3, 6) else stop) as checkpoint:
-        counter = {} if first is None else {"epoch": first}
+        counter: dict[str, Any] = {} if first is None else {"epoch": first}
         state, step = checkpoint.restore_or_initialize({"w": 0}, data=loader, **counter)
         is_stream = issubclass(options.get("dataset", Samples), Stream)
         begin, end = step // 4, 4 if is_stream else 3

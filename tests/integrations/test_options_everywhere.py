@@ -53,6 +53,13 @@ PLACES: dict[str, Callable[..., hf.CheckpointManagerOptions]] = {
 LOCAL = hf.Local("/nowhere/memory", every=5)  # made at the first save
 LOSS = {"best_fn": "loss", "best_mode": "max"}
 EVERY_STEP, ALL = (Every(steps=1),), (KeepPinned(), KeepAll())
+RULES: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
+    "newest": ({"max_to_keep": 3}, (KeepLatest(3),)),
+    "best and newest": ({**LOSS, "max_to_keep": 2, "keep_latest": 3}, (KeepBest(2, "loss"), KeepLatest(3))),
+    "period": ({"max_to_keep": 1, "keep_period": 5}, (KeepLatest(1), Every(steps=5))),
+    "time": ({"keep_latest": 1, "keep_time_interval": "30m"}, (KeepLatest(1), Every(secs=1800))),
+    "chosen": ({"max_to_keep": 1, "keep_steps": [2, 5]}, (KeepLatest(1), KeepSteps(frozenset({2, 5})))),
+}
 Effect = tuple[dict[str, Any], tuple[Any, ...], tuple[Any, ...]]  # options, and the triggers and rules that they make
 EFFECTS: dict[str, Effect] = {
     "steps": ({"save_interval_steps": 7}, (Every(steps=7),), ALL),
@@ -68,13 +75,7 @@ EFFECTS: dict[str, Effect] = {
     ),
     **{
         name: ({"save_interval_steps": 1, **given}, EVERY_STEP, (*rules, KeepPinned()))
-        for name, given, rules in [
-            ("newest", {"max_to_keep": 3}, (KeepLatest(3),)),
-            ("best and newest", {**LOSS, "max_to_keep": 2, "keep_latest": 3}, (KeepBest(2, "loss"), KeepLatest(3))),
-            ("period", {"max_to_keep": 1, "keep_period": 5}, (KeepLatest(1), Every(steps=5))),
-            ("time", {"keep_latest": 1, "keep_time_interval": "30m"}, (KeepLatest(1), Every(secs=1800))),
-            ("chosen", {"max_to_keep": 1, "keep_steps": [2, 5]}, (KeepLatest(1), KeepSteps(frozenset({2, 5})))),
-        ]
+        for name, (given, rules) in RULES.items()
     },
     "mirror": ({"save_interval_steps": 1, "mirror": "memory://tests/options"}, EVERY_STEP, ALL),
     "local": ({"save_interval_steps": 1, "local": LOCAL}, EVERY_STEP, ALL),
