@@ -117,7 +117,7 @@ def _set_up_completion(context: click.Context, option: click.Parameter, asked: b
     if option.name == "show_completion":
         click.echo(script)
         context.exit()
-    from pathlib import Path  # not above: no other command needs it
+    from pathlib import Path  # imported lazily: no other command needs it
 
     place, startup, line = _SCRIPTS[shell]
     path = Path.home() / place

@@ -16,7 +16,7 @@ from ..engine.storage import Location, as_location
 INSIDE_A_RUN = "checkpoints"
 _STEP = click.IntRange(min=0)
 _Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
-_LOOKED_AT = 100  # the most folders to search below a directory without checkpoints
+_LOOKED_AT = 100  # maximum number of folders to search below a directory without checkpoints
 
 directory = click.argument(
     "directory", metavar="DIR", help="A run, a directory of checkpoints, or one checkpoint: a path or URL."

@@ -79,7 +79,7 @@ def show(
     leaves = [leaf for leaf in leaves if chosen.chooses(leaf.path.split("/"))]
     numbers = {}
     if statistics:
-        from ..engine.sources import leaf_statistics  # not above: other commands need no comparisons
+        from ..engine.sources import leaf_statistics  # imported lazily: other commands compare nothing
 
         with progress_of("read", shown=not as_json) as progress:
             numbers = {(one.item, one.path): one for one in leaf_statistics(checkpoint, select or None, progress)}

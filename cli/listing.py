@@ -91,7 +91,7 @@ def _add_witness(location: Location, found: list[dict[str, Any]]) -> None:
 
 
 def _other_places(location: Location) -> dict[str, str]:
-    """Return where else the run of a directory has steps, as far as the directory tells."""
+    """Return the other places with steps of the run that its directory names."""
     try:
         run = stored_identity(location)
     except StorageError:
@@ -184,7 +184,7 @@ def describe_one(location: Location) -> CheckpointSummary:
     for item in list_checkpoints(location.parent):
         if item.path == str(location):
             return replace(item, added_bytes=item.bytes)
-    from ..engine.sources import open_at  # not above: what reads checkpoints takes longer to import than to list a run
+    from ..engine.sources import open_at  # imported lazily: the import takes longer than listing a run
 
     checkpoint = open_at(location)
     return CheckpointSummary(

@@ -27,7 +27,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right:
     widths = [max(map(_width, column)) for column in zip(*lines, strict=True)]
     on_terminal = sys.stdout.isatty()
     if on_terminal and len(rows) <= _WRAPPED:
-        import shutil  # not above: it imports what compresses files
+        import shutil  # imported lazily: it imports compression modules
 
         if _whole(widths) > shutil.get_terminal_size().columns:
             _print_fitted(columns, rows, widths, right)  # with rich, which takes as long to import as to list a run
@@ -116,7 +116,7 @@ def print_tree(title: str, leaves: Sequence[tuple[str, int, str]]) -> None:
 
 def print_json(value: Mapping[str, Any]) -> None:
     """Print strict JSON; NaN and infinities become null."""
-    from ..engine.manager import finite  # not above: a table needs no manager
+    from ..engine.manager import finite  # imported lazily: a table needs no manager
 
     say(json.dumps(finite(value), indent=2, allow_nan=False))
 

@@ -47,11 +47,11 @@ class Fact(NamedTuple):
 
 _Space = tuple[str, str, dict[str, Any]]  # (prefix of the names, place in the program, variables)
 
-_OBJECTS = 5000  # the most objects to visit at a step: in functions, and again in modules
-_SECONDS = 0.5  # the most seconds for each of them
+_OBJECTS = 5000  # maximum number of objects to visit at a step: in functions, and again in modules
+_SECONDS = 0.5  # maximum number of seconds for each of them
 _DEPTH = 7
-_ITEMS = 64  # the most items to visit of a container
-_BYTES = 4 << 20  # the most bytes of an array to hash
+_ITEMS = 64  # maximum number of items to visit in a container
+_BYTES = 4 << 20  # maximum number of bytes to hash of an array
 _TEXT = 200  # characters
 _LIBRARIES = tuple(
     os.path.join(folder, "")

@@ -517,7 +517,7 @@ def fingerprint(batch: Any) -> int:
 
 
 def _check_global(loader: Any, global_batch_size: int, *, hands_over: bool) -> None:
-    """Raise OptionError if a position cannot be one of all processes, as far as the loader tells."""
+    """Raise OptionError if the loader shows that one position cannot stand for all processes."""
     if hands_over:
         raise OptionError(
             "global_batch_size= makes the position one of all processes, and generators= and state= belong to one "

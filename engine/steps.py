@@ -252,7 +252,7 @@ def restless(location: Location) -> DamagedCheckpointError:
 
 
 def has_changed(location: Location, record: CheckpointRecord) -> bool:
-    """Whether a checkpoint was replaced or deleted since its record was read, as far as that can be told."""
+    """True if a checkpoint is known to have been replaced or deleted since its record was read."""
     try:
         return read_record(location).identity != record.identity
     except CheckpointNotFoundError:

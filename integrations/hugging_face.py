@@ -31,7 +31,7 @@ class _Start(dict[str, Any]):
 
 
 def as_start(thing: Any, state: Any) -> Any:
-    """Return a state to load: such a dataset begins there once, in the saved epoch; other objects get it as it is."""
+    """Return the state to load: a dataset starts from it once, in the saved epoch; other objects get it unchanged."""
     if (dataset := _streamed(thing)) is None:
         return state
     for epoch in _epochs_of(state):

@@ -104,7 +104,7 @@ class CheckpointCallback(Callback):  # type: ignore[misc]  # Keras has no types
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Restore model and optimizer, whose variables exist by now."""
-        if self._began:  # another call of fit continues
+        if self._began:  # another call to fit continues
             return
         self._began = True
         start = {"epoch": 0, "batch": 0}

@@ -33,13 +33,13 @@ from .problems import ConfigError, KeyPath, Problem, SourceLine, did_you_mean, d
 from .registry import RECIPES, Recipe, RecipeError, find_recipe, installed_recipes
 from .schema import Config, fields_of, is_section
 
-_DEEPEST = 100  # the deepest nesting of lists and sections
-_MOST = 100_000  # the most values of a document, with aliases expanded
+_DEEPEST = 100  # maximum nesting depth of lists and sections
+_MOST = 100_000  # maximum number of values in a document, with aliases expanded
 _TAG = "tag:yaml.org,2002:"
 _ENVIRONMENT = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)(?:,([^}]*))?\}")
 _TEXT_TAGS = {f"{_TAG}{name}" for name in ("str", "timestamp", "value", "merge")}
 _PLAIN_TAGS = {f"{_TAG}{name}" for name in ("null", "bool", "int", "float")}
-_MOST_FILES = 200  # the most files that ``defaults`` may lead to
+_MOST_FILES = 200  # maximum number of files that ``defaults`` may lead to
 _EXPECTED = {
     "bool_type": "true or false",
     "dataclass_type": "a section with keys",

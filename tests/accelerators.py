@@ -118,6 +118,10 @@ class FakeGpu(TorchFunctionMode):
         finally:
             del self._current.stream
 
+    def synchronize(self, device: Any) -> None:
+        for stream in (self.program, *self.streams):
+            stream.run(stream.started)
+
     # ---- what a program does
 
     def launch(self, work: Work) -> None:

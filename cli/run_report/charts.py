@@ -24,11 +24,11 @@ from .history import WORDS, Attempt, History, Note, Save
 from .markup import Markup, join, tag
 
 WIDTH, HEIGHT = 1000.0, 100.0  # the size of the drawings, in their own units
-_POINTS = 600  # the most points of a line
+_POINTS = 600  # maximum number of points on a line
 _BUCKETS = 120  # columns of the lane "waited for saves"
 _GAP = 0.04  # the greatest width of a pause between two starts, as a share of the whole
 _BARS = 150
-_MARKS = 200  # the most marks, and pauses, of a timeline
+_MARKS = 200  # maximum number of marks, and of pauses, on a timeline
 
 
 # ---- time
@@ -65,11 +65,11 @@ class TimeScale:
         self.pauses = [(where / whole, width / whole, pause) for where, width, pause in self.pauses]
 
     def place(self, time: float) -> float:
-        """Return the place of a time, from 0 to 1."""
+        """Return the position of a time on the axis, from 0 to 1."""
         return float(np.interp(time, self._times, self._places))
 
     def time(self, place: float) -> float:
-        """Return the time at a place."""
+        """Return the time at a position on the axis."""
         return float(np.interp(place, self._places, self._times))
 
 
@@ -342,8 +342,8 @@ def _levels(low: float, high: float) -> list[float]:
 
 # ---- the tree of a checkpoint, to unfold: containers with the bytes of all below them
 
-_ROWS = 4000  # the most containers and leaves that are drawn
-_CHILDREN = 400  # the most children of one container
+_ROWS = 4000  # maximum number of containers and leaves that are drawn
+_CHILDREN = 400  # maximum number of children that are drawn of one container
 _OPEN = 40  # A tree of at most so many leaves is unfolded from the start.
 _DEEP = 60  # the deepest nesting of containers
 

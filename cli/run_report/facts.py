@@ -24,7 +24,7 @@ from ..report import count, duration
 from .history import History, add_metrics, read_history
 
 _MOST_RUNS = 50
-_STATISTICS = 1500  # the most leaves whose statistics are shown
+_STATISTICS = 1500  # maximum number of leaves whose statistics are shown
 _WORTH = 60.0  # the least seconds a day that another interval must save for the command to name it
 
 
@@ -35,7 +35,7 @@ class Reading:
     progress: Progress = NULL  # counts the bytes that are read
     statistics: bool = True
     norm_steps: int | None = None  # how many steps to compare norms of, the newest included; None chooses
-    earlier_bytes: float = 8 << 30  # the most bytes of earlier steps to read for norms, where `norm_steps` is None
+    earlier_bytes: float = 8 << 30  # maximum bytes to read of earlier steps for norms, if `norm_steps` is None
 
 
 @dataclass(slots=True)

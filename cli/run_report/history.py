@@ -20,7 +20,7 @@ How = Literal["finished", "closed", "preempted", "crashed", "hung", "failed", "l
 ``failed`` with an exception, ``crashed`` by a signal or a status, ``lost`` without a final event;
 ``open`` without a word so far, on another machine, where it may be running."""
 
-_CHARTED = 16  # the most numbers of a list that are charted
+_CHARTED = 16  # maximum number of numbers in a list that are charted
 
 WORDS: Mapping[How, str] = {
     "finished": "finished",

@@ -21,10 +21,10 @@ from .history import PROOFS, WORDS, Attempt, Note
 from .markup import Markup, join, tag
 
 GENERATOR = '<meta name="generator" content="holdfast report">'
-_STEPS = 500  # the most rows of a table of steps, and of starts
-_NOTES = 300  # the most lines of the list of what happened
-_METRICS = 16  # the most charts of metrics
-_GROUPS = 6  # the most charts of norms
+_STEPS = 500  # maximum number of rows in a table of steps or of starts
+_NOTES = 300  # maximum number of lines in the list of what happened
+_METRICS = 16  # maximum number of charts of metrics
+_GROUPS = 6  # maximum number of charts of norms
 
 _BAD = ("crashed", "hung", "failed")
 

@@ -102,10 +102,7 @@ def read_checked(place: Location, known: FileRecord | None, *, limit: int) -> by
 def open_folder(
     place: Location, files: Mapping[str, FileRecord] | None
 ) -> tuple[Location, Mapping[str, FileRecord] | None]:
-    """Return a folder with the files that the commit record has for it; one that is a zip file is read whole, now.
-
-    Of a zip file that holds those of several processes, only the one for the place is read.
-    """
+    """Return a folder with the files that the commit record has for it; one that is a zip file is read whole, now."""
     known = None if files is None else files.get("")
     if known is None:
         return place, files

@@ -201,10 +201,7 @@ def write_compressed(
     *,
     group_chunks: int = 4096,  # that a thread takes at a time, at most
 ) -> tuple[Integers, list[int]]:
-    """Compress chunks with several threads; write one file while the chunks of another are compressed.
-
-    Returns a row for each chunk, as `chunk_table` does, and the bytes of each file.
-    """
+    """Compress and write chunks with several threads; return their rows (see `chunk_table`) and the files' sizes."""
     limit = min(_FILE_BYTES, layout.data_file_bytes)
     files_of = list(batches(chunks, lambda chunk: sources.specs[chunk.array].chunk_nbytes, limit))
 

@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -78,7 +79,7 @@ _THREADS = 4
 _BUFFERS = 12  # buffers that threads copy out of take at most a twelfth of the bytes read
 _EXTENT = 16 << 20  # bytes read at a time; more only if a single chunk is larger
 COPIED_EXTENT_BYTES = 4 << 20  # the same if all of it is copied out: its memory is reused
-_FEW = 32  # extents; one thread would wait longer for more of them than it takes to read them
+_FEW = 32  # extents; with more, one thread would spend more time waiting than reading
 _SMALL = 16 << 10  # bytes; smaller chunks take longer to handle than to read
 LOCAL_GAP = 4 << 10  # bytes between two chunks that are cheaper to read than to skip: a page of the disk
 REMOTE_GAP = 1 << 20  # the same over a network, where a request waits as long as this many bytes take to arrive
@@ -118,29 +119,7 @@ def read_chunks(
 ) -> int:
     """Read chunks and hand them to ``use``, or receive them in ``places``; return the number of bytes read."""
     extents = list(plan_extents(chunks, REMOTE_GAP if remote else LOCAL_GAP))
-    own = threading.local()  # the buffer that a thread reads into again and again
-
-    def read_extent(extent: Extent) -> int:
-        if not hasattr(own, "buffer"):
-            own.buffer = Buffer()
-        try:
-            if places is not None and _receive(files, extent, places):
-                return extent.length
-            data = files[extent.file].read(extent.offset, extent.length, None if extent.kept else own.buffer)
-        except (DamagedCheckpointError, StorageError) as error:
-            if isinstance(error, StorageError) and not (isinstance(error, ObjectNotFoundError) or is_unreadable(error)):
-                raise  # the bytes are unavailable at the moment, and not lost
-            if extent.stop - extent.first == 1:
-                failed(extent.first, error)
-                return 0
-            # One by one, so that only the damaged chunks fail.
-            singles = (_extent(chunks, row, row + 1, kept=extent.kept) for row in range(extent.first, extent.stop))
-            return sum(map(read_extent, singles))
-        if not extent.kept:
-            data.flags.writeable = False  # spares the checksums a view of each chunk
-        use(extent, data)
-        return extent.length
-
+    read = partial(_read_extent, files, chunks, use, failed, places, threading.local())
     total = int(chunks.lengths.sum())
     buffer = max((extent.length for extent in extents if not extent.kept), default=1)
     count = min(_THREADS, max(1, total // (buffer * _BUFFERS)))
@@ -149,7 +128,37 @@ def read_chunks(
     if remote:
         count = REQUESTS
         extents = _spread(extents)
-    return sum(parallel_map(read_extent, extents, count, name="holdfast-read"))
+    return sum(parallel_map(read, extents, count, name="holdfast-read"))
+
+
+def _read_extent(
+    files: Mapping[str, DataReader],
+    chunks: ChunkTable,
+    use: Use,
+    failed: Callable[[int, Exception], None],
+    places: Places | None,
+    own: threading.local,  # has the buffer that a thread reads into again and again
+    extent: Extent,
+) -> int:
+    try:
+        if places is not None and _receive(files, extent, places):
+            return extent.length
+        if not hasattr(own, "buffer"):
+            own.buffer = Buffer()
+        data = files[extent.file].read(extent.offset, extent.length, None if extent.kept else own.buffer)
+    except (DamagedCheckpointError, StorageError) as error:
+        if isinstance(error, StorageError) and not (isinstance(error, ObjectNotFoundError) or is_unreadable(error)):
+            raise  # the bytes are unavailable at the moment, and not lost
+        if extent.stop - extent.first == 1:
+            failed(extent.first, error)
+            return 0
+        # One by one, so that only the damaged chunks fail.
+        singles = [_extent(chunks, row, row + 1, kept=extent.kept) for row in range(extent.first, extent.stop)]
+        return sum(_read_extent(files, chunks, use, failed, places, own, single) for single in singles)
+    if not extent.kept:
+        data.flags.writeable = False  # spares the checksums a view of each chunk
+    use(extent, data)
+    return extent.length
 
 
 def _receive(files: Mapping[str, DataReader], extent: Extent, places: Places) -> bool:

@@ -116,7 +116,7 @@ class TreeReader(TreeSource):
         """Return the types of the fresh state that the run began with; None where they are not recorded."""
         if self._began is None:
             return None
-        from ..pytree import recorded_types  # not above: few reads need templates
+        from ..pytree import recorded_types  # imported lazily: few reads need templates
 
         return recorded_types(self._began, {leaf.name: leaf.saved for leaf in self.leaves}, self.location / TREE)
 

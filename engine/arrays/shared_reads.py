@@ -257,11 +257,7 @@ class SharedReads:
         return {positions[array]: outputs.of(array) for some in plan.teams.values() for array in some}
 
     def _agreed(self, facts: Mapping[str, Any]) -> list[int] | None:
-        """Return the most bytes that a process reads for each kind of teams.
-
-        None if it is not worth it, and nothing if the processes have different plans, or one leaves and has none: then
-        each is to read on its own.
-        """
+        """Return the most bytes that a process reads for each kind of teams; None, or nothing, if none are shared."""
         lengths: list[int] | None = self._together("plan", facts, agreed_lengths)
         return lengths
 

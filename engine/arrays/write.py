@@ -47,7 +47,7 @@ _WORTH = 64 << 10  # bytes a leaf; copying less takes no longer than computing w
 _ARRAYS = {"numpy", "jax", "torch", "key"}  # kinds of leaves that are arrays
 _LEAF_BYTES = 256  # bytes of a leaf beside its elements, more or less
 _SHOWN = 60  # characters of a value in an error
-_NAME_LIMIT = 60_000  # bytes; the index adds the numbers of chunks to a name
+_NAME_LIMIT = 60_000  # bytes; the index appends chunk numbers to a name
 
 
 def write_file(place: Location, content: bytes) -> FileRecord:
@@ -150,11 +150,7 @@ class TreeWriter:
         return _LEAF_BYTES * len(leaves) + sum(spec.chunks * spec.chunk_nbytes for spec in specs)
 
     def write(self, location: Location, member: ProcessInfo) -> bytes:
-        """Write this process's chunks into the item's folder; return its fragment for process 0.
-
-        They are durable then. A process that is alone leaves that to the commit, keeps its fragment for :meth:`merge`,
-        and returns nothing.
-        """
+        """Write this process's chunks, durably unless it is alone; return its fragment for process 0, if any."""
         if isinstance(self._tree.leaves, Snapshot):
             self._tree.leaves.complete()
         data = location / "d"

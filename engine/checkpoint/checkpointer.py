@@ -250,7 +250,7 @@ class AsyncCheckpointer(Checkpointer):
 
 def start_save(handler: AsyncCheckpointHandler, path: Place, item: Any, *, force: bool) -> Future[SaveReport]:
     """Take a snapshot of an object and save it in the background, beside other saves; errors are in the Future."""
-    from .futures import SaveFuture  # not above: concurrent.futures takes longer to import than all that a save needs
+    from .futures import SaveFuture  # imported lazily: concurrent.futures takes longer than a whole save
 
     checkpointer = AsyncCheckpointer(handler)
     future = SaveFuture(checkpointer._save)

@@ -92,13 +92,21 @@ class Phase(Enum):
 
     PLANNED = auto()  # nothing is written
     BEGUN = auto()  # the directory may be made; a marker in it belongs to another save
-    CLAIMED = auto()  # the marker, if there is one, belongs to this save, and may not be whole
-    WRITING = auto()  # the marker is whole
+    CLAIMED = auto()  # the marker belongs to this save, and may not be whole
+    WRITING = auto()  # the marker, if there is one, is whole
     WITHDRAWN = auto()  # the record was taken back, and the marker of a deletion says so
     LOST = auto()  # another save was committed first
     RECORDED = auto()  # the record may be in place, and the data may be the only copy
     OVERTAKEN = auto()  # committed, and another save has begun since
     COMMITTED = auto()
+
+
+class Guard(Enum):
+    """What keeps saves to one path apart."""
+
+    MARKER = auto()  # the marker alone: of two saves, the one that began later wins
+    CONDITION = auto()  # a marker, and the store takes the record only if no other save has written one
+    ARCHIVES = auto()  # the same without a marker, as archives say themselves that a save has left them
 
 
 _REMOVABLE = {Phase.BEGUN, Phase.CLAIMED, Phase.WRITING, Phase.WITHDRAWN, Phase.LOST}
@@ -143,8 +151,8 @@ class PendingCheckpoint(ABC):
         self._copies = copies
         self._lock = SaveLock(location / PARTIAL)
         self._phase = Phase.PLANNED
-        self._marker_size: int | None = None  # None: this save has no marker
-        self._is_conditional = False  # whether the store writes the record only if no other save has written it
+        self._guard = Guard.MARKER
+        self._marker_size = 0
         self._old_record: bytes | None = None
         self._old: CheckpointRecord | None = None
         self._leftovers: set[str] = set()  # what is removed once this save is committed
@@ -282,13 +290,14 @@ class PendingCheckpoint(ABC):
 
     def _is_own(self) -> bool:
         """Whether the path still belongs to this save, which may have no marker, or none that is whole."""
-        is_unmarked = self._marker_size is None or self._phase is Phase.CLAIMED
+        is_unmarked = self._guard is Guard.ARCHIVES or self._phase is Phase.CLAIMED
         return is_unmarked or self._lock.is_own(self.token, self._marker_size)
 
     def _confirm(self, record: CheckpointRecord) -> None:
         """Give way if another save has begun, or a sweep may have removed files; then the checkpoint exists."""
         is_overtaken = not self._is_own()
-        gives_way = is_overtaken and self._old_record is None and not (self._is_conditional or self._is_alone)
+        is_new = self._old_record is None
+        gives_way = is_overtaken and is_new and self._guard is Guard.MARKER and not self._is_alone
         # A copy that continues has a new marker, but a sweep may have listed the files that it goes on with.
         is_doubtful = is_overtaken or (self.continues and not self._lock.tells)
         if is_doubtful and (gives_way or not self._is_intact(record)):
@@ -312,14 +321,15 @@ class PendingCheckpoint(ABC):
     def _take_back(self, content: bytes) -> Phase:
         """Take back the record of a commit that has failed; return the phase that this leads to."""
         phase, place = Phase.WRITING, self.location / RECORD
+        is_conditional = self._guard is not Guard.MARKER
         with contextlib.suppress(StorageError):
             if not self._is_visible():
                 return phase
-            if self._old_record is not None and self._is_conditional:
+            if self._old_record is not None and is_conditional:
                 place.write_bytes_if(self._old_record, content)
             elif self._old_record is not None:
                 place.write_bytes(self._old_record)
-            elif self._is_conditional:
+            elif is_conditional:
                 phase = Phase.WITHDRAWN
                 (self.location / DELETED).write_bytes(content)
                 place.remove_if(content)
@@ -328,7 +338,7 @@ class PendingCheckpoint(ABC):
         return Phase.RECORDED if self._is_visible() else phase
 
     def _is_visible(self) -> bool:
-        """Whether the record that is in place is the one that this save wrote, as far as can be told."""
+        """True if the record in place is known to be the one that this save wrote."""
         try:
             record = read_record(self.location)
         except CheckpointNotFoundError:
@@ -366,7 +376,7 @@ class PendingCheckpoint(ABC):
                 sweep(self.location, self._parts)
             if self._deletion is not None:
                 (self.location / DELETED).remove()
-            if self._marker_size is not None and not is_overtaken:
+            if self._guard is not Guard.ARCHIVES and not is_overtaken:
                 (self.location / PARTIAL).remove()  # last: it tells the next run that something may be left
 
     def _remove(self, error: BaseException | None) -> bool:

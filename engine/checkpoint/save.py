@@ -439,7 +439,7 @@ def _all_stopped(rendezvous: Rendezvous, timeout: float) -> bool:
 
 
 def _stopped_key(rendezvous: Rendezvous, process: int) -> str:
-    from urllib.parse import quote  # not above: only programs of several processes need it
+    from urllib.parse import quote  # imported lazily: only programs of several processes need it
 
     return f"{quote(rendezvous.name, safe='')}/stopped/{process}"
 

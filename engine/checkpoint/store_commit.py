@@ -19,7 +19,7 @@ after the crash in ...        the prefix has ...                                
 ============================  ===================================================  ================================
 WRITING                       the marker and objects; the old record and its       the next save, once it is
                               objects, if there was one                            committed; a sweep
-CLAIMED, without a marker     archives                                             the same; a sweep of the run
+WRITING, without a marker     archives                                             the same; a sweep of the run
 RECORDED                      either of the two, or the new record                 the record decides: the same
 COMMITTED, while old data go  the new record, old objects, and the marker, if any  the next save; a sweep
 late requests of a dead save  folders with the token of that save                  the next sweep, by the listing
@@ -34,7 +34,7 @@ from collections.abc import Collection
 from ..format import DELETED, PARTIAL, RECORD, CheckpointRecord
 from ..steps import has_record, read_record
 from ..storage import Location
-from .commit import PendingCheckpoint, Phase, answered, write_record
+from .commit import Guard, PendingCheckpoint, Phase, answered, write_record
 from .removal import CommitParts, folders_of, left_archives, marker_content, names_in, remove_folders, sweep
 
 _UNIQUE = re.compile(r".+\.[0-9a-f]{8}")  # names that saves to object stores give to the folders of items
@@ -62,9 +62,9 @@ class StoreCommit(PendingCheckpoint):
         self._leftovers = left_archives(location, names - folders_of(self._old))
         # Late requests leave such a folder without a record or a marker.
         self._check_free({name for name in names - self._leftovers if not _UNIQUE.fullmatch(name)})
-        # Whether there is nothing here that a marker would have to explain.
         is_free = not (self._leftovers or {PARTIAL, DELETED, RECORD} & names)
-        self._is_plain = is_free and type(self._parts) is CommitParts and self._copies is None
+        if is_free and type(self._parts) is CommitParts and self._copies is None:
+            self._guard = Guard.ARCHIVES  # there is nothing here that a marker would have to explain
         left = [] if is_untouched else self._left_by_copy(items, names)
         self._leftovers -= {*left}  # the copy takes them
         if not left and PARTIAL in names:
@@ -81,21 +81,20 @@ class StoreCommit(PendingCheckpoint):
 
     def _begin(self, archives: Collection[str]) -> None:
         self._phase, marker = Phase.CLAIMED, self.location / PARTIAL
-        if self._is_plain and self.paths.keys() == {*archives} and marker.honours_conditions(None):
-            self._is_conditional = True
-            return
-        content = self._marker()
-        marker.write_bytes(content, atomic=False)
+        are_archives = self.paths.keys() == {*archives}
+        if not (self._guard is Guard.ARCHIVES and are_archives and marker.honours_conditions(None)):
+            self._guard, content = Guard.MARKER, self._marker()
+            marker.write_bytes(content, atomic=False)
+            self._guard = Guard.CONDITION if marker.honours_conditions(content) else Guard.MARKER
         self._phase = Phase.WRITING
-        self._is_conditional = marker.honours_conditions(content)
 
     def _write(self, record: CheckpointRecord) -> None:
-        if not self._is_conditional:
+        if self._guard is Guard.MARKER:
             write_record(self.location, record)
         elif not write_record_if(self.location, record, self._old_record):
             self._phase = Phase.LOST
             raise self._lock.conflict()
-        if self._marker_size is None:
+        if self._guard is Guard.ARCHIVES:
             self._check_listed(record)
 
     def _check_listed(self, record: CheckpointRecord) -> None:
@@ -108,7 +107,7 @@ class StoreCommit(PendingCheckpoint):
             (self.location / PARTIAL).write_bytes(marker_content(self.token, sorted(others)), atomic=False)
 
     def _clear(self) -> None:
-        if self._marker_size is None:  # a marker that is here belongs to another save
+        if self._guard is Guard.ARCHIVES:  # a marker that is here belongs to another save
             if self._phase is Phase.WITHDRAWN:
                 (self.location / DELETED).remove()
             return

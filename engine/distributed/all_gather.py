@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from .coordinators import Coordinator, JaxCoordinator, TorchCoordinator
+from .coordinators import Coordinator, JaxCoordinator
+from .torch_store import TorchCoordinator
 
 Bytes = NDArray[np.uint8]
 Teams = tuple[tuple[int, ...], ...]  # teams of equally many processes, which together are all of a program

@@ -12,116 +12,17 @@ import itertools
 import json
 import logging
 import struct
-import threading
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
 
 import google_crc32c
 
 from ..errors import BarrierTimeoutError, PeerFailedError, describe_error, shortened
 from ..forks import Lock
-from .coordinators import Coordinator
-
-T = TypeVar("T")
-
-_SECOND_CHANCE = 1.0  # seconds for a store that did not answer the previous call, or for a wait that ends
-_SHARE = 8  # which is at most this part of a timeout
-
-_silent: weakref.WeakSet[Coordinator] = weakref.WeakSet()  # coordinators that did not answer the last call
-
-
-class BoundedCoordinator:
-    """A coordinator whose calls raise ConnectionError when its store does not answer for ``limit`` seconds.
-
-    A store that is gone closes its connections, but a store whose process is stopped, or whose machine has vanished,
-    does not answer, and clients such as torch's wait without a deadline. So each call runs in a thread, which is
-    abandoned at the deadline. After the first such call, others wait only a second, until one is answered.
-    """
-
-    def __init__(self, coordinator: Coordinator, limit: float) -> None:
-        self.unbounded = coordinator
-        self.process_index = coordinator.process_index
-        self.process_count = coordinator.process_count
-        self._limit = limit
-        self._again = min(limit / _SHARE, _SECOND_CHANCE)
-
-    def put(self, key: str, value: bytes) -> None:
-        self.run(lambda store: store.put(key, value))
-
-    def get(self, key: str, timeout: float, *, waited: float = 0.0) -> bytes:
-        return self.run(lambda store: store.get(key, timeout, waited=waited), timeout)
-
-    def try_get(self, key: str) -> bytes | None:
-        return self.run(lambda store: store.try_get(key))
-
-    def try_get_all(self, keys: Sequence[str]) -> list[bytes] | None:
-        return self.run(lambda store: store.try_get_all(keys))
-
-    def delete(self, key: str) -> None:
-        self.run(lambda store: store.delete(key))
-
-    def give_up(self, key: str) -> None:
-        """End the wait for a value that is not asked for again; a store that did not answer is left alone."""
-        if self.unbounded not in _silent:
-            with contextlib.suppress(ConnectionError, DeadlinePassedError):
-                call_within(self._again, self._answered, lambda store: store.give_up(key))
-
-    def monotonic(self) -> float:
-        """Return the seconds on the clock by which deadlines are measured."""
-        return time.monotonic()
-
-    def run(self, work: Callable[[Coordinator], T], waits: float = 0.0) -> T:
-        """Make several calls with one deadline; ``waits`` are the seconds that they may wait for other processes."""
-        if self.process_count == 1:
-            return work(self.unbounded)
-        limit = self._again if self.unbounded in _silent else self._limit
-        try:
-            answer: T = call_within(waits + limit, self._answered, work)
-        except DeadlinePassedError:
-            _silent.add(self.unbounded)
-            raise ConnectionError(
-                f"it has not answered for {limit:g} s: its process is stopped, or its machine is unreachable"
-            ) from None
-        return answer
-
-    def _answered(self, work: Callable[[Coordinator], T]) -> T:
-        try:
-            return work(self.unbounded)
-        finally:
-            _silent.discard(self.unbounded)
-
-
-class DeadlinePassedError(Exception):
-    """A call has not returned in time; its thread was abandoned."""
-
-
-def call_within(seconds: float, work: Callable[..., T], *inputs: Any) -> T:
-    """Call a function that may wait without a deadline in a thread, and raise DeadlinePassedError at the deadline."""
-    import queue  # imported lazily: only programs of several processes need it
-
-    answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-
-    def call() -> None:
-        try:
-            answers.put((work(*inputs), None))
-        except BaseException as error:  # raised in the thread that waits
-            answers.put((None, error))
-
-    threading.Thread(target=call, name="holdfast-store", daemon=True).start()
-    try:
-        answer, error = answers.get(timeout=seconds)
-    except queue.Empty:
-        raise DeadlinePassedError(f"no answer for {seconds:g} s") from None
-    if error is not None:
-        raise error
-    value: T = answer
-    return value
-
+from .coordinators import SHARE, BoundedCoordinator, Coordinator
 
 _logger = logging.getLogger("holdfast")
 
@@ -135,7 +36,7 @@ _LONGEST_WAIT = 1.0
 _WAIT_PER_PROCESS = 1e-3  # seconds; so all processes that wait look for failures 1,000 times a second at most
 _MOST_AT_ONCE = 256  # values to ask for in one request
 # Timeouts to wait for process 0 where it waits itself: two in all, as the end of a wait may take its share of one.
-_GATHERED = 2 - 1 / _SHARE
+_GATHERED = 2 - 1 / SHARE
 _SILENCE = 600.0  # seconds in which a store must answer, unless the caller says otherwise
 _MESSAGE_LIMIT = 4000  # characters of an error that the other processes get
 _MOST_RETIRED = 64  # closed rendezvous that are remembered; another process that died never closed its own
@@ -157,7 +58,7 @@ class _Misses:
 
     def share(self) -> int:
         """Return what part of its timeout the next wait gets, as a divisor."""
-        return min(1 << max(self.counts.values(), default=0), _SHARE)
+        return min(1 << max(self.counts.values(), default=0), SHARE)
 
 
 def next_rendezvous(
@@ -362,7 +263,7 @@ class Rendezvous:
 
     def _wait(self, key: str, deadline: float) -> bytes:
         began = self.coordinator.monotonic()
-        longest = min(max(_LONGEST_WAIT, self.count * _WAIT_PER_PROCESS), (deadline - began) / _SHARE)
+        longest = min(max(_LONGEST_WAIT, self.count * _WAIT_PER_PROCESS), (deadline - began) / SHARE)
         pause = min(_FIRST_WAIT, longest)
         try:
             while True:

@@ -16,7 +16,7 @@ from ..errors import DamagedCheckpointError
 
 ARCHIVE = ".zip"  # what the names of such files end with
 ARCHIVE_LIMIT = 512 << 20  # bytes of the largest one that is read; it is in memory then
-ARCHIVE_FILES = 1 << 14  # the most files in one
+ARCHIVE_FILES = 1 << 14  # maximum number of files in one
 
 _COMMENT = b"saved by holdfast"
 _VERSION = 20  # of the format that a reader needs
@@ -93,5 +93,5 @@ def decode_archive(data: bytes, *, source: str) -> dict[str, bytes]:
 
 
 def is_our_archive(data: bytes) -> bool:
-    """Whether a file is a zip file that holdfast has written, as far as its ends tell."""
+    """True if the first and last bytes are those of a zip file that holdfast writes."""
     return data[:2] == b"PK" and data.endswith(_COMMENT)

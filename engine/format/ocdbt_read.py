@@ -130,12 +130,9 @@ def decode_database(
     *,
     source: str = MANIFEST_NAME,
     memory_limit: int = _MEMORY_LIMIT,
-    checksums: bool = True,
+    checksums: bool = True,  # whether those behind each node are read, which only holdfast writes
 ) -> Entries:
-    """Decode the newest version of a database; ``read_node`` takes a file, an offset and the most bytes to return.
-
-    Without ``checksums``, which only holdfast writes beside its nodes, no byte is asked for that is not part of a node.
-    """
+    """Decode the newest version of a database; ``read_node`` takes a file, an offset and the most bytes to return."""
     database = Database(manifest, source=source, memory_limit=memory_limit, checksums=checksums)
     database.decode(lambda places: (read_node(*place) for place in places))
     return database.entries

@@ -231,10 +231,8 @@ class ItemRecord(NamedTuple):
         return [ItemRecord(f"{self.folder}/{names[one]}", TREES, found[names[one]]) for one in processes]
 
     def components(self) -> dict[str, ItemRecord]:
-        """Return the trees of an item of kind ``"components"`` by the component's path, ``""`` for the root.
-
-        The folder of a component's tree lies in the component's directory. Files outside of all trees are left out.
-        """
+        """Return the trees of an item of kind ``"components"`` by the component's path, ``""`` for the root."""
+        # The folder of a component's tree lies in the component's directory.
         folders = {path.removesuffix(f"/{COMPONENT}") for path in self.files if path.endswith(f"/{COMPONENT}")}
         found: dict[str, dict[str, FileRecord]] = {}
         for path, record in self.files.items():
@@ -286,11 +284,7 @@ class CheckpointRecord:
         return sum(file.size for item in self.items.values() for file in item.files.values() if file.shared)
 
     def parts(self) -> dict[str, ItemRecord]:
-        """Return the items by name, and the trees within items by the item's name and their own.
-
-        An item of kind ``"processes"`` has the trees ``name/0``, ``name/1`` and so on. An item of components has
-        the tree ``name`` of the root, and ``name/learner`` of its component ``learner``.
-        """
+        """Return the items by name, and the trees within them as ``name/0`` (processes) or ``name/learner``."""
         found: dict[str, ItemRecord] = {}
         for name, item in self.items.items():
             if item.kind == PROCESSES:
@@ -321,7 +315,7 @@ class CheckpointRecord:
     @property
     def fingerprint(self) -> str:
         """The properties that a checkpoint and its copies share: the time and the files, wherever their folders are."""
-        import hashlib  # not above: it loads OpenSSL, and listings and reads of checkpoints need no such digest
+        import hashlib  # imported lazily: it loads OpenSSL, and listing or reading checkpoints needs no such digest
 
         files = {name: [item["kind"], item["files"]] for name, item in self._items_document().items()}
         text = json.dumps([float(self.time), self.step, files], sort_keys=True)

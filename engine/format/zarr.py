@@ -51,10 +51,10 @@ _NUMPY_NAME = rf"(?:datetime64|timedelta64){_UNITS}|[<>][iufc][0-9]{{1,2}}|[<>][
 
 
 def _plain_or_ml(name: str) -> DType | None:
-    """Return the dtype with a name of numpy's numbers or of ml_dtypes; None for others."""
+    """Return the number dtype of numpy or ml_dtypes with this name, or None."""
     if name not in _ML_NAMES:
         return _PLAIN.get(name)
-    import ml_dtypes  # not above: to show and to verify checkpoints mostly needs none of its dtypes
+    import ml_dtypes  # imported lazily: showing and verifying rarely need it
 
     scalar = getattr(ml_dtypes, name, None)  # older versions lack some
     return None if scalar is None else np.dtype(scalar)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -196,10 +197,9 @@ class _Copy:
 
 def found_at(location: Location) -> CheckpointRecord | None:
     """Return the commit record of the checkpoint at a location; None if there is none, or a damaged one."""
-    try:
+    with contextlib.suppress(CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError):
         return read_record(location)
-    except (CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError):
-        return None
+    return None
 
 
 def follow(location: Location, record: CheckpointRecord, original: CheckpointRecord) -> CheckpointRecord:

@@ -30,7 +30,7 @@ _logger = logging.getLogger("holdfast")
 
 
 def median(values: Iterable[float]) -> float:
-    import statistics  # not above: it imports random and decimal, and a listing of checkpoints needs no median
+    import statistics  # imported lazily: it imports random and decimal, which listing checkpoints does not need
 
     return statistics.median(values)
 

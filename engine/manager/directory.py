@@ -289,7 +289,7 @@ class RunDirectory(StepIndex):
         self._partial.add(step)
 
     def sweep_partial(self, *, besides: int | None = None) -> None:
-        """Remove the interrupted copies except that of one step; those that were continued are complete."""
+        """Remove the interrupted copies except the copy of one step; a copy that was continued is complete."""
         swept = self._partial - {besides}
         parallel_map(self._sweep, [self.step_location(step) for step in swept], max_concurrency(self.location))
         self._partial -= swept
@@ -319,8 +319,8 @@ class RunDirectory(StepIndex):
                     self._unswept.add(location)
                 return
             if not sweep(location, lock=lock if found else None) and location.is_local:
-                # An earlier run may have made the folder and been killed before it locked it. Both times are those of
-                # the file system; a folder that is newer than this run may be about to be filled by another program.
+                # An earlier run may have made the folder and been killed before it locked it. The file system sets both
+                # times; another program may be about to fill a folder that is newer than this run.
                 with contextlib.suppress(OSError):  # usually because it is not empty
                     if os.lstat(location).st_mtime_ns <= os.stat(self.location / OWNER).st_mtime_ns:
                         os.rmdir(location)
@@ -396,7 +396,7 @@ class RunDirectory(StepIndex):
         """Rename a folder that the disk fails to read now, or that can have no record; remove a link to be replaced."""
         # The folder may become readable again, and the target of a link belongs to something else.
         error, place = self._known(step).error, self.step_location(step)
-        # No record can be written where a directory, a pipe or a link lies.
+        # A directory, a pipe or a link in the place of the record cannot be replaced by a file.
         is_blocked = place.is_local and isinstance(error, DamagedCheckpointError) and not (place / RECORD).is_file()
         if not (is_blocked or is_unreadable(error) or place in self._unswept):
             if replaces and step in self.steps_and_damaged() and place.is_link():

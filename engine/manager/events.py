@@ -276,7 +276,7 @@ def _size(path: Path) -> int:
 
 
 def _cut_torn_line(path: Path) -> None:
-    """Remove a last line that a crash has cut off, so that the next one begins on a line of its own."""
+    """Remove a last line that a crash has cut off, so that the next event begins a new line."""
     if not path.exists():
         return
     with open(open_own(path, os.O_RDWR), "r+b") as file:

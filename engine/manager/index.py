@@ -38,7 +38,7 @@ from .places import StepPlace
 from .retention import StepInfo, info_of
 
 OLD_INDEX = "steps.log"  # an index of records that earlier versions kept in local directories
-_SHOWN = "Orbax"  # the library whose managers have steps like ours; files of others may lie beside a run of ours
+_SHOWN = "Orbax"  # the library whose managers have steps like ours; a run of ours may have files of other libraries
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class IndexedStep:
 
     @property
     def is_none(self) -> bool:
-        """Whether this is no checkpoint, not even a damaged one."""
+        """True if there is no checkpoint, not even a damaged one."""
         return self.error is None and self.info is None
 
 
@@ -70,7 +70,7 @@ class StepIndex:
         self.location = location
         # The steps that are read from other places, with their folders and commit records; replaced as a whole.
         self.borrowed: Mapping[int, tuple[Location, CheckpointRecord]] = {}
-        self._places = places  # where further steps are
+        self._places = places  # the places that have further steps
         self._options = options
         self._series = series_of(options.step_prefix)
         self._late = LateMetrics(location)
@@ -108,7 +108,7 @@ class StepIndex:
         return [entry for entry in found.entries if entry.location.name.startswith(series)]
 
     def _is_unclaimed(self, names: frozenset[str]) -> bool:
-        """Refuse to begin a run beside steps that it does not resume from; return False if its own are there now."""
+        """Refuse to begin a run in a directory with steps of others; return False if its own steps are there now."""
         known = {OWNER, OPTIONS, OLD_INDEX, METADATA, LATE, EVENTS, ROTATED}
         return names <= known or check_unclaimed(self.location, self._series, begun=OWNER in names)
 
@@ -176,7 +176,7 @@ class StepIndex:
                     self._put(step, _indexed(step, found))
 
     def _step_of(self, folder: str) -> int:
-        """Return the step with a folder of a name; -1 if it is not that of a step of this series."""
+        """Return the step whose folder has this name; -1 if it is no step of this series."""
         named = series_and_step(folder)
         return named[1] if named and named[0] == self._series else -1
 
@@ -193,6 +193,11 @@ class StepIndex:
         """Return the commit record of a step as it was last read; None if it is not there, or damaged."""
         known = self._known(step)
         return None if known.info is None else known.record
+
+    def has_copy(self, record: CheckpointRecord) -> bool:
+        """Whether the step of a record, or a copy of it, is in this directory."""
+        known = None if record.step is None else self.known_record(record.step)
+        return known is not None and known.fingerprint == record.fingerprint
 
     def has_item(self, item: str, step: int) -> bool:
         record = self.known_record(step)
@@ -248,15 +253,18 @@ class StepIndex:
     def _look(self, step: int) -> StepEntry | None:
         return read_entry(StepEntry(step, self.step_location(step), self._series))
 
-    def record(self, step: int) -> CheckpointRecord:
-        """Return the commit record of a step with its files."""
-        record = self.stored_record(step)
-        if record.summarizes is None:
-            return record
+    def _look_again(self, step: int) -> None:
+        """Read the commit record of a step anew; raise the error if it is damaged."""
         found = self._look(step)
         if found is not None and found.error is not None:
             raise found.error
-        self.add(step, None if found is None else found.record)  # then stored_record() raises that it is not there
+        if found is not None or not self.is_stray(step):
+            self.add(step, None if found is None else found.record)
+
+    def record(self, step: int) -> CheckpointRecord:
+        """Return the commit record of a step with its files."""
+        if self.stored_record(step).summarizes is not None:
+            self._look_again(step)
         return self.stored_record(step)
 
     def listed_record(self, step: int) -> CheckpointRecord:
@@ -267,11 +275,7 @@ class StepIndex:
     def stored_record(self, step: int) -> CheckpointRecord:
         """Return the commit record of a step of the directory, or the summary that processes other than 0 know."""
         if self._known(step).is_none:  # another program may have saved it since
-            found = self._look(step)
-            if found is not None and found.error is not None:
-                raise found.error
-            if found is not None and found.record is not None:
-                self.add(step, found.record)
+            self._look_again(step)
         known = self._known(step)
         if known.error is not None:
             raise copy.copy(known.error)
@@ -282,5 +286,5 @@ class StepIndex:
         raise CheckpointNotFoundError(f"{self.location}: no checkpoint of step {step}; {there}{self.elsewhere(step)}")
 
     def elsewhere(self, step: object) -> str:
-        """Return, for the end of a sentence, where a step is that is not in the directory, and not read; or ""."""
+        """Return the end of a sentence that says which place has a step that the run cannot read; or ""."""
         return "".join(place.elsewhere(step) for place in self._places)

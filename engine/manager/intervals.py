@@ -29,7 +29,7 @@ _logger = logging.getLogger("holdfast")
 
 DAY = 86400.0
 _SPREAD = math.log(10)  # the standard deviation of the logarithm of the rate of failures, before anything is known
-_MOST_FREQUENT = 25.0  # the logarithm of the most failures a day
+_MOST_FREQUENT = 25.0  # logarithm of the maximum number of failures a day
 _RECENT = 20  # number of the newest saves and resumes whose medians count
 _NOTABLE = 0.1  # the least relative change of the interval that is reported
 _BOUNDS = (60.0, 3600.0)  # the bounds of "auto" alone, in seconds
@@ -130,7 +130,7 @@ def passes(n: int, step: int, previous: int | None) -> bool:
 
 
 def save_interval(given: Duration, *, name: str = "save_interval_secs") -> float | tuple[float, float]:
-    """Return the seconds between two saves, or the least and the greatest interval where it is learned.
+    """Return the seconds between two saves, or the least and the greatest interval if it is learned.
 
     >>> save_interval("15m"), save_interval("auto"), save_interval("auto 30s to 2h")
     (900.0, (60.0, 3600.0), (30.0, 7200.0))
@@ -180,7 +180,7 @@ class _Start:
     restored: int | None = None
     saved: float | None = None  # the time at which its last save was durable
     failed_at: float | None = None
-    program: Any = None  # the process, by a token of its own
+    program: Any = None  # a token of the process
 
 
 class Experience:

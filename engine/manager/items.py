@@ -70,7 +70,7 @@ class ItemSet:
         self._optional = self._rare | {name for name, one in self._checkpointers.items() if one.handler.optional}
 
     def left_out(self, stored: StoredItems, wanted: Any) -> list[str]:
-        """Return the items that a restore asks for, of those that few checkpoints have, and that this one lacks."""
+        """Return the rare items that a restore asks for and this checkpoint lacks."""
         asked = self._rare if not isinstance(wanted, Mapping) else self._rare & wanted.keys()
         return sorted(asked.difference(stored.names))
 
@@ -101,7 +101,7 @@ class ItemSet:
         return {**given, "layout": layout.for_uploads()}
 
     def save_begins(self, step: int, run: RunDirectory) -> None:
-        """Note which data files the save of a step may share: not those of the newest, nor of the one before."""
+        """Note which data files the save of a step may share: none of the newest step, nor of the one before."""
         infos = run.infos()
         for name, written in self._written.items():
             near = newest_with(name, infos), newest_with(name, infos, step)
@@ -159,7 +159,7 @@ class ItemSet:
         return (items, kwargs) if self._several else ({ITEM: items}, {ITEM: kwargs})
 
     def _completed(self, name: str, template: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Ask for tensors where a tree is restored without a template: ``load_state_dict`` takes no numpy arrays."""
+        """Ask for tensors if a tree is restored without a template: ``load_state_dict`` takes no numpy arrays."""
         is_tree = type(self._checkpointers[name].handler) is PyTreeCheckpointHandler
         return {"torch_tensors": True, **arguments} if is_tree and template is None else arguments
 

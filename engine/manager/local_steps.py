@@ -43,8 +43,8 @@ COPIES = "copies"  # the folder of what other hosts have sent
 
 def neighbours(domains: Sequence[str], copies: int) -> list[list[int]]:
     """Return for each host the ``copies`` other hosts that keep copies of its files, given the domain of each."""
-    # Failure domains alternate in this ring. Each host sends to the next ones in other domains, and to hosts of its own
-    # only where there are too few of these.
+    # Failure domains alternate in this ring. Each host sends to the next hosts in other domains, and to hosts of its
+    # domain only if there are too few others.
     ring = sorted(range(len(domains)), key=lambda host: (domains[:host].count(domains[host]), host))
     found: list[list[int]] = [[] for _ in domains]
     for place, host in enumerate(ring):
@@ -136,7 +136,7 @@ class _Host:
 
 @dataclass(frozen=True, slots=True)
 class _Program:
-    """What process 0 tells all processes at the beginning."""
+    """What process 0 sends to all processes at the start."""
 
     hosts: Sequence[_Host]
     run: str | None  # the folder of the run whose local steps count; None while the directory of the run is new
@@ -240,7 +240,7 @@ class LocalHosts:
         return f"{run}.{self._place_name()}" if run and _TOKEN.fullmatch(run) else None
 
     def _place_name(self) -> str:
-        # A copy of a directory has the identity of the original, and is a run of its own, as is one of another prefix.
+        # A copy of a directory has the identity of the original, and is another run; so is another prefix.
         first = self._run.step_location(0).url
         return hashlib.blake2b(first.encode("utf-8", "surrogateescape"), digest_size=4).hexdigest()
 
@@ -336,7 +336,7 @@ class LocalHosts:
         return [whole for whole in whole_steps(self._agreed_steps) if self._counts(whole.folder, whole.step)]
 
     def _choose(self, step: int | None) -> dict[str, Any]:
-        """Return the named step if it counts, or the newest that the directory lacks, and those that are not used."""
+        """Return the named step if it counts, or the newest that the directory lacks, and the unused steps."""
         counting, unused = self._counting(), self._elsewhere.copy()
         for folder in set().union(*self._agreed_steps):
             why = gather(folder, self._agreed_steps)
@@ -366,7 +366,7 @@ class LocalHosts:
         return self._find(self._processes.agree("local step", None, lambda _: self._choose(step)), step)
 
     def _find(self, answer: Mapping[str, Any], number: int | None) -> WholeStep | None:
-        """Verify a step that was chosen, each file where it lies, and return it; choose again if it is damaged."""
+        """Verify the chosen step, each file on its host, and return it; choose again if it is damaged."""
         while (whole := answer["whole"]) is not None:
             record = CheckpointRecord.from_document(whole["record"], source=whole["folder"])
             holders = {path: [(host, where) for host, where in one] for path, one in whole["holders"].items()}
@@ -379,7 +379,7 @@ class LocalHosts:
                     break
             else:
                 break
-        self.unused = dict(answer["unused"])
+        self.unused.update(answer["unused"])
         if whole is None:
             return None
         self.further.discard(step.step)
@@ -387,7 +387,8 @@ class LocalHosts:
 
     def forget(self) -> None:
         """Forget the steps that were found."""
-        self.unused, self.further, self.left = {}, set(), set()
+        for found in (self.unused, self.further, self.left):
+            found.clear()
 
     def _newest_in_directory(self) -> int:
         return max(self._run.steps(), default=-1)
@@ -471,7 +472,7 @@ class LocalHosts:
             self.program = replace(self.program, run=name)
             space = self.root / name
             try:
-                with contextlib.suppress(OSError):  # what follows then tells why
+                with contextlib.suppress(OSError):  # make_directory() raises the error that says why
                     os.makedirs(self.root, 0o755, exist_ok=True)
                     os.mkdir(space, 0o700)
                 space.make_directory()
@@ -498,7 +499,7 @@ class LocalHosts:
 
 
 def record_of(folder: Location) -> CheckpointRecord | None:
-    """Return the commit record of a local step; None without one that can be read: that of another host may count."""
+    """Return the commit record of a local step; None if it cannot be read, as the record of another host may count."""
     try:
         return CheckpointRecord.decode((folder / RECORD).read_bytes(limit=RECORD_LIMIT), source=str(folder / RECORD))
     except ObjectNotFoundError:
@@ -509,7 +510,7 @@ def record_of(folder: Location) -> CheckpointRecord | None:
 
 
 def files_in(folder: Location, begin: str = "") -> Iterator[tuple[str, int]]:
-    """Generate the files below a folder, except those that only a save needs; links are left out."""
+    """Generate the files below a folder, without links and files that only a save needs."""
     for entry in folder.entries():
         path = f"{begin}{entry.name}"
         if (folder / entry.name).is_link() or entry.name == PARTIAL or entry.name.startswith(TEMPORARY_PREFIX):

@@ -41,11 +41,11 @@ OnCommit = Callable[[Location, CheckpointRecord], None]
 _KEPT = 2  # local steps
 _BRANCHES = 8  # more than there are parts of the history with one of the kept steps
 _SENDERS = 4  # files that a host sends at a time
-_SILENCE = 60.0  # seconds between two events that tell of local saves
+_SILENCE = 60.0  # seconds between two events about local saves
 
 
 class LocalHistory(NamedTuple):
-    """The last parts of the history of a run where a save begins; a later history has a larger number."""
+    """The last parts of the history of a run when a save begins; a later history has a larger number."""
 
     number: int
     branches: tuple[LocalBranch, ...]
@@ -56,7 +56,7 @@ class LocalTier(StepPlace):
 
     shown = "the local places of the hosts"
 
-    # The thread of the program decides the history: it changes at a restore before the first step, and where the step
+    # The thread of the program decides the history: it changes at a restore before the first step, and when the step
     # of the program shows that it has gone back. A save takes the history when it begins, and process 0 notes it right
     # before the commit. Until then, the steps of a branch that was left count.
 
@@ -68,30 +68,27 @@ class LocalTier(StepPlace):
         self._seen: int | None = None  # the last step of the program that this has seen
         self._before: int | None = None  # the step before, unless the run has gone back since
         self._newest = -1  # the largest local step of the history
-        # The step of a restore since then, and whether it was a local one: perhaps the program only looks at it.
+        # A later restore: its step, and whether it was local. The program may only inspect that step.
         self._restored: tuple[int, bool] | None = None
         self._background = BackgroundSave(seconds(run.options.save_timeout_secs))
         self._lost: Exception | None = None  # of a save that has missed a process, or the store: the next would, too
         self._error: str | None = None
         self._warned: set[str] = set()
-        self._saves = 0  # since the last event that tells of them
+        self._saves = 0  # since the last event about them
         self._told: float | None = None  # the monotonic clock at that event
         self._kept: dict[str, int] = {}  # the local steps that count, by their folder, in ascending order
         self._space: Location | None = None  # the folder of the run; None until this run has its directory
         self._hosts = LocalHosts(options, run.steps, run.processes)
+        self.unused = self._hosts.unused
         self._sequence = self._hosts.sequence
         self._history = LocalHistory(0, ())
         self._continue_after(-1, ())
         self._saving = self._history, self._history  # before and after the commit of a save in the directory
         self._noted = 0  # the number of the history that was noted last
         self._noting = Lock()  # the saves of both places note it, and change which local steps are kept
-        self._saved: frozenset[int] = frozenset()  # those that this run has saved, for its next start
+        self._saved: frozenset[int] = frozenset()  # the local steps that this run has saved, for its next start
         if self._hosts.newest is not None:
             self._read(self._hosts.newest)
-
-    @property
-    def unused(self) -> Mapping[int, str]:
-        return self._hosts.unused
 
     @property
     def bytes_from_peers(self) -> int:
@@ -167,7 +164,7 @@ class LocalTier(StepPlace):
         self._steps.borrowed = {**self._steps.borrowed, found.step: self._hosts.opened(found)}
 
     def place_of(self, step: int) -> Location:
-        """Return the folder with what this host has written of a step that it keeps, or may write beside it."""
+        """Return the folder of this host's files of a step that it keeps."""
         (*_, folder) = (folder for folder, kept in self._kept.items() if kept == step)
         return self._hosts.root / str(self._hosts.program.run) / OWN / folder
 
@@ -192,7 +189,7 @@ class LocalTier(StepPlace):
             self._steps.borrowed = {other: found for other, found in self._steps.borrowed.items() if other < step}
             before, last = self._history, self._seen
             self._see(step, again=True)
-            # If the step is saved once more, the local one counts until the commit; then that of the directory does.
+            # If the step is saved once more, the local one counts until the commit, and then the one in the directory.
             self._saving = before if step == last else self._history, self._history
         elif point == "commit":
             self.note(self._saving[0])

@@ -9,7 +9,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
-from ..checkpoint import Checkpointer
+from ..checkpoint import Checkpointer, leave_save
 from ..clock import Clock, SystemClock, seconds
 from ..distributed import Alone, Coordinator, ProcessGroup, missed_a_process
 from ..errors import CheckpointNotFoundError, OptionError, SaveFailedError
@@ -502,11 +502,15 @@ class CheckpointManager(ExplainsNames):
 
     def pin(self, step: int) -> None:
         """Keep a step until it is unpinned, even if no rule keeps it."""
-        self._run.change(f"pin {step}", partial(self._steps.change, step, pinned=True))
+        self._pin(step, True)
 
     def unpin(self, step: int) -> None:
         """Leave a step to the rules again."""
-        self._run.change(f"unpin {step}", partial(self._steps.change, step, pinned=False))
+        self._pin(step, False)
+
+    def _pin(self, step: int, pinned: bool) -> None:
+        self._saves.join_save_of(step)  # a save that replaces the step commits a new record
+        self._run.change(f"{'' if pinned else 'un'}pin {step}", partial(self._steps.change, step, pinned=pinned))
 
     def delete(self, step: int, *, mirror: bool = True) -> None:
         """Delete a step.
@@ -661,7 +665,7 @@ def step_location(manager: CheckpointManager, step: int) -> Location:
 
 
 def elsewhere(manager: CheckpointManager, step: object) -> str:
-    """Return, for the end of a sentence, where the hosts have a step that cannot be resumed from there; or ""."""
+    """Return the end of a sentence that says where the hosts have a step that the run cannot read; or ""."""
     return manager._steps.elsewhere(step)
 
 
@@ -672,7 +676,7 @@ def part_of_save(manager: CheckpointManager, step: int, *, locally: bool = False
         yield
     except BaseException as error:
         if not locally:
-            manager._saves.miss(error)
+            leave_save(manager.processes.rendezvous("save"), error)
         if manager._local is not None:
             manager._local.miss(step, error)
         raise

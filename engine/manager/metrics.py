@@ -47,7 +47,7 @@ def metric_value(metrics: Mapping[str, Any] | None, metric: Metric) -> float | N
 
 
 def metric_name(metric: Metric) -> str:
-    """Return the name of a metric for messages: its own, or that of the function."""
+    """Return the name of a metric for messages; a function has its own name."""
     if isinstance(metric, str):
         return metric
     name = getattr(metric, "__name__", "")
@@ -129,7 +129,7 @@ def as_given(metrics: Mapping[str, Any]) -> Any:
 
 
 def plain_metrics(metrics: Any, *, omitted: Callable[[str, Exception], None] | None = None) -> dict[str, Any]:
-    """Return metrics as nested dictionaries and lists of plain numbers; fetch those that are still on a device.
+    """Return metrics as nested dictionaries and lists of plain numbers; fetch values that are still on a device.
 
     An entry that cannot be stored raises OptionError, or is left out if ``omitted`` takes its name and the reason.
     """
@@ -170,7 +170,7 @@ def _plain(value: Any, path: str, omitted: Callable[[str, Exception], None] | No
 
 
 def _entries(value: Any) -> dict[str, Any]:
-    """Return the entries of a container that is no mapping, those of lists and arrays by their places."""
+    """Return the entries of a container that is no mapping; lists and arrays have their indices as keys."""
     fields = _fields(value)
     if fields is None and (isinstance(value, (list, tuple)) or bool(getattr(value, "shape", None))):
         fields = {str(place): inner for place, inner in enumerate(value)}

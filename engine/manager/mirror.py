@@ -100,7 +100,7 @@ class _Copying:
 
 
 class _Obsolete(Exception):  # noqa: N818 - no error
-    """Ends a copy: the run ends, the step was deleted or replaced, or another one is the last of the run."""
+    """Ends a copy: the run ends, the step was deleted or replaced, or it is not the last step of the run."""
 
 
 def _mirror_options(mirror: Mirror, run: CheckpointManagerOptions) -> CheckpointManagerOptions:
@@ -170,7 +170,7 @@ class RunMirror(StepPlace):
         return newer
 
     def steps(self, *, required: bool = False) -> list[int]:
-        """Return the steps in the mirror, in ascending order; nothing, with a warning, where it cannot be read."""
+        """Return the steps in the mirror, in ascending order; nothing, with a warning, if it cannot be read."""
         try:
             far, tombstones = self._look(), self._run.tombstones
             self._check_same_run(far)
@@ -339,7 +339,7 @@ class RunMirror(StepPlace):
             self._far.ownership.release()
 
     def _tell(self) -> None:
-        """Log where the newest step is, if the mirror lacks it."""
+        """Log which folder has the newest step, if the mirror lacks it."""
         if (record := self._lacking()) is None:
             return
         step = _step_of(record)
@@ -409,7 +409,7 @@ class RunMirror(StepPlace):
     def _check_copying(self, copying: _Copying) -> None:
         newest = self._newest()
         is_last = not self._final or newest is None or newest.step == copying.record.step
-        if self._ending.is_set() or not is_last or not self._is_here(copying.record):
+        if self._ending.is_set() or not is_last or not self._run.has_copy(copying.record):
             raise _Obsolete
 
     def _round(self, final: bool) -> None:
@@ -430,7 +430,7 @@ class RunMirror(StepPlace):
         tombstones = self._run.settled_tombstones()
         for step in reversed(far.steps_and_damaged()) if tombstones else ():
             record = far.record(step) if step in far else None
-            if tombstones.cover(step, record) and (record is None or not self._is_here(record)):
+            if tombstones.cover(step, record) and (record is None or not self._run.has_copy(record)):
                 far.delete(step, everywhere=False)
         self._run.clear_tombstones(tombstones)
         self._changed()
@@ -472,7 +472,7 @@ class RunMirror(StepPlace):
                 self._check_copying(copying)
                 far.ownership.check()
         except DamagedCheckpointError as error:
-            if not self._is_here(record):
+            if not self._run.has_copy(record):
                 raise _Obsolete from error
             self._refused.add(record.fingerprint)
             _logger.warning(
@@ -506,7 +506,7 @@ class RunMirror(StepPlace):
 
     def _refresh(self, record: CheckpointRecord | None) -> None:
         """Copy what the witness has recorded of the steps after one, since that was copied."""
-        if self._far is not None and record is not None and _is_same(self._far, record):
+        if self._far is not None and record is not None and self._far.has_copy(record):
             step = _step_of(record)
             copy_witness(self._run.step_location(step), self._far.step_location(step), again=True)
 
@@ -526,7 +526,7 @@ class RunMirror(StepPlace):
             same = ours == theirs.run or not far.steps_and_damaged()
         else:  # a common step decides
             common = [step for step in far.steps() if step in self._run]
-            same = any(self._is_here(far.record(step)) for step in common)
+            same = any(self._run.has_copy(far.record(step)) for step in common)
             same = same or not (common or (theirs.run is not None and self._run.steps()))
         if not same:
             self._foreign = True
@@ -575,13 +575,10 @@ class RunMirror(StepPlace):
         saved, newest = self._run.last_saved, max(self._run.steps(), default=-1)
         return (None if saved is None else self._run.known_record(saved)) or self._run.known_record(newest)
 
-    def _is_here(self, record: CheckpointRecord) -> bool:
-        return _is_same(self._run, record)
-
     def _lacking(self) -> CheckpointRecord | None:
         """Return the newest step of the run, unless the mirror has it, as far as it is known."""
         newest = self._newest()
-        return None if newest is not None and self._far is not None and _is_same(self._far, newest) else newest
+        return None if newest is not None and self._far is not None and self._far.has_copy(newest) else newest
 
     def _bytes_left(self) -> int:
         lacking, copying = self._lacking(), self._copying
@@ -594,7 +591,7 @@ class RunMirror(StepPlace):
     # ---- errors
 
     def _warn(self, error: Exception, then: str) -> None:
-        """Log an error, those of one kind once until the mirror works again."""
+        """Log an error, each kind once until the mirror works again."""
         kind, self._error = type(error).__name__, str(error) or type(error).__name__
         self._changed()
         if self._is_lost():
@@ -609,12 +606,6 @@ class RunMirror(StepPlace):
         what = "" if isinstance(error, (StorageError, OwnershipError, OptionError)) else f"{kind}: "
         text = "%s: the mirror failed, and %s; training continues, and its steps are in %s: %s%s"
         _logger.warning(text, self.location, then, self._run.location, what, error)
-
-
-def _is_same(steps: RunDirectory, record: CheckpointRecord) -> bool:
-    """Return whether a directory has the step of a record, or a copy of it."""
-    known = steps.known_record(_step_of(record))
-    return known is not None and known.fingerprint == record.fingerprint
 
 
 def _step_of(record: CheckpointRecord) -> int:

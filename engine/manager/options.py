@@ -498,7 +498,7 @@ def options_from_document(document: Mapping[str, Any]) -> CheckpointManagerOptio
 
 
 def as_int(value: object) -> object:
-    """Return a whole number of any library as that of Python, and anything else, also True, as it is."""
+    """Convert a whole number of any library to an int; return anything else, also True, as it is."""
     return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
 
 

@@ -258,13 +258,12 @@ NO_LOCAL_STEPS = (LocalBranch("-", 0, -1),)  # the history of a run of which no 
 class RunIdentity:
     """Which run a directory, or a mirror, belongs to."""
 
-    run: str | None = None  # a token; None where the directory is new, or was written by holdfast 0.1
+    run: str | None = None  # a token; None if the directory is new, or was written by holdfast 0.1
     directory: str | None = None  # in a mirror: the URL of the run's directory
     mirror: str | None = None  # in the run's directory: the URL of its mirror
     tombstones: Mapping[str, Tombstones] = field(default_factory=dict)  # by the series of the steps
     local: str | None = None  # in the run's directory: where its hosts keep local steps
-    # By the series, the last parts of the history that leads to the newest step, where the run has local steps; others
-    # do not count.
+    # By the series, the last parts of the history that leads to the newest step; other local steps do not count.
     branches: Mapping[str, tuple[LocalBranch, ...]] = field(default_factory=dict)
 
     def over(self, other: RunIdentity) -> RunIdentity:
@@ -295,7 +294,7 @@ def stored_rules(location: Location) -> tuple[CheckpointManagerOptions | None, s
 
 
 def stored_identity(location: Location) -> RunIdentity:
-    """Return the identity that is stored in a directory; one without a token where there is none."""
+    """Return the identity that is stored in a directory; without one, an identity without a token."""
     try:
         found = _read(location).get("run")
     except (ObjectNotFoundError, DamagedCheckpointError, FormatVersionError):

@@ -158,7 +158,7 @@ class PeerServer:
 
 
 class Peer:
-    """Another host that serves files; several threads may ask it at a time, each with a connection of its own."""
+    """Another host that serves files; several threads may use it at once, each on its own connection."""
 
     def __init__(self, name: str, address: tuple[str, int], token: str, *, timeout: float = PATIENCE) -> None:
         self._name = name
@@ -188,7 +188,7 @@ class Peer:
             self.bytes_read += len(memory)
 
     def write(self, path: str, size: int, pieces: Callable[[], Iterable[memoryview]]) -> None:
-        """Send a file of so many bytes, which the host then stores; raise StorageError if it cannot."""
+        """Send a file of ``size`` bytes, which the host then stores; raise StorageError if it cannot."""
 
         def work(connection: socket.socket) -> None:
             _send(connection, {"do": "write", "path": path, "size": size})

@@ -73,7 +73,7 @@ class _Damage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepRestorer:
-    """Reads steps back, and tells the parts of a manager from which step the run resumes."""
+    """Reads steps back, and passes the step that the run resumes from to the parts of a manager."""
 
     run: Run
     items: ItemSet
@@ -83,7 +83,7 @@ class StepRestorer:
     def restore_step(self, step: int, items: Any, kwargs: Mapping[str, Any]) -> Any:
         began = time.perf_counter()
         self._fetch_missing(step)
-        # A program may restore a step on one process, so reads are shared only where its options ask for that.
+        # A program may restore a step on one process, so reads are shared only if its options ask for that.
         always = self.run.options.load_and_broadcast is True
         with self._shared_reads() if always else contextlib.nullcontext() as shared:
             try:
@@ -159,7 +159,7 @@ class StepRestorer:
             if damage.deleted:  # the run that writes here deleted it, and has newer steps
                 if step in missing:
                     if named is not None:
-                        self.run.steps.stored_record(step)  # raises the error that tells which steps are there
+                        self.run.steps.stored_record(step)  # raises the error that lists the steps
                     raise CheckpointNotFoundError(
                         f"{directory}: process 0 sees step {step}, and process {damage.process} does not, also when it "
                         "looks again; all processes must see the same directory: is it a disk that they "
@@ -240,7 +240,7 @@ class StepRestorer:
 
     @contextlib.contextmanager
     def _shared_reads(self) -> Iterator[SharedReads | None]:
-        """Begin reads that all processes make together; None where each reads on its own."""
+        """Begin reads that all processes make together; None if each reads on its own."""
         option = self.run.options.load_and_broadcast
         transport = self.run.processes.transport() if option is not False else None
         rendezvous = None if transport is None else self.run.processes.rendezvous("restore: shared reads")

@@ -113,7 +113,7 @@ class KeepLatest:
 
 @dataclass(frozen=True)
 class KeepBest:
-    """Keeps the ``n`` best steps by a metric, of equal ones the newer; where fewer have it, the newest others, too."""
+    """Keeps the ``n`` best steps by a metric, of equal ones the newer; the newest others fill up if too few have it."""
 
     n: int
     metric: Metric
@@ -167,7 +167,7 @@ class KeepSteps:
 
 
 def kept_steps(steps: Sequence[StepInfo], rules: Sequence[KeepPolicy]) -> set[int]:
-    """Return the steps to keep: those that any rule keeps, and the newest in any case."""
+    """Return the steps to keep: every step that a rule keeps, and the newest in any case."""
     return set().union(*_verdicts(steps, rules))
 
 
@@ -199,7 +199,7 @@ def best(steps: Sequence[StepInfo], metric: Metric, mode: Mode = "max") -> int |
 
 def _ranked(steps: Sequence[StepInfo], metric: Metric, mode: Mode, n: int) -> list[tuple[int, float]]:
     sign = 1 if mode == "max" else -1
-    # In reverse, as the best steps are most often among the newest: nlargest is fast where it sees them first.
+    # In reverse, as the best steps are most often among the newest: nlargest is fast if it sees them first.
     ranks = ((sign * value, info.step) for info in reversed(steps) if (value := info.value(metric)) is not None)
     return [(step, sign * rank) for rank, step in heapq.nlargest(n, ranks)]
 

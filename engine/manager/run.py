@@ -71,7 +71,7 @@ class Run:
     # ---- the right to change the run
 
     def check_writable(self) -> None:
-        """Raise StateError where nothing may be written: by a manager that is closed, or only reads."""
+        """Raise StateError if nothing may be written: the manager is closed, or only reads."""
         if self._closed:
             raise StateError(f"{self.steps.location}: this manager is closed; make a new one")
         if self.options.read_only:
@@ -86,7 +86,7 @@ class Run:
                 return
             local = self.options.local
             identity = RunIdentity(local=None if local is None else as_location(local.url).url)
-            for place in (*self.places, *adding):  # those that are being added follow once they were read
+            for place in (*self.places, *adding):  # a place that is being added follows once it was read
                 identity = place.identity.over(identity)
             self.compare_options()
             strays = self.processes.decide("acquire", self.steps.acquire, self._metadata, identity)

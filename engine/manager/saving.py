@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..checkpoint import ItemToSave, Save, leave_save
+from ..checkpoint import ItemToSave, Save
 from ..errors import SaveFailedError
 from ..format import CheckpointRecord, ItemRecord
 from ..steps import LEFT_BEHIND
@@ -52,7 +52,7 @@ class SaveQueue:
             metrics = named(metrics)
             if self.run.options.save_on_best and callable(self.run.options.best_fn):
                 metrics = plain_containers(metrics)
-        # A function of the metrics fetches them from the device: it is called only where a trigger calls it as well.
+        # A function of the metrics fetches them from the device: it is called only if a trigger calls it as well.
         if self._watch is not None and (isinstance(self.run.options.best_fn, str) or self.run.options.save_on_best):
             self.note_metrics(step, metrics)
         decision = self.decisions.decide(step, metrics, saved=self._is_saved(step), earlier=self._earlier())
@@ -173,10 +173,6 @@ class SaveQueue:
                 raise earlier
             return True
 
-    def miss(self, error: BaseException) -> None:
-        """Tell the other processes at once that this one, which has failed before, takes no part in a save."""
-        leave_save(self.run.processes.rendezvous("save"), error)
-
     def _complete(self, pending: PendingSave, save: Save, awaited: threading.Event | None = None) -> None:
         """Write and commit a save, then delete what no rule keeps."""
         step = pending.step
@@ -261,7 +257,7 @@ class SaveQueue:
                 changing.release()
 
     def _add_metrics(self, step: int, metrics: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Add metrics to a step; return None where the save that is under way will store them."""
+        """Add metrics to a step; return None if the save that is under way will store them."""
         pending = self._pending
         if pending is not None and pending.step == step and pending.add(metrics):
             return None

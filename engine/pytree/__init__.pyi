@@ -42,7 +42,6 @@ from .flattening import pack_tree as pack_tree
 from .flattening import unflatten as unflatten
 from .flattening import unpack_numbers as unpack_numbers
 from .host_leaves import decode_value as decode_value
-from .host_leaves import encode_value as encode_value
 from .host_leaves import is_python_value as is_python_value
 from .host_leaves import number_kind as number_kind
 from .jax_leaves import is_key as is_key

@@ -36,7 +36,7 @@ _classes: WeakValueDictionary[str, type] = WeakValueDictionary()  # classes of i
 
 
 def is_plain(value: object) -> bool:
-    """Return whether a value consists of plain data only, without arrays or objects."""
+    """True if a value consists of plain data only, without arrays or objects."""
     if isinstance(value, dict):
         return all(isinstance(key, (str, int)) and is_plain(item) for key, item in value.items())
     if isinstance(value, (list, tuple, set, frozenset)):

@@ -38,7 +38,10 @@ def expand(value: object, objects: NnxObjects | None = None) -> Contents | None:
             return contents
         return Contents("namedtuple", list(value._fields), list(value), namedtuple._make, class_name(value))
     if is_nnx(value):
-        return _open_nnx(value, objects or NnxObjects())
+        objects = objects or NnxObjects()
+        number, variables = objects.state_of(value)
+        build = partial(objects.build, number, list(variables))
+        return Contents("node", list(variables), list(variables.values()), build, class_name(value))
     # Built-in types are not looked up: only classes can be registered with jax.
     is_registrable = type(value).__module__ != "builtins" and loaded("jax") is not None
     if is_registrable and (contents := _open_registered(value)) is not None:
@@ -115,7 +118,7 @@ def opens_as(subclass: type, kind: str) -> None:
 
 
 def is_nnx(value: object) -> bool:
-    """Return whether a value is an nnx object, such as a Module, an Optimizer or Rngs."""
+    """True if a value is an nnx object, such as a Module, an Optimizer or Rngs."""
     if loaded("flax.nnx") is None:
         return False
     # Module, Optimizer and Rngs share this base under a name that differs between releases.
@@ -147,14 +150,8 @@ class NnxObjects:
         return self._copies[number]
 
 
-def _open_nnx(value: object, objects: NnxObjects) -> Contents:
-    number, variables = objects.state_of(value)
-    keys = list(variables)
-    return Contents("node", keys, list(variables.values()), partial(objects.build, number, keys), class_name(value))
-
-
 def _has_own_children(value: tuple[Any, ...]) -> bool:
-    """Return whether a named tuple is registered with jax with other children than its fields."""
+    """True if a named tuple is registered with jax with other children than its fields."""
     children = jax.tree_util.tree_leaves(value, is_leaf=lambda inner: inner is not value)
     return len(children) != len(value) or not all(map(operator.is_, children, value))
 

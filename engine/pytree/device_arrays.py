@@ -70,7 +70,7 @@ class DeviceArray:
 
 
 def is_copied_later(tensor: Any) -> bool:
-    """Whether a tensor is an ordinary one on such a device, whose copy a snapshot can start."""
+    """True if a tensor is an ordinary one on such a device, whose copy a snapshot can start."""
     if tensor.device.type not in ACCELERATORS or type(tensor) is not torch.Tensor or not tensor.numel():
         return False
     if torch._C._len_torch_dispatch_stack():  # a mode may turn a copy into something else
@@ -338,7 +338,7 @@ def _cut(piece: Piece, room: int) -> list[Piece]:
 
 def default_pinned_bytes() -> int:
     """Return half of the machine's memory, divided by the number of its processes."""
-    # torchrun and Lightning tell how many processes share the machine.
+    # torchrun and Lightning report how many processes share the machine.
     count = os.environ.get("LOCAL_WORLD_SIZE", "1")
     processes = int(count) if count.isdecimal() and int(count) else 1
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 // processes

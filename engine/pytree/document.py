@@ -165,7 +165,7 @@ class _Lookup:
 
 
 def _has_value(document: dict[str, Any]) -> bool:
-    """Whether a document holds its leaf's value. Leaves never share one: a few bytes could demand many large values."""
+    """True if a document holds a value. Leaves never share one: a few bytes could demand many large values."""
     return "value" in document or "base64" in document
 
 

@@ -18,6 +18,7 @@ from ..forks import Lock
 from .containers import NnxObjects, expand
 from .leaves import (
     MIXED,
+    NUMBER_TYPES,
     NUMBERS,
     PLAIN,
     ArrayLeaf,
@@ -25,8 +26,7 @@ from .leaves import (
     LeafMetadata,
     StaticLeaf,
     is_jax_abstract,
-    is_jax_array,
-    is_torch_tensor,
+    library_of,
 )
 from .names import escape_first, escape_keys, format_path
 
@@ -135,17 +135,17 @@ class _Walk:
 
 
 def is_leaf(value: Any) -> bool:
-    """Whether a value is an array or scalar, which is never opened although it may be iterable or registered."""
+    """True if a value is an array or scalar, which is never opened although it may be iterable or registered."""
     kind = type(value)
     if kind in _LEAF_TYPES:
         return True
-    if isinstance(value, np.ndarray | np.generic | str | bytes | int | float | complex):
+    if isinstance(value, PLAIN):
         return True  # subclasses; not remembered, as a program may make classes without end
-    if is_jax_array(value) or is_torch_tensor(value):
-        if kind.__module__.startswith(("jaxlib", "torch")):  # not tracers, keys and classes of the program
-            _LEAF_TYPES.add(kind)
-        return True
-    return is_jax_abstract(value)
+    library = library_of(value)
+    # Tracers, keys and classes of the program are not remembered either.
+    if library in ("jax", "torch") and kind.__module__.startswith(("jaxlib", "torch")):
+        _LEAF_TYPES.add(kind)
+    return library is not None or is_jax_abstract(value)
 
 
 class KeyProblem(ValueError):  # noqa: N818 - callers add where the key is
@@ -325,7 +325,7 @@ os.register_at_fork(after_in_child=_end_pauses)
 PACKED_FROM = 32  # elements of the shortest sequence that is packed
 
 _SEQUENCES: dict[Any, str] = {list: "list", tuple: "tuple", deque: "deque"}
-_ELEMENTS: dict[Any, str] = {bool: "bool", int: "int", float: "float", complex: "complex"}
+_ELEMENTS: dict[Any, str] = {kind: name for name, kind in NUMBER_TYPES.items()}
 _DTYPES = {name: np.dtype(kind) for kind, name in _ELEMENTS.items()}
 _NUMPY = "numpy"  # elements that are scalars of numpy
 # Mixed elements take nine bytes: the number of the type, and the value as eight bytes, the lowest first.

@@ -16,17 +16,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DamagedCheckpointError
-from .leaves import EXTERNAL, PLACEHOLDER, STATIC, ArrayLeaf, Details, ExternalLeaf, LeafProblem, Piece, ValueLeaf
+from .leaves import (
+    EXTERNAL,
+    NUMBER_TYPES,
+    PLACEHOLDER,
+    PLAIN,
+    STATIC,
+    ArrayLeaf,
+    Details,
+    ExternalLeaf,
+    LeafProblem,
+    Piece,
+    ValueLeaf,
+)
 from .names import format_path
 
 _ARRAY: Details = {"kind": "numpy"}
 _SCALAR: Details = {"kind": "numpy_scalar"}
 _NUMBERS: dict[Any, tuple[Details, np.dtype[Any]]] = {
-    bool: ({"kind": "bool"}, np.dtype(np.bool_)),
-    int: ({"kind": "int"}, np.dtype(np.int64)),
-    float: ({"kind": "float"}, np.dtype(np.float64)),
-    complex: ({"kind": "complex"}, np.dtype(np.complex128)),
+    kind: ({"kind": name}, np.dtype(kind)) for name, kind in NUMBER_TYPES.items()
 }
+_VALUES = (*PLAIN, set, frozenset)
 INT64 = range(-(1 << 63), 1 << 63)
 _LARGEST_INT = 1 << 22  # bits
 _LONG = 1 << 16  # bytes; longer text and bytes are stored as arrays, which are written and read in bulk
@@ -36,7 +46,7 @@ _BUILT_IN = {"b": "bool", "i": "int", "u": "int", "f": "float", "c": "complex"}
 @cache
 def _extended() -> dict[np.dtype[Any], str]:
     """Return the real number types of ml_dtypes, with the Python kind of each; its complex ones are not stored."""
-    import ml_dtypes  # not above: programs with the dtypes of numpy need nothing of it
+    import ml_dtypes  # imported lazily: numpy's own dtypes do not need it
 
     return {
         np.dtype(found): "int" if "int" in name else "float"
@@ -87,8 +97,8 @@ def describe_numpy(value: Any) -> ArrayLeaf:
 
 
 def is_python_value(value: object) -> bool:
-    """Whether `describe_python` takes the value; the elements of a set are not checked."""
-    return value is None or isinstance(value, bool | int | float | complex | str | bytes | set | frozenset)
+    """True if `describe_python` takes the value; the elements of a set are not checked."""
+    return isinstance(value, _VALUES)
 
 
 def describe_python(value: Any) -> ArrayLeaf | ValueLeaf:

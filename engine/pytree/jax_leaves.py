@@ -40,12 +40,12 @@ _ORIGINS = [(0,) * axes for axes in range(65)]
 
 
 def is_key(value: Any) -> bool:
-    """Whether a jax array, tracer or `jax.ShapeDtypeStruct` is one of typed PRNG keys."""
+    """True if a jax array, tracer or `jax.ShapeDtypeStruct` is one of typed PRNG keys."""
     return not isinstance(value.dtype, np.dtype) and bool(jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key))
 
 
 def is_tracer(value: Any) -> bool:
-    """Whether a jax array is a tracer, which stands for a value inside a transformation."""
+    """True if a jax array is a tracer, which stands for a value inside a transformation."""
     return isinstance(value, jax.core.Tracer)
 
 
@@ -220,13 +220,13 @@ class HostCopies:
 
 
 def _is_plain(dtype: np.dtype[Any]) -> bool:
-    """Whether elements have the same bytes in all memories; those of less than 8 bits may be packed."""
+    """True if elements have the same bytes in all memories; those of less than 8 bits may be packed."""
     return dtype.kind in "biufc" or dtype.itemsize > 1
 
 
 @lru_cache(maxsize=512)
 def _may_be_pinned(sharding: Any) -> bool:
-    """Whether an array lies in the memory of an accelerator that copies to pinned host memory."""
+    """True if an array lies in the memory of an accelerator that copies to pinned host memory."""
     (device,) = sharding.device_set
     return (
         device.platform in PINNED_PLATFORMS
@@ -236,7 +236,7 @@ def _may_be_pinned(sharding: Any) -> bool:
 
 
 def is_whole(sharding: Any) -> bool:
-    """Whether one device, which is this process's, has all of an array."""
+    """True if one device, which is this process's, has all of an array."""
     return bool(sharding.is_fully_addressable) and len(sharding.device_set) == 1
 
 
@@ -407,7 +407,7 @@ def narrowed(dtype: np.dtype[Any]) -> np.dtype[Any] | None:
 
 
 def is_spread(sharding: Any) -> bool:
-    """Whether a sharding is anything but one device of this process."""
+    """True if a sharding is anything but one device of this process."""
     return sharding is not None and not is_whole(sharding)
 
 
@@ -462,14 +462,11 @@ def put(new: Sequence[NewArray]) -> list[Any]:
             array = next(placed)
         if implementation is not None:
             array = jax.random.wrap_key_data(array, impl=implementation)
-        results.append(weakened(array) if weak else array)
+        if weak:
+            with _unguarded():
+                array = _weakening(array.sharding if array.committed else None)(array)
+        results.append(array)
     return results
-
-
-def weakened(array: Any) -> Any:
-    """Return a jax array with the same elements on the same devices, weakly typed."""
-    with _unguarded():
-        return _weakening(array.sharding if array.committed else None)(array)
 
 
 @contextlib.contextmanager
@@ -481,6 +478,7 @@ def _unguarded() -> Iterator[None]:
 
 @lru_cache(maxsize=64)
 def _weakening(sharding: Any) -> Any:
+    """Return the function that makes an array weakly typed, with the same elements on the same devices."""
     convert = importlib.import_module("jax.extend.core.primitives").convert_element_type_p
 
     def weak(array: Any) -> Any:

@@ -23,9 +23,10 @@ Details = dict[str, Any]
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes)  # types of values that hold no others
 ARRAY_KINDS = frozenset({"numpy", "jax", "torch", "key"})  # kinds of leaves that are arrays for their owners
-# Kinds that are Python numbers for their owners, stored as 0-d arrays.
-NUMBER_KINDS = frozenset({"bool", "int", "float", "complex"})
-NUMBERS = "numbers"  # kind of the leaves that are sequences of numbers (`packing`)
+# Types of Python numbers by kind, the narrowest first; such leaves are stored as 0-d arrays.
+NUMBER_TYPES: dict[str, Any] = {"bool": bool, "int": int, "float": float, "complex": complex}
+NUMBER_KINDS = frozenset(NUMBER_TYPES)
+NUMBERS = "numbers"  # kind of the leaves that are sequences of numbers (`PackedNumbers`)
 MIXED = "mixed"  # the elements of such a sequence that are bool, int and float side by side
 EXTERNAL = "external"  # kind of the leaves whose values a handler stores
 WEAK = "weak"  # key in the details of weakly typed jax arrays
@@ -82,13 +83,13 @@ torch: Any = _Framework("torch")
 
 
 def is_torch_tensor(value: object) -> bool:
-    """Whether the value is a torch tensor (parameters and other subclasses included)."""
+    """True if the value is a torch tensor (parameters and other subclasses included)."""
     found = loaded("torch")
     return found is not None and isinstance(value, found.Tensor)
 
 
 def is_jax_array(value: object) -> bool:
-    """Whether the value is a jax array, a typed PRNG key, or the tracer of one."""
+    """True if the value is a jax array, a typed PRNG key, or the tracer of one."""
     found = loaded("jax")
     return found is not None and isinstance(value, found.Array)
 
@@ -103,7 +104,7 @@ def library_of(value: object) -> str | None:
 
 
 def is_jax_abstract(value: object) -> bool:
-    """Whether the value is a `jax.ShapeDtypeStruct`: a shape, a dtype and perhaps a sharding, without data."""
+    """True if the value is a `jax.ShapeDtypeStruct`: a shape, a dtype and perhaps a sharding, without data."""
     found = loaded("jax")
     return found is not None and isinstance(value, found.ShapeDtypeStruct)
 
@@ -264,12 +265,12 @@ class Saved:
 
     @property
     def weak(self) -> bool:
-        """Whether it is a jax array that was weakly typed."""
+        """True if it is a jax array that was weakly typed."""
         return self.kind == "jax" and self.details.get(WEAK) is True
 
     @property
     def is_number_array(self) -> bool:
-        """Whether it is a sequence of numbers that is stored as the array of its elements."""
+        """True if it is a sequence of numbers that is stored as the array of its elements."""
         return self.kind == NUMBERS and self.details.get("elements") != MIXED
 
     @property
@@ -346,7 +347,7 @@ class StaticLeaf:
         return None if name is None else cls(value, name)
 
 
-_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, type, np.dtype, types.ModuleType)
+_CONSTANTS = (*PLAIN, type, np.dtype, types.ModuleType)
 _DEEPEST = 8  # functions in functions
 
 

@@ -19,7 +19,7 @@ from ..errors import DamagedCheckpointError, TreeMismatchError, difference
 from . import jax_leaves, torch_leaves
 from .flattening import collection_paused, unpack_numbers
 from .host_leaves import decode_bytes, decode_value, number_kind
-from .leaves import ARRAY_KINDS, NUMBER_KINDS, NUMBERS, STATIC, Box, Part, Saved, spell, whole
+from .leaves import ARRAY_KINDS, NUMBER_KINDS, NUMBER_TYPES, NUMBERS, STATIC, Box, Part, Saved, spell, whole
 from .names import format_path
 from .template import LeafTemplate
 
@@ -65,7 +65,7 @@ def cast_number(value: complex, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 def _limits() -> Any:
     """Return the module with iinfo and finfo of all dtypes; it has no types for them."""
-    import ml_dtypes  # not above: to save the dtypes of numpy needs nothing of it
+    import ml_dtypes  # imported lazily: numpy's own dtypes do not need it
 
     return ml_dtypes
 
@@ -122,7 +122,7 @@ def _wide(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def _saturates(dtype: np.dtype[Any]) -> bool:
-    """Whether a dtype has neither infinities nor NaN, so that larger numbers become its largest."""
+    """True if a dtype has neither infinities nor NaN, so that larger numbers become its largest."""
     return dtype.kind not in "fc" and bool(np.isfinite(np.array([np.inf], np.float64).astype(dtype)).all())
 
 
@@ -134,9 +134,6 @@ def _message(value: object, source: np.dtype[Any], dtype: np.dtype[Any]) -> str:
         advice = "it holds no such number; ask for a dtype of a larger range, or clip the values before"
     found = "an int" if source.hasobject else source
     return f"expected values that {dtype} can hold, found {value!s} ({found}): {advice}"
-
-
-_PYTHON: dict[str, Any] = {"bool": bool, "int": int, "float": float, "complex": complex}
 
 
 class Partition(NamedTuple):
@@ -261,7 +258,7 @@ def materialize(
 
 
 def _is_as_read(leaf: Saved) -> bool:
-    """Whether an array without a template is what was read."""
+    """True if an array without a template is what was read."""
     return leaf.kind in ARRAY_KINDS and leaf.details.get("torch_dtype") != "complex32"
 
 
@@ -276,7 +273,7 @@ def _plain(leaf: Saved, array: NDArray[Any] | None, name: str) -> Any:
         if array.shape != () or leaf.kind not in ("numpy_scalar", number_kind(array.dtype)):
             stored = spell("numpy", array.dtype, array.shape)
             raise DamagedCheckpointError(f"leaf {format_path(name)} is of kind {leaf.kind}, but {stored} is stored")
-        return _PYTHON[leaf.kind](array[()]) if leaf.kind in NUMBER_KINDS else array[()]
+        return NUMBER_TYPES[leaf.kind](array[()]) if leaf.kind in NUMBER_KINDS else array[()]
     if leaf.kind in {"str", "bytes"}:
         return decode_bytes(leaf.kind, array, name)
     if leaf.kind == NUMBERS:
@@ -286,7 +283,7 @@ def _plain(leaf: Saved, array: NDArray[Any] | None, name: str) -> Any:
 
 def _number(template: LeafTemplate, value: Any, array: NDArray[Any] | None, name: str) -> Any:
     """Return a Python number made of a number, a 0-d array or a numpy scalar."""
-    kind = _PYTHON[template.kind]
+    kind = NUMBER_TYPES[template.kind]
     try:
         plain = kind(value)
         nan = value != value and template.kind in {"float", "complex"}

@@ -45,7 +45,7 @@ def unescape_keys(texts: Sequence[str]) -> list[str]:
 
 
 def _are_plain(keys: Sequence[str]) -> bool:
-    """Whether all keys are made of letters, digits and underscores alone, and none has a part that is escaped."""
+    """True if all keys are made of letters, digits and underscores alone, and none has a part that is escaped."""
     joined = "".join(keys)
     return all(keys) and f"_{joined}".isidentifier() and _LOCK not in joined
 
@@ -138,7 +138,7 @@ class PathFilter:
         self._exclude = [] if exclude is None else compiled(exclude, option)
 
     def chooses(self, path: Sequence[str]) -> bool:
-        """Return whether a path is selected and not excluded."""
+        """True if a path is selected and not excluded."""
         if self._select is None and not self._exclude:
             return True
         keys = _shown(path)
@@ -211,15 +211,15 @@ class Pattern:
         return None if any(set(key) & _WILD for key in keys) else keys
 
     def ends(self, places: Collection[int]) -> bool:
-        """Return whether a path that ends at these places matches."""
+        """True if a path that ends at these places matches."""
         return len(self._keys) in places
 
     def takes_all(self, places: Collection[int]) -> bool:
-        """Return whether all paths that lead on from these places match."""
+        """True if all paths that lead on from these places match."""
         return self._keys[-1] is None and len(self._keys) - 1 in places
 
     def matches(self, path: Iterable[str]) -> bool:
-        """Return whether a whole path matches, in time proportional to the product of both lengths."""
+        """True if a whole path matches, in time proportional to the product of both lengths."""
         places = self.begin
         for key in path:
             places = self.after(places, key)

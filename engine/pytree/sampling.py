@@ -54,7 +54,7 @@ class Samples:
 
     @property
     def is_ready(self) -> bool:
-        """Whether :meth:`fetch` returns without waiting for a device."""
+        """True if :meth:`fetch` returns without waiting for a device."""
         return all(group.is_ready() for group in self._groups)
 
     def fetch(self, shown: int) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
@@ -265,7 +265,7 @@ def _view_of(tensor: Any) -> Any:
 
 def _first_part(array: Any) -> tuple[Any, Any, str]:
     """Return the first part of an array of jax on a device of this process, that device, and the kind of all."""
-    if not isinstance(array.dtype, np.dtype) and is_key(array):
+    if is_key(array):
         array = jax.random.key_data(array)
     device, *others = array.sharding.device_set
     if not others:
@@ -315,7 +315,7 @@ def _address(tensor: Any) -> int:
     """Return the address of a tensor's memory, or 0 if it has none now, as a sharded parameter between two steps."""
     try:
         return int(tensor.data_ptr())
-    except RuntimeError:  # a tensor of a subclass
+    except RuntimeError:  # a tensor subclass
         return 0
 
 

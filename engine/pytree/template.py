@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,12 +11,14 @@ import numpy as np
 
 from ..errors import DamagedCheckpointError, OptionError, difference
 from . import jax_leaves, torch_leaves
+from .codec import loaded_object
 from .containers import class_name
 from .flattening import Flattened, TreeDef
 from .host_leaves import check_storable, is_python_value, number_kind
 from .leaves import (
     ARRAY_KINDS,
     NUMBER_KINDS,
+    NUMBER_TYPES,
     NUMBERS,
     STATIC,
     ArrayLeaf,
@@ -103,7 +104,7 @@ def _python_facts(value: Any) -> TemplateFacts:
         raise LeafProblem(
             f"is of type {class_name(value)}; templates are arrays, jax.ShapeDtypeStruct and Python values"
         )
-    kinds = (bool, int, float, complex, str, bytes, set, frozenset)
+    kinds = (*NUMBER_TYPES.values(), str, bytes, set, frozenset)
     return next(kind.__name__ for kind in kinds if isinstance(value, kind)), None, None, value
 
 
@@ -171,12 +172,12 @@ def castable(template: LeafTemplate, saved: Saved | None) -> LeafTemplate:
 
 
 def _castable(one: str | None, other: str | None) -> bool:
-    """Whether numbers of one kind can be cast to another on request; imaginary parts are never dropped."""
+    """True if numbers of one kind can be cast to another on request; imaginary parts are never dropped."""
     return one is not None and other is not None and (one != "complex" or other == "complex")
 
 
 def _same_dtype(one: np.dtype[Any], other: np.dtype[Any]) -> bool:
-    """Whether two dtypes have the same values, in any byte order."""
+    """True if two dtypes have the same values, in any byte order."""
     return one == other or one.newbyteorder("=") == other.newbyteorder("=")
 
 
@@ -322,7 +323,7 @@ class LeafType(NamedTuple):
         return [self.kind, self.dtype, None if self.shape is None else list(self.shape), self.variant, self.weak]
 
     def is_like(self, other: LeafType) -> bool:
-        """Whether jit makes the same of both: a Python float is a weakly typed scalar, a numpy array a jax array."""
+        """True if jit makes the same of both: a Python float is a weakly typed scalar, a numpy array a jax array."""
         return self == other or (self._traced is not None and self._traced == other._traced)
 
     @property
@@ -383,7 +384,7 @@ class FreshTypes:
         return document if self._roots is None else {**document, "roots": self._roots}
 
     def covers(self, name: str) -> bool:
-        """Whether a leaf of a later state was a leaf of the fresh one, or is below one."""
+        """True if a leaf of a later state was a leaf of the fresh one, or is below one."""
         return not {name, name.rpartition(".")[0]}.isdisjoint(self._types.keys() | self._others)
 
     def refused(self, tree: Flattened) -> list[str]:
@@ -455,7 +456,7 @@ def new_leaf(name: str, saved: Saved, kind: str | None = None) -> LeafTemplate:
 
 
 class GrowthProblem(ValueError):  # noqa: N818 - becomes one line of an error
-    """A container that cannot be made again, because its class is not known."""
+    """A container that cannot be rebuilt, because its class is unknown."""
 
 
 def regrown(wanted: TreeDef | None, saved: TreeDef | None, name: str = "") -> TreeDef | None:
@@ -489,7 +490,7 @@ def _maker(saved: TreeDef) -> Callable[[list[Any]], Any] | None:
     """Return what makes a container of a class that the program has loaded: named tuples, and containers of flax."""
     label, keys = saved.label or "", saved.keys
     module, _, name = label.rpartition(".")
-    kind: Any = vars(sys.modules.get(module, object)).get(name)
+    kind = loaded_object(f"{module}:{name}")
     if not isinstance(kind, type) or keys is None:
         return None
     if issubclass(kind, tuple) and getattr(kind, "_fields", None) == tuple(keys):

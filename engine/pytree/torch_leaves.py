@@ -251,7 +251,7 @@ _FACTS = attrgetter("dtype", "shape", "requires_grad", "layout", "is_cpu")
 
 
 def is_small(value: Any) -> bool:
-    """Whether a tensor that `TorchDescriber.describe` has described can be copied by `copy_tensors`."""
+    """True if a tensor that `TorchDescriber.describe` has described can be copied by `copy_tensors`."""
     if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.device.type not in HOST_DEVICES:
         return False
     if not 0 < value.numel() < _SMALL:
@@ -265,7 +265,7 @@ def small_facts(tensors: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 
 def have_facts(tensors: Sequence[Any], facts: Sequence[tuple[Any, ...]]) -> bool:
-    """Whether tensors of the same types as others have the facts of those, and memory."""
+    """True if tensors of the same types as others have the facts of those, and memory."""
     # A dispatch mode, such as that of fake tensors, may turn a copy into something else.
     if torch._C._len_torch_dispatch_stack():
         return False
@@ -310,7 +310,7 @@ def tensor_like(saved: Saved) -> Any | None:
 
 
 def is_dense(tensor: Any) -> bool:
-    """Return whether a tensor is an array of numbers: not sparse, quantized or nested."""
+    """True if a tensor is an array of numbers: not sparse, quantized or nested."""
     return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 
@@ -372,7 +372,7 @@ STRIDES = "strides"  # key in the details of dense tensors that are not in C ord
 
 
 def is_permuted(shape: Sequence[int], strides: Any) -> bool:
-    """Whether strides, perhaps of a file, are those of a dense tensor whose axes lie in memory in any order."""
+    """True if strides, perhaps of a file, are those of a dense tensor whose axes lie in memory in any order."""
     if not isinstance(strides, list) or len(strides) != len(shape) or not all(type(one) is int for one in strides):
         return False
     elements = 1

@@ -144,7 +144,7 @@ class Taken:
 
     @property
     def is_leaf(self) -> bool:
-        """Whether it is a leaf that is taken as it is."""
+        """True if it is a leaf that is taken as it is."""
         return self.container is None and self.function is None
 
     def apply(self, value: Any, name: str, old: Any) -> Any:
@@ -340,7 +340,7 @@ def _check_leaf(result: Any, path: str, placeholder: bool, what: str) -> None:
 
 
 def has_values(leaf: Any) -> bool:
-    """Whether a leaf of a template has values; an abstract or deleted one has none."""
+    """True if a leaf of a template has values; an abstract or deleted one has none."""
     if is_jax_abstract(leaf):
         return False
     library = library_of(leaf)

@@ -1,7 +1,7 @@
 """Ways to leaves: a state is searched once, and its chosen leaves are found again at every later step.
 
 A way is a chain of keys and attributes from the root, so it leads to the present leaf of an immutable tree that each
-step makes anew as well as of a module that steps change in place. Nothing is ever written, and no method of an object
+step makes again as well as of a module that steps change in place. Nothing is ever written, and no method of an object
 is called.
 """
 
@@ -62,11 +62,11 @@ class _Way:
 
     @property
     def is_open(self) -> bool:
-        """Whether only containers are on the way."""
+        """True if only containers are on the way."""
         return self.get is operator.getitem and (self.parent is None or self.parent.is_open)
 
     def is_lost(self, values: Mapping[_Way | None, Any]) -> bool:
-        """Whether an entry of a container is gone that does not come and go, as those of lists do."""
+        """True if an entry of a container is gone that does not come and go, as those of lists do."""
         if self.parent is not None and self.parent.is_lost(values):
             return True
         owner = values[self.parent]
@@ -254,19 +254,19 @@ def _value_of(variable: Any, _: object) -> Any:
 
 
 def _is_variable(value: Any) -> bool:
-    """Return whether an object is a variable of nnx or of Keras, which holds one array."""
+    """True if an object is a variable of nnx or of Keras, which holds one array."""
     if loaded("flax.nnx") is not None and isinstance(value, nnx.Variable):
         return True
     return type(value).__module__.startswith("keras.") and hasattr(value, "value") and hasattr(value, "assign")
 
 
 def _is_open(name: str, value: Any) -> bool:
-    """Return whether an attribute of an object of the program is on a way, and not only a text."""
+    """True if an attribute of an object of the program is on a way, and not only a text."""
     return not name.startswith(_INTERNAL) and not isinstance(value, (*PLAIN, *_CLOSED, np.generic, Enum))
 
 
 def _is_of_library(value: Any) -> bool:
-    """Return whether a library made the class of an object, whose attributes are its own; loaders lead on to data."""
+    """True if a library made the class of an object, whose attributes are its own; loaders lead on to data."""
     module = type(value).__module__
     is_loader = module.startswith("torch.utils.data") and not isinstance(value, Iterator)
     return module.partition(".")[0] in _LIBRARIES and not is_loader

@@ -54,7 +54,6 @@ from .stored import is_contiguous as is_contiguous
 from .stored import nested as nested
 from .stored import nested_tree as nested_tree
 from .stored import not_read as not_read
-from .stored import renamed_for as renamed_for
 from .stored import rooted as rooted
 from .stored import selected as selected
 from .stored import storage_name as storage_name

@@ -123,11 +123,7 @@ _FORMATS: tuple[_Entry, ...] = (
 
 
 def recognise(location: Location) -> CheckpointSource | None:
-    """Open a checkpoint of another library; return None where there is none.
-
-    Raises:
-        CheckpointNotFoundError: There is a part of a checkpoint.
-    """
+    """Open a checkpoint of another library; return None where there is none, and refuse a part of one of ours."""
     if _is_archive_of_ours(location):
         whole = _part_of(location) or "it is a part of one, in a zip file; load the checkpoint that it was a part of"
         raise CheckpointNotFoundError(f"{location}: no checkpoint here; {whole}")
@@ -141,7 +137,7 @@ def recognise(location: Location) -> CheckpointSource | None:
 
 
 def _is_archive_of_ours(location: Location) -> bool:
-    """Whether this is a zip file in which holdfast keeps an item, as far as its ends tell."""
+    """True if the first and last bytes are those of a zip file in which holdfast stores an item."""
     if not location.name.endswith(ARCHIVE) or not location.is_there() or location.is_directory():
         return False
     with location.open_data() as file:
@@ -188,14 +184,9 @@ def left_by_download(file: DataReader) -> str:
 
 
 def check_unclaimed(location: Location, series: str, *, begun: bool) -> bool:
-    """Refuse a directory that holds the steps of another run, and none of the run that is about to begin in it.
-
-    Return False where steps of that run are there now: a save that was under way has committed one meanwhile.
-
-    ``begun`` says that a run of holdfast has begun here before: then files may come from a callback beside it, such as
-    Lightning's ModelCheckpoint, which share no name with its steps. Single checkpoints, as ``hf.save``
-    and the ``Checkpoint.save`` of a graph write them, are no run.
-    """
+    """Refuse a directory with steps of another run only; return False if steps of this run are there by now."""
+    # If a run has ``begun`` here before, files may come from a callback beside it, such as Lightning's ModelCheckpoint,
+    # which share no name with its steps. Single checkpoints of hf.save and of graphs are no run.
     found = find_steps(location)
     if found.is_native and any(one.series == series for one in found.entries):
         return False

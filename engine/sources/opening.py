@@ -95,7 +95,7 @@ class _OpenTree:
         self.address = _Address(checkpoint.location, item, identity, bool(found))
         self._files = {} if tree.fingerprint else _identities(tree)
         self._reads: tuple[CheckpointSource, TreeSource] | None = checkpoint, tree
-        self._bytes_read = 0  # when it was closed
+        self._bytes_read = 0  # the count at the time of `close`
 
     @property
     def bytes_read(self) -> int:

@@ -80,7 +80,7 @@ class CheckpointSource(Protocol):
         return trees[0] if item is None else item
 
     def has_changed(self) -> bool:
-        """Whether another process has replaced or deleted it since it was opened, as far as that can be told."""
+        """True if another process is known to have replaced or deleted it since it was opened."""
         return False
 
     def load(

@@ -49,10 +49,7 @@ class _Branch(dict[str | int, Any]):
 def nested(
     leaves: Iterable[tuple[Path, Any]], *, root_is_dict: bool = False, number: Callable[[int], str | int] = int
 ) -> Any:
-    """Make the dictionaries and lists that values at these paths are in.
-
-    A container is a list where its keys are the integers from 0 on, as ``number`` makes them; the root may be excepted.
-    """
+    """Make the containers of values at these paths: lists where the keys are ``number(0)``, ``number(1)``, ..."""
     root = _Branch()
     for path, value in leaves:
         if len(path) >= MAX_DEPTH:
@@ -298,7 +295,17 @@ class OtherTree(TreeSource):
         return [[array for _ in wanted if (array := next(found)) is not None] for wanted in boxes]
 
     def for_template(self, names: Sequence[str]) -> TreeSource:
-        return renamed_for(self, names)
+        # Formats without containers, and state dicts of modules, do not tell layers/0/weight from layers.0.weight.
+        source = super().for_template(names)
+        ours = {".".join(split(leaf.name)): leaf for leaf in source.leaves}
+        theirs = {".".join(split(name)): name for name in names}
+        if len(ours) != len(source.leaves) or len(theirs) != len(names):
+            return source
+        kept = set(names)
+        renamed = {
+            leaf.name if leaf.name in kept else theirs.get(joined, leaf.name): leaf for joined, leaf in ours.items()
+        }
+        return source if len(renamed) != len(ours) else PartialTree(source, renamed, source.tree)
 
 
 class StoredTree(OtherTree):
@@ -464,22 +471,6 @@ class FetchedTree(OtherTree):
                 # The library has made the array for this call: another copy would take its memory twice.
                 found.append(_own(np.asarray(array).view(dtype) if raw else np.asarray(array, dtype), is_new=True))
         return found
-
-
-def renamed_for(source: TreeSource, names: Sequence[str]) -> TreeSource:
-    """Return a tree with the names of a template, where joining keys by dots gives the same.
-
-    So ``layers/0/weight`` matches ``layers.0.weight`` and vice versa, because formats without containers, and the state
-    dicts of modules, do not distinguish them.
-    """
-    source = TreeSource.for_template(source, names)
-    ours = {".".join(split(leaf.name)): leaf for leaf in source.leaves}
-    theirs = {".".join(split(name)): name for name in names}
-    if len(ours) != len(source.leaves) or len(theirs) != len(names):
-        return source
-    kept = set(names)
-    renamed = {leaf.name if leaf.name in kept else theirs.get(joined, leaf.name): leaf for joined, leaf in ours.items()}
-    return source if len(renamed) != len(ours) else PartialTree(source, renamed, source.tree)
 
 
 def refuse_unreadable(source: TreeSource, leaves: Sequence[SavedLeaf]) -> None:

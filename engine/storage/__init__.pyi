@@ -29,7 +29,6 @@ from .parallel import parallel_map as parallel_map
 from .services import aws_endpoint as aws_endpoint
 from .services import aws_region as aws_region
 from .services import chosen_profile as chosen_profile
-from .status import check_extent as check_extent
 from .status import hidden_address as hidden_address
 from .status import is_strange as is_strange
 from .status import is_unreadable as is_unreadable

@@ -28,10 +28,7 @@ def round_up(size: int, multiple: int = PAGE) -> int:
 
 
 def aligned_empty(nbytes: int) -> NDArray[np.uint8]:
-    """Return fresh writable memory that starts on a page boundary.
-
-    Large memory is a private anonymous mapping on a huge-page boundary; the system gets it back with its last view.
-    """
+    """Return fresh writable memory on a page boundary; the system gets large memory back with its last view."""
     import numpy as np  # imported lazily: a listing of checkpoints imports this module, and needs no arrays
 
     if nbytes < _SMALLEST_MAPPING:

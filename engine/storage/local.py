@@ -230,10 +230,7 @@ class LocalBackend:
         return _identity(os.lstat(key))
 
     def share(self, key: str, target: str, known: FileIdentity) -> FileIdentity:
-        """Link a file, or else clone it: a clone shares its blocks, and is durable on return, the name of neither is.
-
-        The file becomes read-only, as a change through one name would show through all.
-        """
+        """Link or clone a file; a linked one becomes read-only, as a change through one name would show through all."""
         if self.identity(key) != known:
             raise OSError(errno.ESTALE, "it was changed after it was written", key)
         try:
@@ -253,7 +250,7 @@ class LocalBackend:
         return self.identity(target)
 
     def _cloned(self, source: str, target: str, known: FileIdentity, refusal: OSError) -> FileIdentity:
-        """Clone a file where the file system can; otherwise raise the error of the link."""
+        """Clone a file, durably, where the file system can; otherwise raise the error of the link."""
         with open(open_own(source, os.O_RDONLY), "rb", buffering=0) as read:
             written = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             try:
@@ -406,13 +403,8 @@ def append_line(path: str | os.PathLike[str], text: str, *, create: bool = True)
 
 
 def open_own(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a file that belongs to this run or checkpoint alone, and return its descriptor.
-
-    A link could lead to the file of another run, and a pipe would wait for its other end, so both are refused.
-
-    Raises:
-        OSError: It is a link (ELOOP) or no regular file (EINVAL), or the system refused.
-    """
+    """Open a file of this run or checkpoint alone; raise OSError for a link (ELOOP) and what is no file (EINVAL)."""
+    # A link could lead to the file of another run, and a pipe would wait for its other end.
     try:
         descriptor = _open(path, flags | os.O_NOFOLLOW)
     except OSError as error:

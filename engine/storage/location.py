@@ -95,24 +95,7 @@ def _parsed(place: str | os.PathLike[str]) -> Location:
         raise InvalidLocationError(f"{shown!r} is not a location: expected {_KNOWN}")
     match = _SCHEME.match(text)
     if match is None:
-        if _CHAIN.match(text):
-            raise InvalidLocationError(
-                f"{hidden_address(text)!r} chains file systems of fsspec, which an address cannot name here; pass the "
-                "file system: as_location(path, filesystem=...)"
-            )
-        if match := _COLLAPSED.match(text):
-            url = f"{match[1]}://{'/' if match[1].lower() == 'file' else ''}{text[match.end() :].lstrip('/')}"
-            lost = "lacks a colon" if match[2] == "//" else "lost a slash; pathlib removes it, so pass URLs as str"
-            shown = hidden_address(url).replace(f"{match[1]}://", match[1] + match[2], 1)
-            raise InvalidLocationError(f"{shown!r} looks like a URL that {lost}: {hidden_address(url)!r}")
-        if _WINDOWS.match(text):
-            there = f"/mnt/{text[0].lower()}/" + text[2:].replace("\\", "/").lstrip("/")
-            raise InvalidLocationError(f"{text!r} is a path of Windows; in WSL it is {there!r}")
-        if _NO_MARK.match(text) and not os.path.isdir(text.partition("/")[0]):
-            url = hidden_address(text.replace("/", "://", 1))
-            folder = url.replace("://", "/", 1)
-            raise InvalidLocationError(f"{folder!r} looks like the URL {url!r}; as a folder, write {f'./{folder}'!r}")
-        return Location(_local, os.path.abspath(os.path.expanduser(text)))
+        return Location(_local, os.path.abspath(os.path.expanduser(_checked_path(text))))
     scheme, rest, shown = match.group(1).lower(), match.group(2), hidden_address(text)
     for mark in "?#|":
         if mark in rest:
@@ -126,40 +109,65 @@ def _parsed(place: str | os.PathLike[str]) -> Location:
         if not path.startswith("/"):
             raise InvalidLocationError(f"{shown!r} does not name an absolute path: write file:///path")
         return Location(_local, os.path.abspath(path))
-    if scheme == "memory":
-        from .memory import open_memory  # imported lazily: nothing local needs it
+    backend, path = _opened(_SYNONYMS.get(scheme, scheme), path, shown)
+    return Location(backend, _object_key(shown, path))
 
-        return Location(open_memory(), _object_key(shown, path))
-    scheme = _SYNONYMS.get(scheme, scheme)
+
+def _checked_path(text: str) -> str:
+    """Return a text without a scheme as a path, unless it looks like something else."""
+    if _CHAIN.match(text):
+        raise InvalidLocationError(
+            f"{hidden_address(text)!r} chains file systems of fsspec, which an address cannot name here; pass the "
+            "file system: as_location(path, filesystem=...)"
+        )
+    if match := _COLLAPSED.match(text):
+        url = f"{match[1]}://{'/' if match[1].lower() == 'file' else ''}{text[match.end() :].lstrip('/')}"
+        lost = "lacks a colon" if match[2] == "//" else "lost a slash; pathlib removes it, so pass URLs as str"
+        shown = hidden_address(url).replace(f"{match[1]}://", match[1] + match[2], 1)
+        raise InvalidLocationError(f"{shown!r} looks like a URL that {lost}: {hidden_address(url)!r}")
+    if _WINDOWS.match(text):
+        there = f"/mnt/{text[0].lower()}/" + text[2:].replace("\\", "/").lstrip("/")
+        raise InvalidLocationError(f"{text!r} is a path of Windows; in WSL it is {there!r}")
+    if _NO_MARK.match(text) and not os.path.isdir(text.partition("/")[0]):
+        url = hidden_address(text.replace("/", "://", 1))
+        folder = url.replace("://", "/", 1)
+        raise InvalidLocationError(f"{folder!r} looks like the URL {url!r}; as a folder, write {f'./{folder}'!r}")
+    return text
+
+
+def _opened(scheme: str, path: str, shown: str) -> tuple[ObjectStoreBackend, str]:
+    """Return the store of a URL and the path in it; stores are imported lazily, as nothing local needs them."""
+    if scheme == "memory":
+        from .memory import open_memory
+
+        return open_memory(), path
+    authority, _, inside = path.partition("/")
     if scheme in ("s3", "gs"):
-        bucket, _, path = path.partition("/")
-        if "@" in bucket or (":" in bucket and "@" in path):  # a password may hold slashes
+        if "@" in authority or (":" in authority and "@" in inside):  # a password may hold slashes
             raise InvalidLocationError(
                 f"{shown!r} holds a user or a password; credentials come from the environment, and the address is "
                 f"{scheme}://bucket/name"
             )
-        if not bucket:
+        if not authority:
             raise InvalidLocationError(f"{shown!r} names no bucket: write {scheme}://bucket/name")
         from .cloud import open_cloud
         from .services import S3, Google
 
-        service = S3 if scheme == "s3" else Google
-        return Location(open_cloud(service, f"{scheme}://{bucket}"), _object_key(shown, path))
+        return open_cloud(S3 if scheme == "s3" else Google, f"{scheme}://{authority}"), inside
     if scheme in ("az", "abfs", "abfss", "https"):
+        from .cloud import open_cloud
         from .services import Azure, azure_root
 
-        found = azure_root(scheme, *path.partition("/")[::2])
-        if found is not None:
-            from .cloud import open_cloud
-
-            return Location(open_cloud(Azure, found[0]), _object_key(shown, found[1]))
+        if (found := azure_root(scheme, authority, inside)) is not None:
+            return open_cloud(Azure, found[0]), found[1]
     from .fsspec_store import open_fsspec
 
+    if "+" in scheme:  # of a file system that was passed
+        authority, inside = "", path
+    elif "@" in inside and re.search(r"^[^\[]*:(?!\d*$)", authority):  # a password that holds slashes, and no port
+        authority, inside = path, ""
     try:
-        authority, _, path = ("", "", path) if "+" in scheme else path.partition("/")
-        if "@" in path and re.search(r"^[^\[]*:(?!\d*$)", authority):  # a password that holds slashes, and no port
-            authority, path = f"{authority}/{path}", ""
-        return Location(open_fsspec(scheme, authority, shown), _object_key(shown, path))
+        return open_fsspec(scheme, authority, shown), inside
     except UnknownSchemeError as error:
         raise InvalidLocationError(f"{error}: expected {_KNOWN}") from None
 

@@ -42,7 +42,7 @@ _logger = logging.getLogger("holdfast")
 _ARRAY_LIMIT = 1 << 20  # bytes of the largest array that is kept as an argument
 _WRITTEN_DEPTH = 50
 _READ_DEPTH = 200
-# Elements of tensors that numpy has, too.
+# Dtypes of tensors that numpy has as well.
 _TORCH_DTYPES = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool")
 _MISSING = "missing"  # the kind of an argument that could not be kept
 _NUMBERS = "numbers"  # the kind of a long sequence of numbers
@@ -71,13 +71,15 @@ class CtorArguments(Untracked):
         return hash(CtorArguments)
 
 
-def _kept(value: Any) -> Any:
+def _kept(value: Any, depth: int = 0) -> Any:
     """Return copies of plain containers, as the object may change them."""
+    if depth > _WRITTEN_DEPTH:  # It is not written.
+        return value
     if type(value) is dict:
-        return {key: _kept(item) for key, item in value.items()}
+        return {key: _kept(item, depth + 1) for key, item in value.items()}
     if type(value) in (list, tuple):
         plain = set(map(type, value)).issubset(PLAIN)  # Long lists of numbers are copied in one go.
-        return value[:] if plain else type(value)(map(_kept, value))
+        return value[:] if plain else type(value)(_kept(item, depth + 1) for item in value)
     return set(value) if type(value) is set else value
 
 

@@ -38,7 +38,7 @@ from .states import GRAPH, read_document, stored_state
 _logger = logging.getLogger("holdfast")
 
 _SEARCHED = 100  # directories in which a message looks for a tree to name
-_SMALL = 16 << 20  # the most bytes of a pickled class with its arguments
+_SMALL = 16 << 20  # maximum number of bytes of a pickled class with its arguments
 _FRAMEWORKS = {"jax": "jax", "torch": "torch", "key": "jax"}
 
 

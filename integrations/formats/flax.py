@@ -26,7 +26,7 @@ _CHUNKED = "__msgpack_chunked_array__"
 
 
 def looks_like_msgpack(place: Location) -> bool:
-    """Whether a file begins as a msgpack dictionary does."""
+    """True if a file begins as a msgpack dictionary does."""
     try:
         first = first_bytes(place, 1)
     except ObjectNotFoundError:

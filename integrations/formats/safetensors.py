@@ -214,7 +214,7 @@ def _open(location: Location, files: Mapping[str, Location], weight_map: Mapping
 
 
 def _are_numbered(location: Location, files: Collection[str]) -> bool:
-    """Whether files are parts of one model by their names; refuse them if one is missing."""
+    """True if the names say that files are parts of one model; refuse them if one is missing."""
     matches = [match for name in files if (match := _NUMBERED.fullmatch(name)) is not None]
     if not matches or len(matches) < len(files) or len({match.group(2, 4) for match in matches}) > 1:
         return False
@@ -302,7 +302,7 @@ def _indexed(location: Location, index: str) -> tuple[dict[str, Location], dict[
 
 
 def _looks_right(file: Location) -> bool:
-    """Whether the name or the first bytes of a file are those of this format."""
+    """True if the name or the first bytes of a file are those of this format."""
     if file.name.endswith(SUFFIX):
         return True
     with file.open_data() as reader:

@@ -418,7 +418,7 @@ class Restoration:
         self._wait()
 
     def _sorted(self, found: Iterable[Assignment]) -> tuple[list[Assignment], list[Assignment]]:
-        """Return the assignments to do, and those that a later restore or another path has done."""
+        """Split assignments into those to do, and those that a later restore or another path has done."""
         due: list[Assignment] = []
         known: list[Assignment] = []
         fresh: list[Path] = []

@@ -194,7 +194,7 @@ class SavedGraph:
                     nodes.append(SavedNode(type=kinds.get(".".join(segments[:depth]), "")))
                 number = edges[segment]
             nodes[number].value = name if name in leaves else None
-        # Where the keys of a container are paths themselves, as in a flat state_dict, these lead to the same values.
+        # If the keys of a container are themselves paths, as in a flat state_dict, these lead to the same values.
         for number in range(len(nodes)):
             for segment, child in list(nodes[number].edges.items()):
                 *keys, last = segment.split("%2E")

@@ -44,6 +44,7 @@ from ..options import OnInexact, Partial, Reshard, Resume
 from . import private_api
 from .io import ResumePath, ResumingCallback, install, redirect_resume
 from .recorder import FitRecorder
+from .steps import Fit, StepCount
 from .stopping import Preempted, Signals, leave
 from .store import CallbackArguments, RunStore
 from .strategies import check_strategy, is_sharded
@@ -320,7 +321,8 @@ class CheckpointCallback(ResumingCallback):
         stop = self._stop(trainer.fit_loop.epoch_loop.val_loop)
         if not isinstance(stop, AgreedStop):
             self._evaluation = stop  # Several processes agree as soon as training has begun, after the first batch.
-        self._recorder = FitRecorder(trainer, self._store, self._options, self._preemption, stop, callback=self)
+        fit = Fit(trainer, self._store, self._options, self._preemption, StepCount(trainer))
+        self._recorder = FitRecorder(fit, stop, callback=self)
         self._witness = self._recorder.witness.run
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:

@@ -13,16 +13,15 @@ import torch
 from ...engine.errors import SaveFailedError, StateError
 from ...engine.manager import event_scalars, guarded
 from ...engine.sources import Misfits
-from ..loop import PreemptionSignal, StepsAfterSignal, Stop, announce, unfinished_neighbour, warn_of_misfits
+from ..loop import StepsAfterSignal, Stop, unfinished_neighbour, warn_of_misfits
 from . import private_api
 from .fitting import Fitting
 from .io import ResumePath
 from .private_api import LoopHooks
 from .replay import EpochReplay, Point
 from .saving import PREEMPTED, StepWriter
-from .steps import FitWitness, StepCount
+from .steps import Fit, FitWitness
 from .stopping import FitStop
-from .store import CallbackArguments, RunStore
 from .trees import POSITION
 
 logger = logging.getLogger("holdfast")
@@ -44,34 +43,24 @@ class FitRecorder:
     # last batch of an epoch, the end of the epoch is the next point. After a signal, a step is saved before a
     # validation as well, which the resumed run begins with.
 
-    def __init__(
-        self,
-        trainer: Any,
-        store: RunStore,
-        options: CallbackArguments,
-        preemption: PreemptionSignal,
-        stop: Stop,
-        callback: Any,
-    ) -> None:
-        self._trainer = trainer
-        self._store = store
+    def __init__(self, fit: Fit, stop: Stop, callback: Any) -> None:
+        self._fit = fit
         self._stage = Stage.SET_UP
-        after_signal = StepsAfterSignal(options, store.manager, preemption)
-        self._stop = FitStop(trainer, store, preemption, stop, after_signal)
-        self._loggers = Loggers(trainer, store, options, callback)
+        self._stop = FitStop(fit, stop, StepsAfterSignal(fit.options, fit.store.manager, fit.preemption))
+        self._loggers = Loggers(fit, callback)
         # The tuner takes all callbacks away for its trials in the same loops.
-        self._hooks = LoopHooks(lambda: any(one is callback for one in trainer.callbacks))
-        misfits, steps = None if options.partial is None else Misfits(), StepCount(trainer)
-        self.witness = FitWitness(trainer, store, options, steps, misfits)
-        self._replay = EpochReplay(trainer, self._hooks, steps, options, self.witness.resume)
-        self.fitting = Fitting(trainer, misfits, options.hyperparameters, self._hooks)
-        self._writer = StepWriter(trainer, store, options, self._replay, self.fitting, self.witness)
-        self._considered: int = self.step  # the last step that was considered for a save
+        self._hooks = LoopHooks(lambda: any(one is callback for one in fit.trainer.callbacks))
+        misfits = None if fit.options.partial is None else Misfits()
+        self.witness = FitWitness(fit, misfits)
+        self._replay = EpochReplay(fit, self._hooks, self.witness.resume)
+        self.fitting = Fitting(fit.trainer, misfits, fit.options.hyperparameters, self._hooks)
+        self._writer = StepWriter(fit, self._replay, self.fitting, self.witness)
+        self._considered: int = fit.step  # the last step that was considered for a save
         self._in_batch = False  # whether a batch has begun whose point has not been reached
-        self._hooks.place(trainer.fit_loop.epoch_loop, "advance", self._batch)
-        self._hooks.place(trainer.fit_loop, "on_advance_end", self._epoch_ends)
-        self._hooks.place(private_api.checkpoint_connector(trainer), "restore_training_state", self._restore_state)
-        for finder in private_api.finders_of(trainer):
+        self._hooks.place(fit.trainer.fit_loop.epoch_loop, "advance", self._batch)
+        self._hooks.place(fit.trainer.fit_loop, "on_advance_end", self._epoch_ends)
+        self._hooks.place(private_api.checkpoint_connector(fit.trainer), "restore_training_state", self._restore_state)
+        for finder in private_api.finders_of(fit.trainer):
             self._hooks.place(finder, "on_fit_start", self._search)
 
     @property
@@ -82,7 +71,7 @@ class FitRecorder:
     @property
     def step(self) -> int:
         """The number of the step that the run has finished."""
-        return self._replay.steps.step
+        return self._fit.step
 
     def begin(self) -> None:
         """Begin to watch; refuse a directory with checkpoints if the trainer has loaded none."""
@@ -93,13 +82,13 @@ class FitRecorder:
         if before is Stage.LOADED:
             self._warn_of_misfits()
             return
-        directory = self._store.directory
-        if steps := self._store.manager.all_steps():
+        directory = self._fit.store.directory
+        if steps := self._fit.store.manager.all_steps():
             raise StateError(
                 f"{directory} holds checkpoints up to step {steps[-1]}, but the trainer does not begin with one. Name "
                 "one with fit(ckpt_path=...), or choose another directory"
             )
-        self._say("started fresh: no checkpoint in %s%s", directory, unfinished_neighbour(directory))
+        self._fit.say("started fresh: no checkpoint in %s%s", directory, unfinished_neighbour(directory))
         self.witness.begin()
 
     def finish(self) -> None:
@@ -109,10 +98,14 @@ class FitRecorder:
             return
         self._warn_of_misfits()
         step = self.step
-        why = "; it was asked to stop there, and continues with fit(ckpt_path=...)" if self._trainer.should_stop else ""
-        self._say("nothing left to do after step %d in %s%s", step, self._store.directory, why)
+        why = (
+            "; it was asked to stop there, and continues with fit(ckpt_path=...)"
+            if self._fit.trainer.should_stop
+            else ""
+        )
+        self._fit.say("nothing left to do after step %d in %s%s", step, self._fit.store.directory, why)
         stored = self._writer.stored_metrics(step)
-        self._trainer.callback_metrics.update({name: torch.tensor(value) for name, value in stored.items()})
+        self._fit.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in stored.items()})
 
     def detach(self, *, orderly: bool) -> None:
         """Stop watching; ``orderly`` is False when training ends with an exception."""
@@ -128,31 +121,31 @@ class FitRecorder:
 
     def resume_from(self, checkpoint: dict[str, Any]) -> None:
         """Take the position out of Lightning's dictionary after it was loaded."""
-        path = self._trainer.ckpt_path
+        path = self._fit.trainer.ckpt_path
         saved = checkpoint.pop(POSITION, None) or {}
         step = int(checkpoint["global_step"]) + saved.get("batches_as_steps", 0)
         self._stage = Stage.LOADED
         self.fitting.take(saved.get("optimizers"), checkpoint.get("callbacks", {}))
-        is_cut_off = bool(saved) and self._replay.resume(saved, self._store.processes)
+        is_cut_off = bool(saved) and self._replay.resume(saved, self._fit.store.processes)
         self._writer.resume(step, saved.get("callback_metrics", {}), is_cut_off=is_cut_off)
         self._considered = -1 if is_cut_off else step
-        self._say("resumed from step %d in %s", step, format(path))
+        self._fit.say("resumed from step %d in %s", step, format(path))
 
     def _restore_state(self, original: Callable[[], None]) -> None:
         """Restore loops, optimizers and schedulers, also for a ``fit`` with fewer epochs than the run has done."""
         # The first of two calls in one program is such a fit, when the program is started again during the second.
-        fit, checkpoint = self._trainer.fit_loop, private_api.loaded_checkpoint(self._trainer)
-        limit = fit.max_epochs
-        if private_api.is_search_file(self._trainer.ckpt_path):
+        loop, checkpoint = self._fit.trainer.fit_loop, private_api.loaded_checkpoint(self._fit.trainer)
+        limit = loop.max_epochs
+        if private_api.is_search_file(self._fit.trainer.ckpt_path):
             original()
             return
-        if isinstance(self._trainer.ckpt_path, ResumePath):
-            fit.max_epochs = -1
+        if isinstance(self._fit.trainer.ckpt_path, ResumePath):
+            loop.max_epochs = -1
         try:
             with self.fitting.loading(checkpoint):
                 original()
         finally:
-            fit.max_epochs = limit
+            loop.max_epochs = limit
         self._replay.state_restored()
 
     def _search(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -177,7 +170,7 @@ class FitRecorder:
         self._batch_ends()
         original(fetcher)
         self._in_batch = True
-        if private_api.validates_next(self._trainer.fit_loop, fetcher):
+        if private_api.validates_next(self._fit.trainer.fit_loop, fetcher):
             self._before_validation()
 
     def _batch_ends(self) -> None:
@@ -185,11 +178,11 @@ class FitRecorder:
         if not self._in_batch:
             return
         self._in_batch = False
-        step, fit = self.step, self._trainer.fit_loop
-        self._store.observer.reached("batch", step)
+        step, loop = self.step, self._fit.trainer.fit_loop
+        self._fit.store.observer.reached("batch", step)
         self.witness.end_batch()
         if self._stop.steps.left is not None:
-            if self._stop.steps.count() == 0 or fit.epoch_loop.done or private_api.has_done_all_batches(fit):
+            if self._stop.steps.count() == 0 or loop.epoch_loop.done or private_api.has_done_all_batches(loop):
                 self._leave()
             return
         stop = self._stop.points.after_batch()
@@ -197,17 +190,17 @@ class FitRecorder:
             return
         if stop and self._writer.newest.is_complete(step):
             self._leave()
-        holds_gradients = private_api.is_accumulating(fit) or self._replay.steps.holds_gradients
-        if holds_gradients or private_api.has_done_all_batches(fit):
+        holds_gradients = private_api.is_accumulating(loop) or self._replay.steps.holds_gradients
+        if holds_gradients or private_api.has_done_all_batches(loop):
             return
         self._considered = step
-        self._consider(step, "batch", stop=stop, ended=fit.epoch_loop.done)
+        self._consider(step, "batch", stop=stop, ended=loop.epoch_loop.done)
 
     def _epoch_ends(self, original: Callable[[], None]) -> None:
         self._batch_ends()
         if self._stop.steps.left is not None:  # The trainer was asked to stop.
             self._leave()
-        complete = private_api.has_done_all_batches(self._trainer.fit_loop) or self._replay.fetcher.done
+        complete = private_api.has_done_all_batches(self._fit.trainer.fit_loop) or self._replay.fetcher.done
         if self._writer.newest.is_cut_off and not complete:
             # Only the ends were left to do: the next start leaves them out.
             self._writer.save(self.step, "batch", "at the end")
@@ -219,16 +212,16 @@ class FitRecorder:
             if stop:
                 self._leave()
             return
-        self._consider(step, "epoch", stop=stop, ended=private_api.is_over(self._trainer.fit_loop))
+        self._consider(step, "epoch", stop=stop, ended=private_api.is_over(self._fit.trainer.fit_loop))
 
     def _before_validation(self) -> None:
         if self._stop.steps.left is not None:
             self._leave()
-        step, fit = self.step, self._trainer.fit_loop
-        if self._writer.newest.holds(step) or private_api.is_accumulating(fit):
+        step, loop = self.step, self._fit.trainer.fit_loop
+        if self._writer.newest.holds(step) or private_api.is_accumulating(loop):
             return
         # Lightning sets the counters to 0 a moment later.
-        fit.epoch_loop.val_loop.batch_progress.reset_on_run()
+        loop.epoch_loop.val_loop.batch_progress.reset_on_run()
         self._writer.hold(step, "validation")
         if self._stop.points.in_validation():
             self._save_at_signal(step, "validation")
@@ -241,7 +234,7 @@ class FitRecorder:
             return
         step, newest = self.step, self._writer.newest
         if not newest.holds(step):
-            if private_api.is_accumulating(self._trainer.fit_loop):
+            if private_api.is_accumulating(self._fit.trainer.fit_loop):
                 return
             if not self._writer.holds_copy:  # Else it is saved as after an exception.
                 logger.warning(
@@ -273,44 +266,39 @@ class FitRecorder:
         except SaveFailedError:
             # The save before this one failed. The process is about to end, so the log must report it.
             logger.exception("an earlier save failed; step %d is being saved", step)
-        if point != "batch" or self._trainer.fit_loop.epoch_loop.done or not self._stop.let_steps_follow():
+        if point != "batch" or self._fit.trainer.fit_loop.epoch_loop.done or not self._stop.let_steps_follow():
             self._leave()
         text = "preempted: step %d is saved in %s; stopping after %d more batches, which the resume is compared with"
-        self._say(text, step, self._store.directory, self._stop.steps.left)
+        self._fit.say(text, step, self._fit.store.directory, self._stop.steps.left)
 
     def _leave(self) -> NoReturn:
         self._stop.leave(self.step if self._stop.steps.left is None else self._writer.newest.step)
 
-    def _say(self, text: str, *args: object) -> None:
-        announce(text, *args, shown=self._trainer.is_global_zero)
-
     def _warn_of_misfits(self) -> None:
-        if self._trainer.is_global_zero:
+        if self._fit.trainer.is_global_zero:
             warn_of_misfits(self.fitting.misfits, f"step {self.step}", "state")
 
 
 class Loggers:
     """Passes the events of a run to the loggers of its trainer."""
 
-    def __init__(self, trainer: Any, store: RunStore, options: CallbackArguments, callback: Any) -> None:
-        self._trainer = trainer
-        self._store = store
-        self._options = options
+    def __init__(self, fit: Fit, callback: Any) -> None:
+        self._fit = fit
         self._callback = weakref.proxy(callback)
         self._log = guarded(_log_event, "that passes events to the trainer's loggers")
 
     def announce(self) -> None:
-        events = self._store.take_events()
-        if not self._trainer.is_global_zero:
+        events = self._fit.store.take_events()
+        if not self._fit.trainer.is_global_zero:
             return
         for event in events:
-            for listener in self._trainer.loggers:
+            for listener in self._fit.trainer.loggers:
                 self._log((listener, event))
         names = {event["event"] for event in events}
         if names & {"saved", "metrics"}:
-            self._store.publish(self._options)
+            self._fit.store.publish(self._fit.options)
         if "saved" in names:
-            for listener in self._trainer.loggers:
+            for listener in self._fit.trainer.loggers:
                 listener.after_save_checkpoint(self._callback)
 
 

@@ -45,8 +45,7 @@ from . import private_api
 from .averages import ModuleSwitches, capture_averages, restore_averages
 from .private_api import LoopHooks
 from .resharding import SavedPosition, check_same_place, share_of
-from .steps import StepCount
-from .store import CallbackArguments
+from .steps import Fit
 from .strategies import keeps_own_buffers, live_names, own_buffers, replicas
 
 logger = logging.getLogger("holdfast")
@@ -65,26 +64,19 @@ _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch 
 class EpochReplay:
     """Follows one ``fit`` through its epochs, and takes it to where a checkpoint was saved; see the table above."""
 
-    def __init__(
-        self,
-        trainer: Any,
-        hooks: LoopHooks,
-        steps: StepCount,
-        options: CallbackArguments,
-        restored: Callable[[], None],
-    ) -> None:
-        self._trainer = trainer
-        self._fit = trainer.fit_loop
+    def __init__(self, fit: Fit, hooks: LoopHooks, restored: Callable[[], None]) -> None:
+        self._trainer = fit.trainer
+        self._fit = fit.trainer.fit_loop
         self._restored = restored  # called when everything is as it was at the save
-        self._options = options
+        self._options = fit.options
         self._saved: SavedPosition | None = None  # None while this follows the run
-        self._switches = ModuleSwitches(trainer.lightning_module)
+        self._switches = ModuleSwitches(fit.trainer.lightning_module)
         self._made: dict[str, Any] = {}  # the generators when the program made the loaders, if it makes them again
         self._start: dict[str, Any] = {}  # the generators and loaders when the epoch began
         self._ended: list[Any] | None = None  # states of loaders at the end of an epoch, which a resume has left
         self._ahead = loaders.DrawnAhead()
         self.fetcher: Any = None  # the data fetcher of the present epoch
-        self.steps = steps
+        self.steps = fit.steps
         hooks.place(self._fit, private_api.LOADERS_MADE, self._loaders_made)
         hooks.place(self._fit, "on_advance_start", self._epoch_begins)
         hooks.place(self._fit.epoch_loop, "on_run_start", self._batches_begin)

@@ -14,13 +14,11 @@ import torch
 
 from ...engine.errors import shortened
 from ...engine.manager import note_resume
-from ..loop import announce
 from ..options import epoch_reason
 from . import private_api
 from .fitting import Fitting
 from .replay import EpochReplay, Point
-from .steps import FitWitness
-from .store import CallbackArguments, RunStore
+from .steps import Fit, FitWitness
 from .strategies import Path, mapped
 from .trees import POSITION
 
@@ -50,53 +48,43 @@ class Newest:
 class StepWriter:
     """Saves the steps of one ``fit``, as soon as they are due."""
 
-    def __init__(
-        self,
-        trainer: Any,
-        store: RunStore,
-        options: CallbackArguments,
-        replay: EpochReplay,
-        fitting: Fitting,
-        witness: FitWitness,
-    ) -> None:
-        self._trainer = trainer
-        self._store = store
-        self._options = options
+    def __init__(self, fit: Fit, replay: EpochReplay, fitting: Fitting, witness: FitWitness) -> None:
+        self._fit = fit
         self._replay = replay
         self._fitting = fitting
         self._witness = witness
         self._ledger = MetricsLedger()
         self._has_news = False  # whether a validation or an epoch has ended since a save was last considered
         self._outdated: set[int] = set()  # the steps of an earlier run that this one replaces
-        self._copies = Copies() if options.save_on_exception else None
+        self._copies = Copies() if fit.options.save_on_exception else None
         self._held: tuple[int, dict[str, Any]] | None = None
         self._has_warned = False  # of ModelPruning
-        self.newest = Newest(replay.steps.step)
+        self.newest = Newest(fit.step)
 
     def resume(self, step: int, earlier: Mapping[str, Any], *, is_cut_off: bool) -> None:
         """Continue after a checkpoint, with the metrics that were logged before it."""
         self._ledger.observe(-1, earlier)  # They belong to an earlier step.
-        self._outdated = set(note_resume(self._store.manager, step))
-        metrics = self.stored_metrics(step) if step in self._store.manager.all_steps() else None
+        self._outdated = set(note_resume(self._fit.store.manager, step))
+        metrics = self.stored_metrics(step) if step in self._fit.store.manager.all_steps() else None
         self.newest = Newest(step, metrics, is_cut_off)
 
     def stored_metrics(self, step: int) -> dict[str, float]:
         """Return the numbers among the metrics of a checkpoint; none if the directory has no such checkpoint."""
-        manager = self._store.manager
+        manager = self._fit.store.manager
         stored = manager.metrics(step) if step in manager.all_steps() else None
         return {name: value for name, value in (stored or {}).items() if isinstance(value, int | float)}
 
     def note_metrics(self, step: int) -> None:
         """Observe metrics that may be new, and store those that were logged after their step was saved."""
-        self._ledger.observe(step, self._trainer.callback_metrics)
+        self._ledger.observe(step, self._fit.trainer.callback_metrics)
         self._has_news = True
         if self.newest.metrics is None or step != self.newest.step:
             return
         saved = self.newest.metrics
         late = {name: value for name, value in self._ledger.of(step).items() if not _same(saved, name, value)}
-        stored: dict[str, float] = self._store.processes.decide("late metrics", dict, late)  # those of process 0
+        stored: dict[str, float] = self._fit.store.processes.decide("late metrics", dict, late)  # those of process 0
         if stored:
-            self._store.manager.record_metrics(step, stored)
+            self._fit.store.manager.record_metrics(step, stored)
         self.newest = replace(self.newest, metrics={**saved, **stored})
 
     def consider(self, step: int, point: Point, *, ended: bool) -> None:
@@ -104,43 +92,43 @@ class StepWriter:
         reason = self._why_due(step, point, ended=ended)
         if reason is not None:
             self.save(step, point, reason)
-        elif self._store.manager.local_due(step):
-            dump, strategy = partial(self._dump, point), self._trainer.strategy
+        elif self._fit.store.manager.local_due(step):
+            dump, strategy = partial(self._dump, point), self._fit.trainer.strategy
             self._witness.save(step)
-            self._store.save(step, dump, strategy, metrics=self._ledger.of(step), locally=True)
+            self._fit.store.save(step, dump, strategy, metrics=self._ledger.of(step), locally=True)
         self.hold(step, point)
 
     def _why_due(self, step: int, point: Point, *, ended: bool) -> str | None:
         metrics, has_news, self._has_news = None, self._has_news, False
         if has_news:
-            self._ledger.observe(step, self._trainer.callback_metrics)
-            metrics = self._ledger.of(step) if self._options.save_on_best else self._ledger.at(step)
-        decision = self._store.manager.decide(step, metrics=metrics)
+            self._ledger.observe(step, self._fit.trainer.callback_metrics)
+            metrics = self._ledger.of(step) if self._fit.options.save_on_best else self._ledger.at(step)
+        decision = self._fit.store.manager.decide(step, metrics=metrics)
         if decision.save:
             return decision.reason
-        epochs = self._trainer.fit_loop.epoch_progress.current.processed if point == "epoch" else None
-        if (due := epoch_reason(self._options.every_n_epochs, epochs)) is not None:
+        epochs = self._fit.trainer.fit_loop.epoch_progress.current.processed if point == "epoch" else None
+        if (due := epoch_reason(self._fit.options.every_n_epochs, epochs)) is not None:
             return due
-        if ended and (self._options.save_at_end or self.newest.is_cut_off):
+        if ended and (self._fit.options.save_at_end or self.newest.is_cut_off):
             return "at the end"
         if step in self._outdated:
             return "replaces the step of an earlier run"
         newest = self.newest
         if has_news and (
-            metric := self._store.awaited_metric(newest.step, newest.metrics, lambda: self._ledger.of(step))
+            metric := self._fit.store.awaited_metric(newest.step, newest.metrics, lambda: self._ledger.of(step))
         ):
             return f"the first with {metric} after a save without it"
         return None
 
     def save(self, step: int, point: Point, reason: str) -> None:
         """Save a step in the background."""
-        self._ledger.observe(step, self._trainer.callback_metrics)
+        self._ledger.observe(step, self._fit.trainer.callback_metrics)
         earlier = self.newest.metrics or {} if step == self.newest.step else {}
-        metrics, strategy = {**earlier, **self._ledger.of(step)}, self._trainer.strategy
+        metrics, strategy = {**earlier, **self._ledger.of(step)}, self._fit.trainer.strategy
         dump = partial(self._dump, point, is_cut_off=reason == PREEMPTED)
         self._witness.save(step)
-        with self._trainer.profiler.profile("save_checkpoint"):
-            self._store.save(step, dump, strategy, metrics=metrics, reason=reason)
+        with self._fit.trainer.profiler.profile("save_checkpoint"):
+            self._fit.store.save(step, dump, strategy, metrics=metrics, reason=reason)
             strategy.barrier("CheckpointCallback")
         self.newest = Newest(step, metrics)
         self._outdated.discard(step)
@@ -150,7 +138,7 @@ class StepWriter:
         if self._copies is None or self.newest.is_complete(step):
             self._held = None
             return
-        self._ledger.observe(step, self._trainer.callback_metrics)
+        self._ledger.observe(step, self._fit.trainer.callback_metrics)
         self._held = step, self._copies.of(self._dump(point, is_cut_off=True))
 
     @property
@@ -165,24 +153,23 @@ class StepWriter:
             return
         step, checkpoint = held
         metrics, reason = self._ledger.of(step), f"after {type(exception).__name__}"
-        self._store.save(step, lambda: checkpoint, self._trainer.strategy, metrics=metrics, reason=reason)
-        shown = self._trainer.is_global_zero
-        announce("saving step %d in %s %s", step, self._store.directory, reason, shown=shown)
+        self._fit.store.save(step, lambda: checkpoint, self._fit.trainer.strategy, metrics=metrics, reason=reason)
+        self._fit.say("saving step %d in %s %s", step, self._fit.store.directory, reason)
 
     def _dump(self, point: Point, *, is_cut_off: bool = False) -> dict[str, Any]:
         """Return Lightning's dictionary with the position in the data and the random generators."""
-        checkpoint = private_api.dump_checkpoint(self._trainer)
+        checkpoint = private_api.dump_checkpoint(self._fit.trainer)
         self._warn_of_pruning(checkpoint)
-        cut_off = is_cut_off and point == "batch" and self._trainer.fit_loop.epoch_loop.done
+        cut_off = is_cut_off and point == "batch" and self._fit.trainer.fit_loop.epoch_loop.done
         position = self._replay.capture(point, is_cut_off=cut_off)
         checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)  # the position holds it
         return {**checkpoint, POSITION: {**position, "optimizers": self._fitting.description()}}
 
     def _warn_of_pruning(self, checkpoint: dict[str, Any]) -> None:
         """Warn once that ModelPruning has replaced the weights that training continues with."""
-        if self._has_warned or not private_api.callbacks_of(self._trainer, "ModelPruning"):
+        if self._has_warned or not private_api.callbacks_of(self._fit.trainer, "ModelPruning"):
             return
-        names = self._trainer.lightning_module.state_dict().keys() - checkpoint["state_dict"].keys()
+        names = self._fit.trainer.lightning_module.state_dict().keys() - checkpoint["state_dict"].keys()
         if pruned := sorted(name.removesuffix("_orig") for name in names if name.endswith("_orig")):
             self._has_warned = True
             logger.warning(

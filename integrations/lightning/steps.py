@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from ...engine.sources import Misfits
 from ...engine.witness import Seen
-from ..loop import Witness, announce, why_not_comparable
+from ..loop import PreemptionSignal, Witness, announce, why_not_comparable
 from .io import ResumePath
 from .loader_states import capture_generators
 from .private_api import loaders_of
@@ -62,17 +63,32 @@ class StepCount:
         return [(one, one._version) for one in trained if not one.is_inference()], bool(optimized)
 
 
+@dataclass(frozen=True)
+class Fit:
+    """One ``fit``: its trainer, its directory, the arguments of the callback, and the steps that it has done."""
+
+    trainer: Any
+    store: RunStore
+    options: CallbackArguments
+    preemption: PreemptionSignal
+    steps: StepCount
+
+    @property
+    def step(self) -> int:
+        """The number of the step that the run has finished."""
+        return self.steps.step
+
+    def say(self, text: str, *args: object) -> None:
+        """Announce a line about the run, once for all processes."""
+        announce(text, *args, shown=self.trainer.is_global_zero)
+
+
 class FitWitness:
     """Shows the steps of one ``fit`` to the witness of its run."""
 
-    def __init__(
-        self, trainer: Any, store: RunStore, options: CallbackArguments, steps: StepCount, misfits: Misfits | None
-    ) -> None:
-        self.run = Witness(store.manager, enabled=options.witness, on_inexact=options.on_inexact)
-        self._trainer = trainer
-        self._directory = str(store.directory)
-        self._options = options
-        self._steps = steps
+    def __init__(self, fit: Fit, misfits: Misfits | None) -> None:
+        self.run = Witness(fit.store.manager, enabled=fit.options.witness, on_inexact=fit.options.on_inexact)
+        self._fit = fit
         self._misfits = misfits
         self._batch: Any = _NOTHING  # the batch that is under way, if it is compared
 
@@ -82,10 +98,10 @@ class FitWitness:
 
     def resume(self) -> None:
         """Compare what was restored with the record of its save."""
-        path, why = self._trainer.ckpt_path, why_not_comparable(self._options, self._misfits)
-        if not isinstance(path, ResumePath) and not os.path.abspath(path).startswith(self._directory):
+        path, why = self._fit.trainer.ckpt_path, why_not_comparable(self._fit.options, self._misfits)
+        if not isinstance(path, ResumePath) and not os.path.abspath(path).startswith(str(self._fit.store.directory)):
             why = f"the run resumed from {path}"
-        self.run.resume(self._steps.step, self._seen(), why)
+        self.run.resume(self._fit.step, self._seen(), why)
 
     def begin_batch(self, batch: Any) -> None:
         """Note the batch of a step that begins, if it is compared."""
@@ -95,17 +111,17 @@ class FitWitness:
         """Show the step that has ended."""
         batch, self._batch = self._batch, _NOTHING
         if batch is not _NOTHING:
-            self.run.note(lambda: self._seen(batch), self._trainer.current_epoch)
+            self.run.note(lambda: self._seen(batch), self._fit.trainer.current_epoch)
 
     def save(self, step: int) -> None:
         """Show a step that is about to be saved."""
         self.run.save(step, self._seen)
 
     def _seen(self, batch: Any = None) -> Seen:
-        trainer, loaders = self._trainer, loaders_of(self._trainer.fit_loop)
+        trainer, step = self._fit.trainer, self._fit.step
+        loaders = loaders_of(trainer.fit_loop)
         generators = capture_generators(loaders)
         own = {f"loader {name}": state for name, state in generators.pop("loaders").items()}
-        step = self._steps.step
         return Seen(
             step=step,
             root={"module": trainer.lightning_module, "optimizers": [*trainer.optimizers]},

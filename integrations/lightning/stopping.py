@@ -20,9 +20,10 @@ from typing import Any, NoReturn
 
 from ...engine.distributed import ProcessGroup
 from ...engine.errors import PREEMPTED, HoldfastError
-from ..loop import PreemptionSignal, StepsAfterSignal, Stop, announce, barrier_exit
+from ..loop import PreemptionSignal, StepsAfterSignal, Stop, barrier_exit
 from . import private_api
 from .private_api import LoopHooks
+from .steps import Fit
 from .store import RunStore
 
 
@@ -43,17 +44,15 @@ def leave(trainer: Any, preemption: PreemptionSignal) -> NoReturn:
 class FitStop:
     """How one ``fit`` stops after a signal: at its next point, or after some more steps, which are only recorded."""
 
-    trainer: Any
-    store: RunStore
-    preemption: PreemptionSignal
+    fit: Fit
     points: Stop
     steps: StepsAfterSignal
 
     def let_steps_follow(self) -> bool:
         """Return whether steps follow the one that is being saved, as soon as it is durable."""
         self.steps.finish_saves()
-        fit = self.trainer.fit_loop
-        left = fit.max_batches - fit.epoch_loop.batch_idx - 2  # A validation may follow the last batch.
+        loop = self.fit.trainer.fit_loop
+        left = loop.max_batches - loop.epoch_loop.batch_idx - 2  # A validation may follow the last batch.
         return self.steps.begin(None if math.isinf(left) else int(left))
 
     def leave(self, step: int) -> NoReturn:
@@ -61,10 +60,9 @@ class FitStop:
         try:
             self.steps.finish_saves()
         finally:
-            barrier_exit(self.store.processes)
-        text, shown = "preempted: stopping after step %d in %s", self.trainer.is_global_zero
-        announce(text, step, self.store.directory, shown=shown)
-        leave(self.trainer, self.preemption)
+            barrier_exit(self.fit.store.processes)
+        self.fit.say("preempted: stopping after step %d in %s", step, self.fit.store.directory)
+        leave(self.fit.trainer, self.fit.preemption)
 
 
 class Signals:

@@ -155,7 +155,7 @@ class PreemptionSignal:
             return
 
     def install(self) -> bool:
-        """Install the handler, once; return whether it is installed: not outside the main thread, nor beside JAX."""
+        """Install the handler once; return False outside the main thread and when JAX handles the signal."""
         if self.installed:
             return True
         self._protect_workers()

@@ -65,7 +65,7 @@ class Report:
 
     @property
     def left_in_epoch(self) -> int | None:
-        """How many batches of the epoch are left, as far as loaders tell it."""
+        """The number of batches left in the epoch, or None if no loader knows it."""
         left = [loader.left for loader in loaders_of(self.extras).values()]
         return min((one for one in left if one is not None), default=None)
 

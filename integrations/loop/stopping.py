@@ -25,7 +25,7 @@ logger = logging.getLogger("holdfast")
 
 _WITHOUT_GRACE = 2.0  # seconds for the steps after a preemption, if the grace is not known
 _INTERVAL = 0.1  # seconds between two requests to the store
-_REQUESTS = 1000  # the most requests a second that all processes together send to the store
+_REQUESTS = 1000  # maximum number of requests a second that all processes together send to the store
 _PATIENCE = 60.0  # seconds to wait for the others, which are at most a batch away from the point where they answer
 
 _Progress = tuple[int, int]  # finished batches and epochs, and batches of a validation since then

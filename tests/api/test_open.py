@@ -178,17 +178,6 @@ def test_a_handle_that_was_pickled_twice(saved: Path) -> None:
     assert np.array_equal(copy[5], LONG[5]), "it has its own end"
 
 
-def test_a_handle_of_a_checkpoint_that_was_replaced(tmp_path: Path) -> None:
-    hf.save(tmp_path / "ckpt", {"w": LONG})
-    with hf.open(tmp_path / "ckpt") as tree:
-        token, pickled = tree["w"].__dask_tokenize__(), pickle.dumps(tree["w"])
-    hf.save(tmp_path / "ckpt", {"w": LONG}, overwrite=True)
-    refusal = f"CheckpointNotFoundError: {tmp_path}/ckpt: its run has deleted or replaced this checkpoint"
-    assert in_another_process(pickled)[1].startswith(refusal)
-    with hf.open(tmp_path / "ckpt") as tree:
-        assert tree["w"].__dask_tokenize__() != token
-
-
 def test_a_step_stays_the_one_that_was_opened(tmp_path: Path) -> None:
     with hf.CheckpointManager(tmp_path) as manager:
         manager.save(1, {"w": LONG})

@@ -59,23 +59,6 @@ def test_modules_and_optimizers_by_their_state_dict(place: str) -> None:
     assert plain["model"]["0.weight"].tobytes() == model[0].weight.detach().numpy().tobytes()
 
 
-REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "sparse": (lambda: torch.eye(3).to_sparse(), "layout torch.sparse_coo"),
-    "meta": (lambda: torch.empty(3, device="meta"), "meta device"),
-    "lazy": (lambda: torch.nn.LazyLinear(3).weight, "not initialized"),
-    "module": (lambda: torch.nn.Linear(2, 2), "store its state_dict"),
-    "dtype": (lambda: torch.float32, "torch.dtype"),
-}
-
-
-@pytest.mark.parametrize(("make", "says"), REFUSED.values(), ids=REFUSED)
-def test_tensors_without_plain_memory_are_named(make: Callable[[], Any], says: str, place: str) -> None:
-    with pytest.raises(hf.errors.UnsupportedLeafError, match=f"model/w: .*{says}"):
-        hf.save(place, {"model": {"w": make()}})
-    with pytest.raises(hf.CheckpointNotFoundError):
-        hf.load(place)
-
-
 def test_arrays_of_the_three_libraries_stand_for_each_other(place: str, assert_same: Same) -> None:
     values = np.arange(12, dtype=np.float32).reshape(3, 4)
     jnp = pytest.importorskip("jax.numpy")

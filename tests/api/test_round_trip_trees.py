@@ -39,6 +39,10 @@ class Frozen:
 
 
 class Config(dict[str, Any]):
+    note = "of the class"
+
+
+class Steps(list[Any]):
     pass
 
 
@@ -57,12 +61,15 @@ class Table(Mapping[str, Any]):
 
 
 A = np.arange(3.0)
+CONFIG = Config(a=1)
+CONFIG.note = "of the instance"
 # The saved tree, and the result of a load without a template; None if they are equal.
 CONTAINERS: dict[str, tuple[Any, Any]] = {
     "dict": ({"b": 1, "a": 2}, None),
     "int_keys": ({3: A, -1: 2, 0: 0}, None),
     "mixed_keys": ({1: "int", "1": "str", "a": {2: A, "2": 3}}, None),
     "bool_keys": ({True: 1, False: 0, "True": 2}, None),
+    "tuple_keys": ({("a", "b"): 1, ("a.b", (2, True)): 2, (): 3, "()": 4}, None),
     "odd_keys": ({"": 1, ".": 2, "..": 3, "a.b": 4, "a/b": 5, "%": 6, "a%2Eb": 7, "x__lock": 8, "ü \n": 9}, None),
     "keys_like_others": ({"a": {"b": 1}, "a.b": 2, "a/b": 3, "a%2Eb": 4}, None),
     "surrogates": ({"\ud800": 1, "\udcff\ud800": 2}, None),
@@ -72,6 +79,7 @@ CONTAINERS: dict[str, tuple[Any, Any]] = {
     "tuple": ((1, (2,), [(3,)]), None),
     "ordered_dict": (OrderedDict([("b", 1), ("a", 2)]), None),
     "default_dict": (defaultdict(list, {"a": [1]}), None),
+    "default_dict_of_code": (defaultdict(lambda: 1, {"a": 1}), defaultdict(None, {"a": 1})),
     "counter": (Counter("abca"), None),
     "empty": ({"d": {}, "l": [], "t": (), "o": OrderedDict(), "c": Counter(), "n": {"m": [{}]}}, None),
     "only_empty": ({}, None),
@@ -79,7 +87,8 @@ CONTAINERS: dict[str, tuple[Any, Any]] = {
     "namedtuple": (Point(1, Point(2)), {"x": 1, "y": {"x": 2, "y": None}}),
     "dataclass": (Layer(A, cache=[1]), {"w": A, "name": "layer", "cache": [1]}),
     "frozen": (Frozen(Frozen({"a": 1})), {"inner": {"inner": {"a": 1}}}),
-    "subclass": (Config(a=1), {"a": 1}),
+    "subclass": (CONFIG, {"a": 1}),
+    "list_subclass": (Steps([1, 2]), [1, 2]),
     "mapping": (Table({"b": A, "a": 1}), {"b": A, "a": 1}),
     "proxy": (MappingProxyType({"a": 1}), {"a": 1}),
     "mixture": ([Point({"a": (Frozen(1), None)}, [])], [{"x": {"a": ({"inner": 1}, None)}, "y": []}]),
@@ -92,9 +101,12 @@ def test_containers(name: str, place: str, assert_same: Same) -> None:
     hf.save(place, tree)
     found = hf.load(place)
     assert_same(found, tree if plain is None else plain)
+    again: Any = hf.load(place, like=tree)
+    assert_same(again, tree)
     if isinstance(tree, defaultdict):
-        assert found.default_factory is tree.default_factory
-    assert_same(hf.load(place, like=tree), tree)
+        assert found.default_factory is (plain or tree).default_factory
+        assert again.default_factory is tree.default_factory
+    assert getattr(again, "note", None) == getattr(tree, "note", None)
     assert hf.verify(place).ok
 
 

@@ -215,46 +215,84 @@ def test_fragments_round_trip(shares: Any) -> None:
 
 
 def test_altered_fragments(place: str, shares: Any) -> None:
-    writer, fragments = shares
-    data = fragments[1]
-    for length in (0, 3, 11, 12, 40, len(data) - 5, len(data) - 1):
-        assert "fragment of process 1 is damaged" in merge_error(
-            place, writer, [fragments[0], data[:length], fragments[2]]
-        )
-    for position in range(0, len(data), 7):
-        changed = data[:position] + bytes([data[position] ^ 4]) + data[position + 1 :]
-        assert "fragment of process 1 is damaged" in merge_error(place, writer, [fragments[0], changed, fragments[2]])
-    assert "is damaged" in merge_error(place, writer, [fragments[0], data + b"\0", fragments[2]])
+    writer, (zero, one, two) = shares
+    cuts = [one[:length] for length in (0, 3, 11, 12, 40, len(one) - 5, len(one) - 1)]
+    flips = [one[:at] + bytes([one[at] ^ 4]) + one[at + 1 :] for at in range(0, len(one), 7)]
+    for changed in (*cuts, *flips):
+        assert "fragment of process 1 is damaged" in merge_error(place, writer, [zero, changed, two])
+    assert "is damaged" in merge_error(place, writer, [zero, one + b"\0", two])
 
 
 def altered(data: bytes, **changes: Any) -> bytes:
-    return Fragment.decode(data, 0)._replace(**changes).encode()
+    """A fragment with other members; functions make them from the members that it has."""
+    fragment = Fragment.decode(data, 0)
+    made = {name: new(getattr(fragment, name)) if callable(new) else new for name, new in changes.items()}
+    return fragment._replace(**made).encode()
 
 
-def test_fragments_of_other_processes_and_saves(place: str, shares: Any) -> None:
-    writer, (zero, one, two) = shares
-    assert "fragment of process 1 of 3 was written by process 2 of 3" in merge_error(place, writer, [zero, two, one])
-    assert "fragment of process 1 of 3 was written by process 1 of 4" in merge_error(
-        place, writer, [zero, altered(one, processes=4), two]
-    )
-    assert "was written by process 0 of 3" in merge_error(place, writer, [zero, one])
-    assert "fragment of process 2 belongs to another save" in merge_error(
-        place, writer, [zero, one, altered(two, token="00000000")]
-    )
+def without_last(column: Any) -> Any:
+    return column[:-1]
 
 
-def test_chunks_that_are_missing_or_written_twice(place: str, shares: Any) -> None:
-    writer, (zero, one, two) = shares
-    fragment = Fragment.decode(one, 1)
-    columns = ("chunks", "files", "offsets", "lengths", "checksums")
-    short = altered(one, **{name: getattr(fragment, name)[:-1] for name in columns})
-    message = merge_error(place, writer, [zero, short, two])
-    assert re.search(r"chunk \d+ of the leaf narrow was not written: expected from process 1; 1 of \d+", message)
-    with pytest.raises(hf.DamagedCheckpointError, match=r"chunk \d+ of the leaf words was written twice by process 1"):
-        writer.merge(as_location(place), [zero, twice_at_new_places(one), two])
-    stolen = np.concatenate((Fragment.decode(two, 2).chunks[:1], fragment.chunks[1:]))
-    message = merge_error(place, writer, [zero, altered(one, chunks=stolen), two])
-    assert re.search(r"chunk \d+ of the leaf \S+ was written twice: by process 1 and by process 2", message)
+COLUMNS = ("chunks", "files", "offsets", "lengths", "checksums")
+# What process 0 is given, made of the fragments of three processes, and what it says.
+FORGERIES: dict[str, tuple[Callable[[bytes, bytes, bytes], list[bytes]], str]] = {
+    "another process": (
+        lambda zero, one, two: [zero, two, one],
+        "fragment of process 1 of 3 was written by process 2 of 3",
+    ),
+    "another number of processes": (
+        lambda zero, one, two: [zero, altered(one, processes=4), two],
+        "fragment of process 1 of 3 was written by process 1 of 4",
+    ),
+    "one too few": (lambda zero, one, two: [zero, one], "was written by process 0 of 3"),
+    "another save": (
+        lambda zero, one, two: [zero, one, altered(two, token="00000000")],
+        "fragment of process 2 belongs to another save",
+    ),
+    "a chunk is missing": (
+        lambda zero, one, two: [zero, altered(one, **dict.fromkeys(COLUMNS, without_last)), two],
+        r"chunk \d+ of the leaf narrow was not written: expected from process 1; 1 of \d+",
+    ),
+    "a chunk twice": (
+        lambda zero, one, two: [zero, altered(one, chunks=lambda c: np.append(c[:-1], c[-2])), two],
+        r"chunk \d+ of the leaf words was written twice by process 1",
+    ),
+    "a chunk of another process": (
+        lambda zero, one, two: [
+            zero,
+            altered(one, chunks=lambda c: np.append(Fragment.decode(two, 2).chunks[:1], c[1:])),
+            two,
+        ],
+        r"chunk \d+ of the leaf \S+ was written twice: by process 1 and by process 2",
+    ),
+    "a chunk that is too short": (
+        lambda zero, one, two: [zero, altered(one, lengths=lambda c: np.append(c[:-1], c[-1] - 4)), two],
+        r"chunk \d+ of the leaf \S+ takes \d+ bytes in the data file of process 1; expected \d+",
+    ),
+    "a chunk beyond the end": (
+        lambda zero, one, two: [zero, altered(one, sizes=lambda sizes: [size - 1 for size in sizes]), two],
+        "beyond the end of its data files",
+    ),
+    "a data file that is none": (
+        lambda zero, one, two: [zero, altered(one, files=lambda c: c + 100), two],
+        r"it places chunks in data file \d+ of \d+",
+    ),
+    "files of earlier saves that are none": (
+        lambda zero, one, two: [zero, altered(one, shared=["../x"]), two],
+        "these cannot be files of earlier saves that it shares",
+    ),
+    "a chunk that is none": (
+        lambda zero, one, two: [zero, altered(one, chunks=lambda c: c + 10_000_000), two],
+        "a chunk that the tree does not have",
+    ),
+}
+
+
+@pytest.mark.parametrize(("forge", "message"), FORGERIES.values(), ids=FORGERIES)
+def test_forged_fragments(place: str, shares: Any, forge: Callable[..., list[bytes]], message: str) -> None:
+    writer, fragments = shares
+    assert re.search(message, merge_error(place, writer, forge(*fragments)))
 
 
 def test_a_merge_holds_one_fragment_at_a_time(place: str) -> None:
@@ -267,27 +305,6 @@ def test_a_merge_holds_one_fragment_at_a_time(place: str) -> None:
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] < 1.5 * peaks[0]
-
-
-def twice_at_new_places(data: bytes) -> bytes:
-    """A fragment whose last place claims to hold the chunk before it."""
-    fragment = Fragment.decode(data, 0)
-    chunks = fragment.chunks.copy()
-    chunks[-1] = chunks[-2]
-    return altered(data, chunks=chunks)
-
-
-def test_impossible_places(place: str, shares: Any) -> None:
-    writer, (zero, one, two) = shares
-    fragment = Fragment.decode(one, 1)
-    lengths = fragment.lengths.copy()
-    lengths[-1] -= 4
-    message = merge_error(place, writer, [zero, altered(one, lengths=lengths), two])
-    assert re.search(r"chunk \d+ of the leaf \S+ takes \d+ bytes in the data file of process 1; expected \d+", message)
-    beyond = [size - 1 for size in fragment.sizes]
-    assert "beyond the end of its data files" in merge_error(place, writer, [zero, altered(one, sizes=beyond), two])
-    chunks = fragment.chunks + 10_000_000
-    assert "a chunk that the tree does not have" in merge_error(place, writer, [zero, altered(one, chunks=chunks), two])
 
 
 OTHERS: dict[str, tuple[Any, str]] = {
@@ -376,14 +393,6 @@ def test_compressed_leaves(count: int, place: str, assert_same: Same) -> None:
     plain_writer, plain = write_shares(f"{place}/plain", TREE, count, rows(count))
     plain_files = plain_writer.merge(as_location(f"{place}/plain"), plain)
     assert sum(f.size for f in files.values()) < 0.8 * sum(f.size for f in plain_files.values())
-
-
-def test_a_compressed_save(tmp_path: Path, assert_same: Same) -> None:
-    values = np.arange(1 << 20, dtype=np.int64) % 1000
-    hf.save(tmp_path / "a", {"w": values}, layout=hf.Layout(compression=1, chunk_bytes=1 << 20))
-    assert_same(hf.load(tmp_path / "a"), {"w": values})
-    assert sum(file.stat().st_size for file in (tmp_path / "a" / "state" / "d").iterdir()) < values.nbytes // 3
-    np.testing.assert_array_equal(read_with_tensorstore(f"file://{tmp_path}/a/state", "w"), values)
 
 
 def test_sizes_of_single_leaves(place: str, assert_same: Same) -> None:

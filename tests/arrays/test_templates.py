@@ -226,16 +226,6 @@ def test_items_of_a_checkpoint(place: str, assert_same: Same) -> None:
             hf.load(place, **arguments)
 
 
-@pytest.mark.parametrize("prefix", [None, "ckpt", "a_b"])
-def test_a_directory_of_steps_gives_its_newest(place: str, prefix: str | None) -> None:
-    options = hf.CheckpointManagerOptions(step_prefix=prefix)
-    with hf.CheckpointManager(place, options=options) as manager:
-        for step in (9, 10):
-            manager.save(step, {"step": step})
-    assert hf.load(place) == {"step": 10}
-    assert hf.load(f"{place}/{'' if prefix is None else prefix + '_'}9") == {"step": 9}
-
-
 @pytest.mark.parametrize("name", ["missing", "", "10/state"])
 def test_where_there_is_nothing(place: str, name: str) -> None:
     with pytest.raises(hf.CheckpointNotFoundError, match=place):

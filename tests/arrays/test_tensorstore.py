@@ -243,11 +243,6 @@ def test_the_newest_of_several_versions(place: str, assert_same: Same) -> None:
     assert_same(hf.load(place), {"a0": values_now, "a1": values, "a2": values})
 
 
-def test_every_codec_of_tensorstore(place: str, assert_same: Same) -> None:
-    write(place, "a", np.arange(10.0), codecs="gzip")
-    assert_same(hf.load(place), {"a": np.arange(10.0)})
-
-
 def test_a_folder_of_arrays_is_a_checkpoint_of_another_library(place: str, assert_same: Same) -> None:
     write(place, "a", np.arange(10.0))
     write(place, "b", np.ones(3))

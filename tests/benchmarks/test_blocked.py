@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def blocked(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT))
-    module = importlib.import_module("benchmarks.blocked")
-    monkeypatch.setattr(module, "measure_apart", module.measure)
-    return module
+from benchmarks import blocked, devices
 
 
 @pytest.mark.parametrize("library", ["torch", "jax"])
-def test_the_trees(blocked: Any, library: str) -> None:
+def test_the_trees(library: str) -> None:
     pytest.importorskip(library)
     tree, copy = blocked.TREES[library](40)
     assert len(copy()) == 40
     assert tree["step"] == 1
 
 
-def test_the_command(blocked: Any, tmp_path: Path) -> None:
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
+    monkeypatch.setattr(blocked, "measure_apart", blocked.measure)
     lines: list[str] = []
     common = ["--library", "torch", "--leaves", "8", "--rounds", "1", "--directory", str(tmp_path)]
     blocked.main([*common, "--leaves", "20"], lines.append)
@@ -43,11 +34,10 @@ def test_the_command(blocked: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_device(blocked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tables for GPUs, on the CPU: every contender saves, steps and saves again, and each save is noted at once."""
     pytest.importorskip("torch")
     pytest.importorskip("jax")
-    devices = blocked.devices
     monkeypatch.setattr(devices, "measure_apart", devices.measure)
     monkeypatch.setattr(devices, "SETTLED_ON", 1 << 20)
     noted = tmp_path / "lines"
@@ -76,9 +66,8 @@ def test_a_device(blocked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         (0.010, None, [1.05, None, 1.04]),  # the save was over before a step
     ],
 )
-def test_the_goals_of_a_device(blocked: Any, copy: float, late: float | None, values: list[float | None]) -> None:
+def test_the_goals_of_a_device(copy: float, late: float | None, values: list[float | None]) -> None:
     """Each goal compares a number of ours with that of a contender; one that was too small to measure is left out."""
-    devices = blocked.devices
 
     def rounds(contender: str, delay: float, late: float | None, durable: float | None) -> list[dict[str, Any]]:
         one = {"contender": contender, "gigabytes": 1.0, "call": delay, "delay": delay, "late": late}
@@ -90,10 +79,10 @@ def test_the_goals_of_a_device(blocked: Any, copy: float, late: float | None, va
 
 
 @pytest.mark.parametrize(("gigabytes", "message"), [(1e9, "disk of .*GB are needed"), (0.001, "stopped after")])
-def test_a_contender_that_cannot_be_measured(blocked: Any, tmp_path: Path, gigabytes: float, message: str) -> None:
+def test_a_contender_that_cannot_be_measured(tmp_path: Path, gigabytes: float, message: str) -> None:
     """What does not fit is left out, and so is a process whose time is over; the others continue."""
     found: list[dict[str, Any]] = []
-    measure = blocked.devices.measure if gigabytes > 1 else blocked.devices.measure_apart
-    measure(blocked.devices.Series("the disk", "cpu", [gigabytes], 1, tmp_path / "d", 0.01), found.append)
+    measure = devices.measure if gigabytes > 1 else devices.measure_apart
+    measure(devices.Series("the disk", "cpu", [gigabytes], 1, tmp_path / "d", 0.01), found.append)
     assert len(found) == 1
     assert re.search(message, found[0]["error"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
@@ -10,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks import runner, worker
+from benchmarks import results, runner, worker
 from benchmarks.compare import main
+from benchmarks.goals import Goal, goals
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -93,12 +93,6 @@ def test_check_fails_when_nothing_was_measured(tmp_path: Path) -> None:
     assert "| not measured |" in finished.stdout
 
 
-@pytest.fixture
-def goals(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(ROOT)
-    return importlib.import_module("benchmarks.goals")
-
-
 @pytest.mark.parametrize(
     ("ours", "orbax", "met"),
     [
@@ -109,31 +103,29 @@ def goals(monkeypatch: pytest.MonkeyPatch) -> Any:
         pytest.param([0.1], [], False, id="theirs not measured"),
     ],
 )
-def test_goal_of_many_leaves(goals: Any, ours: list[float], orbax: list[float], met: bool) -> None:
-    results = importlib.import_module("benchmarks.results")
+def test_goal_of_many_leaves(ours: list[float], orbax: list[float], met: bool) -> None:
     measured = results.Measurements(title="", nbytes=1)
     for contender, values in (("holdfast (jax)", ours), ("orbax", orbax)):
         for value in values:
             measured.add(contender, {"save_seconds": value})
-    found = goals.goals(results.Results(rounds=1, workloads={"leaves": measured}))
+    found = goals(results.Results(rounds=1, workloads={"leaves": measured}))
     (goal,) = [goal for goal in found if goal.name.startswith("10,000 leaves, save")]
     assert goal.met is met
 
 
 @pytest.mark.parametrize(("ours", "met"), [(1.3, True), (1.31, False)])
-def test_goals_of_two_processes_are_ratios_to_the_disk(goals: Any, ours: float, met: bool) -> None:
-    results = importlib.import_module("benchmarks.results")
+def test_goals_of_two_processes_are_ratios_to_the_disk(ours: float, met: bool) -> None:
     measured = results.Measurements(title="", nbytes=1)
     for name, seconds in (("raw disk", 1.0), ("raw disk, new memory", 1.0), ("holdfast (torch)", ours)):
         measured.add(name, {"save_seconds": seconds, "load_native_seconds": seconds})
-    found = goals.goals(results.Results(rounds=1, workloads={"model, 2 processes": measured}))
+    found = goals(results.Results(rounds=1, workloads={"model, 2 processes": measured}))
     about = [one for one in found if "2 processes" in one.name and one.value is not None]
     assert [one.name.rpartition(" / ")[2] for one in about] == ["raw disk", "raw disk, new memory"]
     assert all(one.met is met for one in about)
 
 
-def test_limits_bound_the_right_side(goals: Any) -> None:
-    assert goals.Goal(name="", value=1.3, limit=1.3).met
-    assert not goals.Goal(name="", value=1.31, limit=1.3).met
-    assert goals.Goal(name="", value=40.0, limit=40, at_least=True).met
-    assert not goals.Goal(name="", value=39.9, limit=40, at_least=True).met
+def test_limits_bound_the_right_side() -> None:
+    assert Goal(name="", value=1.3, limit=1.3).met
+    assert not Goal(name="", value=1.31, limit=1.3).met
+    assert Goal(name="", value=40.0, limit=40, at_least=True).met
+    assert not Goal(name="", value=39.9, limit=40, at_least=True).met

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def daily(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT))
-    return importlib.import_module("benchmarks.daily")
+from benchmarks import daily
 
 
-def test_a_small_run(daily: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [argument for name in ("managed", "few", "parts") for argument in ("--row", name)]
     options = ["--rounds", "1", "--scale", "0.01", "--directory", str(tmp_path / "runs"), "--markdown"]
     assert daily.main([*rows, *options, "--json", str(tmp_path / "all.json")]) == 0
@@ -38,7 +29,7 @@ def test_a_small_run(daily: Any, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert not any((tmp_path / "runs").iterdir())
 
 
-def test_a_row_that_fails(daily: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_row_that_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It is named, with the last line of its traceback, and the others are measured."""
     broken = daily.Row(number=1, title="broken", program="import no_such_package", goals=(("holdfast", "peer", 2.0),))
     fine = daily.Row(number=2, title="fine", program="values['holdfast'] = [0.5]", goals=(("holdfast", None, 1.0),))
@@ -52,12 +43,12 @@ def test_a_row_that_fails(daily: Any, tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(("ours", "met"), [(2.0, True), (2.1, False)])
-def test_goals(daily: Any, ours: float, met: bool) -> None:
+def test_goals(ours: float, met: bool) -> None:
     (goal,) = daily.goals({"small": {"one file": 1.0, "holdfast": ours, "safetensors, durable": 9.0}})
     assert (goal.name, goal.met) == ("save 3 MB in 24 leaves: holdfast / one file", met)
 
 
-def test_the_best_peer(daily: Any) -> None:
+def test_the_best_peer() -> None:
     """It is the quickest of the others; a floor is no peer, and a line without a limit is no goal."""
     medians = {"safetensors": 3.0, "Arrow": 2.0, "holdfast": 2.5}
     (goal,) = daily.goals({"medium_loaded": medians})

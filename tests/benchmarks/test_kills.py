@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from benchmarks import kills_cases, kills_connected
+from benchmarks import kills_life as life
 from tests.starts import run
 
 import holdfast as hf
@@ -84,12 +84,6 @@ def test_connected_processes_lose_hosts(tmp_path: Path) -> None:
     assert int(found[1]) > int(found[2]) > 0, said
 
 
-@pytest.fixture
-def life(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(ROOT)
-    return importlib.import_module("benchmarks.kills_life")
-
-
 def _uncommit(directory: Path) -> None:
     (directory / "4" / "checkpoint.json").unlink()
 
@@ -128,7 +122,7 @@ def _leave_a_folder(directory: Path) -> None:
     ],
 )
 def test_check_notices(
-    life: Any, tmp_path: Path, sabotage: Callable[[Path], None], kept: dict[int, int], problem: str | None
+    tmp_path: Path, sabotage: Callable[[Path], None], kept: dict[int, int], problem: str | None
 ) -> None:
     with hf.CheckpointManager(tmp_path, options=hf.CheckpointManagerOptions(max_to_keep=3)) as manager:
         for step in range(3, 6):

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from benchmarks import faults, scale
+from benchmarks.protocol import Simulation
 
 import holdfast as hf
 
-ROOT = Path(__file__).resolve().parents[2]
 
-
-@pytest.fixture
-def scale(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT))
-    return importlib.import_module("benchmarks.scale")
-
-
-def test_a_small_simulation(scale: Any) -> None:
+def test_a_small_simulation() -> None:
     few, more = scale.measure(4, 200), scale.measure(16, 200)
     assert (few.chunks, more.chunks) == (800, 3200)
     assert few.index_bytes < more.index_bytes < 4 * few.index_bytes
@@ -30,9 +23,7 @@ def test_a_small_simulation(scale: Any) -> None:
     assert [line.split()[:2] for line in text.splitlines()[1:]] == [["4", "200"], ["16", "200"]]
 
 
-def test_the_checkpoint_that_is_opened_is_a_whole_one_but_for_the_data_of_other_leaves(
-    scale: Any, tmp_path: Path
-) -> None:
+def test_the_checkpoint_that_is_opened_is_a_whole_one_but_for_the_data_of_other_leaves(tmp_path: Path) -> None:
     name = scale.write_checkpoint(tmp_path / "saved", 3, 90)
     assert name == "params/layers_1/block_0/kernel"
     found = hf.load(tmp_path / "saved", select=name)
@@ -41,7 +32,7 @@ def test_the_checkpoint_that_is_opened_is_a_whole_one_but_for_the_data_of_other_
     assert len({problem.leaf for problem in checkpoint.problems}) == 89
 
 
-def test_the_command(scale: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(scale, "measure_apart", scale.measure)
     folders = (tmp_path / str(number) for number in range(9))
 
@@ -74,28 +65,26 @@ def test_the_command(scale: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 
 @pytest.mark.parametrize("lost", [0, pytest.param(32, marks=pytest.mark.sweep)])
-def test_any_one_of_64_hosts_is_lost_without_a_byte_from_the_store(scale: Any, lost: int) -> None:
+def test_any_one_of_64_hosts_is_lost_without_a_byte_from_the_store(lost: int) -> None:
     found = scale.lose_a_host(64, lost)
     assert (found.lost_host_resumed, found.lost_host_store_bytes) == (6, 0)
     assert found.lost_host_peer_bytes > 0
 
 
-def test_a_save_of_many_processes_takes_simulated_seconds(scale: Any) -> None:
-    simulation = importlib.import_module("benchmarks.protocol").Simulation
-    few, _ = simulation(4, latency=30.0, measured=False).save()
-    more, processes = simulation(32, latency=30.0, measured=False).save()
+def test_a_save_of_many_processes_takes_simulated_seconds() -> None:
+    few, _ = Simulation(4, latency=30.0, measured=False).save()
+    more, processes = Simulation(32, latency=30.0, measured=False).save()
     # Nine requests to the store wait for each other; six of them follow after the last share.
     assert 270 < few.save_seconds < more.save_seconds < 271
     assert 180 < few.commit_seconds < more.commit_seconds < 181
     assert (more.processes, more.files) == (32, 32 + 3 + 1 + 1)
     assert more.primary_bytes_out < 11 * few.primary_bytes_out  # there are 31 others instead of three
     assert not any(process.error for process in processes)
-    again, _ = simulation(4, latency=30.0, measured=False).save()
+    again, _ = Simulation(4, latency=30.0, measured=False).save()
     assert (again.coordinator_requests, again.store_requests) == (few.coordinator_requests, few.store_requests)
 
 
-def test_whatever_happens_to_a_process_at_any_call_the_checkpoint_is_whole_or_there_is_none(scale: Any) -> None:
-    faults = importlib.import_module("benchmarks.faults")
+def test_whatever_happens_to_a_process_at_any_call_the_checkpoint_is_whole_or_there_is_none() -> None:
     found = list(faults.outcomes(3, timeout=20.0))
     told = [(one.what, one.told, one.committed) for one in found]
     assert told == [

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT))
-    found = importlib.import_module("benchmarks.steps")
-    monkeypatch.setattr(found, "SAVES", 2)
-    return found
+from benchmarks import steps
 
 
-def test_a_small_run(steps: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(steps, "SAVES", 2)
     arguments = ["--steps", "70", "--rounds", "1", "--directory", str(tmp_path), "--markdown"]
     assert steps.main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -29,7 +19,7 @@ def test_a_small_run(steps: Any, tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(("durable", "ls", "met"), [(0.02, 2.0, True), (0.021, 2.0, False), (0.02, 2.1, False)])
-def test_goals(steps: Any, durable: float, ls: float, met: bool) -> None:
+def test_goals(durable: float, ls: float, met: bool) -> None:
     few = {"blocked": 0.001, "total": 0.01, "open": 0.1, "ls": 0.3}
     found = steps.goals({100: few, 10_000: {**few, "total": durable, "ls": ls}})
     assert all(goal.met for goal in found) is met

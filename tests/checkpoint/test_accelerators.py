@@ -71,7 +71,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Take the CPU for a GPU."""
     gpu = fakes.FakeGpu()
     monkeypatch.setattr(device_arrays, "ACCELERATORS", {"cpu"})
-    monkeypatch.setattr(device_arrays, "streams_of", lambda device: gpu)
+    monkeypatch.setattr(device_arrays.torch, "cpu", gpu)  # the module with streams and events
     monkeypatch.setattr(torch_leaves, "HOST_DEVICES", {"meta"})
     monkeypatch.setattr(torch.Tensor, "record_stream", fakes.record_stream)
     with gpu:
@@ -340,6 +340,7 @@ def written(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Location, "write_data_files", noted)
 
 
+FAILURE = "an illegal memory access was encountered"
 TENSOR = 200 << 10  # bytes
 IN_TURN = ["wait", "write 2", "wait", "write 3", "wait", "write 2"]  # after 256 KiB, 512 KiB more, and the rest
 
@@ -406,28 +407,32 @@ def test_unchanged_tensors_that_arrive_in_turn(gpu: Any, written: None, tmp_path
             assert {*found["adapter 0"].tolist(), *found["adapter 1"].tolist()} == {float(step)}
 
 
-def test_a_device_that_fails_between_two_waves(gpu: Any, written: None, tmp_path: Path) -> None:
-    """The files that were written go with the save, and all copies are waited for before their memory is used again."""
-    tree = {str(number): torch.zeros(TENSOR // 4) for number in range(7)}
+@pytest.mark.parametrize("waves", [0, 1], ids=["at once", "between two waves"])
+def test_a_device_that_fails(gpu: Any, written: None, tmp_path: Path, waves: int) -> None:
+    """Its error is one of the save, whose files go; the next save, which uses its memory again, is whole."""
+    tree = {str(number): torch.full((TENSOR // 4,), float(number)) for number in range(7)}
     write_data_files = Location.write_data_files
 
     def failing(self: Location, files: Sequence[DataFile], *rest: Any, **options: Any) -> None:
         write_data_files(self, files, *rest, **options)
-        gpu.failure = "an illegal memory access was encountered"
+        gpu.failure = FAILURE
 
-    with hf.CheckpointManager(tmp_path) as manager, pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Location, "write_data_files", failing)
-        manager.save(1, tree)
-        with pytest.raises(hf.SaveFailedError, match="illegal memory access"):
-            manager.wait_until_finished()
-        patched.undo()
-        assert gpu.log[-4:] == ["wait", "write 2", "wait", "wait"]
+    with hf.CheckpointManager(tmp_path) as manager:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(Location, "write_data_files", failing)
+            gpu.failure = None if waves else FAILURE
+            manager.save(1, tree)
+            with pytest.raises(hf.SaveFailedError, match="illegal memory access"):
+                manager.wait_until_finished()
+        assert not waves or gpu.log[-4:] == ["wait", "write 2", "wait", "wait"], "all copies are waited for"
         assert manager.all_steps() == []
         assert not list(tmp_path.rglob("d"))
         gpu.failure = None
         manager.save(2, tree)
         manager.wait_until_finished()
         assert manager.all_steps() == [2]
+        found = manager.restore(2)
+    assert [set(array.tolist()) for array in found.values()] == [{number} for number in range(7)]
 
 
 def test_two_devices_arrive_in_the_order_of_the_leaves() -> None:
@@ -470,21 +475,6 @@ def test_a_save_that_is_given_up(gpu: Any, tmp_path: Path) -> None:
     gpu.log.clear()
     saves.prepare(tree)
     assert gpu.log == ["wait", "copy"]
-
-
-def test_work_that_fails(gpu: Any, tmp_path: Path) -> None:
-    """An error of the device is one of the save, which commits nothing; the next save is whole."""
-    tree = {"x": torch.ones(200, 200)}
-    with hf.CheckpointManager(tmp_path) as manager:
-        gpu.failure = "an illegal memory access was encountered"
-        manager.save(1, tree)
-        with pytest.raises(hf.SaveFailedError, match="illegal memory access"):
-            manager.wait_until_finished()
-        assert manager.all_steps() == []
-        gpu.failure = None
-        manager.save(2, tree)
-        manager.wait_until_finished()
-        assert manager.all_steps() == [2]
 
 
 def test_memory_without_a_tensor(gpu: Any, tmp_path: Path) -> None:

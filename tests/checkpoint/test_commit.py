@@ -442,8 +442,10 @@ def test_a_save_that_is_alive_commits_while_a_run_sweeps(
         unlocked.remove_tree()
         return bool(ended)
 
-    beginnings = (lambda number: range(number + 1)) if copies else (lambda number: range(1))
-    assert moments(lambda number: True in [attempt(number, beginning) for beginning in beginnings(number)]) > 4
+    def attempts(number: int) -> bool:
+        return True in [attempt(number, beginning) for beginning in range(number + 1 if copies else 1)]
+
+    assert moments(attempts) > 4
 
 
 @pytest.mark.parametrize("old", [True, False], ids=["replaced", "new"])
@@ -481,8 +483,13 @@ def test_a_sweep_passes_over_a_checkpoint_that_is_deleted_meanwhile(place: hf.st
     def attempt(number: int) -> bool:
         commit(place, "one")
         (place / "checkpoint.partial").write_bytes(b"{}")
-        deleted: list[None] = []
-        with before_operation((number, lambda: deleted.append(delete_checkpoint(place)))):
+        deleted: list[int] = []
+
+        def delete() -> None:
+            delete_checkpoint(place)
+            deleted.append(number)
+
+        with before_operation((number, delete)):
             sweep(place)
         place.remove_tree()
         return bool(deleted)
@@ -681,12 +688,17 @@ def test_a_save_that_is_alive_replaces_a_damaged_record_while_a_run_sweeps(unloc
         (unlocked / "checkpoint.json").write_bytes(b"{")
         pending = begin(unlocked, overwrite=True)
         record = write(pending, "new")
-        ended: list[None] = []
-        with before_operation((number, lambda: ended.append(pending.commit(record)))):
+        ended: list[int] = []
+
+        def end() -> None:
+            pending.commit(record)
+            ended.append(number)
+
+        with before_operation((number, end)):
             sweep(unlocked)
         has_ended = bool(ended)
         if not has_ended:
-            pending.commit(record)
+            end()
         assert content(unlocked) == "new"
         assert "checkpoint.partial" not in names(unlocked)
         unlocked.remove_tree()

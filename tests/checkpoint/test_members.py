@@ -273,7 +273,8 @@ def test_saves_that_differ_are_refused(
         assert "process 1" in str(error)
         assert said.format(place=hf.storage.as_location(tmp_path / "1").url) in str(error)
     assert hf.list_checkpoints(tmp_path) == []
-    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
+    left = list(tmp_path.iterdir())  # a manager leaves the files of its run
+    assert [path for path in left if path.is_dir() or save is save_a_path] == []
 
 
 class Level(enum.IntEnum):

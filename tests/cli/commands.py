@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 
 from holdfast.cli.main import main
@@ -24,3 +27,19 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: object, status: int
     assert (found, captured.out) == (status, ""), captured.out
     assert "Traceback" not in captured.err
     return captured.err
+
+
+class Cli:
+    """The command in this process, whose output is captured."""
+
+    def __init__(self, capture: pytest.CaptureFixture[str]) -> None:
+        self._capture = capture
+
+    def output(self, *arguments: object, status: int = 0) -> str:
+        return output_of(self._capture, *arguments, status=status)
+
+    def json(self, *arguments: object, status: int = 0) -> Any:
+        return json.loads(self.output(*arguments, "--json", status=status))
+
+    def error(self, *arguments: object, status: int) -> str:
+        return error_of(self._capture, *arguments, status=status)

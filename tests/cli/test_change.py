@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.cli.commands import error_of, output_of
+from tests.cli.commands import Cli
 
 import holdfast as hf
 from holdfast.cli.main import main
@@ -56,12 +56,12 @@ def steps(run: Path, prefix: str | None = None) -> list[int]:
         (("--keep-time-interval", "1h", "--only"), [0, 5]),
     ],
 )
-def test_prune(capsys: pytest.CaptureFixture[str], run: Path, rules: tuple[str, ...], left: list[int]) -> None:
-    found = json.loads(output_of(capsys, "prune", run, *rules, "--dry-run", "--json"))
+def test_prune(cli: Cli, run: Path, rules: tuple[str, ...], left: list[int]) -> None:
+    found = cli.json("prune", run, *rules, "--dry-run")
     assert (steps(run), found["deleted"]) == ([0, 1, 2, 3, 4, 5], [])
     assert sorted(map(int, found["kept"])) == left
 
-    output_of(capsys, "prune", run, *rules, "--yes")
+    cli.output("prune", run, *rules, "--yes")
     assert steps(run) == left
 
 
@@ -84,7 +84,7 @@ def better(metrics: dict[str, float]) -> float:
     ],
 )
 def test_rules_that_are_not_given_are_those_of_the_run(
-    capsys: pytest.CaptureFixture[str],
+    cli: Cli,
     tmp_path: Path,
     kept_by_the_run: dict[str, Any],
     rules: tuple[str, ...],
@@ -96,19 +96,19 @@ def test_rules_that_are_not_given_are_those_of_the_run(
             manager.save(step, {"w": np.full(8, step)}, metrics={"loss": loss})
     before = steps(tmp_path / "run")
     if isinstance(left, str):
-        assert left in error_of(capsys, "prune", tmp_path / "run", *rules, "--yes", status=2)
+        assert left in cli.error("prune", tmp_path / "run", *rules, "--yes", status=2)
         assert steps(tmp_path / "run") == before
     else:
-        output_of(capsys, "prune", tmp_path / "run", *rules, "--yes")
+        cli.output("prune", tmp_path / "run", *rules, "--yes")
         assert steps(tmp_path / "run") == left
 
 
-def test_pinned_steps_stay(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+def test_pinned_steps_stay(cli: Cli, run: Path) -> None:
     options = (run / "options.json").read_bytes()
-    assert output_of(capsys, "pin", run, 1, 2) == "pinned 1, 2\n"
-    assert json.loads(output_of(capsys, "unpin", run, 2, "--json")) == {"directory": str(run), "unpinned": [2]}
+    assert cli.output("pin", run, 1, 2) == "pinned 1, 2\n"
+    assert cli.json("unpin", run, 2) == {"directory": str(run), "unpinned": [2]}
 
-    said = output_of(capsys, "prune", run, "--keep-latest", "1", "--only", "--yes")
+    said = cli.output("prune", run, "--keep-latest", "1", "--only", "--yes")
 
     assert "keep 1: pinned\n" in said
     assert "delete 0, 2, 3, 4: 4 checkpoints of" in said
@@ -116,28 +116,28 @@ def test_pinned_steps_stay(capsys: pytest.CaptureFixture[str], run: Path) -> Non
     assert (run / "options.json").read_bytes() == options, "the rules of the run are its own"
 
 
-def test_a_misspelt_metric_deletes_nothing(capsys: pytest.CaptureFixture[str], run: Path) -> None:
-    said = error_of(capsys, "prune", run, "--best-fn", "lost", "--best-mode", "min", "--yes", status=2)
+def test_a_misspelt_metric_deletes_nothing(cli: Cli, run: Path) -> None:
+    said = cli.error("prune", run, "--best-fn", "lost", "--best-mode", "min", "--yes", status=2)
     assert "no checkpoint has the metric lost" in said
     assert "the metrics are: loss" in said
     assert len(steps(run)) == 6
 
 
-def test_rm_deletes_damaged_steps_too(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+def test_rm_deletes_damaged_steps_too(cli: Cli, run: Path) -> None:
     record = run / "3" / "checkpoint.json"
     record.write_bytes(record.read_bytes()[:-20])
-    said = output_of(capsys, "prune", run, "--keep-latest", "6", "--yes")
+    said = cli.output("prune", run, "--keep-latest", "6", "--yes")
     assert "damaged, left alone (holdfast rm deletes them): 3\n" in said
 
-    output_of(capsys, "rm", run, 3, 0, "--yes")
+    cli.output("rm", run, 3, 0, "--yes")
 
     assert sorted(path.name for path in run.iterdir() if path.name.isdigit()) == ["1", "2", "4", "5"]
-    assert "no checkpoint of step 7; there are 1, 2, 4, 5" in error_of(capsys, "rm", run, 1, 7, "--yes", status=2)
+    assert "no checkpoint of step 7; there are 1, 2, 4, 5" in cli.error("rm", run, 1, 7, "--yes", status=2)
     assert steps(run) == [1, 2, 4, 5], "either all of the steps or none"
 
 
-def test_rollback(capsys: pytest.CaptureFixture[str], run: Path) -> None:
-    said = output_of(capsys, "rollback", run, 3, "--yes")
+def test_rollback(cli: Cli, run: Path) -> None:
+    said = cli.output("rollback", run, 3, "--yes")
     assert said.splitlines()[0] == "keep 3: the run resumes from it"
     assert steps(run) == [0, 1, 2, 3]
     with hf.CheckpointManager(run) as manager:
@@ -158,26 +158,24 @@ def mirrored(tmp_path: Path) -> tuple[Path, Path]:
 
 @pytest.mark.parametrize(("command", "left"), [(("rollback", 2), [1, 2]), (("rm", 4, 3), [1, 2])])
 def test_what_a_command_deletes_does_not_come_back_from_the_mirror(
-    capsys: pytest.CaptureFixture[str], mirrored: tuple[Path, Path], command: tuple[object, ...], left: list[int]
+    cli: Cli, mirrored: tuple[Path, Path], command: tuple[object, ...], left: list[int]
 ) -> None:
     run, mirror = mirrored
     name, *arguments = command
-    output_of(capsys, name, run, *arguments, "--yes")
+    cli.output(name, run, *arguments, "--yes")
     assert (steps(run), steps(mirror)) == (left, left)
     with hf.CheckpointManager(run, options=hf.CheckpointManagerOptions(mirror=str(mirror))) as manager:
         assert manager.latest_step() == left[-1]
 
 
-def test_a_rollback_also_deletes_what_only_the_mirror_has(
-    capsys: pytest.CaptureFixture[str], mirrored: tuple[Path, Path]
-) -> None:
+def test_a_rollback_also_deletes_what_only_the_mirror_has(cli: Cli, mirrored: tuple[Path, Path]) -> None:
     run, mirror = mirrored
     for step in (3, 4):
         shutil.rmtree(run / str(step))
-    said = output_of(capsys, "rollback", run, 2, "--yes")
+    said = cli.output("rollback", run, 2, "--yes")
     assert f"delete 3, 4 in the mirror {mirror}, too" in said
     assert steps(mirror) == [1, 2]
-    assert "nothing to delete" in output_of(capsys, "rollback", run, 2, "--yes")
+    assert "nothing to delete" in cli.output("rollback", run, 2, "--yes")
 
 
 def test_a_mirror_that_another_run_writes_to_is_changed_by_the_next_run(
@@ -209,22 +207,18 @@ def test_a_copy_of_a_run_leaves_the_mirror_of_the_original(
     assert steps(mirror) == [1, 2, 3, 4]
 
 
-def test_pins_reach_the_mirror_and_prune_leaves_it(
-    capsys: pytest.CaptureFixture[str], mirrored: tuple[Path, Path]
-) -> None:
+def test_pins_reach_the_mirror_and_prune_leaves_it(cli: Cli, mirrored: tuple[Path, Path]) -> None:
     run, mirror = mirrored
-    output_of(capsys, "pin", run, 2)
+    cli.output("pin", run, 2)
     assert read_record(hf.storage.as_location(mirror / "2")).pinned
-    assert f"the mirror {mirror} keeps what its own rules keep" in output_of(
-        capsys, "prune", run, "--keep-latest", 1, "--yes"
-    )
+    assert f"the mirror {mirror} keeps what its own rules keep" in cli.output("prune", run, "--keep-latest", 1, "--yes")
     assert (steps(run), steps(mirror)) == ([2, 4], [1, 2, 3, 4])
 
 
-def test_rollback_to_a_damaged_step_is_refused(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+def test_rollback_to_a_damaged_step_is_refused(cli: Cli, run: Path) -> None:
     record = run / "3" / "checkpoint.json"
     record.write_bytes(record.read_bytes()[:-20])
-    assert str(record) in error_of(capsys, "rollback", run, 3, "--yes", status=1)
+    assert str(record) in cli.error("rollback", run, 3, "--yes", status=1)
     assert steps(run) == [0, 1, 2, 4, 5]
 
 
@@ -241,7 +235,29 @@ def test_no_answer_deletes_nothing(
     assert len(steps(run)) == 6
 
 
-def test_a_run_that_is_alive_is_refused(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+def test_no_deletes_nothing(
+    cli: Cli, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, run: Path
+) -> None:
+    answers = io.StringIO("n\n")
+    monkeypatch.setattr(answers, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdin", answers)
+    assert main(["rm", str(run), "1"]) == 1
+    assert capsys.readouterr().out.endswith("nothing was deleted\n")
+    assert len(steps(run)) == 6
+
+
+def test_a_rollback_of_a_run_with_local_steps_says_that_these_do_not_count(cli: Cli, tmp_path: Path) -> None:
+    local = tmp_path / "local"
+    options = hf.CheckpointManagerOptions(local=hf.Local(local, every=1, copies=0))
+    with hf.CheckpointManager(tmp_path / "run", options=options) as manager:
+        for step in (1, 2):
+            manager.save(step, {"w": np.full(8, step)}, force=True)
+    said = cli.output("rollback", tmp_path / "run", 1, "--yes")
+    assert f"local steps that the hosts have in {local} do not count any more\n" in said
+    assert steps(tmp_path / "run") == [1]
+
+
+def test_a_run_that_is_alive_is_refused(cli: Cli, run: Path) -> None:
     writer = (
         "import sys, holdfast as hf\n"
         f"manager = hf.CheckpointManager({str(run)!r}); manager.acquire(); print('ready', flush=True); sys.stdin.read()"
@@ -251,17 +267,21 @@ def test_a_run_that_is_alive_is_refused(capsys: pytest.CaptureFixture[str], run:
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        said = error_of(capsys, "pin", run, 1, status=1)
+        said = cli.error("pin", run, 1, status=1)
         process.communicate("")
     assert "another run is writing to this directory" in said
 
 
-def test_several_prefixes(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+def test_several_prefixes(cli: Cli, run: Path) -> None:
     for step in (1, 2):
         shutil.copytree(run / str(step), run / f"b_{step}")
 
-    assert "give one with --prefix" in error_of(capsys, "rm", run, 1, "--yes", status=2)
-    output_of(capsys, "rm", run, 1, "--prefix", "b", "--yes")
+    assert "give one with --prefix" in cli.error("rm", run, 1, "--yes", status=2)
+    said = cli.error("rm", run, 1, "--prefix", "c", "--yes", status=2)
+    assert "no checkpoint has the prefix c; there are: " in said
+    names = [line.split()[0] for line in cli.output("ls", run).splitlines()]
+    assert names == ["STEP", *"012345", "b_1", "b_2"]
+    cli.output("rm", run, 1, "--prefix", "b", "--yes")
 
     assert (steps(run), steps(run, "b")) == ([0, 1, 2, 3, 4, 5], [2])
 
@@ -281,7 +301,7 @@ def test_how_often_watch_looks(given: str, waited: float, run: Path, monkeypatch
 
 @pytest.mark.parametrize("flags", [[], ["--json"]])
 def test_watch_says_what_comes_and_goes(
-    capsys: pytest.CaptureFixture[str], run: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
+    cli: Cli, capsys: pytest.CaptureFixture[str], run: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
 ) -> None:
     def first() -> None:
         hf.record_metrics(run, 4, {"loss": 0.25})

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.cli.commands import error_of, output_of
+from tests.cli.commands import Cli, error_of, output_of
 
 import holdfast as hf
 from holdfast.cli.app import COMMANDS, command
@@ -52,8 +52,8 @@ def flip_a_bit(run: Path, step: int) -> None:
 
 
 @pytest.mark.parametrize("place", ["", "checkpoints"])
-def test_ls(capsys: pytest.CaptureFixture[str], run: Path, place: str) -> None:
-    lines = output_of(capsys, "ls", run / place).splitlines()
+def test_ls(cli: Cli, run: Path, place: str) -> None:
+    lines = cli.output("ls", run / place).splitlines()
 
     assert lines[0].split("  ")[0].strip() == "STEP"
     assert [re.split(r"  +", line.strip())[0] for line in lines[1:]] == ["10", "20", "30"]
@@ -64,8 +64,8 @@ def test_ls(capsys: pytest.CaptureFixture[str], run: Path, place: str) -> None:
     assert all(line.endswith("ok") for line in lines[1:])
 
 
-def test_ls_for_programs(capsys: pytest.CaptureFixture[str], run: Path) -> None:
-    found = json.loads(output_of(capsys, "ls", run, "--json"))
+def test_ls_for_programs(cli: Cli, run: Path) -> None:
+    found = cli.json("ls", run)
 
     assert found["directory"] == str(run / "checkpoints")
     assert [item["step"] for item in found["checkpoints"]] == [10, 20, 30]
@@ -79,27 +79,27 @@ def test_ls_for_programs(capsys: pytest.CaptureFixture[str], run: Path) -> None:
     assert first["bytes"] > 48
 
 
-def test_ls_of_one_step(capsys: pytest.CaptureFixture[str], run: Path) -> None:
-    found = json.loads(output_of(capsys, "ls", run / "checkpoints" / "20", "--json"))
+def test_ls_of_one_step(cli: Cli, run: Path) -> None:
+    found = cli.json("ls", run / "checkpoints" / "20")
 
     assert [(item["step"], item["kept"]) for item in found["checkpoints"]] == [(20, ["every 20 steps"])]
 
 
-def test_ls_shows_damage(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+def test_ls_shows_damage(cli: Cli, run: Path) -> None:
     record = run / "checkpoints" / "20" / "checkpoint.json"
     record.write_bytes(record.read_bytes()[:-20])
 
-    lines = output_of(capsys, "ls", run).splitlines()
+    lines = cli.output("ls", run).splitlines()
     assert "damaged: " in lines[2]
     assert [line.rstrip().endswith("ok") for line in lines[1:]] == [True, False, True]
-    found = json.loads(output_of(capsys, "ls", run, "--json"))
+    found = cli.json("ls", run)
     assert [item["damage"] is None for item in found["checkpoints"]] == [True, False, True]
 
 
-def witness_column(capsys: pytest.CaptureFixture[str], place: Path, *steps: int) -> list[str | None]:
+def witness_column(cli: Cli, place: Path, *steps: int) -> list[str | None]:
     """Returns what ls shows for some steps, in both forms."""
-    lines = output_of(capsys, "ls", place).splitlines()
-    checkpoints = json.loads(output_of(capsys, "ls", place, "--json"))["checkpoints"]
+    lines = cli.output("ls", place).splitlines()
+    checkpoints = cli.json("ls", place)["checkpoints"]
     found = {item["step"]: item["witness"] for item in checkpoints}
     for line in lines[1:]:
         step, before = int(line.split()[0]), line.removesuffix("ok").split()[-1]
@@ -109,7 +109,7 @@ def witness_column(capsys: pytest.CaptureFixture[str], place: Path, *steps: int)
     return [found[step] for step in steps]
 
 
-def test_ls_shows_how_resumes_proved(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_ls_shows_how_resumes_proved(cli: Cli, tmp_path: Path) -> None:
     run = tmp_path / "run"
 
     def train(last: int, **options: Any) -> hf.CheckpointCallback:
@@ -121,50 +121,50 @@ def test_ls_shows_how_resumes_proved(capsys: pytest.CaptureFixture[str], tmp_pat
         return checkpoint
 
     train(5, witness=False)
-    assert witness_column(capsys, run, 4) == [None]
+    assert witness_column(cli, run, 4) == [None]
     train(9)
-    assert witness_column(capsys, run, 4, 8) == [None, "recorded"]
+    assert witness_column(cli, run, 4, 8) == [None, "recorded"]
     assert train(11).proof.exact
-    assert witness_column(capsys, run, 4, 8) == [None, "exact"]
+    assert witness_column(cli, run, 4, 8) == [None, "exact"]
     hf.copy_checkpoint(run, tmp_path / "copy")
-    assert witness_column(capsys, tmp_path / "copy", 4, 8) == [None, "recorded"]
+    assert witness_column(cli, tmp_path / "copy", 4, 8) == [None, "recorded"]
     for exact, word in ((False, "inexact"), (None, "rounding"), (True, "exact")):
         append_line(
             run / "events.jsonl", json.dumps({"event": "witness", "time": 1e10, "saved_step": 4, "exact": exact})
         )
-        assert witness_column(capsys, run, 4, 8) == [word, "exact"]
-        assert witness_column(capsys, run / "4", 4) == [word]
+        assert witness_column(cli, run, 4, 8) == [word, "exact"]
+        assert witness_column(cli, run / "4", 4) == [word]
     strange: Any
     for strange in ([], "4", None):
         append_line(run / "events.jsonl", json.dumps({"event": "witness", "time": strange, "saved_step": strange}))
     with hf.CheckpointManager(run) as manager:
         manager.save(8, {"w": np.zeros(2)}, force=True)
-    assert witness_column(capsys, run, 4, 8) == ["exact", None], "the step was saved anew since"
+    assert witness_column(cli, run, 4, 8) == ["exact", None], "the step was saved anew since"
 
 
-def test_ls_says_where_else_the_run_has_steps(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_ls_says_where_else_the_run_has_steps(cli: Cli, tmp_path: Path) -> None:
     run, mirror, local = tmp_path / "run", tmp_path / "mirror", tmp_path / "local"
     options = hf.CheckpointManagerOptions(mirror=str(mirror), local=hf.Local(local, every=1, copies=0))
     with hf.CheckpointManager(run, options=options) as manager:
         manager.save(1, {"w": 1.0})
-    *_, third, second, last = output_of(capsys, "ls", run).splitlines()
+    *_, third, second, last = cli.output("ls", run).splitlines()
     assert third.endswith("ok")
     # A later start may have neither.
     assert second == f"steps of the run were also copied to a mirror, which `holdfast ls {mirror}` lists"
     assert last == f"the last start with local steps keeps them on its hosts, in {local}"
-    assert output_of(capsys, "ls", mirror).splitlines()[-1] == f"this is the mirror of {run}"
-    found = json.loads(output_of(capsys, "ls", run, "--json"))
+    assert cli.output("ls", mirror).splitlines()[-1] == f"this is the mirror of {run}"
+    found = cli.json("ls", run)
     assert (found["mirror"], found["local"]) == (str(mirror), str(local))
     (run / "1").rename(tmp_path / "1")
-    assert output_of(capsys, "ls", run).splitlines()[:2] == [f"no checkpoints in {run}", second]
+    assert cli.output("ls", run).splitlines()[:2] == [f"no checkpoints in {run}", second]
 
 
-def test_ls_of_an_empty_directory(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert output_of(capsys, "ls", tmp_path) == f"no checkpoints in {tmp_path}\n"
-    assert json.loads(output_of(capsys, "ls", tmp_path, "--json"))["checkpoints"] == []
+def test_ls_of_an_empty_directory(cli: Cli, tmp_path: Path) -> None:
+    assert cli.output("ls", tmp_path) == f"no checkpoints in {tmp_path}\n"
+    assert cli.json("ls", tmp_path)["checkpoints"] == []
 
 
-def test_runs_whose_steps_share_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_runs_whose_steps_share_files(cli: Cli, tmp_path: Path) -> None:
     """Whole steps are what a copy takes; on the disk, a file with several names counts once, as for du."""
     frozen = np.arange(600_000, dtype=np.float32)
     for name in ("lora", "other"):
@@ -176,16 +176,16 @@ def test_runs_whose_steps_share_files(capsys: pytest.CaptureFixture[str], tmp_pa
         path.stat().st_ino: path.stat().st_size for path in tmp_path.glob("lora/[0-9]/state/**/*") if path.is_file()
     }
     assert len(records) == 4
-    lora, other = json.loads(output_of(capsys, "ls", tmp_path, "--json"))["runs"]
+    lora, other = cli.json("ls", tmp_path)["runs"]
     assert lora["disk_bytes"] == sum(files.values()) < lora["bytes"] / 1.9
     assert lora["bytes"] == sum(one.bytes for one in hf.list_checkpoints(tmp_path / "lora"))
     assert other["disk_bytes"] == other["bytes"]
-    lines = output_of(capsys, "ls", tmp_path).splitlines()
+    lines = cli.output("ls", tmp_path).splitlines()
     assert lines[0].split()[4:7] == ["SIZE", "ON", "DISK"]
     assert lines[1].split()[5:9] == ["9.6", "MB", "4.8", "MB"]
 
 
-def test_a_directory_of_runs_says_where_checkpoints_are(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+def test_a_directory_of_runs_says_where_checkpoints_are(cli: Cli, run: Path) -> None:
     """A run, a manager's directory, one checkpoint, and what holds none."""
     shutil.copytree(run / "checkpoints", run.parent / "bare")
     shutil.copytree(run / "checkpoints" / "10", run.parent / "chosen")
@@ -193,32 +193,32 @@ def test_a_directory_of_runs_says_where_checkpoints_are(capsys: pytest.CaptureFi
     (run.parent / "notes.txt").write_text("")
     below = "; there are some below: bare, chosen, run\n"
 
-    lines = output_of(capsys, "ls", run.parent).splitlines()
+    lines = cli.output("ls", run.parent).splitlines()
     assert lines[0].split() == ["RUN", "CHECKPOINTS", "NEWEST", "AGE", "SIZE", "METRICS", "STATE"]
     assert [line.split()[:3] for line in lines[1:]] == [["bare", "3", "30"], ["chosen", "1", "10"], ["run", "3", "30"]]
-    found = json.loads(output_of(capsys, "ls", run.parent, "--json"))
+    found = cli.json("ls", run.parent)
     assert [(one["name"], one["checkpoints"], one["newest"]["step"]) for one in found["runs"]] == [
         ("bare", 3, 30),
         ("chosen", 1, 10),
         ("run", 3, 30),
     ]
     for word in ("show", "verify"):
-        assert error_of(capsys, word, run.parent, status=2).endswith(f"was found{below}")
+        assert cli.error(word, run.parent, status=2).endswith(f"was found{below}")
 
 
-def test_a_part_of_a_checkpoint_says_so(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+def test_a_part_of_a_checkpoint_says_so(cli: Cli, run: Path) -> None:
     step = run / "checkpoints" / "10"
     said = f"; it is a part of the checkpoint {step}\n"
 
-    assert output_of(capsys, "ls", step / "state") == f"no checkpoints in {step}/state{said}"
-    assert error_of(capsys, "verify", step / "state", status=2).endswith(said)
+    assert cli.output("ls", step / "state") == f"no checkpoints in {step}/state{said}"
+    assert cli.error("verify", step / "state", status=2).endswith(said)
 
 
 # ---- show
 
 
-def test_show(capsys: pytest.CaptureFixture[str], run: Path) -> None:
-    lines = [re.split(r"  +", line.strip()) for line in output_of(capsys, "show", run).splitlines()]
+def test_show(cli: Cli, run: Path) -> None:
+    lines = [re.split(r"  +", line.strip()) for line in cli.output("show", run).splitlines()]
 
     assert lines[0] == ["ITEM", "LEAF", "SHAPE", "TYPE", "SHARDING", "SIZE", "VALUE"]
     assert ["state", "params/[kernel]", "[3, 4]", "float32", "48 B"] in lines
@@ -229,10 +229,8 @@ def test_show(capsys: pytest.CaptureFixture[str], run: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "step", "shown"), [("", [], 30), ("checkpoints", ["10"], 10), ("checkpoints/20", [], 20)]
 )
-def test_show_for_programs(
-    capsys: pytest.CaptureFixture[str], run: Path, place: str, step: list[str], shown: int
-) -> None:
-    found = json.loads(output_of(capsys, "show", run / place, *step, "--json"))
+def test_show_for_programs(cli: Cli, run: Path, place: str, step: list[str], shown: int) -> None:
+    found = cli.json("show", run / place, *step)
 
     assert (found["step"], found["path"]) == (shown, str(run / "checkpoints" / str(shown)))
     leaf = next(leaf for leaf in found["leaves"] if leaf["path"] == "params/[kernel]")
@@ -248,52 +246,52 @@ def test_show_for_programs(
     }
 
 
-def test_show_of_a_checkpoint_without_a_manager(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_show_of_a_checkpoint_without_a_manager(cli: Cli, tmp_path: Path) -> None:
     hf.save(tmp_path / "one", {"a": np.zeros(3), "text": "b" * 300})
 
-    lines = output_of(capsys, "show", tmp_path / "one").splitlines()
+    lines = cli.output("show", tmp_path / "one").splitlines()
     assert lines[0].split() == ["LEAF", "SHAPE", "TYPE", "SHARDING", "SIZE", "VALUE"]
-    assert json.loads(output_of(capsys, "show", tmp_path / "one", "--json"))["step"] is None
-    assert output_of(capsys, "ls", tmp_path / "one").splitlines()[1].split()[0] == "-"
-    assert "1 whole" in output_of(capsys, "verify", tmp_path / "one")
+    assert cli.json("show", tmp_path / "one")["step"] is None
+    assert cli.output("ls", tmp_path / "one").splitlines()[1].split()[0] == "-"
+    assert "1 whole" in cli.output("verify", tmp_path / "one")
 
 
 # ---- verify
 
 
-def test_verify(capsys: pytest.CaptureFixture[str], run: Path) -> None:
-    lines = output_of(capsys, "verify", run).splitlines()
+def test_verify(cli: Cli, run: Path) -> None:
+    lines = cli.output("verify", run).splitlines()
 
     assert [line.partition(":")[0] for line in lines] == ["step 10", "step 20", "step 30", "3 whole"]
 
 
-def test_verify_names_damaged_files_and_leaves(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+def test_verify_names_damaged_files_and_leaves(cli: Cli, run: Path) -> None:
     flip_a_bit(run, 20)
 
-    text = output_of(capsys, "verify", run, status=1)
+    text = cli.output("verify", run, status=1)
     assert "step 10: whole" in text
     assert "step 20: DAMAGED" in text
     assert re.search(r"^  state/d/\w+.*params/\[kernel\]", text, re.MULTILINE)
     assert text.endswith("2 whole, 1 damaged\n")
-    assert "damaged" not in output_of(capsys, "verify", run, 10)
+    assert "damaged" not in cli.output("verify", run, 10)
 
 
-def test_verify_for_programs(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+def test_verify_for_programs(cli: Cli, run: Path) -> None:
     flip_a_bit(run, 20)
 
-    found = json.loads(output_of(capsys, "verify", run, "--json", status=1))
+    found = cli.json("verify", run, status=1)
     assert found["ok"] is False
     assert [(item["step"], item["ok"]) for item in found["checkpoints"]] == [(10, True), (20, False), (30, True)]
     problems = found["checkpoints"][1]["problems"]
     assert {tuple(problem) for problem in problems} == {("file", "leaf", "what")}
     assert any("params/[kernel]" in problem["leaf"] for problem in problems)
-    assert json.loads(output_of(capsys, "verify", run, "30", "--json"))["ok"] is True
+    assert cli.json("verify", run, "30")["ok"] is True
 
 
-def test_verify_finds_missing_files(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+def test_verify_finds_missing_files(cli: Cli, run: Path) -> None:
     (run / "checkpoints" / "30" / "config" / "data.json").unlink()
 
-    assert "config/data.json" in output_of(capsys, "verify", run, status=1)
+    assert "config/data.json" in cli.output("verify", run, status=1)
 
 
 # ---- errors
@@ -303,6 +301,8 @@ BAD_USAGE = {
     "no such directory": (["ls", "/nowhere"], "/nowhere: no such directory; give a run, "),
     "no such step": (["show", "RUN", "7"], "no checkpoint of step 7 here; it holds the steps 10, 20, 30"),
     "nothing to verify": (["verify", "RUN/.."], "no checkpoint here"),
+    "nothing to pin": (["pin", "RUN/..", "1"], "no checkpoint was found"),
+    "no directory of a run": (["rm", "RUN/checkpoints/20", "20"], "this is one checkpoint; give the directory of its"),
     "step that is no number": (["verify", "RUN", "x"], "Invalid value for '[STEP]'"),
     "negative step": (["show", "RUN", "--", "-1"], "Invalid value for '[STEP]'"),
     "unknown scheme": (["ls", "what://x"], "has an unknown scheme, 'what'"),
@@ -329,62 +329,62 @@ STEPS: list[tuple[str, list[str], str]] = [  # a command, its arguments with a s
 
 @pytest.mark.parametrize(("command", "arguments", "said"), STEPS)
 def test_a_step_is_given_by_position_or_by_name(
-    capsys: pytest.CaptureFixture[str], run: Path, tmp_path: Path, command: str, arguments: list[str], said: str
+    cli: Cli, run: Path, tmp_path: Path, command: str, arguments: list[str], said: str
 ) -> None:
     for number, step in enumerate((["20"], ["--step", "20"])):
         places = {"RUN": str(run), "OUT": str(tmp_path / f"{number}.safetensors")}
         words = [places.get(word, word) for word in arguments]
-        assert said in output_of(capsys, command, *words, *step)
-    refused = error_of(capsys, command, *words, "20", "--step", "x", status=2)
+        assert said in cli.output(command, *words, *step)
+    refused = cli.error(command, *words, "20", "--step", "x", status=2)
     assert refused.endswith(f"(holdfast {command} --help shows how to call it)\n")
 
 
-def test_the_folder_of_a_step_takes_its_own_step_only(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+def test_the_folder_of_a_step_takes_its_own_step_only(cli: Cli, run: Path) -> None:
     for name in ("show", "verify"):
-        assert "20" in output_of(capsys, name, run / "checkpoints" / "20", "--step", 20)
-        said = error_of(capsys, name, run / "checkpoints" / "20", "--step", 10, status=2)
+        assert "20" in cli.output(name, run / "checkpoints" / "20", "--step", 20)
+        said = cli.error(name, run / "checkpoints" / "20", "--step", 10, status=2)
         assert "this is the checkpoint of step 20, not of step 10: leave the step out" in said
 
 
-def test_a_step_is_given_once_and_several_in_any_way(capsys: pytest.CaptureFixture[str], run: Path) -> None:
-    assert "give it once" in error_of(capsys, "show", run, "20", "--step", "10", status=2)
-    assert "Missing argument 'STEP...'" in error_of(capsys, "rm", run, status=2)
-    assert "delete 10, 20, 30" in output_of(capsys, "rm", run, "10", "--step", "20", "--step", "30", "--dry-run")
+def test_a_step_is_given_once_and_several_in_any_way(cli: Cli, run: Path) -> None:
+    assert "give it once" in cli.error("show", run, "20", "--step", "10", status=2)
+    assert "Missing argument 'STEP...'" in cli.error("rm", run, status=2)
+    assert "delete 10, 20, 30" in cli.output("rm", run, "10", "--step", "20", "--step", "30", "--dry-run")
 
 
-def test_help_is_found_where_it_is_looked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    full = output_of(capsys, "rm", "--help")
+def test_help_is_found_where_it_is_looked_for(cli: Cli) -> None:
+    full = cli.output("rm", "--help")
     assert "STEP..." in full
     for words in (["help", "rm"], ["rm", "-h"]):
-        assert output_of(capsys, *words) == full
-    assert output_of(capsys, "help") == output_of(capsys, "-h") == output_of(capsys, "--help")
+        assert cli.output(*words) == full
+    assert cli.output("help") == cli.output("-h") == cli.output("--help")
 
 
-def test_ls_of_several_directories(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+def test_ls_of_several_directories(cli: Cli, run: Path) -> None:
     other = run.with_name("other")
     shutil.copytree(run / "checkpoints" / "30", other / "30")
-    text = output_of(capsys, "ls", run, other)
-    alone = [output_of(capsys, "ls", place) for place in (run, other)]
+    text = cli.output("ls", run, other)
+    alone = [cli.output("ls", place) for place in (run, other)]
     assert text == f"{run / 'checkpoints'}:\n{alone[0]}\n{other}:\n{alone[1]}"
-    documents = json.loads(output_of(capsys, "ls", run, other, "--json"))["directories"]
-    assert documents == [json.loads(output_of(capsys, "ls", place, "--json")) for place in (run, other)]
+    documents = cli.json("ls", run, other)["directories"]
+    assert documents == [cli.json("ls", place) for place in (run, other)]
 
 
 @pytest.mark.parametrize("case", BAD_USAGE)
-def test_bad_usage_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str], run: Path, case: str) -> None:
+def test_bad_usage_is_one_line_and_status_2(cli: Cli, run: Path, case: str) -> None:
     arguments, message = BAD_USAGE[case]
 
-    err = error_of(capsys, *(argument.replace("RUN", str(run)) for argument in arguments), status=2)
+    err = cli.error(*(argument.replace("RUN", str(run)) for argument in arguments), status=2)
     assert err.startswith("holdfast: ")
     assert err.count("\n") == 1
     assert message in err
 
 
-def test_a_damaged_checkpoint_cannot_be_shown(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+def test_a_damaged_checkpoint_cannot_be_shown(cli: Cli, run: Path) -> None:
     tree = run / "checkpoints" / "30" / "state" / "tree.json"
     tree.write_bytes(tree.read_bytes()[:-1])
 
-    assert str(run / "checkpoints" / "30") in error_of(capsys, "show", run, status=1)
+    assert str(run / "checkpoints" / "30") in cli.error("show", run, status=1)
 
 
 @pytest.mark.parametrize(
@@ -421,21 +421,19 @@ def test_every_command_has_json_for_programs_and_is_in_the_list(name: str) -> No
 
 
 def test_unexpected_errors_are_one_line_as_well(
-    capsys: pytest.CaptureFixture[str], run: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, capsys: pytest.CaptureFixture[str], run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> Any:
         raise ZeroDivisionError("by zero")
 
     monkeypatch.setattr("holdfast.cli.inspect.describe", fail)
 
-    assert error_of(capsys, "show", run, status=1) == "holdfast: ZeroDivisionError: by zero (--traceback shows where)\n"
+    assert cli.error("show", run, status=1) == "holdfast: ZeroDivisionError: by zero (--traceback shows where)\n"
     assert main(["show", str(run), "--traceback"]) == 1
     assert "cli/inspect.py" in capsys.readouterr().err
 
 
-def test_ctrl_c_is_one_line_and_status_130(
-    capsys: pytest.CaptureFixture[str], run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_is_one_line_and_status_130(cli: Cli, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def in_an_import(*_: Any, **__: Any) -> None:
         raise ImportError("initialization failed") from KeyboardInterrupt()
 
@@ -443,36 +441,34 @@ def test_ctrl_c_is_one_line_and_status_130(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("holdfast.cli.inspect.verify_checkpoints", in_an_import)
-    assert error_of(capsys, "verify", run, status=130) == "holdfast: interrupted\n"
+    assert cli.error("verify", run, status=130) == "holdfast: interrupted\n"
     monkeypatch.setattr("holdfast.cli.inspect.verify_checkpoints", interrupted)
 
-    assert error_of(capsys, "verify", run, status=130) == "holdfast: interrupted\n"
+    assert cli.error("verify", run, status=130) == "holdfast: interrupted\n"
 
 
-def test_a_missing_package_names_the_command_that_installs_it(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_names_the_command_that_installs_it(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "holdfast.cli.app", raising=False)
     monkeypatch.setitem(sys.modules, "click", None)
 
-    assert error_of(capsys, "recipes", status=1).endswith("[cli]'\n")
+    assert cli.error("recipes", status=1).endswith("[cli]'\n")
 
 
 # ---- the rest
 
 
-def test_recipes(capsys: pytest.CaptureFixture[str]) -> None:
-    text = output_of(capsys, "recipes")
-    found = json.loads(output_of(capsys, "recipes", "--json"))["recipes"]
+def test_recipes(cli: Cli) -> None:
+    text = cli.output("recipes")
+    found = cli.json("recipes")["recipes"]
 
     assert [recipe["name"] for recipe in found] == ["flax_digits", "flax_text", "lightning_digits", "self_play"]
     assert all(recipe["name"] in text for recipe in found)
     assert list(found[0]) == ["name", "summary", "config", "missing", "install"]
 
 
-def test_recipes_explains_the_keys(capsys: pytest.CaptureFixture[str]) -> None:
-    text = output_of(capsys, "recipes", "flax_text")
-    found = json.loads(output_of(capsys, "recipes", "flax_text", "--json"))
+def test_recipes_explains_the_keys(cli: Cli) -> None:
+    text = cli.output("recipes", "flax_text")
+    found = cli.json("recipes", "flax_text")
 
     assert "checkpoint.save_on_best" in text
     assert {"key": "train.steps", "value": 300, "meaning": MEANING} in found["keys"]
@@ -481,22 +477,20 @@ def test_recipes_explains_the_keys(capsys: pytest.CaptureFixture[str]) -> None:
 MEANING = "Optimizer updates in all; may be raised later to train a finished run on."
 
 
-def test_print_config_runs_nothing(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_print_config_runs_nothing(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
-    text = output_of(capsys, "run", "flax_digits", "train.steps=7", "--print-config")
+    text = cli.output("run", "flax_digits", "train.steps=7", "--print-config")
     assert "\n  steps: 7\n" in text
     assert list(tmp_path.iterdir()) == []
 
 
-def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_and_version(cli: Cli) -> None:
     for arguments in ([], ["--help"]):
-        text = output_of(capsys, *arguments)
+        text = cli.output(*arguments)
         assert all(command in text for command in ("run", "recipes", "ls", "show", "verify"))
-    assert re.fullmatch(r"\d+\.\d+\.\d+\S*\n", output_of(capsys, "--version"))
-    assert "75 preempted and saved" in " ".join(output_of(capsys, "run", "--help").split())
+    assert re.fullmatch(r"\d+\.\d+\.\d+\S*\n", cli.output("--version"))
+    assert "75 preempted and saved" in " ".join(cli.output("run", "--help").split())
 
 
 @pytest.mark.parametrize(

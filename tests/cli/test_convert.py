@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 import safetensors.numpy
 import safetensors.torch
 import torch
-from tests.cli.commands import error_of, output_of
+from tests.cli.commands import Cli
 
 import holdfast as hf
 
@@ -34,10 +33,10 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_import(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+def test_import(cli: Cli, model: Path) -> None:
     target = model.parent / "ckpt"
 
-    lines = output_of(capsys, "import", model, target).splitlines()
+    lines = cli.output("import", model, target).splitlines()
 
     assert lines == [
         f"{model} -> {target}: 3 leaves, 32 B (Lightning)",
@@ -46,19 +45,21 @@ def test_import(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     assert hf.load(target)["state_dict"]["w"].shape == (2, 3)
 
 
-def test_the_directory_of_a_run_is_imported(capsys: pytest.CaptureFixture[str], model: Path, run: Path) -> None:
+def test_the_directory_of_a_run_is_imported(cli: Cli, model: Path, run: Path) -> None:
     trained = model.parent / "version_0"
     (trained / "checkpoints").mkdir(parents=True)
     model.rename(trained / "checkpoints" / "epoch=0-step=5.ckpt")
 
-    assert "(Lightning)" in output_of(capsys, "import", trained, model.parent / "imported")
+    said = cli.error("rm", trained, 5, "--yes", status=2)
+    assert "Lightning wrote these checkpoints; holdfast changes only its own" in said
+    assert "(Lightning)" in cli.output("import", trained, model.parent / "imported")
     assert hf.load(model.parent / "imported")["global_step"] == 5
-    said = error_of(capsys, "import", run, model.parent / "other", status=2)
+    said = cli.error("import", run, model.parent / "other", status=2)
     assert said == f"holdfast: {run} is holdfast's own; holdfast cp copies it\n"
 
 
-def test_import_for_programs(capsys: pytest.CaptureFixture[str], model: Path) -> None:
-    (found,) = json.loads(output_of(capsys, "import", model, model.parent / "ckpt", "--json"))["checkpoints"]
+def test_import_for_programs(cli: Cli, model: Path) -> None:
+    (found,) = cli.json("import", model, model.parent / "ckpt")["checkpoints"]
 
     assert found == {
         "source": str(model),
@@ -71,53 +72,53 @@ def test_import_for_programs(capsys: pytest.CaptureFixture[str], model: Path) ->
     }
 
 
-def test_import_refuses(capsys: pytest.CaptureFixture[str], model: Path, run: Path) -> None:
-    exists = error_of(capsys, "import", model, run, status=2)
+def test_import_refuses(cli: Cli, model: Path, run: Path) -> None:
+    exists = cli.error("import", model, run, status=2)
     assert "exists already" in exists
     assert "pass --overwrite" in exists
-    output_of(capsys, "import", model, model.parent / "ckpt")
-    output_of(capsys, "import", model, model.parent / "ckpt", "--overwrite")
-    assert "no such directory" in error_of(capsys, "import", "/nonexistent", run / "x", status=2)
+    cli.output("import", model, model.parent / "ckpt")
+    cli.output("import", model, model.parent / "ckpt", "--overwrite")
+    assert "no such directory" in cli.error("import", "/nonexistent", run / "x", status=2)
     model.write_bytes(model.read_bytes()[:-10])
-    assert "cannot be read as a file of torch.save" in error_of(capsys, "import", model, run / "x", status=1)
+    assert "cannot be read as a file of torch.save" in cli.error("import", model, run / "x", status=1)
 
 
-def test_a_part_is_exported(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+def test_a_part_is_exported(cli: Cli, model: Path) -> None:
     target = model.parent / "part.safetensors"
-    output_of(capsys, "export", model, target, "--select", "state_dict/w", "--select", "**/global_step")
+    cli.output("export", model, target, "--select", "state_dict/w", "--select", "**/global_step")
     assert hf.load(target).keys() == {"state_dict", "global_step"}
-    said = error_of(capsys, "export", model, target, "--overwrite", "--select", "state_dict/v", status=1)
+    said = cli.error("export", model, target, "--overwrite", "--select", "state_dict/v", status=1)
     assert "--select 'state_dict/v' matches no leaf" in said
     assert "did you mean 'state_dict/w'?" in said
 
 
-def test_foreign_files_are_shown_listed_and_verified(capsys: pytest.CaptureFixture[str], model: Path) -> None:
-    shown = output_of(capsys, "show", model)
+def test_foreign_files_are_shown_listed_and_verified(cli: Cli, model: Path) -> None:
+    shown = cli.output("show", model)
 
     assert "state_dict/w" in shown
     assert shown.endswith("32 B, written by Lightning\n")
-    assert output_of(capsys, "verify", model).splitlines()[-1] == "1 whole"
-    (listed,) = json.loads(output_of(capsys, "ls", model, "--json"))["checkpoints"]
+    assert cli.output("verify", model).splitlines()[-1] == "1 whole"
+    (listed,) = cli.json("ls", model)["checkpoints"]
     assert (listed["step"], listed["damage"]) == (5, None)
 
 
-def test_export_of_the_newest_or_of_a_step(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+def test_export_of_the_newest_or_of_a_step(cli: Cli, run: Path) -> None:
     target = run.parent / "x.safetensors"
-    line = output_of(capsys, "export", run, target)
+    line = cli.output("export", run, target)
     assert line == f"{run}/checkpoints/2 -> {target}: 1 leaf, 24 B (safetensors)\n"
     assert safetensors.numpy.load_file(target)["w"].tolist() == [2, 2, 2]
-    output_of(capsys, "export", run, run.parent / "x.pt", "--to", "torch", "--step", 1)
+    cli.output("export", run, run.parent / "x.pt", "--to", "torch", "--step", 1)
     assert torch.load(run.parent / "x.pt", weights_only=True)["w"].tolist() == [1, 1, 1]
 
 
-def test_export_of_the_best_step(capsys: pytest.CaptureFixture[str], tmp_path: Path, run: Path) -> None:
+def test_export_of_the_best_step(cli: Cli, tmp_path: Path, run: Path) -> None:
     options = hf.CheckpointManagerOptions(best_fn="loss", best_mode="min", max_to_keep=3)
     with hf.CheckpointManager(tmp_path / "ranked", options=options) as manager:
         for step, loss in ((1, 0.5), (2, 0.25), (3, 0.75)):
             manager.save(step, {"w": np.full(3, step)}, metrics={"loss": loss}, force=True)
     target = tmp_path / "best.safetensors"
 
-    line = output_of(capsys, "export", tmp_path / "ranked", target, "--step", "best")
+    line = cli.output("export", tmp_path / "ranked", target, "--step", "best")
     assert safetensors.numpy.load_file(target)["w"].tolist() == [2, 2, 2]
     assert "ranked/2" in line
 
@@ -125,26 +126,28 @@ def test_export_of_the_best_step(capsys: pytest.CaptureFixture[str], tmp_path: P
         ("best", run, "does not rank its checkpoints by the name of a metric"),
         ("first", run, "'first' is neither the number of a step nor best"),
     ):
-        assert said in error_of(capsys, "export", source, tmp_path / "x.pt", "--step", chosen, status=2)
+        assert said in cli.error("export", source, tmp_path / "x.pt", "--step", chosen, status=2)
     assert not (tmp_path / "x").exists()
 
 
-def test_export_of_all_steps(capsys: pytest.CaptureFixture[str], run: Path) -> None:
-    lines = output_of(capsys, "export", run, run.parent / "orbax", "--to", "orbax").splitlines()
+def test_export_of_all_steps(cli: Cli, run: Path) -> None:
+    lines = cli.output("export", run, run.parent / "orbax", "--to", "orbax").splitlines()
 
     assert len(lines) == 2
     with ocp.CheckpointManager(run.parent / "orbax") as manager:
         assert sorted(manager.all_steps()) == [1, 2]
 
 
-def test_export_in_place(capsys: pytest.CaptureFixture[str], run: Path) -> None:
-    lines = output_of(capsys, "export", run, "--to", "orbax", "--in-place").splitlines()
+def test_export_in_place(cli: Cli, run: Path) -> None:
+    lines = cli.output("export", run, "--to", "orbax", "--in-place").splitlines()
 
     assert lines == [f"{run}/checkpoints/{step}: orbax can read it now, too" for step in (1, 2)]
+    found = cli.json("export", run, "--to", "orbax", "--in-place", "--step", "2")
+    assert found == {"checkpoints": [f"{run}/checkpoints/2"]}
     with ocp.StandardCheckpointer() as checkpointer:
         template = {"w": np.zeros(3, np.int64)}
         assert checkpointer.restore(run / "checkpoints" / "2" / "state", template)["w"].tolist() == [2, 2, 2]
-    assert output_of(capsys, "verify", run).splitlines()[-1] == "2 whole"
+    assert cli.output("verify", run).splitlines()[-1] == "2 whole"
 
 
 @pytest.mark.parametrize(
@@ -154,40 +157,41 @@ def test_export_in_place(capsys: pytest.CaptureFixture[str], run: Path) -> None:
         ([], "DST is missing: give the file or directory to write"),
         (["--in-place"], "--in-place takes --to orbax"),
         (["x", "--to", "orbax", "--in-place"], "--in-place takes --to orbax"),
+        (["--to", "orbax", "--in-place", "--step", "best"], "--in-place takes the number of a step, and not"),
         (["x.pt", "--step", "9"], "no checkpoint of step 9"),
         (["x.pt", "--item", "y"], "no tree 'y'; it has state"),
     ],
-    ids=["format", "no destination", "in place", "in place and elsewhere", "step", "item"],
+    ids=["format", "no destination", "in place", "in place and elsewhere", "in place, best", "step", "item"],
 )
-def test_export_refuses(capsys: pytest.CaptureFixture[str], run: Path, arguments: list[str], message: str) -> None:
-    assert message in error_of(capsys, "export", run, *arguments, status=2)
+def test_export_refuses(cli: Cli, run: Path, arguments: list[str], message: str) -> None:
+    assert message in cli.error("export", run, *arguments, status=2)
 
 
-def test_export_names_its_option(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+def test_export_names_its_option(cli: Cli, run: Path) -> None:
     target = run.parent / "x.safetensors"
     target.write_bytes(b"")
 
-    assert error_of(capsys, "export", run, target, status=2).endswith("choose another name, or pass --overwrite\n")
-    output_of(capsys, "export", run, target, "--overwrite")
+    assert cli.error("export", run, target, status=2).endswith("choose another name, or pass --overwrite\n")
+    cli.output("export", run, target, "--overwrite")
 
 
-def test_export_asks_for_an_item(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_export_asks_for_an_item(cli: Cli, tmp_path: Path) -> None:
     items = {name: hf.PyTreeCheckpointer() for name in ("ema", "extras")}
     with hf.CheckpointManager(tmp_path / "run", items) as manager:
         manager.save(1, {"ema": {"w": 1}, "extras": {}})
 
-    said = error_of(capsys, "export", tmp_path / "run", tmp_path / "x.safetensors", status=2)
+    said = cli.error("export", tmp_path / "run", tmp_path / "x.safetensors", status=2)
 
     assert said.endswith("has the trees ema, extras: name one with --item\n")
-    said = error_of(capsys, "export", tmp_path / "run", tmp_path / "x.pt", "--item", "ema", "--root", "v", status=2)
+    said = cli.error("export", tmp_path / "run", tmp_path / "x.pt", "--item", "ema", "--root", "v", status=2)
     assert "--root 'v'" in said
     assert said.endswith("has no such container; it has w\n")
 
 
-def test_copy_a_run(capsys: pytest.CaptureFixture[str], run: Path, place: str) -> None:
-    lines = output_of(capsys, "cp", run, place).splitlines()
-    again = json.loads(output_of(capsys, "cp", run, place, "--json", "--max-bandwidth", "1 GB/s"))["checkpoints"]
-    one = output_of(capsys, "cp", f"{place}/2", run.parent / "copy")
+def test_copy_a_run(cli: Cli, run: Path, place: str) -> None:
+    lines = cli.output("cp", run, place).splitlines()
+    again = cli.json("cp", run, place, "--max-bandwidth", "1 GB/s")["checkpoints"]
+    one = cli.output("cp", f"{place}/2", run.parent / "copy")
 
     total = again[0]["bytes"]
     assert [line.partition(" -> ")[0] for line in lines] == [
@@ -209,22 +213,20 @@ def test_copy_a_run(capsys: pytest.CaptureFixture[str], run: Path, place: str) -
     assert hf.verify(place).ok
 
 
-def test_copy_nothing_over_another_checkpoint(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+def test_copy_nothing_over_another_checkpoint(cli: Cli, run: Path) -> None:
     hf.save(run.parent / "copy", {"w": 1})
     source = run / "checkpoints" / "1"
 
-    message = error_of(capsys, "cp", source, run.parent / "copy", status=2)
+    message = cli.error("cp", source, run.parent / "copy", status=2)
     assert message.endswith("another checkpoint is there; choose another path, or replace it (--overwrite)\n")
-    output_of(capsys, "cp", source, run.parent / "copy", "--overwrite")
+    cli.output("cp", source, run.parent / "copy", "--overwrite")
     assert hf.load(run.parent / "copy")["w"].tolist() == [1, 1, 1]
-    assert "--max-bandwidth 'fast' is not a rate" in error_of(
-        capsys, "cp", source, run.parent / "more", "--max-bandwidth", "fast", status=2
+    assert "--max-bandwidth 'fast' is not a rate" in cli.error(
+        "cp", source, run.parent / "more", "--max-bandwidth", "fast", status=2
     )
 
 
-def test_the_weights_of_a_loop_have_the_names_of_their_module(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_weights_of_a_loop_have_the_names_of_their_module(cli: Cli, tmp_path: Path) -> None:
     """As ``from_pretrained`` of other libraries reads them."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
@@ -232,7 +234,7 @@ def test_the_weights_of_a_loop_have_the_names_of_their_module(
     with hf.CheckpointCallback(tmp_path / "run") as checkpoint:
         checkpoint.restore_or_initialize(state, epoch=0)
         checkpoint.on_step(1, state, epoch=1)
-    output_of(capsys, "export", tmp_path / "run", tmp_path / "model.safetensors", "--root", "model")
+    cli.output("export", tmp_path / "run", tmp_path / "model.safetensors", "--root", "model")
     found = safetensors.torch.load_file(tmp_path / "model.safetensors")
     assert found.keys() == model.state_dict().keys()
     model.load_state_dict(found)
@@ -258,13 +260,13 @@ SUFFIXES = [  # the file, and options; the format that is written, or the error
 
 @pytest.mark.parametrize(("name", "options", "found"), SUFFIXES)
 def test_the_end_of_the_name_decides_the_format(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, options: list[str], found: str
+    cli: Cli, tmp_path: Path, name: str, options: list[str], found: str
 ) -> None:
     hf.save(tmp_path / "one", {"w": torch.ones(2)})
-    refused = "does not fit" in found or "use one of" in found
-    text = (error_of if refused else output_of)(
-        capsys, "export", tmp_path / "one", tmp_path / name, *options, status=2 if refused else 0
-    )
-    assert (found if refused else f"({found})") in text
+    command = ("export", tmp_path / "one", tmp_path / name, *options)
+    if "does not fit" in found or "use one of" in found:
+        assert found in cli.error(*command, status=2)
+    else:
+        assert f"({found})" in cli.output(*command)
     if found == "torch":
         assert torch.load(tmp_path / name, weights_only=True)["w"].tolist() == [1, 1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
-from tests.cli.commands import error_of, output_of
+from tests.cli.commands import Cli
 
 import holdfast as hf
 from holdfast.engine.sources import comparison, leaf_statistics, open_checkpoint
@@ -36,53 +35,53 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_the_same(capsys: pytest.CaptureFixture[str], run: Path) -> None:
-    said = output_of(capsys, "diff", run, run / "2")
+def test_the_same(cli: Cli, run: Path) -> None:
+    said = cli.output("diff", run, run / "2")
     assert said == f"{run}/2 and {run}/2 are the same, bit for bit\n"
 
 
-def test_differences(capsys: pytest.CaptureFixture[str], run: Path) -> None:
-    lines = output_of(capsys, "diff", run, run, "--step", 1, "--other-step", 2, status=1).splitlines()
+def test_differences(cli: Cli, run: Path) -> None:
+    lines = cli.output("diff", run, run, "--step", 1, "--other-step", 2, status=1).splitlines()
     assert [line.split()[0] for line in lines[1:3]] == ["state/a/w", "state/n"]
     assert "1 of 12 elements differ, by 1e-09 at most; the first at [1, 1]" in lines[1]
     assert lines[-1] == f"2 leaves differ between {run}/1 and {run}/2"
     for steps in ([run, run, 1, 2], [run, 1, run, 2], [run, 1, run, "--other-step", 2]):
-        assert output_of(capsys, "diff", *steps, status=1).splitlines() == lines
+        assert cli.output("diff", *steps, status=1).splitlines() == lines
 
-    found = json.loads(output_of(capsys, "diff", run / "1", run / "2", "--rtol", "1e-6", "--json", status=1))
+    found = cli.json("diff", run / "1", run / "2", "--rtol", "1e-6", status=1)
     assert [(one["path"], one["kind"], one["first"]) for one in found["differences"]] == [("n", "values", [])]
-    output_of(capsys, "diff", run / "1", run / "2", "--rtol", "0.5", status=0)
+    cli.output("diff", run / "1", run / "2", "--rtol", "0.5", status=0)
 
 
-def test_a_checkpoint_of_another_library(capsys: pytest.CaptureFixture[str], run: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_library(cli: Cli, run: Path, tmp_path: Path) -> None:
     np.savez(tmp_path / "w.npz", w=TREE["a"]["w"])
     hf.save(tmp_path / "w", {"w": TREE["a"]["w"]})
-    assert "are the same" in output_of(capsys, "diff", tmp_path / "w.npz", tmp_path / "w")
+    assert "are the same" in cli.output("diff", tmp_path / "w.npz", tmp_path / "w")
 
 
-def test_what_cannot_be_compared_is_no_difference(capsys: pytest.CaptureFixture[str], run: Path) -> None:
-    assert "no such directory" in error_of(capsys, "diff", run, run / "nowhere", status=2)
-    assert "'x' is not a valid integer" in error_of(capsys, "diff", run, "x", run, "2", status=2)
+def test_what_cannot_be_compared_is_no_difference(cli: Cli, run: Path) -> None:
+    assert "no such directory" in cli.error("diff", run, run / "nowhere", status=2)
+    assert "'x' is not a valid integer" in cli.error("diff", run, "x", run, "2", status=2)
     (data,) = [path for path in (run / "2" / "state" / "d").iterdir() if path.name != "index"]
     content = bytearray(data.read_bytes())
     content[5] ^= 1
     data.write_bytes(content)
-    assert "damaged" in error_of(capsys, "diff", run / "1", run / "2", status=2)
+    assert "damaged" in cli.error("diff", run / "1", run / "2", status=2)
 
 
-def test_statistics_of_leaves(capsys: pytest.CaptureFixture[str], run: Path) -> None:
-    shown = json.loads(output_of(capsys, "show", run, 1, "--stats", "--json"))["leaves"]
+def test_statistics_of_leaves(cli: Cli, run: Path) -> None:
+    shown = cli.json("show", run, 1, "--stats")["leaves"]
     found = {leaf["path"]: leaf["statistics"] for leaf in shown}
     assert (found["n"]["minimum"], found["s"]) == (3.0, None)
     assert (found["a/k"]["size"], found["a/k"]["maximum"], found["a/k"]["nan"], found["a/k"]["inf"]) == (3, 1.0, 1, 1)
     assert math.isclose(found["a/w"]["norm"], np.linalg.norm(TREE["a"]["w"]))
-    table = output_of(capsys, "show", run, 1, "--stats", "--select", "a/*").splitlines()
+    table = cli.output("show", run, 1, "--stats", "--select", "a/*").splitlines()
     assert table[0].split()[-6:] == ["MIN", "MAX", "MEAN", "NORM", "NAN", "INF"]
     assert len(table) == 5
 
 
-def test_the_tree(capsys: pytest.CaptureFixture[str], run: Path) -> None:
-    lines = output_of(capsys, "show", run, 1, "--tree").splitlines()
+def test_the_tree(cli: Cli, run: Path) -> None:
+    lines = cli.output("show", run, 1, "--tree").splitlines()
     assert lines[1:] == [
         "  state/  116 B",
         "    a/  108 B",
@@ -93,8 +92,14 @@ def test_the_tree(capsys: pytest.CaptureFixture[str], run: Path) -> None:
     ]
 
 
-def test_a_pattern_that_matches_nothing(capsys: pytest.CaptureFixture[str], run: Path) -> None:
-    assert "matches no leaf" in error_of(capsys, "show", run, "--select", "b/**", status=2)
+def test_the_tree_with_statistics(cli: Cli, run: Path) -> None:
+    lines = cli.output("show", run, 1, "--tree", "--stats").splitlines()
+    assert lines[4].split("  ")[-1] == "float32[3], min 1, max 1, mean 1, norm 1, nan 1, inf 1"
+    assert lines[6].split("  ")[-1] == "str 'x'"
+
+
+def test_a_pattern_that_matches_nothing(cli: Cli, run: Path) -> None:
+    assert "matches no leaf" in cli.error("show", run, "--select", "b/**", status=2)
 
 
 def test_statistics_of_leaves_that_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

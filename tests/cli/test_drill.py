@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.cli.commands import error_of
+from tests.cli.commands import Cli
 from tests.documents.examples import blocks_of
 from tests.starts import run
 
@@ -119,8 +119,8 @@ def test_the_kind_of_state(leaf: str, kind: str) -> None:
         (["--steps", "1"], "--steps"),
     ],
 )
-def test_arguments_that_are_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
-    assert said in error_of(capsys, "drill", *arguments, "--", "true", status=2)
+def test_arguments_that_are_refused(cli: Cli, arguments: list[str], said: str) -> None:
+    assert said in cli.error("drill", *arguments, "--", "true", status=2)
 
 
 def trace(**values: Any) -> Trace:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from tests import starts
-from tests.cli.commands import output_of
+from tests.cli.commands import Cli
 from tests.clocks import FakeClock
 
 import holdfast as hf
@@ -116,7 +116,7 @@ def test_work_that_does_not_move_has_no_time_left() -> None:
 @pytest.mark.parametrize("command", ["verify", "diff", "show", "cp", "import", "export", "rm"])
 @pytest.mark.parametrize("as_json", [False, True])
 def test_commands_that_take_long_show_how_far_they_are(
-    command: str, as_json: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: str, as_json: bool, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     meters: list[Meter] = []
     shown: list[bool] = []
@@ -148,7 +148,7 @@ def test_commands_that_take_long_show_how_far_they_are(
         "rm": [run, "1", "--yes"],
     }
 
-    text = output_of(capsys, command, *table[command], *(["--json"] if as_json else []))
+    text = cli.output(command, *table[command], *(["--json"] if as_json else []))
 
     [meter] = meters
     assert meter._done == meter._expected > 0
@@ -204,14 +204,14 @@ def test_an_interrupted_verify_leaves_everything_as_it_was(run: Path) -> None:
     assert files(run.parent) == {f"run/{path}": content for path, content in before.items()}
 
 
-def test_an_interrupted_copy_goes_on(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupted_copy_goes_on(run: Path, cli: Cli) -> None:
     copy = run.parent / "copy"
 
     said = f"holdfast: {copy}: what was copied stays; the same command continues with it\n"
     interrupt(16 * MEGABYTE, "cp", run, copy, said=said)  # in the second step
 
     assert [one.step for one in hf.list_checkpoints(copy)] == [1], "half a step is none"
-    found = json.loads(output_of(capsys, "cp", run, copy, "--json"))["checkpoints"]
+    found = cli.json("cp", run, copy)["checkpoints"]
     assert [one["step"] for one in found] == [1, 2]
     assert found[0]["sent"] == 0
     assert hf.verify(copy).ok
@@ -219,36 +219,36 @@ def test_an_interrupted_copy_goes_on(run: Path, capsys: pytest.CaptureFixture[st
     assert files(copy / "2").keys() == files(run / "2").keys()
 
 
-def test_an_interrupted_import_leaves_nothing(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupted_import_leaves_nothing(run: Path, cli: Cli) -> None:
     source, target = run.parent / "w.safetensors", run.parent / "imported"
     safetensors.numpy.save_file({name: np.arange(9_000_000, dtype=np.float32) for name in "abc"}, source)
 
     interrupt(40 * MEGABYTE, "import", source, target)
 
     assert {path.name for path in run.parent.iterdir()} == {"run", "w.safetensors"}
-    output_of(capsys, "import", source, target)
+    cli.output("import", source, target)
     assert hf.verify(target).ok
 
 
 @pytest.mark.parametrize("to", ["safetensors", "orbax", "dcp"])
-def test_an_interrupted_export_leaves_nothing(to: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupted_export_leaves_nothing(to: str, run: Path, cli: Cli) -> None:
     target = run.parent / "exported"
 
     interrupt(2 * MEGABYTE, "export", run / "1", target, "--to", to)
 
     assert {path.name for path in run.parent.iterdir()} == {"run"}
-    output_of(capsys, "export", run / "1", target, "--to", to)
+    cli.output("export", run / "1", target, "--to", to)
 
 
-def test_an_interrupted_conversion_of_a_run_leaves_nothing(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupted_conversion_of_a_run_leaves_nothing(run: Path, cli: Cli) -> None:
     orbax, back = run.parent / "orbax", run.parent / "back"
 
     interrupt(14 * MEGABYTE, "export", run, orbax, "--to", "orbax")  # in the second step
     assert {path.name for path in run.parent.iterdir()} == {"run"}
-    output_of(capsys, "export", run, orbax, "--to", "orbax")
+    cli.output("export", run, orbax, "--to", "orbax")
 
     interrupt(3 * sum(map(len, files(orbax / "1").values())) // 2, "import", orbax, back)  # in the second step
     assert {path.name for path in run.parent.iterdir()} == {"run", "orbax"}
-    output_of(capsys, "import", orbax, back)
+    cli.output("import", orbax, back)
     assert [one.step for one in hf.list_checkpoints(back)] == [1, 2]
     assert hf.verify(back).ok

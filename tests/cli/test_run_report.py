@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.cli.commands import error_of, output_of
+from tests.cli.commands import Cli
 
 import holdfast as hf
 from holdfast.cli.report import duration
@@ -81,8 +81,8 @@ def saved(time: float, step: int, run: str = "a", **facts: Any) -> dict[str, Any
     return event("saved", time, run, step=step, **{**numbers, **facts})
 
 
-def report(capsys: pytest.CaptureFixture[str], *arguments: object, output: Path) -> Page:
-    said = output_of(capsys, "report", *arguments, "-o", output)
+def report(cli: Cli, *arguments: object, output: Path) -> Page:
+    said = cli.output("report", *arguments, "-o", output)
     assert said.startswith(f"{output}: ")
     return Page(output.read_text())
 
@@ -253,7 +253,7 @@ def test_any_value_of_any_event(tmp_path: Path, value: Any) -> None:
         page.draw_page([facts.RunFacts("run", "place", [], found, has_events=True)], now=0.0, version="1")
 
 
-def test_any_line_of_the_events(capsys: pytest.CaptureFixture[str], run: Path, tmp_path: Path) -> None:
+def test_any_line_of_the_events(cli: Cli, run: Path, tmp_path: Path) -> None:
     whole = (run / "events.jsonl").read_bytes()
     nested = b'{"event":"metrics","time":1,"step":1,"metrics":'
     lines = [
@@ -268,7 +268,7 @@ def test_any_line_of_the_events(capsys: pytest.CaptureFixture[str], run: Path, t
         b"x" * (1 << 20),
     ]
     (run / "events.jsonl").write_bytes(b"\n".join([*lines, whole]))
-    output_of(capsys, "report", run, "-o", tmp_path / "page.html")
+    cli.output("report", run, "-o", tmp_path / "page.html")
     expected = len(read_history([json.loads(line) for line in whole.splitlines()]).saves)
     assert len(read_history(read_events(run / "events.jsonl")[0]).saves) == expected > 0
 
@@ -332,8 +332,8 @@ def run(tmp_path: Path) -> Path:
     return directory
 
 
-def test_the_page_of_a_run(capsys: pytest.CaptureFixture[str], run: Path, tmp_path: Path) -> None:
-    found = report(capsys, run, output=tmp_path / "report.html")
+def test_the_page_of_a_run(cli: Cli, run: Path, tmp_path: Path) -> None:
+    found = report(cli, run, output=tmp_path / "report.html")
     (title,) = found.texts("h1")
     assert title.rstrip(" ") == run.name
     assert found.texts("span", "pill") == ["failed"]
@@ -354,7 +354,7 @@ def test_the_page_of_a_run(capsys: pytest.CaptureFixture[str], run: Path, tmp_pa
     assert found.values("div", "aria-label", "table") == tables
 
 
-def test_what_other_intervals_would_have_cost(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_what_other_intervals_would_have_cost(cli: Cli, tmp_path: Path) -> None:
     """A run that saves every minute, whose saves cost a second, and that crashes every twelve hours."""
     events = []
     for number in range(10):
@@ -372,7 +372,7 @@ def test_what_other_intervals_would_have_cost(capsys: pytest.CaptureFixture[str]
     line = "run: saves every 1 min 00 s are expected to lose 25 min 31 s a day, and every 4 min 56 s 10 min 16 s: "
     assert duration(best) == "4 min 56 s"
     target = tmp_path / "report.html"
-    assert output_of(capsys, "report", run, "-o", target).split("\n", 1)[1] == (
+    assert cli.output("report", run, "-o", target).split("\n", 1)[1] == (
         f'{line}save_interval_secs="auto" chooses automatically\n'
     )
     found = Page(target.read_text())
@@ -390,14 +390,14 @@ def test_what_other_intervals_would_have_cost(capsys: pytest.CaptureFixture[str]
     assert "The events show 10 failures in 5 d 0 h" in text
     assert "the next one is expected in 12 h 09 min. Each loses half an interval" in text
     assert text.endswith("and 15.0 s to resume.")
-    document = json.loads(output_of(capsys, "report", run, "-o", target, "--json"))
+    document = cli.json("report", run, "-o", target)
     (choices,) = document["intervals"].values()
     assert [(one["name"], one["seconds"]) for one in choices[:3]] == [("half", 30), ("used", 60), ("double", 120)]
     assert choices[3]["seconds"] == pytest.approx(best)
     assert min(sum(one["loss"].values()) for one in choices) == pytest.approx(sum(choices[3]["loss"].values()))
 
 
-def test_a_run_that_learns_its_interval(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_run_that_learns_its_interval(cli: Cli, tmp_path: Path) -> None:
     """The command gives no advice, and the page says in which bounds it learns."""
     run = tmp_path / "run"
     with hf.CheckpointManager(run) as manager:
@@ -406,7 +406,7 @@ def test_a_run_that_learns_its_interval(capsys: pytest.CaptureFixture[str], tmp_
     events = [event("started", 1), saved(100, 1), told, saved(200, 2), saved(300, 3)]
     (run / "events.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in events))
     target = tmp_path / "report.html"
-    assert output_of(capsys, "report", run, "-o", target).count("\n") == 1
+    assert cli.output("report", run, "-o", target).count("\n") == 1
     found = Page(target.read_text())
     (text,) = (text for text in found.texts("p") if text.startswith("What saving at each interval"))
     assert text.endswith("The run learns its interval, between 1 min 00 s and 1 h 00 min.")
@@ -414,11 +414,11 @@ def test_a_run_that_learns_its_interval(capsys: pytest.CaptureFixture[str], tmp_
     assert "a save costs 1s" in found.texts("span")
 
 
-def test_other_intervals_need_two_saves_of_one_start(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_other_intervals_need_two_saves_of_one_start(cli: Cli, tmp_path: Path) -> None:
     for step in (1, 2):
         with hf.CheckpointManager(tmp_path / "run") as manager:
             manager.save(step, {"w": np.ones(2, np.float32)})
-    found = report(capsys, tmp_path / "run", output=tmp_path / "report.html")
+    found = report(cli, tmp_path / "run", output=tmp_path / "report.html")
     assert "Other intervals" not in found.texts("h3")
 
 
@@ -428,8 +428,8 @@ def test_text_is_no_markup() -> None:
     assert found.elements == [("p", {"title": text, "data-v": "0.5"}, [text]), ("b", {"hidden": None}, [text])]
 
 
-def test_the_page_asks_for_nothing(capsys: pytest.CaptureFixture[str], run: Path, tmp_path: Path) -> None:
-    found = report(capsys, run, output=tmp_path / "report.html")
+def test_the_page_asks_for_nothing(cli: Cli, run: Path, tmp_path: Path) -> None:
+    found = report(cli, run, output=tmp_path / "report.html")
     assert found.values("meta", "content", None)[1].startswith("default-src 'none'; style-src 'unsafe-inline'; ")  # type: ignore[union-attr]
     assert [
         url for tag, attributes, _ in found.elements for name, url in attributes.items() if name in ("src", "href")
@@ -437,21 +437,21 @@ def test_the_page_asks_for_nothing(capsys: pytest.CaptureFixture[str], run: Path
     assert "url(" not in "".join(found.texts("style"))
 
 
-def test_values_are_those_of_show(capsys: pytest.CaptureFixture[str], run: Path, tmp_path: Path) -> None:
-    found = report(capsys, run, output=tmp_path / "report.html")
-    shown = json.loads(output_of(capsys, "show", run, "--stats", "--json"))["leaves"]
+def test_values_are_those_of_show(cli: Cli, run: Path, tmp_path: Path) -> None:
+    found = report(cli, run, output=tmp_path / "report.html")
+    shown = cli.json("show", run, "--stats")["leaves"]
     (numbers,) = [leaf["statistics"] for leaf in shown if leaf["path"] == "a"]
     place = found.texts("code").index("a")
     assert place > 0
     assert f"{numbers['norm']:.4g}" in found.texts("td", "n")
     assert charts.number_text(numbers["norm"]) in "".join(found.texts("span"))
     assert "Norm of a" in found.texts("b")
-    without = report(capsys, run, "--no-stats", output=tmp_path / "quick.html")
+    without = report(cli, run, "--no-stats", output=tmp_path / "quick.html")
     assert "Values by leaf" not in without.values("div", "aria-label")
     assert "Norm of a" not in without.texts("b")
-    few = report(capsys, run, "--norm-steps", 2, output=tmp_path / "few.html")
+    few = report(cli, run, "--norm-steps", 2, output=tmp_path / "few.html")
     assert "Norm from step 4 to 6" in few.texts("button")
-    one = report(capsys, run, "--norm-steps", 1, output=tmp_path / "one.html")
+    one = report(cli, run, "--norm-steps", 1, output=tmp_path / "one.html")
     assert not any("Norm from step" in text for text in one.texts("button"))
 
 
@@ -463,23 +463,23 @@ def test_earlier_steps_that_are_too_large_are_left_out(run: Path) -> None:
     assert "Norm from step 5 to 6" in found.texts("button")
 
 
-def test_a_damaged_newest_step(capsys: pytest.CaptureFixture[str], run: Path, tmp_path: Path) -> None:
+def test_a_damaged_newest_step(cli: Cli, run: Path, tmp_path: Path) -> None:
     (run / "6" / "state" / "tree.json").unlink()
-    found = report(capsys, run, output=tmp_path / "report.html")
+    found = report(cli, run, output=tmp_path / "report.html")
     assert [text.partition(":")[0] for text in found.texts("li", "bad")][:1] == ["Step 6 is damaged"]
     shutil.rmtree(run / "5")
     shutil.rmtree(run / "4")
     shutil.rmtree(run / "6" / "state")
-    report(capsys, run, output=tmp_path / "report.html")
+    report(cli, run, output=tmp_path / "report.html")
 
 
-def test_several_runs_and_folders_of_runs(capsys: pytest.CaptureFixture[str], run: Path, tmp_path: Path) -> None:
+def test_several_runs_and_folders_of_runs(cli: Cli, run: Path, tmp_path: Path) -> None:
     shutil.copytree(run, tmp_path / "sweep" / "one")
     shutil.copytree(run, tmp_path / "sweep" / "two" / "checkpoints")
     store = "memory://report/run"
     with hf.CheckpointManager(store) as manager:
         manager.save(7, {"w": 1.5})
-    found = report(capsys, tmp_path / "sweep", store, run / "5", output=tmp_path / "report.html")
+    found = report(cli, tmp_path / "sweep", store, run / "5", output=tmp_path / "report.html")
     assert found.texts("h1") == ["4 runs"]
     assert found.texts("a") == ["one", "two", "run", "5"]
     assert found.values("section", "id") == ["run-0", "run-1", "run-2", "run-3"]
@@ -487,56 +487,56 @@ def test_several_runs_and_folders_of_runs(capsys: pytest.CaptureFixture[str], ru
     assert sum("No events" in text for text in found.texts("li", "plain")) == 2
 
 
-def test_a_checkpoint_of_another_library(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_library(cli: Cli, tmp_path: Path) -> None:
     np.savez(tmp_path / "weights.npz", w=np.arange(3.0))
-    found = report(capsys, tmp_path / "weights.npz", output=tmp_path / "report.html")
+    found = report(cli, tmp_path / "weights.npz", output=tmp_path / "report.html")
     assert "w" in found.texts("code")
 
 
-def test_the_file_that_is_written(capsys: pytest.CaptureFixture[str], run: Path, tmp_path: Path) -> None:
+def test_the_file_that_is_written(cli: Cli, run: Path, tmp_path: Path) -> None:
     target = tmp_path / "report.html"
-    report(capsys, run, output=target)
-    report(capsys, run, output=target)  # an earlier report is replaced
+    report(cli, run, output=target)
+    report(cli, run, output=target)  # an earlier report is replaced
     (tmp_path / "notes.html").write_text("mine")
     for wrong, said in (
         (tmp_path / "notes.html", "is no report of holdfast"),
         (tmp_path, "this is a directory"),
         (tmp_path / "no" / "report.html", "there is no directory"),
     ):
-        assert said in error_of(capsys, "report", run, "-o", wrong, status=2)
+        assert said in cli.error("report", run, "-o", wrong, status=2)
     assert (tmp_path / "notes.html").read_text() == "mine"
-    assert "no such directory" in error_of(capsys, "report", tmp_path / "nowhere", "-o", target, status=2)
+    assert "no such directory" in cli.error("report", tmp_path / "nowhere", "-o", target, status=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["notes.html", "report.html", run.name])
 
 
-def test_a_manager_without_a_callback_is_closed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_manager_without_a_callback_is_closed(cli: Cli, tmp_path: Path) -> None:
     """Only the program knows whether training has finished; what changes the run afterwards is no start."""
     for _ in range(2):
         with hf.CheckpointManager(tmp_path / "run") as manager:
             manager.save((manager.latest_step() or 0) + 1, {"w": np.ones(2, np.float32)})
-    assert output_of(capsys, "pin", tmp_path / "run", 1) == "pinned 1\n"
-    found = report(capsys, tmp_path / "run", output=tmp_path / "report.html")
+    assert cli.output("pin", tmp_path / "run", 1) == "pinned 1\n"
+    found = report(cli, tmp_path / "run", output=tmp_path / "report.html")
     assert found.texts("span", "pill") == ["closed"]
     assert (found.texts("li", "bad"), found.texts("li", "warn")) == ([], [])
     assert "no interruption" in found.texts("span")
 
 
-def test_a_finished_run_stays_finished_when_it_is_changed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_finished_run_stays_finished_when_it_is_changed(cli: Cli, tmp_path: Path) -> None:
     with hf.CheckpointCallback(tmp_path / "run", save_interval_steps=1) as checkpoint:
         checkpoint.restore_or_initialize({"w": np.ones(2)})
         checkpoint.on_step(1, {"w": np.ones(2)})
-    assert output_of(capsys, "pin", tmp_path / "run", 1) == "pinned 1\n"
-    found = report(capsys, tmp_path / "run", output=tmp_path / "report.html")
+    assert cli.output("pin", tmp_path / "run", 1) == "pinned 1\n"
+    found = report(cli, tmp_path / "run", output=tmp_path / "report.html")
     assert found.texts("span", "pill") == ["finished"]
 
 
-def test_a_program_that_never_closes_its_manager(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_program_that_never_closes_its_manager(cli: Cli, tmp_path: Path) -> None:
     with hf.CheckpointManager(tmp_path / "run") as manager:
         manager.save(1, {"w": np.ones(2, np.float32)})
     path = tmp_path / "run" / "events.jsonl"
     lines = path.read_text().replace(f'"pid": {os.getpid()}', '"pid": -1').splitlines(keepends=True)
     path.write_text("".join(line for line in lines if '"closed"' not in line))
-    found = report(capsys, tmp_path / "run", output=tmp_path / "report.html")
+    found = report(cli, tmp_path / "run", output=tmp_path / "report.html")
     assert found.texts("li", "bad") == []
     assert [text.partition(" after")[0] for text in found.texts("li", "warn")][:1] == [
         "The last start ended without a record"
@@ -544,12 +544,12 @@ def test_a_program_that_never_closes_its_manager(capsys: pytest.CaptureFixture[s
     assert "1 without a record" in found.texts("span")
 
 
-def test_a_run_on_another_machine_may_be_alive(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_run_on_another_machine_may_be_alive(cli: Cli, tmp_path: Path) -> None:
     with hf.CheckpointManager(tmp_path / "run") as manager:
         manager.save(1, {"w": 1.5})
     path = tmp_path / "run" / "events.jsonl"
     path.write_text(path.read_text().replace(socket.gethostname(), "node-7").replace('"closed"', '"of the program"'))
-    found = report(capsys, tmp_path / "run", output=tmp_path / "report.html")
+    found = report(cli, tmp_path / "run", output=tmp_path / "report.html")
     assert found.texts("span", "pill") == ["running or lost"]
     (said,) = found.texts("li", "plain")[:1]
     assert said.startswith("The last start runs on node-7, or was lost there; its last event came ")
@@ -568,9 +568,9 @@ def test_norms_with_nan_are_not_finite(tmp_path: Path) -> None:
     assert found.groups["b"] == [3.0, 3.0]
 
 
-def test_a_directory_without_checkpoints(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_directory_without_checkpoints(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    found = report(capsys, tmp_path / "empty", output=tmp_path / "report.html")
+    found = report(cli, tmp_path / "empty", output=tmp_path / "report.html")
     assert found.texts("span", "pill") == ["no checkpoints"]
 
 

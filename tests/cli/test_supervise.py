@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.cli.commands import error_of
+from tests.cli.commands import Cli
 from tests.starts import run
 
 from holdfast.cli.main import main
@@ -391,5 +391,5 @@ def test_the_workers_that_a_program_leaves_behind_are_ended() -> None:
         (["--hang-timeout", "soon", "--", "true"], "--hang-timeout='soon' is not a duration"),
     ],
 )
-def test_mistakes_in_the_arguments(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
-    assert said in error_of(capsys, "supervise", *arguments, status=2)
+def test_mistakes_in_the_arguments(cli: Cli, arguments: list[str], said: str) -> None:
+    assert said in cli.error("supervise", *arguments, status=2)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.cli.commands import output_of
+from tests.cli.commands import Cli
 from tests.documents.examples import Examples
 
 import holdfast as hf
@@ -55,7 +55,7 @@ def test_torchrun_is_preempted_with_its_supervisor(examples: Examples, tmp_path:
 
 
 @pytest.mark.sweep
-def test_torchrun_with_every_trouble_ends_as_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_torchrun_with_every_trouble_ends_as_without(tmp_path: Path, cli: Cli) -> None:
     troubles = (
         "crash@3",
         "parent@5",
@@ -69,7 +69,7 @@ def test_torchrun_with_every_trouble_ends_as_without(tmp_path: Path, capsys: pyt
     assert found[0] == "crashed"
     assert found[-2:] == ["finished", "ended"]
     assert {"hung", "preempted"} <= set(found)
-    assert "bit for bit" in output_of(capsys, "diff", tmp_path / "run", tmp_path / "whole")
+    assert "bit for bit" in cli.output("diff", tmp_path / "run", tmp_path / "whole")
 
 
 def jax_programs(directory: Path, steps: int, *troubles: str) -> list[list[dict[str, Any]]]:
@@ -94,7 +94,7 @@ def jax_programs(directory: Path, steps: int, *troubles: str) -> list[list[dict[
 
 
 @pytest.mark.sweep
-def test_programs_of_jax_with_every_trouble_end_as_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_programs_of_jax_with_every_trouble_end_as_without(tmp_path: Path, cli: Cli) -> None:
     both = jax_programs(tmp_path / "run", 12, "crash@3", "kill@5", "hang@8")
     jax_programs(tmp_path / "whole", 12)
 
@@ -102,13 +102,13 @@ def test_programs_of_jax_with_every_trouble_end_as_without(tmp_path: Path, capsy
         assert kinds(events)[-2:] == ["finished", "ended"]
         assert len(kinds(events)) >= 5, "each trouble of one process is one of the other"
     assert "hung" in kinds(both[0]) + kinds(both[1])
-    assert "bit for bit" in output_of(capsys, "diff", tmp_path / "run", tmp_path / "whole")
+    assert "bit for bit" in cli.output("diff", tmp_path / "run", tmp_path / "whole")
 
 
 @pytest.mark.sweep
-def test_programs_of_jax_are_preempted_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_programs_of_jax_are_preempted_together(tmp_path: Path, cli: Cli) -> None:
     both = jax_programs(tmp_path / "run", 400, "term@5")
     jax_programs(tmp_path / "whole", 400)
 
     assert [kinds(events) for events in both] == [["preempted", "finished", "ended"]] * 2
-    assert "bit for bit" in output_of(capsys, "diff", tmp_path / "run", tmp_path / "whole")
+    assert "bit for bit" in cli.output("diff", tmp_path / "run", tmp_path / "whole")

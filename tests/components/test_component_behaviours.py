@@ -18,7 +18,6 @@ import torch
 
 import holdfast as hf
 from holdfast.components import Checkpointable, allow
-from holdfast.engine.storage import as_location
 
 CUSTOM = "learner/rl_module/p1"
 
@@ -31,7 +30,6 @@ class Policy(Checkpointable, torch.nn.Module):
         self.net = torch.nn.Sequential(torch.nn.Linear(size, hidden), activation(), torch.nn.Linear(hidden, 2))
 
     def forward(self, observations: torch.Tensor) -> torch.Tensor:
-        """Returns logits."""
         result: torch.Tensor = self.net(observations)
         return result
 
@@ -44,7 +42,6 @@ class Policies(Checkpointable, torch.nn.Module):
         self.members = torch.nn.ModuleDict({name: Policy(size) for name in names})
 
     def get_checkpointable_components(self) -> list[tuple[str, Any]]:
-        """Returns the policies."""
         return list(self.members.items())
 
 
@@ -57,7 +54,6 @@ class Learner(Checkpointable):
         self.updates = 0
 
     def step(self) -> None:
-        """Takes one step."""
         self.optimizer.zero_grad()
         losses = [policy(torch.ones(5, 3)).square().sum() for policy in self.rl_module.members.values()]
         torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it so
@@ -84,13 +80,11 @@ class Trainer(Checkpointable):
         self.iterations = 0
 
     def train(self) -> None:
-        """Trains for one iteration."""
         self.runner.mean += self.runner.random.normal(size=3)
         self.learner.step()
         self.iterations += 1
 
     def policy(self, name: str) -> Policy:
-        """Returns one of the policies."""
         found = self.learner.rl_module.members[name]
         assert isinstance(found, Policy)
         return found
@@ -101,7 +95,6 @@ class Other(Checkpointable):
 
 
 def trained(iterations: int = 2, **kwargs: Any) -> Trainer:
-    """Returns a trainer that has trained."""
     trainer = Trainer(**kwargs)
     for _ in range(iterations):
         trainer.train()
@@ -109,12 +102,10 @@ def trained(iterations: int = 2, **kwargs: Any) -> Trainer:
 
 
 def weights(module: torch.nn.Module) -> dict[str, Any]:
-    """Returns copies of all parameters."""
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether parameters are equal."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -366,15 +357,12 @@ class League(Checkpointable):
         self.members: dict[str, Policy] = {}
 
     def add(self, name: str) -> None:
-        """Adds a member."""
         self.members[name] = Policy(3)
 
     def get_state(self, components: Any = None, *, not_components: Any = None, **options: Any) -> dict[str, Any]:
-        """Returns the names besides the members' states."""
         return {**super().get_state(components, not_components=not_components), "names": sorted(self.members)}
 
     def set_state(self, state: Any) -> None:
-        """Makes the members that there are not."""
         for name in state.get("names", ()):
             if name not in self.members:
                 self.add(name)
@@ -446,11 +434,9 @@ class Odd(Checkpointable):
         self.state: dict[Any, Any] = {}
 
     def get_state(self, components: Any = None, *, not_components: Any = None, **options: Any) -> dict[str, Any]:
-        """Returns it."""
         return {"odd": self.state}
 
     def set_state(self, state: Any) -> None:
-        """Takes it."""
         self.state = state["odd"]
 
 
@@ -656,7 +642,6 @@ class OnDevice(Checkpointable):
         self.weights = torch.zeros(2, device=device)
 
     def get_checkpointable_components(self) -> list[tuple[str, Any]]:
-        """There are none."""
         return []
 
 
@@ -667,38 +652,6 @@ def test_devices_that_this_machine_lacks_become_its_own(place: str) -> None:
     value.__untracked__ = ()  # type: ignore[attr-defined]
     found = OnDevice.from_checkpoint(value.save_to_path(place))
     assert found.weights.device.type == "cpu"
-
-
-class Scheduler:
-    """Runs any trainer: saves, keeps the best, restores, as Ray Tune or Optuna might."""
-
-    def __init__(self, place: str, keep: int) -> None:
-        self.place, self.keep = place, keep
-        self.saved: list[tuple[float, str]] = []
-
-    def run(self, make: Callable[[], Any], iterations: int, every: int, hook: Callable[[Any], None]) -> Any:
-        """Trains, and returns the trainer."""
-        driven = make()
-        hook(driven)
-        for number in range(1, iterations + 1):
-            driven.train()
-            if number % every == 0 or number == iterations:
-                score = -abs(number - 4)
-                self.saved.append((score, driven.save_to_path(f"{self.place}/checkpoint_{number:06}")))
-                self.saved.sort(reverse=True)
-                for _, path in self.saved[self.keep :]:
-                    as_location(path).remove_tree()
-                del self.saved[self.keep :]
-        return driven
-
-
-def test_a_scheduler_needs_save_and_restore_only(place: str) -> None:
-    scheduler = Scheduler(place, keep=2)
-    scheduler.run(Trainer, 7, 2, lambda _: None)
-    assert sorted(path.rpartition("/")[2] for _, path in scheduler.saved) == ["checkpoint_000004", "checkpoint_000006"]
-    best = scheduler.saved[0][1]
-    again = Scheduler(f"{place}/again", keep=1).run(Trainer, 1, 1, lambda made: made.restore_from_path(best))
-    assert again.iterations == 5
 
 
 def test_steps_are_listed_with_their_metrics(place: str) -> None:

@@ -42,7 +42,6 @@ class Whole(Checkpointable):
 
 @allow
 def remember(*args: Any, **kwargs: Any) -> float:
-    """Notes that it was called."""
     RAN.append((args, kwargs))
     return 0.0
 
@@ -57,7 +56,6 @@ def whole() -> Whole:
 
 
 def values(one: Whole) -> list[Any]:
-    """Returns all that is restored."""
     return [one.count, one.a.weights.tolist(), one.a.label, one.b.weights.tolist(), one.b.label]
 
 
@@ -267,6 +265,10 @@ def test_classes_that_are_none_of_components(saved: Path, name: str, arguments: 
         {},
         {"recipe": 5},
         {"recipe": {"class": 5, "constructor": {"args": [], "kwargs": {}}}},
+        {"recipe": {"class": f"{__name__}:remember", "constructor": {"args": [], "kwargs": {}}}},
+        {"object": [f"{__name__}:remember", []]},
+        {"enum": [f"{__name__}:remember", "NOW"]},
+        {"partial": [5, [], []]},
     ],
     ids=str,
 )

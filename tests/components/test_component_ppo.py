@@ -1,4 +1,4 @@
-"""A PPO program in one file, whose policy is an attribute of the actor and of the learner: killed, and resumed."""
+"""A program whose policy is an attribute of the actor and of the learner: killed, and resumed bit for bit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from tests.processes.harness import Process, run_outcomes, run_processes
 from torch import nn
 from torch.distributions import Categorical
@@ -16,99 +15,75 @@ from torch.distributions import Categorical
 import holdfast as hf
 from holdfast.components import Checkpointable, ComponentCheckpointHandler
 
-ENVS, STEPS, EPOCHS, MINIBATCHES, UPDATES = 4, 16, 2, 4, 6
-GAMMA, LAMBDA, CLIP = 0.99, 0.95, 0.2
+ENVS, STEPS, MINIBATCHES, UPDATES = 4, 8, 4, 6
 
 
 class Agent(Checkpointable, nn.Module):
-    def __init__(self, observations: int = 3, actions: int = 2) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.critic = nn.Sequential(nn.Linear(observations, 16), nn.Tanh(), nn.Linear(16, 1))
-        self.actor = nn.Sequential(nn.Linear(observations, 16), nn.Tanh(), nn.Linear(16, actions))
-
-    def distribution(self, observations: torch.Tensor) -> Any:
-        return Categorical(logits=self.actor(observations))
+        self.critic = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.actor = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 2))
 
 
 class Envs(Checkpointable):
     """Carts that should stay near the middle, while the wind pushes them."""
 
-    def __init__(self, count: int, seed: int) -> None:
+    def __init__(self, seed: int) -> None:
         self.random = np.random.default_rng(seed)
-        self.position = self.random.normal(size=(count, 2)).astype(np.float32)
-        self.age = np.zeros(count, np.int64)
-        self.episode_return = np.zeros(count)
+        self.position = self.random.normal(size=(ENVS, 2)).astype(np.float32)
+        self.age = np.zeros(ENVS, np.int64)
         self.returns: deque[float] = deque(maxlen=40)
 
     def observe(self) -> torch.Tensor:
         return torch.from_numpy(np.column_stack([self.position, self.age / 20]).astype(np.float32))
 
-    def step(self, actions: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-        self.position[:, 1] += 0.1 * (2 * actions - 1) + self.random.normal(scale=0.05, size=len(actions))
+    def step(self, actions: torch.Tensor) -> torch.Tensor:
+        self.position[:, 1] += 0.1 * (2 * actions.numpy() - 1) + self.random.normal(scale=0.05, size=ENVS)
         self.position[:, 0] += 0.1 * self.position[:, 1]
-        reward = 1 - np.abs(self.position[:, 0])
         self.age += 1
-        self.episode_return += reward
-        done = (self.age >= 20) | (np.abs(self.position[:, 0]) > 2)
-        for index in np.flatnonzero(done):
-            self.returns.append(float(self.episode_return[index]))
-            self.position[index], self.age[index], self.episode_return[index] = self.random.normal(size=2), 0, 0
-        return reward.astype(np.float32), done
+        rewards = 1 - np.abs(self.position[:, 0])
+        for index in np.flatnonzero(self.age >= 5):
+            self.returns.append(float(rewards[index]))
+            self.position[index], self.age[index] = self.random.normal(size=2), 0
+        return torch.from_numpy(rewards)
 
 
 class Actor(Checkpointable):
     def __init__(self, agent: Agent, seed: int) -> None:
-        self.agent = agent
-        self.envs = Envs(ENVS, seed)
+        self.agent, self.envs = agent, Envs(seed)
         self.generator = torch.Generator().manual_seed(seed)
 
     @torch.no_grad()
-    def rollout(self) -> dict[str, torch.Tensor]:
-        found: dict[str, list[Any]] = {
-            name: [] for name in ("obs", "actions", "logprobs", "values", "rewards", "dones")
-        }
+    def rollout(self) -> list[torch.Tensor]:
+        rows = []
         for _ in range(STEPS):
             observations = self.envs.observe()
-            distribution = self.agent.distribution(observations)
-            actions = torch.multinomial(distribution.probs, 1, generator=self.generator)[:, 0]
-            rewards, dones = self.envs.step(actions.numpy())
-            row = (observations, actions, distribution.log_prob(actions), self.agent.critic(observations)[:, 0])
-            for name, value in zip(found, (*row, torch.from_numpy(rewards), torch.from_numpy(dones)), strict=True):
-                found[name].append(value)
-        batch = {name: torch.stack(values) for name, values in found.items()}
-        batch["advantages"] = torch.zeros_like(batch["rewards"])
-        following, last = self.agent.critic(self.envs.observe())[:, 0], torch.zeros(ENVS)
-        for step in reversed(range(STEPS)):
-            going = 1 - batch["dones"][step].float()
-            delta = batch["rewards"][step] + GAMMA * following * going - batch["values"][step]
-            batch["advantages"][step] = last = delta + GAMMA * LAMBDA * going * last
-            following = batch["values"][step]
-        return {name: values.flatten(0, 1) for name, values in batch.items()}
+            logits = self.agent.actor(observations)
+            actions = torch.multinomial(logits.softmax(1), 1, generator=self.generator)[:, 0]
+            rows.append((observations, actions, Categorical(logits=logits).log_prob(actions), self.envs.step(actions)))
+        return [torch.cat(column) for column in zip(*rows, strict=True)]
 
 
 class Learner(Checkpointable):
-    def __init__(self, agent: Agent, seed: int, lr: float = 2.5e-3) -> None:
+    def __init__(self, agent: Agent, seed: int) -> None:
         self.agent = agent
-        self.optimizer = torch.optim.Adam(agent.parameters(), lr=lr, eps=1e-5)
+        self.optimizer = torch.optim.Adam(agent.parameters(), lr=2.5e-3, eps=1e-5)
         self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1.0, 0.1, total_iters=UPDATES)
         self.shuffle = np.random.default_rng(seed)
         self.losses: list[float] = []
 
-    def update(self, batch: dict[str, torch.Tensor]) -> None:
-        for _ in range(EPOCHS):
-            for rows in np.split(self.shuffle.permutation(ENVS * STEPS), MINIBATCHES):
-                part = {name: values[torch.from_numpy(rows)] for name, values in batch.items()}
-                distribution = self.agent.distribution(part["obs"])
-                ratio = (distribution.log_prob(part["actions"]) - part["logprobs"]).exp()
-                advantages = (part["advantages"] - part["advantages"].mean()) / (part["advantages"].std() + 1e-8)
-                policy_loss = -torch.min(advantages * ratio, advantages * ratio.clamp(1 - CLIP, 1 + CLIP)).mean()
-                value_error = self.agent.critic(part["obs"])[:, 0] - part["advantages"] - part["values"]
-                loss = policy_loss + 0.5 * value_error.square().mean() - 0.01 * distribution.entropy().mean()
-                self.optimizer.zero_grad()
-                loss.backward()
-                nn.utils.clip_grad_norm_(self.agent.parameters(), 0.5)
-                self.optimizer.step()
-                self.losses.append(loss.item())
+    def update(self, batch: list[torch.Tensor]) -> None:
+        for rows in np.split(self.shuffle.permutation(ENVS * STEPS), MINIBATCHES):
+            observations, actions, before, rewards = (values[torch.from_numpy(rows)] for values in batch)
+            advantages = rewards - self.agent.critic(observations)[:, 0]
+            ratio = (Categorical(logits=self.agent.actor(observations)).log_prob(actions) - before).exp()
+            loss = (
+                -torch.min(advantages * ratio, advantages * ratio.clamp(0.8, 1.2)).mean() + advantages.square().mean()
+            )
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            self.losses.append(loss.item())
         self.schedule.step()
 
 
@@ -116,17 +91,12 @@ class Trainer(Checkpointable):
     def __init__(self, seed: int = 1) -> None:
         torch.manual_seed(seed)
         self.agent = Agent()
-        self.actor = Actor(self.agent, seed)
-        self.learner = Learner(self.agent, seed)
+        self.actor, self.learner = Actor(self.agent, seed), Learner(self.agent, seed)
         self.updates = 0
-
-    def update(self) -> None:
-        self.learner.update(self.actor.rollout())
-        self.updates += 1
 
 
 def main(process: Process, directory: str) -> tuple[int, list[Any]]:
-    """Train, from the newest checkpoint where there is one; return where it began and all that training depends on."""
+    """Train, from the newest checkpoint if there is one; return where it began and all that training depends on."""
     trainer = Trainer()
     options = hf.CheckpointManagerOptions(save_interval_steps=2, max_to_keep=2)
     with hf.CheckpointManager(directory, hf.AsyncCheckpointer(ComponentCheckpointHandler()), options) as manager:
@@ -134,7 +104,8 @@ def main(process: Process, directory: str) -> tuple[int, list[Any]]:
             manager.restore(items=trainer)
         start = trainer.updates
         while trainer.updates < UPDATES:
-            trainer.update()
+            trainer.learner.update(trainer.actor.rollout())
+            trainer.updates += 1
             manager.save(trainer.updates, trainer)
             process.reached(f"update {trainer.updates}")
     optimizer = trainer.learner.optimizer

@@ -63,7 +63,6 @@ class Box(Checkpointable):
         self.boxes = boxes
 
     def get_checkpointable_components(self) -> list[tuple[str, Any]]:
-        """Returns the boxes by their names alone."""
         return list(self.boxes.items())
 
 
@@ -202,56 +201,12 @@ def test_specs_come_back(args: list[Any]) -> None:
             assert looks(again) == looks(value)
 
 
-KINDS = [
-    *(
-        "float",
-        "complex",
-        "bytes",
-        "tuple",
-        "set",
-        "frozenset",
-        "dict",
-        "range",
-        "slice",
-        "path",
-        "namespace",
-        "component",
-    ),
-    *(
-        "recipe",
-        "enum",
-        "partial",
-        "name",
-        "object",
-        "dtype",
-        "array",
-        "key",
-        "torch.dtype",
-        "device",
-        "jax.dtype",
-        "nnx.Rngs",
-    ),
-    *("missing", "nothing of the kind"),
-]
-WORDS = st.sampled_from(
-    [
-        "numpy",
-        "torch",
-        "jax",
-        "float32",
-        "bfloat16",
-        "os:system",
-        "a.b:C",
-        "cpu",
-        "cuda:-1",
-        "inf",
-        "AAAA",
-        "threefry2x32",
-        "float",
-        "Tensor",
-        "_C",
-    ]
-)
+_KINDS = """
+float complex bytes tuple set frozenset dict range slice path namespace component recipe enum partial name object dtype
+array key torch.dtype device jax.dtype nnx.Rngs missing nothing
+"""
+_WORDS = "numpy torch jax float32 bfloat16 os:system a.b:C cpu cuda:-1 inf AAAA threefry2x32 float Tensor _C"
+KINDS, WORDS = _KINDS.split(), st.sampled_from(_WORDS.split())
 HOSTILE = st.recursive(
     st.none()
     | st.booleans()

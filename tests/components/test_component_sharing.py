@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
-import uuid
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,30 +23,12 @@ import holdfast as hf
 from holdfast.components import Checkpointable
 from holdfast.engine.storage import as_location
 
-
-@pytest.fixture
-def place() -> Iterator[str]:
-    url = f"memory://tests/{uuid.uuid4().hex}"
-    yield url
-    as_location(url).remove_tree()
-
-
 # ---- policies, and how each library trains one: the optimizer is the attribute `optimizer` of some component
 
 
-class TorchPolicy(Checkpointable, torch.nn.Module):
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
-
-
-class TorchHolder(Checkpointable):
-    """A component that is no module, and holds one."""
-
-    def __init__(self, seed: int) -> None:
-        torch.manual_seed(seed)
-        self.net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+def layers(seed: int) -> torch.nn.Sequential:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
 
 
 class PlainPolicy(torch.nn.Module):
@@ -54,8 +36,18 @@ class PlainPolicy(torch.nn.Module):
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        torch.manual_seed(seed)
-        self.net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+        self.net = layers(seed)
+
+
+class TorchPolicy(Checkpointable, PlainPolicy):
+    """A module that is one."""
+
+
+class TorchHolder(Checkpointable):
+    """A component that is no module, and holds one."""
+
+    def __init__(self, seed: int) -> None:
+        self.net = layers(seed)
 
 
 class NnxPolicy(Checkpointable, nnx.Module):
@@ -167,14 +159,15 @@ class Alone(Checkpointable):
 
 
 class Deep(Checkpointable):
-    """Holds a learner that holds the optimizer alone."""
-
     def __init__(self, library: str, policy: Any) -> None:
         self.inner = Alone(library, policy)
 
 
 class Trainer(Checkpointable):
-    """The base of the layouts: `policies` are all attributes that are the policy, `holder` has the optimizer."""
+    """The base of the layouts, which name all attributes that are the policy, and the holder of the optimizer."""
+
+    policies: tuple[str, ...] = ("policy",)
+    holder = "learner"
 
     def __init__(self, library: str, seed: int = 0) -> None:
         self.library, self.steps = library, 0
@@ -183,74 +176,55 @@ class Trainer(Checkpointable):
     def build(self, policy: Any) -> None:
         raise NotImplementedError
 
-    def policies(self) -> list[Any]:
-        raise NotImplementedError
-
-    def holder(self) -> Any:
-        return self
-
     def train(self, steps: int) -> list[Any]:
-        library = LIBRARIES[self.library]
+        library, holder = LIBRARIES[self.library], attrgetter(self.holder)(self) if self.holder else self
         for _ in range(steps):
             inputs = np.random.default_rng(self.steps).normal(size=(5, 3)).astype(np.float32)
-            library.update(self.policies()[-1], self.holder(), inputs)
+            library.update(attrgetter(self.policies[-1])(self), holder, inputs)
             self.steps += 1
-        assert len(set(map(id, self.policies()))) == 1
-        return library.values(self.policies()[0], self.holder().optimizer)
+        found = [attrgetter(path)(self) for path in self.policies]
+        assert all(policy is found[0] for policy in found)
+        return library.values(found[0], holder.optimizer)
 
 
 class ParentAndLearner(Trainer):
+    policies = ("policy", "learner.policy")
+
     def build(self, policy: Any) -> None:
         self.policy = policy
         self.learner = Learner(self.library, policy)
 
-    def policies(self) -> list[Any]:
-        return [self.policy, self.learner.policy]
-
-    def holder(self) -> Any:
-        return self.learner
-
 
 class LearnerAndParent(ParentAndLearner):
-    """The same with the learner first."""
-
     def build(self, policy: Any) -> None:
         self.learner = Learner(self.library, policy)
         self.policy = policy
 
 
 class Alias(Trainer):
+    policies, holder = ("policy", "behaviour"), ""
+
     def build(self, policy: Any) -> None:
         self.policy = self.behaviour = policy
         self.optimizer = LIBRARIES[self.library].optimizer(policy)
 
-    def policies(self) -> list[Any]:
-        return [self.policy, self.behaviour]
-
 
 class AliasInList(Trainer):
+    policies = ("policy", "first", "learner.policy")
+    first = property(lambda self: self.league[0])
+
     def build(self, policy: Any) -> None:
         self.league = [policy]
         self.policy = policy
         self.learner = Learner(self.library, policy)
 
-    def policies(self) -> list[Any]:
-        return [self.policy, *self.league, self.learner.policy]
-
-    def holder(self) -> Any:
-        return self.learner
-
 
 class Siblings(Trainer):
+    policies = ("actor.policy", "learner.policy")
+
     def build(self, policy: Any) -> None:
         self.actor = Actor(policy)
         self.learner = Learner(self.library, policy)
-
-    def policies(self) -> list[Any]:
-        return [self.actor.policy, self.learner.policy]
-
-    def holder(self) -> Any:
-        return self.learner
 
 
 class OptimizerAlone(Trainer):
@@ -258,32 +232,21 @@ class OptimizerAlone(Trainer):
         self.learner = Alone(self.library, policy)
         self.policy = policy
 
-    def policies(self) -> list[Any]:
-        return [self.policy]
-
-    def holder(self) -> Any:
-        return self.learner
-
 
 class OptimizerBesideActor(Trainer):
+    policies, holder = ("actor.policy",), "learner.inner"
+
     def build(self, policy: Any) -> None:
         self.actor = Actor(policy)
         self.learner = Deep(self.library, policy)
 
-    def policies(self) -> list[Any]:
-        return [self.actor.policy]
-
-    def holder(self) -> Any:
-        return self.learner.inner
-
 
 class OptimizerInParent(Trainer):
+    policies, holder = ("actor.policy",), ""
+
     def build(self, policy: Any) -> None:
         self.actor = Actor(policy)
         self.optimizer = LIBRARIES[self.library].optimizer(policy)
-
-    def policies(self) -> list[Any]:
-        return [self.actor.policy]
 
 
 class Given(Checkpointable):
@@ -430,19 +393,9 @@ def test_a_value_that_a_part_has_too(place: str) -> None:
     assert running.part.value.tolist() == running.deep["a"]["b"]["value"].tolist() == [1, 1]
 
 
-class Own:
-    """Has a policy that no component holds."""
-
-    def __init__(self) -> None:
-        self.policy = TorchPolicy(0)
-
-    def learner(self) -> Alone:
-        return Alone("torch", self.policy)
-
-
 def test_a_save_that_would_lose_moments_is_an_error(place: str) -> None:
-    own = Own()
-    learner = own.learner()
+    policy = TorchPolicy(0)  # which no component holds
+    learner = Alone("torch", policy)
     for act in (lambda: learner.save_to_path(place), learner.get_state):
         with pytest.raises(
             hf.errors.UnsupportedLeafError, match=r"optimizer: 4 of its parameters, of shapes \[4, 3\], "
@@ -455,7 +408,7 @@ def test_a_save_that_would_lose_moments_is_an_error(place: str) -> None:
     class Knowing(Alone):
         __untracked__ = ("optimizer",)
 
-    Knowing("torch", own.policy).save_to_path(place)
+    Knowing("torch", policy).save_to_path(place)
 
 
 class Holder:
@@ -523,16 +476,6 @@ def test_a_checkpoint_of_an_earlier_version_that_lacks_moments_is_not_complete(p
 # ---- the first path, and all others
 
 
-class Trains(Checkpointable):
-    def __init__(self, policy: TorchPolicy) -> None:
-        self.optimizer = torch.optim.Adam(policy.parameters())
-
-
-class Acts(Checkpointable):
-    def __init__(self, policy: TorchPolicy) -> None:
-        self.policy, self.steps = policy, 0
-
-
 class Program(Checkpointable):
     """A policy that is reached through an actor first, or at once."""
 
@@ -540,19 +483,14 @@ class Program(Checkpointable):
 
     def __init__(self, seed: int, first: str = "actor") -> None:
         policy = TorchPolicy(seed)
-        parts = {"actor": Acts(policy), "policy": policy}
+        parts = {"actor": Actor(policy), "policy": policy}
         for name in sorted(parts, key=lambda name: name != first):
             setattr(self, name, parts[name])
-        self.trainer = Trains(policy)
-        policy.net(torch.ones(1, 3)).square().sum().backward()
-        self.trainer.optimizer.step()
+        self.trainer = Alone("torch", policy)
+        LIBRARIES["torch"].update(policy, self.trainer, np.ones((1, 3), np.float32))
 
     def values(self) -> list[Any]:
-        return Torch(TorchPolicy).values(self.policy, self.trainer.optimizer)
-
-
-def first(policy: torch.nn.Module) -> torch.Tensor:
-    return next(policy.parameters())
+        return LIBRARIES["torch"].values(self.policy, self.trainer.optimizer)
 
 
 def test_a_shared_component_is_saved_under_its_first_path_and_known_by_all(tmp_path: Path) -> None:
@@ -562,11 +500,11 @@ def test_a_shared_component_is_saved_under_its_first_path_and_known_by_all(tmp_p
     assert not (tmp_path / "one/policy").exists()
     for name in ("policy", "actor/policy"):
         made = TorchPolicy.from_checkpoint(tmp_path / "one" / name, seed=5)
-        assert torch.equal(first(made), first(one.policy))
+        assert torch.equal(made.net[0].weight, one.policy.net[0].weight)
         assert list(one.get_state(components=name)["actor"]["policy"]) == ["net"]
         again = Program(2)
         again.restore_from_path(tmp_path / "one" / name, component=name)
-        assert torch.equal(first(again.policy), first(one.policy))
+        assert torch.equal(again.policy.net[0].weight, one.policy.net[0].weight)
     with pytest.raises(hf.CheckpointNotFoundError, match="has no such component"):
         TorchPolicy.from_checkpoint(tmp_path / "one" / "other")
 
@@ -575,7 +513,5 @@ def test_a_shared_component_is_saved_under_its_first_path_and_known_by_all(tmp_p
 def test_the_first_path_may_be_another_one_later(tmp_path: Path, before: str, after: str) -> None:
     one, again = Program(1, before), Program(2, after)
     one.save_to_path(tmp_path / "one")
-    report = again.restore_from_path(tmp_path / "one", strict=True)
-    assert report.complete
-    for value, found in zip(one.values(), again.values(), strict=True):
-        np.testing.assert_array_equal(value, found)
+    assert again.restore_from_path(tmp_path / "one", strict=True).complete
+    assert same(again.values(), one.values())

@@ -9,9 +9,7 @@ import logging
 import os
 import subprocess
 import sys
-import uuid
 from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,16 +20,8 @@ from flax import struct
 
 import holdfast as hf
 from holdfast.components import Checkpointable, read_state
-from holdfast.engine.storage import as_location
 from holdfast.integrations.components.constructor_spec import SpecDecoder, encode_spec
 from holdfast.integrations.components.permissions import Permissions
-
-
-@pytest.fixture
-def place() -> Iterator[str]:
-    url = f"memory://tests/{uuid.uuid4().hex}"
-    yield url
-    as_location(url).remove_tree()
 
 
 class Transition(NamedTuple):

@@ -59,7 +59,6 @@ def packed(value: Any) -> bytes:
 
 
 def pickled(value: Any) -> bytes:
-    """Pickles a state."""
     return pickle.dumps(value, protocol=5)
 
 
@@ -78,7 +77,6 @@ WEIGHTS = {"net.0.weight": np.arange(6, dtype=np.float32).reshape(2, 3), "net.0.
 
 
 def write(path: Path, kind: type, form: str, name: str = "state") -> Path:
-    """Writes a learner with one module."""
     path.parent.mkdir(exist_ok=True)
     pack = packed if form == "msgpack" else pickled
     counters: dict[Any, Any] = {"updates": 7, "rate": 0.5, "mean": np.zeros(3), 4: [1.5, "x", None, True]}
@@ -106,7 +104,6 @@ class Module(Checkpointable, torch.nn.Module):
 
 
 def values_of(module: torch.nn.Module) -> dict[str, Any]:
-    """Returns a module's values as arrays."""
     return {name: value.numpy() for name, value in module.state_dict().items()}
 
 
@@ -118,7 +115,6 @@ class Modules(Checkpointable, torch.nn.Module):
         self.members = torch.nn.ModuleDict({"p0": Module(), "p1": Module()})
 
     def get_checkpointable_components(self) -> list[tuple[str, Any]]:
-        """Returns them."""
         return list(self.members.items())
 
 
@@ -198,11 +194,9 @@ class Filter(Checkpointable):
         self.statistics: dict[Any, Any] = {None: {"mean": np.ones(3), "count": 5}}
 
     def get_state(self, components: Any = None, *, not_components: Any = None, **options: Any) -> dict[str, Any]:
-        """Returns a state that holdfast can save."""
         return {"statistics": list(self.statistics.items())}
 
     def set_state(self, state: Any) -> None:
-        """Takes the state as RLlib gives it."""
         self.statistics = dict(state.get("statistics", state))
 
 

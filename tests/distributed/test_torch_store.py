@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.engine.distributed import coordinators, next_rendezvous
-from holdfast.engine.distributed.coordinators import TorchCoordinator
+from holdfast.engine.distributed import next_rendezvous, torch_store
+from holdfast.engine.distributed.torch_store import TorchCoordinator
 from holdfast.engine.errors import BarrierTimeoutError, PeerFailedError
 
 distributed: Any = pytest.importorskip("torch.distributed")
@@ -150,7 +150,7 @@ import sys
 import time
 import torch.distributed as distributed
 from holdfast.engine.distributed import next_rendezvous
-from holdfast.engine.distributed.coordinators import TorchCoordinator
+from holdfast.engine.distributed.torch_store import TorchCoordinator
 
 for line in iter(sys.stdin.readline, ""):
     program, errors = json.loads(line)
@@ -292,7 +292,7 @@ def test_what_an_earlier_start_has_left_in_the_store_of_torchrun_is_not_seen(mon
         alive[0] = False
         wait_for_end("holdfast-start")
         began = time.time()
-        monkeypatch.setattr(coordinators, "_process_began", lambda: began)
+        monkeypatch.setattr(torch_store, "_process_began", lambda: began)
         again = [process(1, index) for index in range(3)]
         answers = [threads.submit(resume, one) for one in again[1:]]  # before process 0
         assert [resume(again[0], b"80"), *(one.result(PATIENCE) for one in answers)] == [b"80"] * 3

@@ -1,4 +1,4 @@
-"""The page for those who come from Orbax: its examples run, and the names in it are there."""
+"""The page for those who come from Orbax: its examples run, and what it calls the same does the same."""
 
 from __future__ import annotations
 
@@ -6,15 +6,21 @@ import os
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-from tests.documents.examples import Examples
+from tests.documents.examples import ROOT, Examples
 from tests.starts import run
 
 import holdfast as hf
 
-ROOT = Path(__file__).parents[2]
+ocp: Any = pytest.importorskip("orbax.checkpoint")
+managers: Any = pytest.importorskip("orbax.checkpoint.checkpoint_managers")
+preservation, decisions = managers.preservation_policy, managers.save_decision_policy
+
 PAGE = (ROOT / "docs" / "coming_from_orbax.md").read_text(encoding="utf-8")
+TREE = {"w": np.arange(4.0)}
 
 
 def as_program(name: str, text: str) -> str:
@@ -43,9 +49,93 @@ def test_the_names_of_the_page_are_there() -> None:
     assert options >= {"keep_time_interval", "save_interval_secs", "save_timeout_secs", "barrier_timeout_secs"}
 
 
-def test_the_links_lead_somewhere() -> None:
-    for target in re.findall(r"\]\(([^)]+)\)", PAGE):
-        file, _, anchor = target.partition("#")
-        page = (ROOT / "docs" / file).read_text(encoding="utf-8") if file else PAGE
-        headings = {heading.lower().replace(" ", "-") for heading in re.findall(r"^#+ (.+)$", page, re.MULTILINE)}
-        assert not anchor or anchor in headings
+# ---- both run, and keep the same steps
+
+
+def counterpart(orbax: str) -> str:
+    """Returns the options of holdfast that the page says for those of Orbax."""
+    (cell,) = re.findall(rf"^\| `{re.escape(orbax)}` \| `([^`]*)` \|$", PAGE, re.MULTILINE)
+    return str(cell)
+
+
+def metrics(step: int) -> dict[str, float]:
+    return {"loss": float(step * 3 % 7)}
+
+
+def kept_by_orbax(path: Path, **options: Any) -> list[int]:
+    options = {"enable_async_checkpointing": False, **options}
+    with ocp.CheckpointManager(path, options=ocp.CheckpointManagerOptions(**options)) as manager:
+        for step in range(1, 8):
+            manager.save(step, args=ocp.args.StandardSave(TREE), metrics=metrics(step))
+        return list(manager.all_steps())
+
+
+def kept(path: Path, **options: Any) -> list[int]:
+    with hf.CheckpointManager(path, options=hf.CheckpointManagerOptions(**options)) as manager:
+        for step in range(1, 8):
+            manager.save(step, TREE, metrics=metrics(step))
+        manager.wait_until_finished()
+        return manager.all_steps()
+
+
+POLICIES: dict[str, tuple[list[Any], dict[str, Any]]] = {
+    "newest": ([preservation.LatestN(2)], {"max_to_keep": 2}),
+    "newest and multiples": (
+        [preservation.LatestN(2), preservation.EveryNSteps(4)],
+        {"keep_latest": 2, "keep_period": 4},
+    ),
+    "newest and steps": (
+        [preservation.LatestN(1), preservation.CustomSteps([2, 5])],
+        {"max_to_keep": 1, "keep_steps": [2, 5]},
+    ),
+    "newest and times": (
+        [preservation.LatestN(1), preservation.EveryNSeconds(3600)],
+        {"keep_latest": 1, "keep_time_interval": "1h"},
+    ),
+    "best and newest": (
+        [preservation.BestN(get_metric_fn=lambda metrics: metrics["loss"], n=2), preservation.LatestN(2)],
+        {"best_fn": "loss", "best_mode": "max", "max_to_keep": 2, "keep_latest": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize(("policies", "options"), POLICIES.values(), ids=POLICIES)
+def test_what_is_kept(tmp_path: Path, policies: list[Any], options: dict[str, Any]) -> None:
+    policy = preservation.AnyPreservationPolicy(policies)
+
+    assert kept(tmp_path / "ours", **options) == kept_by_orbax(tmp_path / "orbax", preservation_policy=policy)
+
+
+def test_without_a_number_everything_is_kept(tmp_path: Path) -> None:
+    assert "without one of the first two, every step is" in PAGE
+    assert kept(tmp_path, keep_period=4, keep_steps=[2]) == list(range(1, 8))
+
+
+def test_saving_by_time(tmp_path: Path) -> None:
+    written = counterpart("save_decision_policy=ContinuousCheckpointingPolicy(minimum_interval_secs=900)")
+    policy = decisions.ContinuousCheckpointingPolicy(minimum_interval_secs=900)
+
+    assert kept_by_orbax(tmp_path / "orbax", save_decision_policy=policy) == [1]  # it always saves first
+    options: dict[str, Any] = eval(f"dict({written})")  # what a program would say
+    assert kept(tmp_path / "ours", **options) == []
+    assert options["save_interval_secs"] == "15m"
+
+
+def test_readers(tmp_path: Path) -> None:
+    hf.CheckpointManager(tmp_path).close()
+    (written,) = re.findall(r"`options=(hf\.CheckpointManagerOptions\(.*\))`", PAGE)
+    options = eval(written, {"hf": hf})
+
+    with (
+        hf.CheckpointManager(tmp_path),
+        hf.CheckpointManager(tmp_path, options=options) as reader,
+        pytest.raises(hf.HoldfastError, match="read_only"),
+    ):
+        reader.save(1, TREE)
+
+
+def test_intervals_may_be_written_in_three_ways() -> None:
+    from datetime import timedelta
+
+    for interval in ("1h", 3600, timedelta(hours=1)):
+        hf.CheckpointManagerOptions(max_to_keep=1, keep_time_interval=interval)

@@ -1,4 +1,4 @@
-"""Foreign checkpoints made into our own, and our own into files of others."""
+"""Foreign checkpoints made into our own, our own into files of others, and state dicts in the files of each library."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import resource
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,9 @@ import optax  # type: ignore[import-untyped]  # it comes without type informatio
 import orbax.checkpoint as ocp  # type: ignore[import-untyped]  # it comes without type information
 import pytest
 import safetensors.numpy
+import safetensors.torch
 import torch
+import torch.distributed.checkpoint as dcp
 from flax.training.train_state import TrainState
 from tests.equality import assert_same
 
@@ -24,6 +26,8 @@ from holdfast.engine.sources import open_checkpoint
 from holdfast.engine.storage import as_location
 from holdfast.integrations.formats import convert
 from holdfast.integrations.formats.convert import export_checkpoint, import_checkpoint
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def pt(path: Path, value: Any) -> Path:
@@ -104,19 +108,12 @@ def test_import_does_not_replace_anything(tmp_path: Path) -> None:
 
     with pytest.raises(hf.CheckpointExistsError):
         import_checkpoint(path, tmp_path / "ckpt")
+    with pytest.raises(hf.CheckpointNotFoundError):
+        import_checkpoint(tmp_path / "missing", tmp_path / "new")
     pt(tmp_path, {"w": torch.zeros(1)})
     import_checkpoint(path, tmp_path / "ckpt", overwrite=True)
 
     assert hf.load(tmp_path / "ckpt")["w"].tolist() == [0]
-
-
-def test_import_of_our_own(tmp_path: Path) -> None:
-    hf.save(tmp_path / "a", {"x": 1})
-
-    with pytest.raises(hf.errors.OptionError, match="already"):
-        import_checkpoint(tmp_path / "a", tmp_path / "b")
-    with pytest.raises(hf.CheckpointNotFoundError):
-        import_checkpoint(tmp_path / "missing", tmp_path / "b")
 
 
 def train_state() -> Any:
@@ -238,19 +235,75 @@ def test_export_of_one_item_of_one_step(tmp_path: Path, to: Any) -> None:
 
 
 def test_export_for_orbax_and_back(tmp_path: Path) -> None:
-    state = train_state()
-    hf.save(tmp_path / "ckpt", {"params": state.params})
+    hf.save(tmp_path / "ckpt", {"half": np.ones(3, jnp.bfloat16), "step": 3})
 
     (done,) = export_checkpoint(tmp_path / "ckpt", tmp_path / "orbax", "orbax")
+    import_checkpoint(tmp_path / "orbax", tmp_path / "back")
 
     assert (done.format, done.leaves) == ("orbax", 2)
-    with ocp.StandardCheckpointer() as checkpointer:
-        found = checkpointer.restore(tmp_path / "orbax", {"params": state.params})
-    assert found["params"]["Dense_0"]["kernel"].tolist() == state.params["Dense_0"]["kernel"].tolist()
-    import_checkpoint(tmp_path / "orbax", tmp_path / "back")
-    assert hf.load(tmp_path / "back")["params"]["Dense_0"]["bias"].dtype == jnp.bfloat16
+    assert_same(hf.load(tmp_path / "back"), hf.load(tmp_path / "ckpt"))
 
 
 def test_export_to_something_unknown(tmp_path: Path) -> None:
     with pytest.raises(hf.errors.OptionError, match="one of 'safetensors', 'orbax', 'torch', 'dcp'"):
         export_checkpoint(tmp_path, tmp_path / "x", "onnx")  # type: ignore[arg-type]  # what is tested
+
+
+# ---- state dicts in the files of each library
+
+
+def state() -> dict[str, torch.Tensor]:
+    return torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)).state_dict()
+
+
+def written(path: Path, kind: str, tensors: dict[str, torch.Tensor]) -> Path:
+    if kind == "safetensors":
+        safetensors.torch.save_file(tensors, path / "model.safetensors")
+        return path / "model.safetensors"
+    if kind == "dcp":
+        cast("Any", dcp).save(tensors, checkpoint_id=path / "dcp")
+        return path / "dcp"
+    return pt(path, tensors)
+
+
+KINDS = ["safetensors", "dcp", "torch"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_dict_as_its_own_template_and_from_one_library_to_another(tmp_path: Path, kind: str) -> None:
+    tensors = state()
+    path = written(tmp_path, kind, tensors)
+
+    found = hf.load(path, like=tensors)
+    (done,) = hf.export_checkpoint(path, tmp_path / "x.safetensors", "safetensors")
+
+    assert done.leaves == len(tensors)
+    for one in (found, safetensors.torch.load_file(tmp_path / "x.safetensors")):
+        assert one.keys() == tensors.keys()
+        assert all(torch.equal(one[name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_nested_template(tmp_path: Path, kind: str) -> None:
+    path = written(tmp_path, kind, {"Dense_0.kernel": torch.ones(2, 3), "Dense_0.bias": torch.zeros(3)})
+
+    found = hf.load(path, like={"Dense_0": {"kernel": np.zeros((2, 3), np.float32), "bias": np.ones(3, np.float32)}})
+
+    assert found["Dense_0"]["kernel"].tolist() == np.ones((2, 3)).tolist()
+
+
+@pytest.mark.parametrize(("to", "name"), [("safetensors", "x.safetensors"), ("torch", "x.pt")])
+def test_an_import_and_an_export_in_an_object_store(tmp_path: Path, to: Any, name: str, place: str) -> None:
+    hf.import_checkpoint(written(tmp_path, to, {"a.b": torch.arange(3), "c": torch.ones(2)}), f"{place}/ckpt")
+    hf.export_checkpoint(f"{place}/ckpt", f"{place}/{name}", to)
+
+    assert hf.load(f"{place}/{name}", select="c")["c"].tolist() == [1, 1]
+
+
+def test_keys_of_jax_survive_an_exported_file(tmp_path: Path) -> None:
+    key = jax.random.key(3)
+    hf.save(tmp_path / "ckpt", {"key": key})
+
+    hf.export_checkpoint(tmp_path / "ckpt", tmp_path / "x.safetensors", "safetensors")
+
+    assert hf.load(tmp_path / "x.safetensors", like={"key": jax.random.key(0)})["key"] == key

@@ -287,19 +287,12 @@ def test_one_bare_array(tmp_path: Path, export: Export) -> None:
         assert checkpointer.restore(place).tolist() == [0, 1, 2, 3]
 
 
-def test_in_an_object_store(tmp_path: Path) -> None:
+def test_in_an_object_store_and_in_a_file_system_of_fsspec(tmp_path: Path, place: str) -> None:
     hf.save(tmp_path / "ours", {"w": np.arange(4), "text": "x"})
-    export_orbax(tmp_path / "ours", "memory://orbax/theirs")
-    found = hf.load("memory://orbax/theirs")
-    assert found["w"].tolist() == [0, 1, 2, 3]
-    assert hf.verify("memory://orbax/theirs").ok
-    hf.storage.as_location("memory://orbax").remove_tree()
-
-
-def test_in_a_file_system_of_fsspec(tmp_path: Path) -> None:
-    """Orbax reads from none of these: the directory is copied to where it does."""
-    files = fsspec.filesystem("memory")
-    hf.save(tmp_path / "ours", {"w": np.arange(4), "text": "x"})
+    export_orbax(tmp_path / "ours", f"{place}/theirs")
+    assert hf.load(f"{place}/theirs")["w"].tolist() == [0, 1, 2, 3]
+    assert hf.verify(f"{place}/theirs").ok
+    files = fsspec.filesystem("memory")  # Orbax does not read from it: the directory is copied to where it does.
     export_orbax(tmp_path / "ours", hf.storage.as_location("/orbax/theirs", filesystem=files))
     files.get("/orbax/theirs", str(tmp_path / "theirs"), recursive=True)
     files.rm("/orbax", recursive=True)

@@ -144,17 +144,6 @@ def test_into_the_tree_on_another_mesh(saved: Callable[[str], Path], layout: str
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
-@pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")  # Orbax's, on restoring without a template
-def test_what_orbax_itself_restores_is_the_same(saved: Callable[[str], Path]) -> None:
-    path = saved("ocdbt zarr3")
-    ours = hf.load(path, select=["params/*", "numpy", "step"])
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        theirs = checkpointer.restore(path)
-    np.testing.assert_array_equal(ours["params"]["w"], np.asarray(theirs["params"]["w"]))
-    np.testing.assert_array_equal(ours["numpy"], theirs["numpy"])
-    assert ours["step"] == theirs["step"]
-
-
 def test_leaves_are_described_without_their_data(saved: Callable[[str], Path]) -> None:
     leaves = {leaf.path: leaf for leaf in hf.describe(saved("ocdbt zarr2"))}
     weights = leaves["params/w"]

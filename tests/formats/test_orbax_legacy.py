@@ -26,7 +26,7 @@ def aggregate(path: Path, tree: Any) -> Path:
 
 
 def test_leaves_in_one_file(tmp_path: Path) -> None:
-    tree = {
+    tree: dict[str, Any] = {
         "params": {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "half": jnp.ones(2, jnp.bfloat16)},
         "step": 7,
         "rate": 1.5,

@@ -137,15 +137,6 @@ def test_every_leaf_that_does_not_fit_is_named(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
 
 
-def test_exporting_does_not_replace_a_file(tmp_path: Path) -> None:
-    path = exported(tmp_path, {"a": np.ones(1)})
-    source = NativeCheckpoint(as_location(tmp_path / "ckpt")).tree("state")
-
-    with pytest.raises(hf.CheckpointExistsError):
-        export_safetensors(source, as_location(path))
-    export_safetensors(source, as_location(path), overwrite=True)
-
-
 def folder(path: Path) -> Path:
     path.mkdir()
     safetensors.numpy.save_file({"a.x": np.full(2, 1)}, path / "model-00001-of-00002.safetensors")

@@ -166,6 +166,3 @@ def test_numbered_files_that_lost_their_index(tmp_path: Path) -> None:
         safetensors.numpy.save_file({f"x.{number}": np.ones(2)}, tmp_path / f"model-{number:05}-of-00002.safetensors")
 
     assert hf.load(tmp_path)["x"].keys() == {"1", "2"}
-    (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(hf.DamagedCheckpointError, match="2 of 2 is missing"):
-        hf.load(tmp_path)

@@ -284,6 +284,16 @@ def test_loading_without_a_template(path: Path) -> None:
     assert all(same(np.asarray(values[name]), array) for name, array in ARRAYS.items())
 
 
+def test_files_in_an_object_store(case: Case, path: Path) -> None:
+    place = as_location(f"memory://conformance/{case.format}")
+    for file in files_below(path):
+        (place / os.path.relpath(file, path.parent)).write_bytes(file.read_bytes())
+
+    assert same(hf.load(place / path.name, like=tree())["net"]["w"], ARRAYS["net.w"])
+    assert hf.verify(place / path.name).ok
+    place.remove_tree()
+
+
 def test_a_template_decides_libraries_and_shardings(path: Path) -> None:
     partition: Any = jax.sharding.PartitionSpec
     shape_of: Any = jax.ShapeDtypeStruct

@@ -1,4 +1,4 @@
-"""Paths, filters and long chains of objects."""
+"""Paths and long chains of objects."""
 
 from __future__ import annotations
 
@@ -12,12 +12,8 @@ from hypothesis import strategies as st
 
 import holdfast as hf
 from holdfast import graph
-from holdfast.engine.pytree import PathFilter, join, split
-from holdfast.integrations.graph import (
-    format_node_path,
-    parse_path,
-    storage_name,
-)
+from holdfast.engine.pytree import join, split
+from holdfast.integrations.graph import format_node_path, parse_path, storage_name
 
 KEYS = st.lists(st.text(max_size=4) | st.sampled_from(["a/b", "a.b", "%", "", ".S", "1"]), min_size=1, max_size=4)
 
@@ -36,30 +32,6 @@ def test_paths_round_trip(keys: list[str]) -> None:
 def test_what_is_no_path(text: Any) -> None:
     with pytest.raises(hf.errors.OptionError, match="path"):
         parse_path(text)
-
-
-@pytest.mark.parametrize(
-    ("select", "exclude", "chosen"),
-    [
-        (None, None, ["a", "a/b", "a/b/c", "d"]),
-        ("a/**", None, ["a", "a/b", "a/b/c"]),
-        ("**/c", None, ["a/b/c"]),
-        ("*", None, ["a", "d"]),
-        (["?", "a/[bx]/**"], None, ["a", "a/b", "a/b/c", "d"]),
-        (None, "**", []),
-        ("a/**", ["a/b", "**/c"], ["a"]),
-        ("**/b/**", None, ["a/b", "a/b/c"]),
-    ],
-)
-def test_filters(select: Any, exclude: Any, chosen: list[str]) -> None:
-    found = PathFilter(select, exclude)
-    assert [path for path in ("a", "a/b", "a/b/c", "d") if found.chooses(tuple(path.split("/")))] == chosen
-
-
-def test_filters_that_are_none() -> None:
-    for wrong in (3, [], [None]):
-        with pytest.raises(hf.errors.OptionError, match="select"):
-            PathFilter(wrong)  # type: ignore[arg-type]  # that is the point
 
 
 @pytest.mark.parametrize(("length", "fails"), [(150, False), (3000, True)])

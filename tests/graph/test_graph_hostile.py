@@ -79,6 +79,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     ),
     "slots that are none": (lambda document: document["nodes"][1].update(slots=[[1, 2]]), "node 1"),
     "slots without a parameter": (lambda document: document["nodes"][1].update(slots=[[77, "m", 2]]), "77"),
+    "slots without a name": (lambda document: document["nodes"][1].update(slots=[[3, 5, 4]]), "5 is not the name"),
     "groups that are none": (lambda document: document["nodes"][1].update(groups=[3]), "node 1"),
     "a type that is a number": (lambda document: document["nodes"][1].update(type=3), "type 3"),
 }

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import pickle
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -449,6 +451,19 @@ def test_copies_share_nothing(place: str) -> None:
     assert copied.save(f"{place}/copy") == f"{place}/copy-2"
 
 
+def test_tracked_containers_and_nodes_are_ordinary_otherwise() -> None:
+    listed, mapped = graph.TrackedList([2, 1]), graph.TrackedDict({"a": 1, 3: 2})
+    for container, kind, values in ((listed, list, [2, 1]), (mapped, dict, [1, 2])):
+        again = pickle.loads(pickle.dumps(container))
+        assert (type(again), again, jax.tree.leaves(container)) == (kind, container, values)
+    mapped |= {"b": 4}
+    assert (mapped.setdefault("a", 7), mapped.setdefault("c", 5)) == (1, 5)
+    node = graph.Node(mapped=mapped, lock=graph.Untracked(1))
+    del node.lock
+    node.lock = 2
+    assert (repr(node), list(graph.Checkpoint(node).unsaved())) == ("Node(mapped, lock)", [])
+
+
 def test_a_list_that_is_changed_behind_the_checkpoint(place: str) -> None:
     path = graph.Checkpoint(listed=[np.ones(1)]).save(f"{place}/ckpt")
     checkpoint = graph.Checkpoint()
@@ -478,6 +493,9 @@ def test_select_exclude_and_rename(place: str) -> None:
     renamed = graph.Checkpoint(model=graph.Node(x=np.zeros(2), b=np.zeros(3)), epoch=0)
     renamed.restore(saved, rename={"net": "model", "net/a": "model/x", "step": "epoch"}).assert_consumed()
     assert (renamed.model.x.tolist(), renamed.epoch) == ([1, 1], 1)
+    wrong: Any = {"net.a": 5}
+    with pytest.raises(hf.errors.OptionError, match="rename: 5 must be a path, or a path and a function of the array"):
+        renamed.restore(saved, rename=wrong)
     with pytest.raises(hf.TreeMismatchError, match="no net/c"):
         renamed.restore(saved, rename={"net.c": "model.c"})
     with pytest.raises(hf.TreeMismatchError, match="already"):
@@ -642,7 +660,6 @@ class Lion(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr})
 
     def step(self, closure: Any = None) -> Any:
-        """Keeps the gradients, and subtracts them."""
         for parameter in self.param_groups[0]["params"]:
             self.state[parameter]["moment"] = parameter.grad.clone()
             parameter.detach().sub_(parameter.grad)

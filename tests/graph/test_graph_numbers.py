@@ -64,9 +64,10 @@ def test_a_box_compares_and_counts_as_its_value() -> None:
     assert [box == 3, box != 3, 3 == box, box < 4, box >= 4, 2 < box, bool(box), bool(done)] == [  # noqa: SIM300
         *(True, False, True, True, False, True, True, False)
     ]
-    found = [box + 1, 10 - box, box * 2, 7 // box, 7 % box, 1 / graph.Value(2), box**2, -box, abs(-box)]
+    found = [box + 1, 10 - box, box * 2, 7 // box, 7 % box, 1 / graph.Value(2), box**2, -box, abs(graph.Value(-3))]
     assert found == [4, 7, 6, 2, 1, 0.5, 9, -3, 3]
     assert {type(one) for one in found} == {int, float}
+    assert (range(9)[box], float(box), repr(box)) == (3, 3.0, "Value(3)")
     assert (np.ones(2) * box).tolist() == [3, 3]
     rounds = 0
     while not done:
@@ -81,6 +82,27 @@ def test_a_box_takes_the_saved_type(place: str) -> None:
     fresh = graph.Checkpoint(best=graph.Value(0), last=graph.Value(-np.inf))
     fresh.restore(path).assert_consumed()
     assert (fresh.best.value, fresh.last.value) == (0.5, 3)
+
+
+def test_boxes_are_made_by_the_program(place: str) -> None:
+    saved = graph.Checkpoint(listed=[graph.Value(1.0), graph.Value(2.0)], mapped={"n": graph.Value(3), "m": 4})
+    path = saved.write(f"{place}/x")
+    checkpoint = graph.Checkpoint(mapped={})
+    status = checkpoint.read(path)
+    assert checkpoint.mapped == {"m": 4}
+    checkpoint.listed = []
+    assert checkpoint.listed == []
+    checkpoint.listed.append(graph.Value(0.0))
+    assert checkpoint.listed[0].value == 1
+    assert status.report.pending == ("listed/1", "mapped/n")
+    with pytest.raises(hf.errors.StateError, match="mapped/n"):
+        checkpoint.write(f"{place}/y")
+    status.expect_partial()
+    assert graph.load_checkpoint(path).graph.type_of("mapped/n").endswith("Value")
+    assert hf.load(path) == {"listed": [1, 2], "mapped": {"n": 3, "m": 4}}
+    number = graph.Checkpoint(listed=[0.0, 0.0], mapped={"n": 0})
+    number.read(path)
+    assert (number.listed, number.mapped) == ([1, 2], {"n": 3, "m": 4})
 
 
 def test_saves_are_numbered_from_one(place: str) -> None:

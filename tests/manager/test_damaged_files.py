@@ -18,6 +18,7 @@ import shutil
 import socket
 import stat
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -268,9 +269,17 @@ def save(folder: Path) -> int:
 
 
 def mirror(folder: Path) -> int:
+    ended = threading.Event()
+
+    def listen(event: dict[str, Any]) -> None:
+        if event["event"] == "mirror_failed" or (event["event"], event.get("step")) == ("mirrored", NEWEST + 1):
+            ended.set()
+
     with opened(folder) as run:
+        run.events.add_listener(listen)
         run.save(NEWEST + 1, tree(NEWEST + 1))
         run.wait_until_finished()
+        assert ended.wait(60)
         if not run.finish_mirror(0.5):
             status = run.mirror_status()
             assert status is not None

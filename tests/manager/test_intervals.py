@@ -392,13 +392,8 @@ def test_a_resume_begins_with_what_the_run_has_learned(tmp_path: Path, caplog: p
     text = "a save costs 0.2s and is durable after 0.2s; 21 failures in 21h, so the next one is expected in 1h1m45s"
     assert start["why"] == text
     assert f"{tmp_path}: saves every {start['seconds']:.1f}s from now on: {text}" in caplog.text
-
-
-def test_without_events_it_begins_anew(tmp_path: Path) -> None:
-    clock = FakeClock()
-    train(tmp_path, clock, 10, "auto 20s to 1h")
     (tmp_path / "events.jsonl").unlink()
-    assert train(tmp_path, clock, 2, "auto 20s to 1h")[0][1] == "every 20s, learned"
+    assert train(tmp_path, clock, 2, "auto 20s to 1h")[0][1] == "every 20s, learned", "without events it begins anew"
 
 
 @pytest.mark.parametrize("place", ["memory://tests/learned/run", "run"])

@@ -177,14 +177,11 @@ def test_another_number_of_processes_resumes(tmp_path: Path) -> None:
     fewer = Hosts(tmp_path, 2)
     assert fewer.resume()[0] == 14, "the third host is gone, and its neighbour has its files"
     fewer.train(15, 16)
-    assert Hosts(tmp_path, 3).resume()[0] == 16
-
-
-def test_without_enough_hosts_the_directory_counts(tmp_path: Path) -> None:
-    hosts = Hosts(tmp_path, 3).train(1, 15)
+    hosts = Hosts(tmp_path, 3)
+    assert hosts.resume()[0] == 16
     for host in (0, 1):
         shutil.rmtree(hosts.place(host))
-    assert hosts.resume() == (10, 0)
+    assert hosts.resume() == (10, 0), "no local step is whole"
 
 
 def test_the_directory_counts_where_it_is_newer(tmp_path: Path) -> None:
@@ -209,29 +206,13 @@ def test_a_step_of_the_directory_that_was_replaced_counts(tmp_path: Path) -> Non
     assert hosts.run(saved(3)) == [(2, 3)]
 
 
-def leaves_for(hosts: Hosts, step: int, saved: int) -> None:
-    """Goes back to a step of the directory, and saves one there; no local step is due before the run is killed."""
-
-    def work(manager: hf.CheckpointManager) -> None:
-        manager.restore(step)
-        manager.save(saved, tree(saved), force=True)
-        manager.wait_until_finished()
-
-    hosts.run(work)
-
-
-def test_a_local_step_of_a_branch_that_the_directory_has_left_does_not_count(tmp_path: Path) -> None:
-    hosts = Hosts(tmp_path, 2).train(1, 18)
-
-    leaves_for(Hosts(tmp_path, 2, every=100), 10, 13)
-    assert hosts.resume()[0] == 13
-
-
 def test_a_local_step_has_no_record_in_the_directory_to_be_changed(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path, 1).train(1, 15)
 
     def work(manager: hf.CheckpointManager) -> list[int]:
-        assert manager.latest_step() == 14
+        peek = manager.peek()
+        assert peek is not None
+        assert peek.step == manager.latest_step() == 14
         for call in (manager.pin, manager.unpin, manager.delete, manager.why_kept):
             with pytest.raises(hf.errors.CheckpointNotFoundError, match="no checkpoint of step 14"):
                 call(14)
@@ -272,7 +253,13 @@ def test_an_older_local_step_is_restored_by_its_number(tmp_path: Path) -> None:
 def test_a_local_step_of_a_branch_that_was_left_is_refused_by_its_number(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path, 1).train(1, 15)
 
-    leaves_for(Hosts(tmp_path, 1, every=100), 10, 11)
+    def branch(manager: hf.CheckpointManager) -> None:
+        manager.restore(10)
+        manager.save(11, tree(11), force=True)  # no local step is due before the run is killed
+        manager.wait_until_finished()
+
+    Hosts(tmp_path, 1, every=100).run(branch)
+    assert hosts.resume()[0] == 11
     local = hf.Local(hosts.place(0), every=2, copies=0, host="host0")
     with hf.CheckpointCallback(tmp_path / "store", resume=14, local=local, save_interval_steps=10) as callback:
         expected = (
@@ -406,17 +393,11 @@ def test_a_run_that_was_superseded_saves_no_local_step(tmp_path: Path) -> None:
     assert hosts.resume()[0] == 12
 
 
-def test_two_steps_are_kept(tmp_path: Path) -> None:
-    hosts = Hosts(tmp_path, 2).train(1, 9)
-    for host in (0, 1):
-        (run,) = hosts.place(host).iterdir()
-        assert sorted(len(list((run / where).iterdir())) for where in ("own", "copies")) == [2, 2]
-
-
 def test_what_earlier_starts_have_left_goes_before_the_first_local_save(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path, 2).train(1, 9)
     for host in (0, 1):  # as if the program was killed in the save of step 10
         (run,) = hosts.place(host).iterdir()
+        assert sorted(len(list((run / where).iterdir())) for where in ("own", "copies")) == [2, 2], "two are kept"
         left = run / "own" / "00000006.10.deadbeef"
         left.mkdir()
         (left / "data").write_bytes(bytes(1000))
@@ -486,6 +467,22 @@ def test_damage_of_every_copy_goes_back_to_an_older_local_step(tmp_path: Path) -
     assert hosts.resume()[0] == 12
 
 
+def test_a_local_step_that_is_damaged_after_it_was_verified_is_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hosts = Hosts(tmp_path, 1).train(1, 15)
+
+    def work(manager: hf.CheckpointManager) -> tuple[int, list[int]]:
+        flip(next((newest(hosts.place(0)) / "state" / "d").glob("*.0.*")))
+        restored = manager.restore_latest()
+        assert restored is not None
+        assert equal(restored.items, restored.step)
+        return restored.step, [step for step, _ in restored.skipped]
+
+    assert hosts.run(work) == [(12, [14])]
+    assert "the local step 14 is damaged and passed over, on process 0" in caplog.text
+
+
 def test_another_run_is_never_taken(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path, 2).train(1, 15)
     shutil.rmtree(tmp_path / "store")
@@ -552,21 +549,23 @@ def test_a_host_without_room_is_told_and_training_continues(tmp_path: Path, capl
             shutil.rmtree(run / "copies")
             (run / "copies").write_text("in the way")
         manager.processes.barrier("no room")
-        trains(manager, 4, 4)
+        for step in (4, 6, 8):
+            trains(manager, step, step)
         status = manager.local_status()
         assert status is not None
         error = status.error
+        assert len(list(hosts.place(manager.processes.index).glob("*/own/*"))) <= 2, "failed saves do not pile up"
         manager.processes.barrier("both have looked")
         if manager.processes.is_primary:
             (run / "copies").unlink()
         manager.processes.barrier("room again")
-        trains(manager, 6, 6)
+        trains(manager, 11, 12)
         return error
 
     errors = hosts.run(work)
     assert all(error and "host host1" in error for error in errors)
     assert "the local save of step 4 failed; training continues, and its steps are in" in caplog.text
-    assert hosts.resume()[0] == 6
+    assert hosts.resume()[0] == 12
 
 
 def test_one_host_has_no_copies_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -586,16 +585,6 @@ def test_a_run_that_ends_leaves_no_local_steps(tmp_path: Path) -> None:
             for step in range(last - 9, last + 1):
                 manager.save(step, tree(step))
         assert len(list((tmp_path / "memory").iterdir())) == left, "what the directory lacks stays"
-
-
-def test_peek_sees_the_step_of_the_hosts(tmp_path: Path) -> None:
-    hosts = Hosts(tmp_path, 2).train(1, 15)
-
-    def work(manager: hf.CheckpointManager) -> tuple[int | None, int | None, list[int]]:
-        peek = manager.peek()
-        return None if peek is None else peek.step, manager.latest_step(), manager.all_steps()
-
-    assert hosts.run(work) == [(14, 14, [10])] * 2
 
 
 @pytest.mark.parametrize("resume", ["auto", 20])
@@ -741,25 +730,6 @@ def test_after_a_local_save_that_has_missed_a_process_no_process_begins_another_
     assert hosts.resume()[0] == 2
 
 
-def test_failed_saves_leave_one_step_at_most(tmp_path: Path) -> None:
-    hosts = Hosts(tmp_path, 2)
-
-    def work(manager: hf.CheckpointManager) -> None:
-        trains(manager, 10, 10)
-        if manager.processes.is_primary:
-            (copies,) = hosts.place(1).glob("*/copies")
-            shutil.rmtree(copies)
-            copies.write_text("in the way")
-        manager.processes.barrier("copies are blocked")
-        for step in (12, 14, 16, 18):
-            manager.save_locally(step, tree(step))
-        manager.wait_until_finished()
-
-    hosts.run(work)
-    for host in range(2):
-        assert len(list(hosts.place(host).glob("*/own/*"))) <= 2
-
-
 def test_a_file_in_the_way_of_the_local_folder_does_not_end_training(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path, 2)
 
@@ -895,12 +865,16 @@ def no_room(*_: Any, **__: Any) -> None:
     raise OSError("no space left")
 
 
-def test_a_run_that_goes_back_without_a_restore_leaves_the_later_local_steps(tmp_path: Path) -> None:
+@pytest.mark.parametrize("restores", [False, True])
+def test_a_run_that_goes_back_leaves_the_later_local_steps(tmp_path: Path, restores: bool) -> None:
     hosts = Hosts(tmp_path, 1, store=100)
 
     def work(manager: hf.CheckpointManager) -> None:
-        manager.save(0, tree(0), force=True)
-        trains(manager, 1, 18)
+        trains(manager, 1, 9)
+        manager.save(10, tree(10), force=True)
+        trains(manager, 11, 18)
+        if restores:
+            manager.restore(10)
         shutil.copytree(newest(hosts.place(0)), tmp_path / newest(hosts.place(0)).name)  # a host that is away
         trains(manager, 11, 14)
 

@@ -77,7 +77,12 @@ def test_several_items_in_the_background_with_metrics(tmp_path: Path) -> None:
 
 def test_templates(tmp_path: Path) -> None:
     with hf.CheckpointManager(tmp_path) as manager:
+        with pytest.raises(hf.CheckpointNotFoundError, match="there is no checkpoint"):
+            manager.structure()
         manager.save(1, tree(1))
+        manager.wait_until_finished()
+        leaf = manager.structure()["b"]["c"]
+        assert (leaf.shape, leaf.dtype) == ((3,), np.dtype(np.int64))
         found = manager.restore(1, tree(0))
         assert found["b"]["c"].tolist() == [1, 1, 1]
         with pytest.raises(hf.TreeMismatchError, match="b/c"):
@@ -131,11 +136,18 @@ def test_items_that_do_not_fit(tmp_path: Path, items: Any) -> None:
         pytest.param({}, "saves nothing", id="none"),
         pytest.param({"../up": hf.PyTreeCheckpointer()}, "item name '../up'", id="path"),
         pytest.param({"state": 3}, "expected a Checkpointer, found int", id="no checkpointer"),
+        pytest.param(
+            3, "checkpointers must be a Checkpointer, or a dictionary of them by item, not int", id="a number"
+        ),
     ],
 )
 def test_checkpointers_that_make_no_sense(tmp_path: Path, checkpointers: Any, what: str) -> None:
     with pytest.raises(hf.errors.OptionError, match=what):
         hf.CheckpointManager(tmp_path, checkpointers)
+    with pytest.raises(
+        hf.errors.OptionError, match=r"options= must be hf\.CheckpointManagerOptions\(\*\*{'a': 1}\), not"
+    ):
+        hf.CheckpointManager(tmp_path, options={"a": 1})  # type: ignore[arg-type]
 
 
 def test_unknown_items(tmp_path: Path) -> None:
@@ -202,18 +214,10 @@ def test_metadata(tmp_path: Path) -> None:
     with hf.CheckpointManager(tmp_path, metadata={"name": "other"}) as manager:
         manager.acquire()
     assert hf.CheckpointManager(tmp_path).metadata() == {"name": "other"}
-    with pytest.raises(hf.errors.OptionError, match="metadata"):
-        hf.CheckpointManager(tmp_path, metadata={"array": np.ones(3)}).acquire()
-
-
-def test_structure(tmp_path: Path) -> None:
-    with hf.CheckpointManager(tmp_path) as manager:
-        with pytest.raises(hf.CheckpointNotFoundError, match="there is no checkpoint"):
-            manager.structure()
-        manager.save(1, tree(1))
-        manager.wait_until_finished()
-        leaf = manager.structure()["b"]["c"]
-        assert (leaf.shape, leaf.dtype) == ((3,), np.dtype(np.int64))
+    others: list[Any] = [{"array": np.ones(3)}, 3]
+    for facts, what in zip(others, ["cannot be stored as JSON", "must be a dictionary, not int"], strict=True):
+        with pytest.raises(hf.errors.OptionError, match=f"metadata= {what}"):
+            hf.CheckpointManager(tmp_path, metadata=facts).acquire()
 
 
 def test_metrics_that_come_later(tmp_path: Path) -> None:
@@ -335,20 +339,15 @@ def test_delete(tmp_path: Path) -> None:
         assert manager.restore(3)["a"] == 33
 
 
-def test_reload_sees_what_others_did(tmp_path: Path) -> None:
-    looking = hf.CheckpointManager(tmp_path)
-    assert (looking.latest_step(), looking.best_step(), looking.all_steps()) == (None, None, [])
-    saved(tmp_path, 1)
-    assert looking.all_steps() == []
-    looking.reload()
-    assert looking.all_steps() == [1]
-
-
 def test_a_step_that_another_program_has_committed_is_found_when_it_is_asked_for(tmp_path: Path) -> None:
     looking = hf.CheckpointManager(tmp_path)
+    assert (looking.latest_step(), looking.best_step(), looking.all_steps()) == (None, None, [])
     saved(tmp_path, 1, 2)
+    assert looking.all_steps() == []
     assert looking.restore(1)["a"] == 1
     assert looking.all_steps() == [1]
+    looking.reload()
+    assert looking.all_steps() == [1, 2]
     os.rename(tmp_path / "2", tmp_path / "3")
     assert hf.CheckpointManager(tmp_path).all_steps() == [1]
     with pytest.raises(hf.DamagedCheckpointError, match="written for step 2, found in the directory of step 3"):

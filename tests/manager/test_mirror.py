@@ -122,8 +122,9 @@ def broken(monkeypatch: pytest.MonkeyPatch, place: str) -> Broken:
 
 def test_steps_arrive_whole_with_what_belongs_to_them(tmp_path: Path, place: str) -> None:
     with manager(tmp_path / "run", place) as run:
-        run.save(5, tree(5), metrics={"loss": 1.0}, custom_metadata={"a": 1})
+        run.save(5, tree(100))
         arrives(run, 5)
+        run.save(5, tree(5), metrics={"loss": 1.0}, custom_metadata={"a": 1}, force=True)
         run.record_metrics(5, {"late": 2})
         run.pin(5)
     assert hf.verify(place).ok
@@ -244,7 +245,9 @@ def test_a_damaged_step_of_the_mirror_is_passed_over(
     assert "step 2 cannot be fetched" in caplog.text
 
 
-def test_one_step_is_fetched_on_request(tmp_path: Path, place: str) -> None:
+def test_one_step_is_fetched_on_request(
+    tmp_path: Path, place: str, broken: Broken, caplog: pytest.LogCaptureFixture
+) -> None:
     with manager(tmp_path / "run", hf.Mirror(place, max_to_keep=5), max_to_keep=1) as run:
         for step in (1, 2, 3):
             run.save(step, tree(step))
@@ -255,6 +258,12 @@ def test_one_step_is_fetched_on_request(tmp_path: Path, place: str) -> None:
         assert not run.fetch(7)
         with pytest.raises(hf.CheckpointNotFoundError):
             run.restore(7)
+        run.delete(1, mirror=False)
+        broken.error = hf.errors.StorageUnavailableError
+        with pytest.raises(hf.CheckpointNotFoundError, match="no checkpoint of step 1; there are 3"):
+            run.restore(1)
+        broken.error = None
+    assert "the mirror failed, and" in caplog.text
 
 
 # ---- which steps, and for how long
@@ -371,18 +380,17 @@ def test_the_measured_rate_is_that_of_a_copy_that_does_not_give_way(monkeypatch:
     assert rates == [None, 50, 50, 30, 30]
 
 
-def test_a_save_that_cannot_begin_leaves_the_mirror_as_it_was(tmp_path: Path, place: str) -> None:
-    with manager(tmp_path / "run", place) as run, pytest.raises(hf.errors.UnsupportedLeafError):
-        run.save(1, {"w": object()})
-    assert not run._mirror._saving  # type: ignore[union-attr]
-
-
-def test_a_step_that_is_replaced_is_replaced_in_the_mirror(tmp_path: Path, place: str) -> None:
+def test_a_save_that_cannot_begin_lets_the_copy_go_on(
+    tmp_path: Path, place: str, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copying, "BESIDE", 1e-3)  # bytes a second: nothing arrives beside a save
     with manager(tmp_path / "run", place) as run:
         run.save(1, tree(1))
+        wait_until(run, lambda status: status.copying == 1)
+        with pytest.raises(hf.errors.UnsupportedLeafError):
+            run.save(2, {"w": object()})
+        gate.set()
         arrives(run, 1)
-        run.save(1, tree(100), force=True)
-    assert hf.load(f"{place}/1")["step"] == 100
 
 
 def test_what_is_deleted_on_purpose_does_not_come_back(tmp_path: Path, place: str) -> None:
@@ -520,10 +528,19 @@ def test_others_see_the_mirror_while_its_remains_are_swept(tmp_path: Path, monke
         arrives(run, 2)
 
 
-def test_the_mirror_of_another_run_is_refused(tmp_path: Path, place: str) -> None:
+def without_identity(directory: Location) -> None:
+    """Makes a directory one of an earlier version, which knew no identities."""
+    options = directory / "options.json"
+    content = decode_document(options.read_bytes(), "options", source="")
+    options.write_bytes(encode_document("options", {"options": content["options"]}))
+
+
+@pytest.mark.parametrize("of_before", [False, True], ids=["with identities", "a directory without one"])
+def test_the_mirror_of_another_run_is_refused(tmp_path: Path, place: str, of_before: bool) -> None:
     for name, step in (("a", 5), ("b", 3)):
         mirrored(tmp_path / name, f"{place}/{name}", step)
-
+    if of_before:
+        without_identity(as_location(tmp_path / "b"))
     with pytest.raises(
         hf.errors.OptionError, match=rf"belongs to another run, that in {tmp_path}/a, and not to the one in"
     ):
@@ -551,11 +568,23 @@ def test_a_foreign_mirror_that_could_not_be_read_at_first_gets_nothing(
     assert steps(f"{place}/a") == [1]
 
 
-def without_identity(directory: Location) -> None:
-    """Makes a directory one of an earlier version, which knew no identities."""
-    options = directory / "options.json"
-    content = decode_document(options.read_bytes(), "options", source="")
-    options.write_bytes(encode_document("options", {"options": content["options"]}))
+@pytest.mark.parametrize(
+    "spoilt",
+    [
+        {"doomed": {"": 3}, "branches": {"": 3}},
+        {"doomed": {"": {"records": [[1], ["1", False, None, None]]}}, "branches": {"": [["a", 1]]}},
+        {"doomed": {"": {"steps": ["3"], "after": None}}, "branches": 3},
+        {"doomed": 3},
+    ],
+)
+def test_tombstones_that_cannot_be_read_delete_nothing(tmp_path: Path, place: str, spoilt: dict[str, Any]) -> None:
+    mirrored(tmp_path / "run", place, 1, 3)
+    options = tmp_path / "run" / "options.json"
+    document = decode_document(options.read_bytes(), "options", source="")
+    document["run"] |= spoilt
+    options.write_bytes(encode_document("options", document))
+    mirrored(tmp_path / "run", place, 4)
+    assert steps(place) == [1, 3, 4]
 
 
 @pytest.mark.parametrize("which", ["both", "directory", "mirror"])
@@ -570,14 +599,6 @@ def test_directories_and_mirrors_without_identity_get_one(tmp_path: Path, place:
 
     ours, theirs = stored_identity(as_location(tmp_path / "run")), stored_identity(as_location(place))
     assert ours.run == theirs.run is not None
-
-
-def test_an_old_directory_beside_the_mirror_of_another_run_is_refused(tmp_path: Path, place: str) -> None:
-    for name, step in (("a", 5), ("b", 3)):
-        mirrored(tmp_path / name, f"{place}/{name}", step)
-    without_identity(as_location(tmp_path / "b"))
-    with pytest.raises(hf.errors.OptionError, match="belongs to another run"):
-        manager(tmp_path / "b", f"{place}/a")
 
 
 def test_a_new_machine_takes_the_identity_of_the_mirror(

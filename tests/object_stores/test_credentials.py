@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs
 
 import pytest
@@ -92,45 +93,47 @@ MACHINE = [
 ]
 ROLE = "role_arn = arn:aws:iam::1:role/trainer\n"
 
-SOURCES: dict[str, tuple[str, str, dict[str, str], list[str]]] = {
-    "credentials": ("", f"[default]\n{KEYS}", {}, []),
-    "config": (f"[default]\n{KEYS}", "", {}, []),
-    "credentials go first": (
-        "[default]\naws_access_key_id = x\naws_secret_access_key = y\n",
-        f"[default]\n{KEYS}",
-        {},
-        [],
-    ),
-    "profile": (f"[profile lab]\n{KEYS}", "[default]\naws_access_key_id = x\n", {"AWS_PROFILE": "lab"}, []),
-    "comments": (f"# mine\n[profile lab] \nregion = {REGION} # here\n{KEYS}", "", {"AWS_PROFILE": "lab"}, []),
-    "a role and its source": (f"[default]\n{ROLE}source_profile = keys\n", f"[keys]\n{KEYS}", {}, ["AssumeRole"]),
-    "a role of a role": (
-        f"[default]\n{ROLE}source_profile = two\n[profile two]\n{ROLE}source_profile = keys\nexternal_id = ours\n",
-        f"[keys]\n{KEYS}",
-        {},
-        ["AssumeRole", "AssumeRole"],
-    ),
-    "a role by itself": (f"[default]\n{ROLE}source_profile = default\n{KEYS}", "", {}, ["AssumeRole"]),
-    "a role of the machine": (
-        f"[default]\n{ROLE}credential_source = Ec2InstanceMetadata\n",
-        "",
-        {},
-        [*MACHINE, "AssumeRole"],
-    ),
-    "a role with a token": (
-        f"[default]\n{ROLE}web_identity_token_file = HOME/token\n",
-        "",
-        {},
-        ["AssumeRoleWithWebIdentity"],
-    ),
-    "a pod": (
-        "",
-        "",
-        {"AWS_ROLE_ARN": "arn:aws:iam::1:role/trainer", "AWS_WEB_IDENTITY_TOKEN_FILE": "HOME/token"},
-        ["AssumeRoleWithWebIdentity"],
-    ),
-    "a container": ("", "", {"AWS_CONTAINER_CREDENTIALS_FULL_URI": "SERVER/task"}, ["GET /task"]),
-    "a machine": ("", "", {}, MACHINE),
+# The files and variables in which credentials are found, and what is asked for them.
+SOURCES: dict[str, dict[str, Any]] = {
+    "credentials": {"credentials": f"[default]\n{KEYS}"},
+    "config": {"config": f"[default]\n{KEYS}"},
+    "credentials go first": {
+        "config": "[default]\naws_access_key_id = x\naws_secret_access_key = y\n",
+        "credentials": f"[default]\n{KEYS}",
+    },
+    "profile": {
+        "config": f"[profile lab]\n{KEYS}",
+        "credentials": "[default]\naws_access_key_id = x\n",
+        "AWS_PROFILE": "lab",
+    },
+    "comments": {"config": f"# mine\n[profile lab] \nregion = {REGION} # here\n{KEYS}", "AWS_PROFILE": "lab"},
+    "a role and its source": {
+        "config": f"[default]\n{ROLE}source_profile = keys\n",
+        "credentials": f"[keys]\n{KEYS}",
+        "asked": ["AssumeRole"],
+    },
+    "a role of a role": {
+        "config": f"[default]\n{ROLE}source_profile = two\n"
+        f"[profile two]\n{ROLE}source_profile = keys\nexternal_id = ours\n",
+        "credentials": f"[keys]\n{KEYS}",
+        "asked": ["AssumeRole", "AssumeRole"],
+    },
+    "a role by itself": {"config": f"[default]\n{ROLE}source_profile = default\n{KEYS}", "asked": ["AssumeRole"]},
+    "a role of the machine": {
+        "config": f"[default]\n{ROLE}credential_source = Ec2InstanceMetadata\n",
+        "asked": [*MACHINE, "AssumeRole"],
+    },
+    "a role with a token": {
+        "config": f"[default]\n{ROLE}web_identity_token_file = HOME/token\n",
+        "asked": ["AssumeRoleWithWebIdentity"],
+    },
+    "a pod": {
+        "AWS_ROLE_ARN": "arn:aws:iam::1:role/trainer",
+        "AWS_WEB_IDENTITY_TOKEN_FILE": "HOME/token",
+        "asked": ["AssumeRoleWithWebIdentity"],
+    },
+    "a container": {"AWS_CONTAINER_CREDENTIALS_FULL_URI": "SERVER/task", "asked": ["GET /task"]},
+    "a machine": {"asked": MACHINE},
 }
 
 
@@ -138,10 +141,11 @@ SOURCES: dict[str, tuple[str, str, dict[str, str], list[str]]] = {
 def test_where_they_are_found(
     s3: Store, amazon: Amazon, tmp_path: Path, which: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, credentials, environment, asked = SOURCES[which]
+    environment = {"config": "", "credentials": "", "asked": [], **SOURCES[which]}
+    asked = environment.pop("asked")
     (tmp_path / "token").write_text("canary-of-the-cluster\n")
-    (tmp_path / ".aws" / "config").write_text(config.replace("HOME", str(tmp_path)))
-    (tmp_path / ".aws" / "credentials").write_text(credentials)
+    for name in ("config", "credentials"):
+        (tmp_path / ".aws" / name).write_text(environment.pop(name).replace("HOME", str(tmp_path)))
     for name, value in environment.items():
         monkeypatch.setenv(name, value.replace("HOME", str(tmp_path)).replace("SERVER", amazon.url))
     write_twice(s3)

@@ -25,28 +25,26 @@ pytestmark = pytest.mark.servers
 
 
 @pytest.fixture(scope="session", params=SERVERS)
-def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, int]]:
-    """A server that runs, and its port."""
+def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with started(request.param, tmp_path_factory.mktemp(request.param)) as found:
         yield found
 
 
 @pytest.fixture
-def server(running: tuple[Server, int], monkeypatch: pytest.MonkeyPatch) -> Server:
-    """The server, in an environment in which it is found."""
-    server, port = running
-    reach(server, port, monkeypatch)
-    if "FSSPEC_SFTP_PASSWORD" in server.client(port):
+def server(running: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
+    """A server that runs, in an environment in which it is found."""
+    reach(running, monkeypatch)
+    if "FSSPEC_SFTP_PASSWORD" in running.client:
         import fsspec.config
 
         monkeypatch.setitem(fsspec.config.conf, "sftp", {"password": SECRET})
-    return server
+    return running
 
 
 @pytest.fixture
-def url(server: Server, running: tuple[Server, int]) -> str:
+def url(server: Server) -> str:
     """A URL of its own."""
-    return f"{server.url(running[1])}/{uuid.uuid4().hex[:8]}"
+    return f"{server.url}/{uuid.uuid4().hex[:8]}"
 
 
 class TestServers(BackendConformance):

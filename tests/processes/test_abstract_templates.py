@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.processes.harness import Process, run_processes
+from tests.processes.meshes import sharding
 
 import holdfast as hf
 
@@ -17,10 +18,9 @@ import holdfast as hf
 def spread_state(mesh: Any) -> Any:
     """Returns arrays on a mesh, divided and not, with a key and a number."""
     import jax
-    from jax.sharding import NamedSharding, PartitionSpec
 
     def put(array: Any, *axes: Any) -> Any:
-        return jax.device_put(array, NamedSharding(mesh, PartitionSpec(*axes)))  # type: ignore[no-untyped-call]
+        return jax.device_put(array, sharding(mesh, *axes))
 
     return {
         "rows": put(np.arange(64.0, dtype=np.float32).reshape(16, 4), "x"),

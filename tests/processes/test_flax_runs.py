@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.processes.harness import Process, run_processes
+from tests.processes.meshes import sharding
 
 import holdfast as hf
 from holdfast.integrations.flax import CheckpointCallback
@@ -27,14 +28,12 @@ def train(
 ) -> tuple[int, int, list[float], int]:
     """Trains to the end or to a preemption: the first step, the last, this process's part, where its data is."""
     import jax
-    from jax.sharding import NamedSharding, PartitionSpec
 
     mesh = jax.make_mesh((process.count,), ("process",))
-    sharding = NamedSharding(mesh, PartitionSpec("process"))  # type: ignore[no-untyped-call]  # jax leaves it unannotated
 
     def spread(part: Any) -> Any:
         make: Any = jax.make_array_from_process_local_data  # unannotated in jax
-        return make(sharding, part)
+        return make(sharding(mesh, "process"), part)
 
     @jax.jit
     def update(state: Any, batch: Any) -> Any:

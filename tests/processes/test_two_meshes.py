@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from tests.processes.harness import Process, run_processes
+from tests.processes.meshes import distribute, torch_mesh
 
 import holdfast as hf
 
@@ -24,11 +25,10 @@ def new_program(seed: int, shape: tuple[int, int] | None = None) -> dict[str, An
     """A norm under FSDP2 alone, two layers under both, and one under tensor parallelism alone."""
     model = new_model(seed)
     if shape is not None:
-        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+        mesh = torch_mesh(*shape, names=("dp", "tp"))
         plan: Any = {"1": ColwiseParallel(), "2": RowwiseParallel(), "3": ColwiseParallel()}
         parallelize_module(model, mesh["tp"], plan)
         for layer in list(model)[:3]:
@@ -69,9 +69,7 @@ def train(process: Process, path: str) -> tuple[dict[str, Any], list[str]]:
                 gradient = torch.full(one.shape, 0.5 * step + number) + torch.arange(one.shape[0]).view(
                     -1, *[1] * (one.ndim - 1)
                 )
-                one.grad = torch.distributed.tensor.distribute_tensor(
-                    gradient, one.device_mesh, one.placements, src_data_rank=None
-                )
+                one.grad = distribute(gradient, one.device_mesh, *one.placements)
             program["optimizer"].step()
             checkpoint.on_step(step, program)
     saved = whole(program)
@@ -106,12 +104,10 @@ def test_parameters_on_one_axis_of_a_mesh(tmp_path: Path) -> None:
 
 def save_stages(process: Process, path: str) -> str:
     """Two stages of a pipeline that call different parameters by the same name."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import Shard
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    stage = float(process.index // 2)
-    weight = distribute_tensor(torch.full((4, 2), stage), mesh["dp"], [Shard(0)], src_data_rank=None)
+    mesh = torch_mesh(2, 2, names=("pp", "dp"))
+    weight = distribute(torch.full((4, 2), float(process.index // 2)), mesh["dp"], Shard(0))
     with pytest.raises((hf.TreeMismatchError, hf.errors.PeerFailedError)) as raised:
         hf.save(path, {"weight": weight})
     with pytest.raises(hf.TreeMismatchError, match="process 2 has another tree than process 0"):

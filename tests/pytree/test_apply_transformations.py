@@ -40,53 +40,46 @@ class State:
 
 
 T = Transform
+
+
+def taken(key: str) -> Transform:
+    """A transformation that takes the value at another key as it is."""
+    return T(original_key=key)
+
+
 structure_of: Any = jax.tree.structure
 abstract: Any = jax.ShapeDtypeStruct
 
 
-@pytest.mark.parametrize(
-    ("transformations", "new", "expected"),
-    [
-        ({"x": T(original_key="a")}, {"x": ...}, {"x": 1}),
-        ({"x": T(original_key="b/c")}, {"x": 0}, {"x": 5}),
-        ({"b": {"c": T(original_key="a")}}, {"b": {"c": 0}}, {"b": {"c": 1}}),
-        ({"b/c": T(original_key="a")}, {"b": {"c": 0}}, {"b": {"c": 1}}),
-        ({"b": {r"(.)": T(original_key="a")}}, {"b": {"c": 0}}, {"b": {"c": 1}}),
-        ({r"x(\d.*)": T(original_key=r"b\1")}, {"x1": {"c": 0}, "x2": {"c": 0}}, {"x1": {"c": 2}, "x2": {"c": 3}}),
-        ({r"(?P<n>\d)": T(original_key=r"b\g<n>/c")}, {"1": 0, 2: 0}, {"1": 2, 2: 3}),
-        ({"x": [T(original_key="a"), T(original_key="f")]}, {"x": (0, 0)}, {"x": (1, 2)}),
-        ({"a": T(value_fn=lambda v: v * 10)}, {"a": 0}, {"a": 10}),
-        ({"x": T(original_key="a", value_fn=lambda v: v * 10)}, {"x": 0}, {"x": 10}),
-        ({"x": T(multi_value_fn=lambda tree: tree["a"] + tree["f"])}, {"x": 0}, {"x": 3}),
-        (
-            {r"x\d": T(multi_value_fn=lambda key, tree: tree[f"b{key[1:]}"]["c"])},
-            {"x1": 0, "x2": 0},
-            {"x1": 2, "x2": 3},
-        ),
-        ({"a": T()}, {"a": 0}, {"a": 1}),
-        ({"": T(original_key="b")}, {"c": 0, "d": [0, 0]}, {"c": 5, "d": [0, 1]}),
-        ({"x": T(original_key="")}, {"x": {"a": 0, "b1": {"c": 0}}}, {"x": {"a": 1, "b1": {"c": 2}}}),
-        ({}, {}, {}),
-    ],
-    ids=[
-        "renamed",
-        "from deeper",
-        "key in dictionaries",
-        "key with slashes",
-        "pattern in dictionaries",
-        "groups",
-        "named groups and integer keys",
-        "transformations in a list",
-        "function of the value",
-        "function of another value",
-        "function of the tree",
-        "function of the key and the tree",
-        "the same key",
-        "the whole tree from below a key",
-        "the whole tree moved below a key",
-        "nothing",
-    ],
-)
+SOURCES: dict[str, Any] = {
+    "renamed": ({"x": taken("a")}, {"x": ...}, {"x": 1}),
+    "from deeper": ({"x": taken("b/c")}, {"x": 0}, {"x": 5}),
+    "key in dictionaries": ({"b": {"c": taken("a")}}, {"b": {"c": 0}}, {"b": {"c": 1}}),
+    "key with slashes": ({"b/c": taken("a")}, {"b": {"c": 0}}, {"b": {"c": 1}}),
+    "pattern in dictionaries": ({"b": {r"(.)": taken("a")}}, {"b": {"c": 0}}, {"b": {"c": 1}}),
+    "groups": ({r"x(\d.*)": taken(r"b\1")}, {"x1": {"c": 0}, "x2": {"c": 0}}, {"x1": {"c": 2}, "x2": {"c": 3}}),
+    "named groups and integer keys": ({r"(?P<n>\d)": taken(r"b\g<n>/c")}, {"1": 0, 2: 0}, {"1": 2, 2: 3}),
+    "transformations in a list": ({"x": [taken("a"), taken("f")]}, {"x": (0, 0)}, {"x": (1, 2)}),
+    "function of the value": ({"a": T(value_fn=lambda v: v * 10)}, {"a": 0}, {"a": 10}),
+    "function of another value": ({"x": T(original_key="a", value_fn=lambda v: v * 10)}, {"x": 0}, {"x": 10}),
+    "function of the tree": ({"x": T(multi_value_fn=lambda tree: tree["a"] + tree["f"])}, {"x": 0}, {"x": 3}),
+    "function of the key and the tree": (
+        {r"x\d": T(multi_value_fn=lambda key, tree: tree[f"b{key[1:]}"]["c"])},
+        {"x1": 0, "x2": 0},
+        {"x1": 2, "x2": 3},
+    ),
+    "the same key": ({"a": T()}, {"a": 0}, {"a": 1}),
+    "the whole tree from below a key": ({"": taken("b")}, {"c": 0, "d": [0, 0]}, {"c": 5, "d": [0, 1]}),
+    "the whole tree moved below a key": (
+        {"x": taken("")},
+        {"x": {"a": 0, "b1": {"c": 0}}},
+        {"x": {"a": 1, "b1": {"c": 2}}},
+    ),
+    "nothing": ({}, {}, {}),
+}
+
+
+@pytest.mark.parametrize(("transformations", "new", "expected"), SOURCES.values(), ids=SOURCES)
 def test_where_values_come_from(transformations: Any, new: Any, expected: Any) -> None:
     for default_to_original in (True, False):
         found = apply_transformations(ORIGINAL, transformations, new, default_to_original)
@@ -94,16 +87,15 @@ def test_where_values_come_from(transformations: Any, new: Any, expected: Any) -
         assert type(found) is type(expected)
 
 
-@pytest.mark.parametrize(
-    ("transformations", "expected_true", "expected_false"),
-    [
-        ({}, {"a": 1, "g": 8}, {"a": 7, "g": 8}),
-        ({"a": T(use_fallback=True)}, {"a": 7, "g": 8}, {"a": 1, "g": 8}),
-        ({"a": T()}, {"a": 1, "g": 8}, {"a": 1, "g": 8}),
-        ({"g": T(original_key="a")}, {"a": 1, "g": 1}, {"a": 7, "g": 1}),
-    ],
-    ids=["no transformation", "fallback", "named", "renamed"],
-)
+PREFERRED: dict[str, Any] = {
+    "no transformation": ({}, {"a": 1, "g": 8}, {"a": 7, "g": 8}),
+    "fallback": ({"a": T(use_fallback=True)}, {"a": 7, "g": 8}, {"a": 1, "g": 8}),
+    "named": ({"a": T()}, {"a": 1, "g": 8}, {"a": 1, "g": 8}),
+    "renamed": ({"g": taken("a")}, {"a": 1, "g": 1}, {"a": 7, "g": 1}),
+}
+
+
+@pytest.mark.parametrize(("transformations", "expected_true", "expected_false"), PREFERRED.values(), ids=PREFERRED)
 def test_the_tree_that_is_preferred(transformations: Any, expected_true: Any, expected_false: Any) -> None:
     new = {"a": 7, "g": 8}
     assert apply_transformations(ORIGINAL, transformations, new) == expected_true
@@ -114,29 +106,19 @@ def test_the_tree_that_is_preferred(transformations: Any, expected_true: Any, ex
 NEW_SUBTREE = {"x": {"c": 0, "d": [0, 0, 0, 0]}}
 
 
-@pytest.mark.parametrize(
-    ("transform", "new", "expected"),
-    [
-        (T(original_key="b"), NEW_SUBTREE, {"x": {"c": 5, "d": [0, 1, 2, 3]}}),
-        (T(original_key="b"), {"x": {"d": (0, 0)}}, {"x": {"d": (0, 1)}}),
-        (T(original_key="b"), {"x": ...}, {"x": {"c": 5, "d": [0, 1, 2, 3]}}),
-        (T(original_key="b", value_fn=lambda v: v + 1), NEW_SUBTREE, {"x": {"c": 6, "d": [1, 2, 3, 4]}}),
-        (T(original_key="b", value_fn=lambda v: sum(v["d"])), {"x": ...}, {"x": 6}),
-        (T(use_fallback=True), NEW_SUBTREE, NEW_SUBTREE),
-        (T(multi_value_fn=lambda tree: {**tree["b"], "more": 1}), NEW_SUBTREE, {"x": {"c": 5, "d": [0, 1, 2, 3]}}),
-        (T(multi_value_fn=lambda tree: tree["b"]["d"][1:]), {"x": ...}, {"x": [1, 2, 3]}),
-    ],
-    ids=[
-        "leaf by leaf",
-        "a part",
-        "placeholder",
-        "function",
-        "function, placeholder",
-        "fallback",
-        "whole",
-        "whole, ...",
-    ],
-)
+OF_CONTAINERS: dict[str, Any] = {
+    "leaf by leaf": (taken("b"), NEW_SUBTREE, {"x": {"c": 5, "d": [0, 1, 2, 3]}}),
+    "a part": (taken("b"), {"x": {"d": (0, 0)}}, {"x": {"d": (0, 1)}}),
+    "placeholder": (taken("b"), {"x": ...}, {"x": {"c": 5, "d": [0, 1, 2, 3]}}),
+    "function": (T(original_key="b", value_fn=lambda v: v + 1), NEW_SUBTREE, {"x": {"c": 6, "d": [1, 2, 3, 4]}}),
+    "function, placeholder": (T(original_key="b", value_fn=lambda v: sum(v["d"])), {"x": ...}, {"x": 6}),
+    "fallback": (T(use_fallback=True), NEW_SUBTREE, NEW_SUBTREE),
+    "whole": (T(multi_value_fn=lambda tree: {**tree["b"], "more": 1}), NEW_SUBTREE, {"x": {"c": 5, "d": [0, 1, 2, 3]}}),
+    "whole, ...": (T(multi_value_fn=lambda tree: tree["b"]["d"][1:]), {"x": ...}, {"x": [1, 2, 3]}),
+}
+
+
+@pytest.mark.parametrize(("transform", "new", "expected"), OF_CONTAINERS.values(), ids=OF_CONTAINERS)
 @pytest.mark.parametrize("key", ["x", "[x-z]"], ids=["key", "pattern"])
 def test_a_transformation_of_a_container_applies_to_all_leaves_below(
     key: str, transform: Transform, new: Any, expected: Any
@@ -173,7 +155,7 @@ def test_keys_match_paths_as_messages_show_them() -> None:
     original = {"w+b": 1, "a.b": 2, "a/b": 3, "50%": 4, 1: 5, "1": 6, "(x": 7}
     keys = {"w+b": "w+b", "a.b": "a.b", "a/b": "a%2Fb", "50%": "50%25", 1: "1", "1": "%31", "(x": "(x"}
     new = {f"new {number}": ... for number in range(len(keys))}
-    renamed = {f"new {number}": T(original_key=path) for number, path in enumerate(keys.values())}
+    renamed = {f"new {number}": taken(path) for number, path in enumerate(keys.values())}
     assert list(apply_transformations(original, renamed, new).values()) == [1, 2, 3, 4, 5, 6, 7]
     for path, value in zip(keys.values(), original.values(), strict=True):
         negative = apply_transformations(original, {path: T(value_fn=lambda v: -v)}, original)
@@ -217,7 +199,7 @@ def test_states_of_optax() -> None:
     tx = optax.chain(optax.clip(1.0), optax.adam(1e-3))
     gradients = {"old": jnp.full(3, 0.5)}
     _, state = tx.update(gradients, tx.init(old), old)
-    found = apply_transformations(state, {r"(.*)new(.*)": T(original_key=r"\1old\2")}, tx.init(new))
+    found = apply_transformations(state, {r"(.*)new(.*)": taken(r"\1old\2")}, tx.init(new))
     assert structure_of(found) == structure_of(tx.init(new))
     adam, before = found[1][0], state[1][0]
     np.testing.assert_array_equal(adam.mu["new"], before.mu["old"])
@@ -228,25 +210,25 @@ def test_states_of_optax() -> None:
 def test_bare_leaves() -> None:
     assert apply_transformations(5, {}, 6) == 5
     assert apply_transformations(5, {}, 6, default_to_original=False) == 6
-    assert apply_transformations({"a": 5}, T(original_key="a"), ...) == 5
+    assert apply_transformations({"a": 5}, taken("a"), ...) == 5
     with pytest.raises(TreeMismatchError, match=re.escape("(root): expected a value, 'b' is not in the original")):
-        apply_transformations({"a": 5}, {"": T(original_key="b")}, ...)
+        apply_transformations({"a": 5}, {"": taken("b")}, ...)
 
 
 def test_none_is_no_value() -> None:
     assert apply_transformations({"a": None, "b": 1}, {}, {"a": 2, "b": None}) == {"a": 2, "b": None}
     assert apply_transformations({"a": None}, {}, {"a": ...}) == {"a": None}
-    assert apply_transformations({"a": 1}, {".*": T(original_key="a")}, {"b": None, "c": 0}) == {"b": None, "c": 1}
+    assert apply_transformations({"a": 1}, {".*": taken("a")}, {"b": None, "c": 0}) == {"b": None, "c": 1}
     assert apply_transformations({"a": 1}, {"b": T(use_fallback=True)}, {"b": None}) == {"b": None}
     with pytest.raises(TreeMismatchError, match="c: expected a value, found None at 'a' in the original tree"):
-        apply_transformations({"a": None}, {"c": T(original_key="a")}, {"c": 0})
+        apply_transformations({"a": None}, {"c": taken("a")}, {"c": 0})
     with pytest.raises(TreeMismatchError, match=r"b: expected a place for a value, found None.*write \.\.\. instead"):
-        apply_transformations({"a": 1}, {"b": T(original_key="a")}, {"b": None})
+        apply_transformations({"a": 1}, {"b": taken("a")}, {"b": None})
 
 
 def test_values_are_handed_on_as_they_are() -> None:
     array = np.arange(3)
-    found = apply_transformations({"a": array}, {"b": T(original_key="a")}, {"a": ..., "b": jnp.zeros(7)})
+    found = apply_transformations({"a": array}, {"b": taken("a")}, {"a": ..., "b": jnp.zeros(7)})
     assert found["a"] is array
     assert found["b"] is array
     kept = abstract((3,), np.float32)
@@ -292,71 +274,78 @@ def test_transformations_that_contradict_themselves(arguments: Any, message: str
 
 def test_a_transform_does_not_change() -> None:
     with pytest.raises(AttributeError):
-        T(original_key="a").original_key = "b"  # type: ignore[misc] # what is tested
-    assert T(original_key="a") == T(original_key="a") != T(original_key="b")
+        taken("a").original_key = "b"  # type: ignore[misc] # what is tested
+    assert taken("a") == taken("a") != taken("b")
 
 
-@pytest.mark.parametrize(
-    ("transformations", "message"),
-    [
-        ({"x": "a"}, "'x' is a str; expected a Transform or a dictionary of them"),
-        ({"x": {"y": None}}, "'x/y' is a NoneType"),
-        (None, "the whole is a NoneType"),
-        ({"typo": T(original_key="a")}, "'typo' matches no key of the new tree, which has 'x', 'y', 'y/z'"),
-        ({"x|typo": T(original_key="a"), "z": T()}, "'z' matches no key"),
-        ({"x(": T(original_key="a")}, r"'x\(' is neither a key of the new tree nor a regular expression"),
-        ({"x": T(original_key=r"\1")}, r"'x' has original_key='\\\\1', which does not fit its key"),
-        ({"(x)": T(original_key=r"\g<name>")}, "which does not fit its key: unknown group name"),
-    ],
-    ids=["text", "None", "nothing", "typo", "second typo", "no expression", "no group", "no named group"],
-)
+WRONG: dict[str, Any] = {
+    "text": ({"x": "a"}, "'x' is a str; expected a Transform or a dictionary of them"),
+    "None": ({"x": {"y": None}}, "'x/y' is a NoneType"),
+    "nothing": (None, "the whole is a NoneType"),
+    "typo": ({"typo": taken("a")}, "'typo' matches no key of the new tree, which has 'x', 'y', 'y/z'"),
+    "second typo": ({"x|typo": taken("a"), "z": T()}, "'z' matches no key"),
+    "no expression": ({"x(": taken("a")}, r"'x\(' is neither a key of the new tree nor a regular expression"),
+    "no group": ({"x": taken(r"\1")}, r"'x' has original_key='\\\\1', which does not fit its key"),
+    "no named group": ({"(x)": taken(r"\g<name>")}, "which does not fit its key: unknown group name"),
+}
+
+
+@pytest.mark.parametrize(("transformations", "message"), WRONG.values(), ids=WRONG)
 def test_wrong_transformations(transformations: Any, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         apply_transformations({"a": 1}, transformations, {"x": 0, "y": {"z": 0}})
 
 
-@pytest.mark.parametrize(
-    ("transformations", "new", "default_to_original", "messages"),
-    [
-        ({"x": T(original_key="q")}, {"x": 0}, True, ["x: expected a value, 'q' is not in the original tree (t"]),
-        (
-            {"(.*)": T(original_key=r"q\1")},
-            {"x": 0, "y": 0},
-            True,
-            ["x: expected a value, 'qx'", "y: expected", "'(.*)'"],
-        ),
-        ({"x": T()}, {"x": 0}, True, ["x: expected a value, not in the original tree (transformation 'x')"]),
-        ({"x": T(value_fn=abs)}, {"x": 0}, True, ["value_fn is given the value at this key", "multi_value_fn"]),
-        ({"x": T(use_fallback=True)}, {"x": 0}, False, ["x: expected a value, not in the original tree"]),
-        ({"x": T(use_fallback=True)}, {"x": ...}, True, ["only a placeholder", "use_fallback takes it from there"]),
-        (
-            {},
-            {"x": ...},
-            True,
-            ["x: expected a value, found only a placeholder in the new tree, and the original tree"],
-        ),
-        ({}, {"a": ...}, False, ["a: expected a value, found only a placeholder", "default_to_original is False"]),
-        ({}, {"b": 0}, True, ["b: expected one value, found a container of 5 leaves at 'b'", "write ..."]),
-        (
-            {"x": T(original_key="")},
-            {"x": 0},
-            True,
-            ["x: expected one value, found a container of 9 leaves at '(root)'"],
-        ),
-    ],
-    ids=[
-        "no such key",
-        "pattern",
-        "same key",
-        "value_fn",
-        "fallback to original",
-        "fallback to placeholder",
-        "placeholder",
-        "placeholder, new preferred",
-        "container for a leaf",
-        "tree for a leaf",
-    ],
-)
+UNFILLED: dict[str, Any] = {
+    "no such key": ({"x": taken("q")}, {"x": 0}, True, ["x: expected a value, 'q' is not in the original tree (t"]),
+    "pattern": (
+        {"(.*)": taken(r"q\1")},
+        {"x": 0, "y": 0},
+        True,
+        ["x: expected a value, 'qx'", "y: expected", "'(.*)'"],
+    ),
+    "same key": ({"x": T()}, {"x": 0}, True, ["x: expected a value, not in the original tree (transformation 'x')"]),
+    "value_fn": ({"x": T(value_fn=abs)}, {"x": 0}, True, ["value_fn is given the value at this key", "multi_value_fn"]),
+    "fallback to original": (
+        {"x": T(use_fallback=True)},
+        {"x": 0},
+        False,
+        ["x: expected a value, not in the original tree"],
+    ),
+    "fallback to placeholder": (
+        {"x": T(use_fallback=True)},
+        {"x": ...},
+        True,
+        ["only a placeholder", "use_fallback takes it from there"],
+    ),
+    "placeholder": (
+        {},
+        {"x": ...},
+        True,
+        ["x: expected a value, found only a placeholder in the new tree, and the original tree"],
+    ),
+    "placeholder, new preferred": (
+        {},
+        {"a": ...},
+        False,
+        ["a: expected a value, found only a placeholder", "default_to_original is False"],
+    ),
+    "container for a leaf": (
+        {},
+        {"b": 0},
+        True,
+        ["b: expected one value, found a container of 5 leaves at 'b'", "write ..."],
+    ),
+    "tree for a leaf": (
+        {"x": taken("")},
+        {"x": 0},
+        True,
+        ["x: expected one value, found a container of 9 leaves at '(root)'"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("transformations", "new", "default_to_original", "messages"), UNFILLED.values(), ids=UNFILLED)
 def test_keys_that_cannot_be_filled(
     transformations: Any, new: Any, default_to_original: bool, messages: list[str]
 ) -> None:
@@ -367,32 +356,38 @@ def test_keys_that_cannot_be_filled(
     assert len(caught.value.differences) == len(new)
 
 
-@pytest.mark.parametrize(
-    ("transform", "new", "message"),
-    [
-        (
-            T(multi_value_fn=lambda tree: [1]),
-            0,
-            "multi_value_fn of the transformation for x returned a list: expected one",
-        ),
-        (T(original_key="a", value_fn=lambda v: {"k": v}), 0, "value_fn of the transformation for x returned a dict"),
-        (T(multi_value_fn=lambda tree: tree["b1"]), {"c": 0, "d": 0}, "(?s)must return a tree .*d: not returned"),
-    ],
-    ids=["tree", "value", "part missing"],
-)
+MISFITS: dict[str, Any] = {
+    "tree": (
+        T(multi_value_fn=lambda tree: [1]),
+        0,
+        "multi_value_fn of the transformation for x returned a list: expected one",
+    ),
+    "value": (
+        T(original_key="a", value_fn=lambda v: {"k": v}),
+        0,
+        "value_fn of the transformation for x returned a dict",
+    ),
+    "part missing": (
+        T(multi_value_fn=lambda tree: tree["b1"]),
+        {"c": 0, "d": 0},
+        "(?s)must return a tree .*d: not returned",
+    ),
+}
+
+
+@pytest.mark.parametrize(("transform", "new", "message"), MISFITS.values(), ids=MISFITS)
 def test_functions_that_return_a_tree_that_does_not_fit(transform: Transform, new: Any, message: str) -> None:
     with pytest.raises(TreeMismatchError, match=message):
         apply_transformations(ORIGINAL, {"x": transform}, {"x": new})
 
 
-@pytest.mark.parametrize(
-    ("transform", "note"),
-    [
-        (T(original_key="a", value_fn=lambda v: v / 0), "raised by value_fn of the transformation for x"),
-        (T(multi_value_fn=lambda tree: tree["a"] / 0), "raised by multi_value_fn of the transformation for x"),
-    ],
-    ids=["value", "tree"],
-)
+NOTES: dict[str, Any] = {
+    "value": (T(original_key="a", value_fn=lambda v: v / 0), "raised by value_fn of the transformation for x"),
+    "tree": (T(multi_value_fn=lambda tree: tree["a"] / 0), "raised by multi_value_fn of the transformation for x"),
+}
+
+
+@pytest.mark.parametrize(("transform", "note"), NOTES.values(), ids=NOTES)
 def test_errors_of_functions_name_the_key(transform: Transform, note: str) -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         apply_transformations(ORIGINAL, {"x": transform}, {"x": 0})
@@ -412,4 +407,4 @@ def test_without_transformations_a_tree_comes_back(tree: Any, other: Any) -> Non
     assert apply_transformations(tree, {}, placeholders) == tree
     assert apply_transformations(tree, {}, tree, default_to_original=False) == tree
     original, new = {"old": tree, "more": other}, {"new": placeholders, "g": 1}
-    assert apply_transformations(original, {"new": T(original_key="old")}, new) == {"new": tree, "g": 1}
+    assert apply_transformations(original, {"new": taken("old")}, new) == {"new": tree, "g": 1}

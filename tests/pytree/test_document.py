@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections import Counter, OrderedDict, defaultdict
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.ids import plain_id
 
 from holdfast.engine.errors import DamagedCheckpointError, TreeMismatchError
 from holdfast.engine.pytree import choose, flatten, from_document, leaves_at, split, to_document
-
-
-class Pair(NamedTuple):
-    left: Any
-    right: Any
-
-
-@dataclass
-class Box:
-    content: Any
-
 
 KEYS = st.sampled_from(["a", "b", "ab", "a.b", "b.0", "0", 0, 1, ("a", 1)])
 TREES = st.recursive(
@@ -42,37 +28,6 @@ def through_json(tree: Any) -> Any:
     assert names == flat.names
     assert len(leaves) == len(flat.values)
     return containers.build(flat.values)
-
-
-@pytest.mark.parametrize(
-    ("tree", "expected"),
-    [
-        ({"a": 1, 1: 2, "1": 3, -5: 4}, {"a": 1, 1: 2, "1": 3, -5: 4}),
-        ({True: 1, "True": 2}, {True: 1, "True": 2}),
-        (
-            {("a", "b"): 1, ("a.b", (2, True)): 2, (): 3, "()": 4},
-            {("a", "b"): 1, ("a.b", (2, True)): 2, (): 3, "()": 4},
-        ),
-        ({"": 1, "a.b": 2, "\ud83d\ude00": 3, "\ud800": 4}, {"": 1, "a.b": 2, "\ud83d\ude00": 3, "\ud800": 4}),
-        ([1, (2, [3]), {}], [1, (2, [3]), {}]),
-        (Pair(1, Pair(2, ())), {"left": 1, "right": {"left": 2, "right": ()}}),
-        (Box([1]), {"content": [1]}),
-        (OrderedDict(b=1, a=2), OrderedDict(b=1, a=2)),
-        (Counter("aab"), Counter("aab")),
-        (defaultdict(list, a=[1]), defaultdict(list, a=[1])),
-        (defaultdict(lambda: 1, a=1), defaultdict(None, a=1)),
-        (7, 7),
-        ((), ()),
-    ],
-    ids=plain_id,
-)
-def test_a_document_brings_plain_containers_back(tree: Any, expected: Any) -> None:
-    again = through_json(tree)
-    assert again == expected
-    assert type(again) is type(expected)
-    if isinstance(expected, dict):
-        assert [(type(key), key) for key in again] == [(type(key), key) for key in expected]
-        assert getattr(again, "default_factory", None) is getattr(expected, "default_factory", None)
 
 
 scalars = st.integers() | st.none()

@@ -1,10 +1,11 @@
-"""Trees taken apart: their containers, the names of their leaves, and trees that are refused."""
+"""Trees taken apart: their containers, the names of their leaves, and trees and leaves that are refused."""
 
 from __future__ import annotations
 
 import enum
+import gc
+import sys
 import types
-from collections import Counter, OrderedDict, defaultdict
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,8 +14,8 @@ import pytest
 from tests.ids import plain_id
 
 from holdfast.engine.errors import UnsupportedLeafError
-from holdfast.engine.pytree import flatten, unflatten
-from holdfast.engine.pytree.flattening import MAX_DEPTH
+from holdfast.engine.pytree import ArrayLeaf, describe, flatten, unflatten
+from holdfast.engine.pytree.flattening import MAX_DEPTH, collection_paused
 
 
 class Point(NamedTuple):
@@ -34,7 +35,7 @@ class Frozen:
 
 
 class Settings(dict):  # type: ignore[type-arg] # a plain subclass, as programs have them
-    note = "class attribute"
+    pass
 
 
 class Steps(list):  # type: ignore[type-arg] # likewise
@@ -83,36 +84,6 @@ def test_a_dataclass_keeps_fields_that_its_constructor_does_not_take() -> None:
     flat = flatten(counters)
     assert flat.names == ["done.0", "done.1", "best"]
     assert unflatten(flatten(Counters([0, 0])).structure, flat.values) == counters
-
-
-def containers() -> list[Any]:
-    settings = Settings(a=1)
-    settings.note = "instance attribute"
-    return [
-        {"a": 1, 2: [3]},
-        OrderedDict([("b", 1), ("a", 2)]),
-        defaultdict(list, {"a": [1]}),
-        Counter("abracadabra"),
-        settings,
-        Steps([1, 2]),
-        (1, (2,), ()),
-        Point([1], {}),
-        Counters(3),
-        Frozen(4),
-        types.MappingProxyType({"k": 1}),
-        [[], {}, (), None],
-        5,
-    ]
-
-
-@pytest.mark.parametrize("tree", containers(), ids=lambda tree: type(tree).__name__)
-def test_unflatten_gives_the_same_tree_of_the_same_types(tree: Any) -> None:
-    flat = flatten({"root": tree})
-    again = unflatten(flat.structure, flat.values)["root"]
-    assert again == tree
-    assert type(again) is type(tree)
-    assert getattr(again, "default_factory", None) == getattr(tree, "default_factory", None)
-    assert getattr(again, "note", None) == getattr(tree, "note", None)
 
 
 def test_unflatten_copies_containers() -> None:
@@ -180,3 +151,51 @@ def test_all_bad_places_are_named_at_once() -> None:
         flatten({"a": {1.5: 0}, "b": {None: 0}})
     assert "a: dict" in str(caught.value)
     assert "b: dict" in str(caught.value)
+
+
+# ---- many leaves, and leaves that cannot be saved
+
+
+def test_every_leaf_that_cannot_be_saved_is_named_at_once() -> None:
+    tree = {
+        "fine": np.ones(2),
+        "a": {"b": object()},
+        "c": [np.zeros(2, object), 1, lambda: None],
+        "d": sys,
+        "e": {(1,)},
+        "f": iter([]),
+    }
+    flat = flatten(tree)
+    with pytest.raises(UnsupportedLeafError) as caught:
+        describe(flat.names, flat.values)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "these leaves cannot be saved, and nothing was written:"
+    assert [text.split(":")[0].strip() for text in lines[1:]] == ["a/b", "c/0", "c/2", "d", "e", "f"]
+    assert "is of type function, which is code; leave it out of the tree" in lines[3]
+
+
+def test_ten_thousand_leaves_are_views_with_shared_details() -> None:
+    tree = {f"leaf_{index}": np.full(4, index) for index in range(10_000)}
+    flat = flatten(tree)
+    leaves = describe(flat.names, flat.values)
+    assert flat.names == list(tree)
+    assert len({id(leaf.details) for leaf in leaves}) == 1
+    for leaf, array in zip(leaves, tree.values(), strict=True):
+        assert isinstance(leaf, ArrayLeaf)
+        assert leaf.pieces[0].array is array
+
+
+def test_collection_is_paused_until_the_last_block_ends() -> None:
+    assert gc.isenabled()
+    with collection_paused():
+        with collection_paused():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with collection_paused():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

@@ -63,20 +63,14 @@ def test_64_bit_arrays_come_back_where_jax_has_them(save: Any) -> None:
     ],
     ids=str,
 )
-def test_arrays_over_several_devices_come_in_pieces(spec: Any, pieces: int, told: Any, mesh: Any, save: Any) -> None:
-    sharding = jax.sharding.NamedSharding(mesh, spec)
-    array = jax.device_put(jnp.arange(64.0).reshape(8, 8), sharding)
-    leaf = leaf_of(array)
+def test_arrays_over_several_devices_come_in_pieces(spec: Any, pieces: int, told: Any, mesh: Any) -> None:
+    leaf = leaf_of(jax.device_put(jnp.arange(64.0).reshape(8, 8), jax.sharding.NamedSharding(mesh, spec)))
     assert len(leaf.pieces) == pieces
     assert not leaf.volatile
     assert leaf.details == {
         "kind": "jax",
         "sharding": {"type": "NamedSharding", "mesh": {"axes": [["x", 2], ["y", 2]]}, "spec": told},
     }
-    memory = save([array])
-    assert_same(memory.load(like=[array])[0], array)
-    assert memory.load(like=[jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=sharding)])[0].sharding == sharding
-    np.testing.assert_array_equal(memory.load()[0], np.arange(64, dtype=np.float32).reshape(8, 8), strict=True)
 
 
 def test_an_array_on_another_device_goes_back_there(save: Any) -> None:
@@ -98,12 +92,12 @@ def test_weak_types_come_back_as_the_template_has_them(mesh: Any, save: Any) -> 
     assert described == [True, True, True, None, None, None]
     for saved in (weak, strong):
         for template in (weak, strong, jax.eval_shape(lambda: weak)):
-            loaded = save(saved).load(template)
+            loaded = save(saved).load(like=template)
             for name, like in template.items():
                 assert loaded[name].weak_type == like.weak_type, name
                 if isinstance(like, jax.Array):
                     assert_same(loaded[name], like)
-    assert (save(weak).load(weak)["rate"] * jnp.ones(2, jnp.bfloat16)).dtype == jnp.bfloat16
+    assert (save(weak).load(like=weak)["rate"] * jnp.ones(2, jnp.bfloat16)).dtype == jnp.bfloat16
 
 
 def test_committed_and_free_arrays_stay_what_they_are(save: Any) -> None:
@@ -156,7 +150,9 @@ def test_replicas_that_differ_are_named_once(
     assert f"mean (cpu:{ids[2]}, cpu:{ids[3]} unlike cpu:{ids[0]}). A save" in said
 
 
-def test_deleted_arrays_are_named() -> None:
+@pytest.mark.parametrize("backend", ["cpu", "gpu"], ids=["read at once", "where copies start early"])
+def test_deleted_arrays_are_named(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
     array, key = jnp.ones(3), jax.random.key(0)
     array.delete()
     jax.random.key_data(key).delete()
@@ -209,12 +205,3 @@ def test_nnx_state_comes_back(save: Any) -> None:
     assert nnx_value(one.get("default", one)["key"]) == nnx_value(other.get("default", other)["key"])
     assert set(memory.load()["layers"]) == {0, 1}
     nnx.update(model, again)
-
-
-@pytest.mark.parametrize("typed", [False, True], ids=["array", "key"])
-def test_a_deleted_array_is_named_where_copies_start_early(typed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    value = jax.random.key(1) if typed else jnp.ones(2)
-    value.delete()
-    with pytest.raises(UnsupportedLeafError, match="opt/rng"):
-        describe(["opt.rng"], [value])

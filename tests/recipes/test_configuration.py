@@ -101,6 +101,15 @@ ERRORS = {
         "name: !!python/name:os.system x",
         "FILE:2: name: the tag tag:yaml.org,2002:python/name:os.system is not allowed: write plain YAML",
     ),
+    "tag that its text does not fit": (
+        "seed: !!int many",
+        "FILE:2: seed: the tag tag:yaml.org,2002:int is not allowed: write plain YAML",
+    ),
+    "section for a number": (
+        "seed: {a: 1, b: 2}",
+        "FILE:2: seed: expected a whole number, found a section (a, b)",
+    ),
+    "empty section for a number": ("seed: {}", "FILE:2: seed: expected a whole number, found an empty section"),
     "key that is a list": ("[a, b]: 3", "FILE:2: a key must be text, found a list or a section"),
     "alias that holds itself": (
         "model: {hidden: &a [1, *a]}",

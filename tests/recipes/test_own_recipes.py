@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from tests.cli.commands import error_of, output_of
 
+from holdfast.cli.main import main
 from holdfast.recipes.configuration import expand_sweep, load_configuration
 from holdfast.recipes.problems import ConfigError
+from holdfast.recipes.runner import run
 
 PROGRAM = '''
 from __future__ import annotations
@@ -88,6 +90,32 @@ def one(config: Settings) -> None:
 
 def number(config: int, context: RunContext) -> None:
     pass
+
+
+def unknown(config: Nowhere, context: RunContext) -> None:
+    pass
+
+
+@dataclass
+class Trains:
+    train: int = 3
+
+
+def trains(config: Trains, context: RunContext) -> None:
+    pass
+
+
+@dataclass
+class Goal:
+    goal: int
+
+
+def reaches(config: Goal, context: RunContext) -> None:
+    pass
+
+
+def leaves(config: Config, context: RunContext) -> None:
+    raise SystemExit("too few walks" if config.seed else 3)
 '''
 
 
@@ -136,6 +164,10 @@ def test_mistakes_are_reported_together(project: Path) -> None:
     ]
 
 
+def test_a_field_without_a_default_is_missing(project: Path) -> None:
+    assert problems("recipe=walks:reaches") == "walk.yaml: goal: the key is missing"
+
+
 def test_lists_stand_for_tuples(project: Path) -> None:
     config = load_configuration("walk.yaml", ["model.scales=[3, 4.5]", "model.table=there"]).resolved()
     assert config["model"] == {"width": 4, "table": "there", "scales": [3.0, 4.5]}
@@ -149,6 +181,8 @@ def test_lists_stand_for_tuples(project: Path) -> None:
         ("walks:forgotten", "walks has no function forgotten"),
         ("walks:one", "walks:one takes 1 arguments; a recipe takes two"),
         ("walks:number", "config is annotated with <class 'int'>; expected a subclass of holdfast.recipes.Config"),
+        ("walks:unknown", "the annotation of config cannot be resolved: name 'Nowhere' is not defined"),
+        ("walks:trains", "Trains has the field train, a key that all recipes have; rename it, and read the key from"),
         ("broken:f", "No module named 'no_such_module_of_ours'"),
         ("broken:f", 'broken.py", line 2, in f'),
         ("absent:f", "absent cannot be imported from"),
@@ -253,6 +287,7 @@ def test_variables_of_the_environment(project: Path, monkeypatch: pytest.MonkeyP
             [(f"seed={seed},m={m}", [f"seed={seed}", "n=3", f"m={m}"]) for seed in (0, 1) for m in ("[1]", "[2,3]")],
         ),
         (["p=a/b,c"], [("p=a_b", ["p=a/b"]), ("p=c", ["p=c"])]),
+        (["p=[a,b"], [("", ["p=[a,b"])]),  # The reader of the argument reports the mistake.
     ],
 )
 def test_expanding_a_sweep(arguments: list[str], expected: list[tuple[str, list[str]]]) -> None:
@@ -277,6 +312,33 @@ def test_a_sweep_runs_one_after_the_other(project: Path, capsys: pytest.CaptureF
     assert [(run["name"], run["newest"]["step"]) for run in found["runs"]] == [("seed=0", 6), ("seed=1", 6)]
     plan = output_of(capsys, "run", "walk.yaml", "seed=0,1", "train.steps=9", "--dry-run").splitlines()
     assert "would resume from step 6, and would train steps 7 to 9" in plan[0]
+
+
+def test_a_sweep_goes_on_after_a_run_that_fails(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (project / "failing.yaml").write_text("defaults: walk\nrecipe: walks:forgets\n")
+    document = json.loads(output_of(capsys, "run", "walk.yaml", "seed=0,1", "--print-config", "--json"))
+    assert [run["seed"] for run in document["runs"]] == [0, 1]
+    plans = json.loads(
+        output_of(capsys, "run", "walk.yaml", "checkpoint.directory=kept", "seed=0,1", "--dry-run", "--json")
+    )
+    assert [plan["checkpoints"] for plan in plans["runs"]] == ["kept/seed=0", "kept/seed=1"]
+
+    assert main(["run", "failing.yaml", "seed=0,1", "--json"]) == 1
+
+    said, errors = capsys.readouterr()
+    runs = json.loads(said[said.index("{\n") :])["runs"]
+    assert [(run["name"], "must return an Outcome" in run["error"]) for run in runs] == [
+        ("seed=0", True),
+        ("seed=1", True),
+    ]
+    assert errors.endswith("2 of 2 runs failed: seed=0, seed=1\n")
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_recipe_that_leaves_the_program_keeps_its_status(project: Path, seed: int) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(load_configuration("walk.yaml", ["recipe=walks:leaves", f"seed={seed}"]))
+    assert ended.value.code == ("too few walks" if seed else 3)
 
 
 def test_a_dry_run_looks_at_the_mirror_and_writes_nothing(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

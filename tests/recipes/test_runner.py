@@ -1,3 +1,5 @@
+"""What runs a recipe: which runs go on, what is the same run, what is reported, and where weights come from."""
+
 from __future__ import annotations
 
 import os
@@ -7,13 +9,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.recipes.programs import preempt_at, values_of
 
 import holdfast as hf
+from holdfast.engine.arrays import ArrayDatabase, TreeReader
+from holdfast.integrations.options import CallbackOptions
 from holdfast.recipes.configuration import load_configuration
-from holdfast.recipes.registry import RECIPES, MissingExtraError, Outcome, Recipe
-from holdfast.recipes.runner import run
+from holdfast.recipes.registry import RECIPES, MissingExtraError, Outcome, Progress, Recipe
+from holdfast.recipes.runner import blocks_resume, differences, run
 
 SMALL = {
     "flax_digits": {"model.hidden": "[8]", "data.batch_size": "300"},
@@ -199,3 +204,189 @@ def test_a_missing_package_names_the_command_that_installs_it() -> None:
 
     with pytest.raises(MissingExtraError, match=r"needs no_such_package: pip install .*\[recipes,flax\]'"):
         recipe.program()
+
+
+# ---- what makes a run what it is
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected", "blocks"),
+    [
+        ("seed=1", {"seed": "0 (checkpoints), 1 (now)"}, True),
+        ("model.hidden=[64]", {"model.hidden": "[128, 128] (checkpoints), [64] (now)"}, True),
+        ("model.dropout=0", {"model.dropout": "0.1 (checkpoints), 0.0 (now)"}, True),
+        ("data.batch_size=32", {"data.batch_size": "64 (checkpoints), 32 (now)"}, True),
+        ("optimizer.learning_rate=1e-2", {"optimizer.learning_rate": "0.003 (checkpoints), 0.01 (now)"}, True),
+        ("train.steps=9", {"train.steps": "2000 (checkpoints), 9 (now)"}, False),
+        ("checkpoint.best_fn=", {"checkpoint.best_fn": "val_accuracy (checkpoints), null (now)"}, False),
+        ("checkpoint.save_at_end=false", {"checkpoint.save_at_end": "true (checkpoints), false (now)"}, False),
+        ("logging.level=debug", {"logging.level": "info (checkpoints), debug (now)"}, False),
+        ("name=other", {"name": "flax_digits (checkpoints), other (now)"}, False),
+        ("optimizer.learning_rate=0.003", {}, False),
+        ("model.hidden=[128,128]", {}, False),
+    ],
+)
+def test_what_makes_a_run_what_it_is(arguments: str, expected: dict[str, str], blocks: bool) -> None:
+    stored = load_configuration("flax_digits").resolved()
+    now = load_configuration("flax_digits", [arguments])
+    found = differences(stored, now.resolved())
+    assert found == expected
+    assert any(blocks_resume(key, now.config.IDENTITY, []) for key in found) == blocks
+
+
+def test_keys_that_only_one_side_has() -> None:
+    assert differences({"model": {"old": 1}}, {"model": {"new": None}}) == {
+        "model.new": "nothing (checkpoints), null (now)",
+        "model.old": "1 (checkpoints), nothing (now)",
+    }
+
+
+@pytest.mark.parametrize(
+    ("allowed", "blocks"),
+    [
+        ([], True),
+        (["optimizer.learning_rate"], False),
+        (["optimizer"], False),
+        (["optimizer.weight_decay", "model"], True),
+        (["optimizer.learning"], True),
+    ],
+)
+def test_changes_are_allowed_by_key_or_section(allowed: list[str], blocks: bool) -> None:
+    assert blocks_resume("optimizer.learning_rate", ["optimizer"], allowed) is blocks
+    assert not blocks_resume("train.steps", ["optimizer"], allowed)
+
+
+# ---- what is reported
+
+
+class Scalar:
+    """A number on a device, which counts how often it is fetched."""
+
+    def __init__(self) -> None:
+        self.fetched = 0
+
+    def __float__(self) -> float:
+        self.fetched += 1
+        return 0.25
+
+
+@pytest.mark.parametrize(
+    ("start", "steps", "expected"),
+    [
+        (0, range(1, 11), [4, 8, 10]),
+        (5, range(6, 11), [8, 10]),
+        (0, [3, 6, 7, 9], [6, 9]),
+        (0, range(1, 4), []),
+    ],
+    ids=["from the start", "resumed", "jumps", "stopped early"],
+)
+def test_lines_at_the_interval_and_at_the_end(
+    caplog: pytest.LogCaptureFixture, start: int, steps: range, expected: list[int]
+) -> None:
+    progress = Progress(start, 10, 4)
+    for step in steps:
+        progress.update(step, {"loss": 1.0})
+
+    assert [text.partition(":")[0] for text in caplog.messages] == [f"step {step} of 10" for step in expected]
+
+
+def test_metrics_are_fetched_only_when_they_are_shown(caplog: pytest.LogCaptureFixture) -> None:
+    loss = Scalar()
+    progress = Progress(0, 10, 5)
+    for step in range(1, 11):
+        progress.update(step, {"loss": loss})
+
+    assert loss.fetched == 2
+    assert "step 5 of 10: loss 0.2500 (" in caplog.text
+    assert caplog.text.count("steps/s)") == 2
+
+
+# ---- checkpoint.init_from
+
+
+def leaf_of(step: str, path: str) -> Any:
+    found = hf.load(step, item="state", select=path)
+    for key in path.split("/"):
+        found = found[key]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("recipe", "weight"),
+    [("flax_digits", "params/Dense_0/kernel"), ("lightning_digits", "state_dict/layers.0.weight")],
+)
+def test_a_run_begins_with_the_weights_of_another(recipe: str, weight: str, caplog: pytest.LogCaptureFixture) -> None:
+    train(recipe, "run_dir=first", "train.steps=2")
+    caplog.clear()
+
+    begun = ["train.steps=2", "seed=3", "checkpoint.init_from=first", "optimizer.learning_rate=1e-30"]
+    train(recipe, "run_dir=second", *begun)
+
+    (said,) = [line for line in caplog.messages if line.startswith("took the weights from ")]
+    assert "first/checkpoints/2" in said
+    first, second = (leaf_of(f"{name}/checkpoints/2", weight) for name in ("first", "second"))
+    np.testing.assert_allclose(first, second, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("fits_are_processes")
+@pytest.mark.parametrize("way", ["resume", "init_from"])
+@pytest.mark.parametrize(
+    ("recipe", "kept", "new"),
+    [
+        pytest.param("flax_digits", "params/Dense_0/kernel", "params/Dense_2/kernel", marks=pytest.mark.sweep),
+        ("lightning_digits", "state_dict/layers.0.weight", "state_dict/layers.8.weight"),
+    ],
+)
+def test_a_model_with_another_layer_takes_what_fits(
+    recipe: str, kept: str, new: str, way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(recipe, "run_dir=first", "train.steps=2")
+    caplog.clear()
+    changed = ["model.hidden=[8,6]", "checkpoint.partial=initialize", "optimizer.learning_rate=1e-30", "train.steps=3"]
+    place = ["run_dir=second", "checkpoint.init_from=first"]
+    if way == "resume":
+        place = ["run_dir=first", "checkpoint.allow_changes=[model,optimizer]"]
+
+    train(recipe, *changed, *place)
+
+    (warning,) = [line for line in caplog.messages if "partial='initialize'" in line]
+    assert new.rpartition("/")[2] in warning
+    run_dir = place[0].partition("=")[2]
+    first, second = leaf_of("first/checkpoints/2", kept), leaf_of(f"{run_dir}/checkpoints/3", kept)
+    np.testing.assert_allclose(first, second, atol=0.01)  # of one update; as they are made, they are up to 0.1
+    assert hf.load(f"{run_dir}/checkpoints/3", item="state", select=new)
+
+
+def test_a_path_without_checkpoint_is_seen_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(hf.CheckpointNotFoundError, match=r"^checkpoint\.init_from: .*nowhere: there is nothing"):
+        train("flax_digits", "run_dir=run", "checkpoint.init_from=nowhere")
+
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- checkpoint.compression
+
+
+@pytest.mark.parametrize(
+    ("recipe", "level"),
+    [
+        ("flax_digits", None),
+        ("flax_digits", 3),
+        ("lightning_digits", 3),
+        pytest.param("lightning_digits", None, marks=pytest.mark.sweep),
+    ],
+)
+def test_arrays_are_compressed_when_asked(recipe: str, level: int | None) -> None:
+    asked = [] if level is None else [f"checkpoint.compression={level}"]
+    train(recipe, "run_dir=run", "train.steps=2", *asked)
+    state = hf.storage.as_location("run/checkpoints/2/state")
+    arrays = ArrayDatabase(state).metadata([leaf.name for leaf in TreeReader(state).leaves])
+    assert {found.compression for found in arrays if found is not None} == {level}
+    assert hf.verify("run/checkpoints").ok
+    train(recipe, "run_dir=run", "train.steps=3")  # continues from there
+    assert hf.load("run/checkpoints", item="state")
+
+
+def test_levels_that_zstd_does_not_have() -> None:
+    with pytest.raises(hf.errors.OptionError, match="23"):
+        CallbackOptions(compression=23)

@@ -167,7 +167,7 @@ def _run_metadata(location: Location) -> Mapping[str, Any] | None:
 
 
 def is_finished(location: Location, names: frozenset[str]) -> bool:
-    """Whether Orbax finished saving a directory."""
+    """True if Orbax finished saving a directory."""
     if any(UNFINISHED in part for part in location.url.split("/")):
         return False
     if not location.url.startswith("gs://"):
@@ -180,7 +180,7 @@ def _is_checkpoint(location: Location, names: frozenset[str]) -> bool:
 
 
 def _is_tree(location: Location, names: frozenset[str]) -> bool:
-    """Whether a directory is a tree of arrays without items, or was one, as the files beside the arrays show."""
+    """True if a directory is a tree of arrays without items, or was one, as the files beside the arrays show."""
     if names & _BESIDE_ARRAYS or any(name.startswith(PROCESS_FOLDER) for name in names):
         return True
     place = location / AGGREGATE_FILE
@@ -188,7 +188,7 @@ def _is_tree(location: Location, names: frozenset[str]) -> bool:
 
 
 def _holds_items(location: Location) -> bool:
-    """Whether a directory without metadata of its own holds items, as early versions wrote them."""
+    """True if a directory without metadata of its own holds items, as early versions wrote them."""
     looked = 0
     for name in sorted(entry.name for entry in location.entries() if entry.is_directory):
         if not _may_be_item(name) or _STEP.fullmatch(name) or "." in name:

@@ -178,7 +178,7 @@ def _prefixes(folder: Location, names: Iterable[str], wanted: Sequence[str] | No
 
 
 def ends_as_table(place: Location) -> bool:
-    """Whether a file ends as the index of a checkpoint does."""
+    """True if a file ends as the index of a checkpoint does."""
     try:
         return last_bytes(place, len(MAGIC)) == MAGIC
     except StorageError:

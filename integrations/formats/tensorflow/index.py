@@ -72,7 +72,7 @@ def unsigned(value: Value) -> int:
 
 
 def signed(value: Value) -> int:
-    """Return the number of a field, in two's complement of 64 bits."""
+    """Return a field as a signed integer of 64 bits."""
     number = unsigned(value)
     return number - (1 << 64) if number >> 63 else number
 

@@ -50,7 +50,7 @@ _SMALL = 1 << 20  # bytes of such an array that are always accepted
 
 
 def as_leaves(texts: list[bytes], entry: BundleEntry) -> Any:
-    """Return text as one leaf, or as lists of leaves: variants, and text that numpy's arrays of bytes cannot hold."""
+    """Return text as one leaf; variants, and text that no bytes array of numpy can hold, become lists of leaves."""
     shape = entry.shape
     if not shape:
         return texts[0]
@@ -150,7 +150,7 @@ class Bundle:
         return StoredArray(entry.dtype, entry.shape, {"kind": "numpy"}, lambda: self._parts(name, entry))
 
     def is_text(self, name: str) -> bool:
-        """Whether the elements of a tensor are text or messages, which are bytes as well."""
+        """True if the elements of a tensor are bytes: text, or serialized messages."""
         return self.tensors[name].kind in (STRING, VARIANT)
 
     def check_texts(self) -> None:
@@ -345,7 +345,7 @@ def _node(message: bytes) -> ObjectNode:
 
 
 def _matching(keys: Sequence[str], beginning: str, limit: int) -> Iterator[str]:
-    """Yield the tensors of an attribute: that of its name, or, of tables and the like, all that begin with it."""
+    """Yield the tensors of an attribute: the one with its name, or, for tables, all whose names begin with it."""
     index = bisect_left(keys, beginning)
     if index < len(keys) and keys[index] == beginning:
         yield beginning

@@ -26,7 +26,7 @@ import numpy as np
 
 from ....engine.arrays import Problem, TreeSource, load_tree, naming
 from ....engine.errors import DamagedCheckpointError, OptionError, shortened
-from ....engine.pytree import MAX_DEPTH, NUMBERS, format_path, tensor_like
+from ....engine.pytree import MAX_DEPTH, NUMBER_KINDS, NUMBERS, format_path, tensor_like
 from ....engine.sources import (
     FoundSteps,
     SingleTree,
@@ -49,7 +49,6 @@ _NEEDED = ("state_dict", "optimizer_states")  # the members of a Lightning check
 _VISITS = 200_000  # nodes of a tree, besides one for each byte of its pickle: shared containers count each time
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 _GONE = object()
-_NUMBERS = ("bool", "int", "float", "complex")
 _PICKLE = "data.pkl"
 _PICKLE_LIMIT = 512 << 20  # bytes
 _RECORDS_LIMIT = 1 << 22
@@ -59,7 +58,7 @@ _LOCAL_HEADER = struct.Struct("<4s22xHH")
 
 
 class NoArchive(DamagedCheckpointError):  # noqa: N818 - a kind of damage, unless the caller expects another format
-    """The first bytes are not those of an archive."""
+    """The file does not begin like an archive."""
 
 
 class TorchArchive:
@@ -108,7 +107,7 @@ class TorchArchive:
         return content
 
     def _record(self, file: BinaryIO, info: zipfile.ZipInfo) -> Record:
-        """Locate the bytes of a record: behind a header of its own, whose length only that header gives."""
+        """Locate the bytes of a record; they follow a header, and only that header gives its length."""
         file.seek(max(0, info.header_offset))
         header = file.read(_LOCAL_HEADER.size)
         if info.header_offset < 0 or len(header) < _LOCAL_HEADER.size or not header.startswith(ZIP_MAGIC):
@@ -136,7 +135,7 @@ class TorchArchive:
 
 
 class _Extent(io.RawIOBase):
-    """An extent of a file as a file of its own."""
+    """An extent of a file, which is read like a file."""
 
     def __init__(self, reader: DataReader, offset: int, size: int) -> None:
         self._reader = reader
@@ -221,7 +220,7 @@ def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
             begin = first_bytes(place, len(_LEGACY_MAGIC))
             step = int(match[1]) if begin.startswith((ZIP_MAGIC, _LEGACY_MAGIC)) else None
         elif not entry.is_directory:
-            with contextlib.suppress(DamagedCheckpointError):  # A damaged file does not tell its step.
+            with contextlib.suppress(DamagedCheckpointError):  # The step of a damaged file is unknown.
                 checkpoint = recognise(place, frozenset())
                 step = None if checkpoint is None else checkpoint.step
         if step is not None:
@@ -351,7 +350,7 @@ def templates(source: TreeSource) -> list[Any]:
     problems = []
     for leaf in source.leaves:
         saved = leaf.saved
-        is_array = saved.dtype is not None and saved.kind not in (*_NUMBERS, "str", "bytes", "key", NUMBERS)
+        is_array = saved.dtype is not None and saved.kind not in (*NUMBER_KINDS, "str", "bytes", "key", NUMBERS)
         found.append(tensor_like(saved) if is_array else ...)
         if found[-1] is None:
             name = saved.details.get("torch_dtype") or np.dtype(saved.dtype).newbyteorder("=").name

@@ -138,6 +138,11 @@ class Outcome:
         return {event[1]: event[2] for event in self.recorder.events if event[0] == "validation"}
 
     @property
+    def best(self) -> int:
+        """The step with the least loss of its validation."""
+        return min(self.measured, key=self.measured.__getitem__)
+
+    @property
     def final(self) -> dict[str, Any]:
         """Parameters, buffers, optimizer state and schedule, to be compared bit by bit."""
         return {

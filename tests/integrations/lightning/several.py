@@ -122,6 +122,26 @@ class Sharded(program.Model):
         self.average.mul_(0.5).add_(weight.full_tensor().detach(), alpha=0.5)
 
 
+class Wide(torch.optim.Optimizer):
+    """Keeps sums of float64 and counts of int64 for parameters of float32, and uses all their digits."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = None if closure is None else closure()  # torch initializes the states of FSDP2 by a step
+        for parameter in (one for group in self.param_groups for one in group["params"] if one.grad is not None):
+            state = self.state[parameter]
+            if not state:
+                state |= {"sum": torch.zeros_like(parameter, dtype=torch.float64), "count": torch.tensor(1 << 25)}
+            state["sum"] += parameter.grad.double() / 3
+            state["count"] += 1
+            parameter -= (self.param_groups[0]["lr"] * state["sum"] / (state["count"] % 100)).to(parameter.dtype)
+        return loss
+
+
 def resharded(name: str, states: list[Any], index: int, count: int) -> Any:
     """Gives each process the order of the first one, as many samples into the epoch."""
     logging.getLogger("tests").info("%s of %d for %d of %d", name, len(states), index, count)
@@ -234,6 +254,11 @@ def fit(directory: str, index: int, count: int, options: dict[str, Any]) -> dict
     if options.pop("reshard", False):
         checkpoint = {**checkpoint, "reshard": resharded}
     model = OfArrays() if loader == "elastic" else Sharded() if sharded else Model() if noted else program.Model()
+    if options.pop("wide", False):
+        model.configure_optimizers = lambda: {  # type: ignore[method-assign]
+            "optimizer": (optimizer := Wide(model.parameters())),
+            "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8),
+        }
     if (fails_at := options.pop("fails_at", None)) is not None:
         rank, step = fails_at
         model = Failing(rank, step, directory if options.pop("saves_itself", False) else None)

@@ -257,8 +257,7 @@ def test_best() -> None:
     options = {**BY_LOSS, "save_interval_steps": None, "save_on_best": True, "save_at_end": False, "max_to_keep": 1}
     outcome = program.run(new_directory(), checkpoint=options, max_epochs=4)
     callback = outcome.trainer.checkpoint_callback
-    measured = outcome.measured
-    best = min(measured, key=measured.__getitem__)
+    measured, best = outcome.measured, outcome.best
     assert callback.manager.best_step() == best
     assert callback.best_model_path == f"{callback.dirpath}/{best}"
     assert float(callback.best_model_score) == pytest.approx(measured[best])
@@ -310,7 +309,7 @@ def test_evaluation_of_a_saved_step(kind: str) -> None:
     outcome = program.run(directory, checkpoint=options, max_epochs=4)
     trainer, model = outcome.trainer, outcome.model
     measured = outcome.measured
-    step = min(measured, key=measured.__getitem__) if kind == "best" else 20
+    step = outcome.best if kind == "best" else 20
     loader = program.validation_loader()
     with torch.no_grad():
         model.head.weight.zero_()

@@ -1,20 +1,33 @@
-"""Checkpoints of a run in programs that are not the run: modules made from them, and trainers without the callback."""
+"""Checkpoints of a run elsewhere: modules made from them, weights for fresh runs, trainers without the callback."""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch
 import pytest
+import safetensors.torch
 import torch
 from tests.integrations.lightning import program
 from tests.integrations.lightning.program import new_directory
 
 import holdfast as hf
-from holdfast.integrations.lightning import CheckpointCallback, HoldfastCheckpointIO, load_from_checkpoint
+from holdfast.integrations.lightning import (
+    CheckpointCallback,
+    HoldfastCheckpointIO,
+    load_checkpoint,
+    load_from_checkpoint,
+)
+from holdfast.integrations.lightning.callback import take_weights
+from holdfast.integrations.lightning.trees import POSITION, VERSION, from_tree
+
+# ---- modules, and trainers without the callback
+
 
 BY_LOSS: dict[str, Any] = {"best_fn": "val_loss", "best_mode": "min", "save_interval_steps": 5}
 
@@ -36,9 +49,8 @@ def test_a_module_is_made_from_a_step() -> None:
     directory = new_directory()
     data, options = Data(Path("x")), Namespace(act=torch.nn.ReLU, depth=3)
     callback = CheckpointCallback(directory, **BY_LOSS)
-    trainer = lightning.pytorch.Trainer(callbacks=[callback], max_epochs=4, **program.QUIET)
     model = Configured(data, options)
-    trainer.fit(model, program.training_loader("shuffled"), program.validation_loader())
+    program.trainer(callback, max_epochs=4).fit(model, *program.loaders())
 
     newest = load_from_checkpoint(Configured, directory)
     assert (newest.data, newest.options, newest.scale) == (data, options, 1.0)
@@ -66,7 +78,7 @@ def test_what_cannot_be_loaded() -> None:
     with pytest.raises(TypeError, match="is neither a LightningModule nor a LightningDataModule"):
         load_from_checkpoint(torch.nn.Linear, directory)
 
-    class Other(lightning.pytorch.LightningModule):
+    class Other(lightning.LightningModule):
         def __init__(self, schedule: str) -> None:
             super().__init__()
 
@@ -79,9 +91,9 @@ def test_a_trainer_without_the_callback(tmp_path: Path) -> None:
     outcome = program.run(directory, max_epochs=4, checkpoint=BY_LOSS)
     measured = outcome.measured
     best = outcome.trainer.checkpoint_callback.best_model_path
-    trainer = lightning.pytorch.Trainer(plugins=[HoldfastCheckpointIO()], default_root_dir=tmp_path, **program.QUIET)
+    trainer = program.trainer(plugins=[HoldfastCheckpointIO()], default_root_dir=tmp_path)
     loader = program.validation_loader()
-    for path, step in ((best, min(measured, key=measured.__getitem__)), (f"{directory}/10", 10), (directory, 20)):
+    for path, step in ((best, outcome.best), (f"{directory}/10", 10), (directory, 20)):
         [result] = trainer.validate(program.Model(), loader, ckpt_path=path, verbose=False)
         assert result["val_loss"] == pytest.approx(measured[step])
     # its own files are as they would be without the plugin
@@ -91,3 +103,144 @@ def test_a_trainer_without_the_callback(tmp_path: Path) -> None:
     )
     [result] = trainer.validate(program.Model(), loader, ckpt_path=tmp_path / "one.ckpt", verbose=False)
     assert result["val_loss"] == pytest.approx(measured[20])
+
+
+# ---- init_from=
+
+
+class Beginning(lightning.Callback):
+    """Notes what a run begins with."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, torch.Tensor] = {}
+        self.step = -1
+        self.moments = -1
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.weights = {key: value.clone() for key, value in pl_module.state_dict().items()}
+        self.step = trainer.global_step
+        self.moments = len(trainer.optimizers[0].state)
+
+
+def fit(directory: str, steps: int, seed: int, **options: Any) -> tuple[Beginning, Any]:
+    torch.manual_seed(seed)
+    beginning = Beginning()
+    callback = CheckpointCallback(directory, save_interval_steps=100, **options)
+    trainer = program.trainer(beginning, callback, max_steps=steps, num_sanity_val_steps=0)
+    trainer.fit(program.Model(), *program.loaders("plain"))
+    return beginning, trainer
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A run of three steps, and what else may be written of it."""
+    path = tmp_path_factory.mktemp("other")
+    _, trainer = fit(str(path / "run"), 3, seed=5)
+    weights = {name: value.clone() for name, value in trainer.lightning_module.state_dict().items()}
+    trainer.save_checkpoint(path / "lightning.ckpt")
+    torch.save(weights, path / "weights.pt")
+    safetensors.torch.save_file(weights, path / "weights.safetensors")
+    return path, weights
+
+
+@pytest.mark.parametrize("name", ["run", "lightning.ckpt", "weights.pt", "weights.safetensors"])
+def test_weights_come_from_any_checkpoint(other: Any, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    path, weights = other
+
+    with caplog.at_level(logging.INFO, "holdfast"):
+        beginning, _ = fit(new_directory(), 1, seed=6, init_from=path / name)
+
+    assert beginning.weights.keys() == weights.keys()
+    assert all(torch.equal(beginning.weights[key], value) for key, value in weights.items())
+    assert (beginning.step, beginning.moments) == (0, 0)
+    assert len([line for line in caplog.messages if line.startswith("took the weights from ")]) == 1
+
+
+def test_every_difference_is_named(other: Any, tmp_path: Path) -> None:
+    _, weights = other
+    changed = {**weights, "head.bias": torch.ones(2), "head.weight": weights["head.weight"].double()}
+    del changed["average"]
+    torch.save({**changed, "new": torch.ones(1)}, tmp_path / "x.pt")
+
+    with pytest.raises(hf.TreeMismatchError, match="are not those of the model") as caught:
+        fit(new_directory(), 1, seed=6, init_from=tmp_path / "x.pt")
+
+    assert sorted(line.partition(":")[0] for line in caught.value.differences) == [
+        "average",
+        "head.bias",
+        "head.weight",
+        "new",
+    ]
+
+
+def test_one_fit_after_another_takes_it_once(
+    other: Any,
+) -> None:
+    path, weights = other
+    beginning = Beginning()
+    checkpoint = CheckpointCallback(
+        new_directory(), save_interval_steps=100, save_at_end=False, init_from=path / "weights.pt"
+    )
+    model = program.Model()
+    for _ in range(2):
+        trainer = program.trainer(beginning, checkpoint, max_steps=2, num_sanity_val_steps=0)
+        trainer.fit(model, *program.loaders("plain"))
+
+    assert not torch.equal(beginning.weights["head.weight"], weights["head.weight"])
+
+
+def test_strategies_that_shard_first_are_refused(
+    other: Any,
+) -> None:
+    path, _ = other
+    trainer = SimpleNamespace(strategy=SimpleNamespace(restore_checkpoint_after_setup=True))
+
+    with pytest.raises(hf.errors.OptionError, match="does not work with SimpleNamespace"):
+        take_weights(trainer, program.Model(), path / "weights.pt")
+
+
+# ---- the version of what is written
+
+
+WRITTEN = Path(__file__).with_name("written.txt")
+DEPTH = 3  # keys of a path that are ours; below are names of the program and fields of Lightning
+
+
+def outline(value: Any, keys: tuple[str, ...] = ()) -> list[str]:
+    """Returns a line for each entry: its path and its type."""
+    if isinstance(value, dict) and value and len(keys) < DEPTH:
+        return [line for key, item in value.items() for line in outline(item, (*keys, str(key)))]
+    return [f"{'/'.join(keys)}: {type(value).__name__}"]
+
+
+def test_what_is_written_has_not_changed() -> None:
+    directory = new_directory()
+    program.run(directory, max_steps=3)
+    tree = hf.load(directory)
+    ours = {name: tree[name] for name in (POSITION, "state_dict_versions", "value_types", "tree_version")}
+
+    written = "\n".join([f"version {tree['tree_version']}", *sorted(outline(ours)), ""])
+
+    assert written == WRITTEN.read_text(), (
+        f"the callback writes something else than version {VERSION}. Where the version of holdfast before could not "
+        "read it, raise VERSION in integrations/lightning/trees.py; then write this test's file anew, with\n" + written
+    )
+
+
+@pytest.mark.parametrize("version", [VERSION + 1, "2", None])
+def test_a_newer_version_is_refused(version: Any) -> None:
+    with pytest.raises(
+        hf.errors.FormatVersionError, match=rf"runs/x: .* has version {version!r}, .* up to {VERSION}; install"
+    ):
+        from_tree({"state_dict": {}, "tree_version": version}, "runs/x")
+
+
+def test_a_run_of_a_newer_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = new_directory()
+    with monkeypatch.context() as newer:
+        newer.setattr("holdfast.integrations.lightning.trees.VERSION", VERSION + 1)
+        program.run(directory, max_steps=3)
+    with pytest.raises(hf.errors.FormatVersionError, match=f"has version {VERSION + 1}"):
+        program.run(directory, max_steps=3)
+    with pytest.raises(hf.errors.FormatVersionError, match=f"has version {VERSION + 1}"):
+        load_checkpoint(directory)

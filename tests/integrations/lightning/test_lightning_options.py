@@ -1,27 +1,26 @@
-"""Options that the callback shares with managers and with the callback of any loop."""
+"""Options of the callback, and what it keeps beside the steps."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as lightning
 import pytest
+import safetensors.torch
 import torch
+from tests.integrations.lightning import program
+from tests.integrations.lightning.program import new_directory
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import holdfast as hf
 from holdfast.integrations.lightning import CheckpointCallback, load_checkpoint
 from holdfast.integrations.lightning.loader_states import replicated_states
 
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
+# ---- options that managers and the callback of any loop have as well
 
 
 class Line(lightning.LightningModule):
@@ -45,7 +44,7 @@ def fit(directory: Any, lr: float, schedule: bool, steps: int, **options: Any) -
     """Trains up to a step; returns the learning rate of its end."""
     numbers = torch.linspace(0, 1, 8)[:, None]
     callback = CheckpointCallback(directory, **{"save_interval_steps": 1, **options})
-    trainer = lightning.Trainer(**QUIET, max_steps=steps, callbacks=[callback])
+    trainer = program.trainer(callback, max_steps=steps)
     trainer.fit(Line(lr, schedule), DataLoader(TensorDataset(numbers, numbers), 1))
     rate: float = trainer.optimizers[0].param_groups[0]["lr"]
     return rate
@@ -110,6 +109,9 @@ def test_what_managers_take(tmp_path: Path) -> None:
         ({"step_prefix": "a/b"}, "step_prefix='a/b' cannot be part"),
         ({"replicated": "loaders"}, "replicated='loaders' must be the names of extras"),
         ({"replicated": ["data"]}, "replicated names 'data', and a Lightning trainer has 'loaders'"),
+        ({"export_best": "best.ckpt"}, "export_best= needs best_fn"),
+        ({"export_best": "best.pt", "best_fn": "loss", "best_mode": "min"}, "must end in .safetensors or .ckpt"),
+        ({"every_n_epochs": 0}, "must be a whole number of at least 1"),
     ],
 )
 def test_options_that_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
@@ -180,9 +182,8 @@ def test_a_loader_of_torchdata_with_workers_in_the_second_epoch(
         )
         callback = CheckpointCallback(directory, save_interval_steps=1)
         module = Seen(fails_at)
-        trainer = lightning.Trainer(**QUIET, max_epochs=2, callbacks=[callback])
         with contextlib.suppress(InterruptedError):
-            trainer.fit(module, loader)
+            program.trainer(callback, max_epochs=2).fit(module, loader)
         return module.batches
 
     whole = batches(tmp_path / "whole", 1)
@@ -193,3 +194,75 @@ def test_a_loader_of_torchdata_with_workers_in_the_second_epoch(
     assert [said in one.getMessage() for one in caplog.records].count(True) == 1
     assert [[int(value) for value in batch] for batch in found] == [[int(value) for value in batch] for batch in whole]
     assert (found == whole) is not draws
+
+
+# ---- saves by epochs, links, and a file with the best weights
+
+
+BY_LOSS: dict[str, Any] = {"best_fn": "val_loss", "best_mode": "min", "save_interval_steps": 5}
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        pytest.param({"every_n_epochs": 2, "save_at_end": False}, [10, 20], marks=pytest.mark.sweep),
+        ({"every_n_epochs": 2}, [10, 20, 25]),
+        pytest.param({"every_n_epochs": 1, "save_at_end": False, "max_to_keep": 2}, [20, 25], marks=pytest.mark.sweep),
+        ({"every_n_epochs": 3, "save_interval_steps": 7, "save_at_end": False}, [7, 14, 15, 21]),
+    ],
+)
+def test_every_few_epochs(options: dict[str, Any], steps: list[int]) -> None:
+    directory = new_directory()
+    options = {"save_interval_steps": None, **options}
+    program.interrupt(directory, 17, checkpoint=options, max_epochs=5)
+    outcome = program.run(directory, checkpoint=options, max_epochs=5)
+    assert outcome.manager.all_steps() == steps
+
+
+@pytest.mark.parametrize("name", ["{elsewhere}/weights/best.safetensors", "best.ckpt"])
+def test_the_best_weights_are_exported(tmp_path: Path, name: str) -> None:
+    class Looks(lightning.Callback):
+        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+            if file.exists():
+                seen.append(hf.load(file) if name.endswith(".ckpt") else safetensors.torch.load_file(file))
+
+    seen: list[Any] = []
+    name = name.format(elsewhere=tmp_path / "elsewhere")
+    file = tmp_path / "run" / name
+    options = {**BY_LOSS, "export_best": name, "max_to_keep": 1}
+    outcome = program.run(str(tmp_path / "run"), checkpoint=options, max_epochs=4, callbacks=(Looks(),))
+    best = load_checkpoint(tmp_path / "run", outcome.best)["state_dict"]
+    if name.endswith(".ckpt"):
+        found = program.Model.load_from_checkpoint(file, weights_only=True).state_dict()
+    else:
+        found = safetensors.torch.load_file(file)
+    assert found.keys() == best.keys()
+    assert all(torch.equal(found[key], best[key]) for key in best)
+    assert seen  # it was there, and whole, while training continued
+    # a process that was killed in between has not written it
+    file.unlink()
+    program.run(str(tmp_path / "run"), checkpoint=options, max_epochs=4)
+    assert file.exists()
+
+
+def test_links_follow_the_steps(tmp_path: Path) -> None:
+    outcome = program.run(str(tmp_path), checkpoint=BY_LOSS, max_epochs=4)
+    assert os.readlink(tmp_path / "last") == "20"
+    assert os.readlink(tmp_path / "best") == str(outcome.best)
+    for name, step in (("last", 20), ("best", outcome.best)):
+        assert load_checkpoint(tmp_path / name)["global_step"] == step
+    assert hf.verify(tmp_path).ok
+    assert [one.step for one in hf.list_checkpoints(tmp_path)] == [5, 10, 15, 20]
+    (tmp_path / "last").unlink()
+    (tmp_path / "last").symlink_to("15")  # as a process leaves it that is killed after the commit
+    again = program.run(str(tmp_path), checkpoint=BY_LOSS, ckpt_path=str(tmp_path / "best"), max_epochs=5)
+    assert again.recorder.first_step == outcome.best or outcome.best == 20
+    assert os.readlink(tmp_path / "last") == "25"
+
+
+def test_what_is_no_link_stays(tmp_path: Path) -> None:
+    (tmp_path / "best").write_text("of the user")
+    program.run(str(tmp_path), checkpoint={**BY_LOSS, "links": True}, max_epochs=1)
+    assert (tmp_path / "best").read_text() == "of the user"
+    program.run(str(tmp_path / "without"), checkpoint={**BY_LOSS, "links": False}, max_epochs=1)
+    assert not (tmp_path / "without" / "last").is_symlink()

@@ -86,6 +86,7 @@ def fit(
     layers: dict[str, int],
     optimizers: Callable[[Any], Any],
     *,
+    kind: type[Net] = Net,
     seed: int = 1,
     callbacks: tuple[Any, ...] = (),
     ckpt_path: Any = None,
@@ -93,15 +94,11 @@ def fit(
     **options: Any,
 ) -> tuple[Any, Seen]:
     torch.manual_seed(seed)
-    seen, net = Seen(), Net(layers, optimizers)
+    seen, net = Seen(), kind(layers, optimizers)
     net.initial = {name: value.clone() for name, value in net.state_dict().items()}
-    made = lightning.Trainer(
-        max_steps=steps,
-        callbacks=[CheckpointCallback(directory, save_interval_steps=1, **options), seen, *callbacks],
-        **program.QUIET,
-        **(trainer or {}),
-    )
-    made.fit(net, program.training_loader("plain"), program.validation_loader(), ckpt_path=ckpt_path)
+    callback = CheckpointCallback(directory, **{"save_interval_steps": 1, **options})
+    made = program.trainer(callback, seen, *callbacks, max_steps=steps, **(trainer or {}))
+    made.fit(net, *program.loaders("plain"), ckpt_path=ckpt_path)
     return made, seen
 
 
@@ -248,6 +245,14 @@ def test_a_group_of_its_own_keeps_its_rate() -> None:
     assert seen.schedules[0]["last_epoch"] == STEPS
 
 
+class Reversed(Net):
+    """Uses its layers in the opposite order."""
+
+    def __init__(self, layers: dict[str, int], optimizers: Callable[[Any], Any]) -> None:
+        super().__init__(layers, optimizers)
+        self.names.reverse()
+
+
 def test_what_an_optimizer_keeps_follows_the_names() -> None:
     """Parameters of the same shape in another order: torch would exchange their moments, also without partial."""
     layers = {"one": 3, "two": 3}
@@ -256,12 +261,9 @@ def test_what_an_optimizer_keeps_follows_the_names() -> None:
     _, moments, _, _ = contents(old, old.lightning_module)
     ways: list[Any] = [None, "initialize"]
     for partial in ways:
-        torch.manual_seed(7)
-        seen, net = Seen(), Net(dict(reversed(layers.items())), adam)
-        net.names = list(layers)
-        callbacks = [CheckpointCallback(directory, save_at_end=False, partial=partial), seen]
-        trainer = lightning.Trainer(max_steps=STEPS + 1, callbacks=callbacks, **program.QUIET)
-        trainer.fit(net, program.training_loader("plain"), program.validation_loader())
+        turned = dict(reversed(layers.items()))
+        saves: dict[str, Any] = {"save_interval_steps": None, "save_at_end": False}
+        _, seen = fit(directory, STEPS + 1, turned, adam, kind=Reversed, seed=7, partial=partial, **saves)
         assert [names for names, _ in seen.groups] == [["two.weight", "two.bias", "one.weight", "one.bias"]]
         for name, state in seen.moments.items():
             assert all(torch.equal(value, moments[name][key]) for key, value in state.items()), name
@@ -284,19 +286,14 @@ def test_activation_checkpointing_on_and_off(before: type[Net], after: type[Net]
         groups: Any = [{"params": [value], "lr": 0.01 * len(value)} for value in net.parameters()]
         return torch.optim.Adam(groups)
 
-    def go(kind: type[Net], layers: dict[str, int], steps: int, **options: Any) -> tuple[Seen, Any]:
-        torch.manual_seed(steps)
-        callbacks = [CheckpointCallback(directory, save_interval_steps=1, **options), seen := Seen()]
-        trainer = lightning.Trainer(max_steps=steps, callbacks=callbacks, **program.QUIET)
-        trainer.fit(net := kind(layers, rates), program.training_loader("plain"), program.validation_loader())
-        return seen, contents(trainer, net)
-
     def bare(name: str) -> str:
         return name.replace("_checkpoint_wrapped_module.", "")
 
     directory = new_directory()
-    _, (weights, moments, groups, _) = go(before, LAYERS, STEPS)
-    again, _ = go(after, {**LAYERS, "new": 2} if partial else LAYERS, STEPS + 1, partial=partial)
+    trainer, _ = fit(directory, STEPS, LAYERS, rates, kind=before)
+    weights, moments, groups, _ = contents(trainer, trainer.lightning_module)
+    layers = {**LAYERS, "new": 2} if partial else LAYERS
+    _, again = fit(directory, STEPS + 1, layers, rates, kind=after, seed=2, partial=partial)
     assert again.step == STEPS
     new = OF_NEW if partial else set()
     assert again.weights.keys() == weights.keys() | new
@@ -356,7 +353,7 @@ def test_another_number_of_optimizers_is_refused() -> None:
     def go(directory: str, steps: int, count: int, **options: Any) -> Any:
         callbacks = [CheckpointCallback(directory, save_interval_steps=1, **options), seen := Seen()]
         trainer = lightning.Trainer(max_steps=steps, callbacks=callbacks, **program.QUIET)
-        trainer.fit(Two(count), program.training_loader("plain"), program.validation_loader())
+        trainer.fit(Two(count), *program.loaders("plain"))
         return seen
 
     directory = new_directory()

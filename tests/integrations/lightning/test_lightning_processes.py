@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import signal
 from collections.abc import Callable
@@ -18,46 +19,41 @@ from holdfast.integrations.lightning import load_checkpoint
 from holdfast.integrations.lightning.resharding import check_replicated, check_same_place
 from holdfast.integrations.lightning.strategies import check_strategy
 
-Run = Callable[..., list[tuple[int, Any, str]]]
+Run = Callable[..., list[Any]]
 
 NEVER = {"save_interval_steps": 1000, "save_at_end": False}
 
 
 @pytest.fixture(scope="module")
-def finish(run_together: Run) -> Callable[..., list[Any]]:
-    """Runs the program to its end, and returns what its processes report."""
+def run(run_together: Callable[..., list[tuple[int, Any, str]]]) -> Run:
+    """Runs the program, whose processes all end with one status; returns what each reports, with what it ``said``."""
 
-    def run(directory: Path, count: int = 2, **options: Any) -> list[Any]:
+    def run(directory: Path, count: int = 2, *, status: int = 0, **options: Any) -> list[Any]:
         ended = run_together(directory, count, **options)
-        assert [status for status, _, _ in ended] == [0] * count, "\n".join(said for _, _, said in ended)
-        return [report for _, report, _ in ended]
+        assert [one for one, _, _ in ended] == [status] * count, "\n".join(said for _, _, said in ended)
+        return [{**(report or {}), "said": said} for _, report, said in ended]
 
     return run
 
 
 @pytest.fixture(scope="module")
-def stop(run_together: Run) -> Callable[..., None]:
-    """Runs the program, of which a signal ends all processes with the same status."""
-
-    def run(directory: Path, status: int = 143, count: int = 2, **options: Any) -> None:
-        ended = run_together(directory, count, **options)
-        assert [status for status, _, _ in ended] == [status] * count, "\n".join(said for _, _, said in ended)
-
-    return run
+def stop(run: Run) -> Run:
+    """Runs the program until a signal ends all of its processes."""
+    return functools.partial(run, status=143)
 
 
 @pytest.fixture(scope="module")
-def whole(finish: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
+def whole(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Reports of an uninterrupted run, by its options."""
     known: dict[str, list[Any]] = {}
 
-    def run(**options: Any) -> list[Any]:
+    def whole(**options: Any) -> list[Any]:
         key = str(options)
         if key not in known:
-            known[key] = finish(tmp_path_factory.mktemp("whole"), checkpoint=NEVER, **options)
+            known[key] = run(tmp_path_factory.mktemp("whole"), checkpoint=NEVER, **options)
         return known[key]
 
-    return run
+    return whole
 
 
 SWEEP = pytest.mark.sweep
@@ -67,9 +63,9 @@ def compared(reports: list[Any]) -> list[Any]:
     return [[report["final"], report["random"]] for report in reports]
 
 
-def test_two_processes_write_one_checkpoint(finish: Callable[..., list[Any]], tmp_path: Path) -> None:
+def test_two_processes_write_one_checkpoint(run: Run, tmp_path: Path) -> None:
     options = {"save_interval_secs": 0.05, "save_interval_steps": 4, "best_fn": "val_loss", "best_mode": "min"}
-    reports = finish(tmp_path, checkpoint=options, noted=True, test="best")
+    reports = run(tmp_path, checkpoint=options, noted=True, test="best")
     assert reports[0]["steps"] == reports[1]["steps"] == hf.CheckpointManager(tmp_path).all_steps()
     assert reports[0]["final"]["model"]["head.weight"] == reports[1]["final"]["model"]["head.weight"]
     leaves = [leaf for leaf in hf.describe(tmp_path, 9) if leaf.item == "state"]
@@ -99,7 +95,7 @@ def test_two_processes_write_one_checkpoint(finish: Callable[..., list[Any]], tm
     weights = load_checkpoint(tmp_path / str(best))["state_dict"]["head.weight"].tolist()
     assert [report["tested"] for report in reports] == [[str(tmp_path / str(best)), weights]] * 2
     # It continues, in all processes with what process 0 had; a path that is named wins.
-    longer = finish(tmp_path, checkpoint=options, noted=True, ckpt_path=str(tmp_path / str(best)), max_epochs=4)
+    longer = run(tmp_path, checkpoint=options, noted=True, ckpt_path=str(tmp_path / str(best)), max_epochs=4)
     assert [report["first_step"] for report in longer] == [best, best]
     assert [report["began"][0] for report in longer] == [weights, weights]
     assert [report["noted"] for report in longer] == [[0, 0.0, [1.0, 1.0]]] * 2
@@ -114,16 +110,12 @@ def test_two_processes_write_one_checkpoint(finish: Callable[..., list[Any]], tm
         pytest.param(1, 3, {"average": True}, id="an average", marks=[SWEEP, pytest.mark.needs("lightning", "2.6")]),
         pytest.param(1, 3, {"strategy": "ddp with own buffers"}, id="own buffers"),
         pytest.param(1, 4, {"strategy": "fsdp2"}, id="FSDP2"),
+        pytest.param(1, 3, {"wide": True}, id="float64 and int64 in the optimizer"),
+        pytest.param(1, 4, {"wide": True, "strategy": "fsdp2"}, id="float64 and int64 in the optimizer, FSDP2"),
     ],
 )
 def test_a_preempted_run_goes_on_bit_for_bit(
-    finish: Callable[..., list[Any]],
-    stop: Callable[..., None],
-    whole: Callable[..., list[Any]],
-    tmp_path: Path,
-    who: int | str,
-    step: int,
-    options: dict[str, Any],
+    run: Run, stop: Run, whole: Run, tmp_path: Path, who: int | str, step: int, options: dict[str, Any]
 ) -> None:
     stop(tmp_path, checkpoint=NEVER, signal_after=[who, step], **options)
     [saved] = hf.list_checkpoints(tmp_path)
@@ -132,7 +124,7 @@ def test_a_preempted_run_goes_on_bit_for_bit(
     if "average" in options:  # what Lightning has as the state dict is the average, and the weights are beside it
         parts = hf.load(tmp_path, item="state", select=["state_dict/head.*", "current_model_state/head.*"])
         assert parts["state_dict"]["head.weight"].tolist() != parts["current_model_state"]["head.weight"].tolist()
-    resumed = finish(tmp_path, checkpoint={**NEVER, "load_and_broadcast": True}, seed=7, **options)
+    resumed = run(tmp_path, checkpoint={**NEVER, "load_and_broadcast": True}, seed=7, **options)
     assert [report["first_step"] for report in resumed] == [saved.step] * 2
     assert compared(resumed) == compared(whole(**options))
     assert resumed[0]["random"] != resumed[1]["random"]
@@ -148,52 +140,37 @@ def test_a_preempted_run_goes_on_bit_for_bit(
     ],
 )
 def test_a_run_that_is_preempted_in_a_validation_goes_on_from_the_step_before(
-    finish: Callable[..., list[Any]],
-    stop: Callable[..., None],
-    whole: Callable[..., list[Any]],
-    tmp_path: Path,
-    who: int,
-    step: int,
-    options: dict[str, Any],
+    run: Run, stop: Run, whole: Run, tmp_path: Path, who: int, step: int, options: dict[str, Any]
 ) -> None:
     stop(tmp_path, signal_in_validation_after=[who, step], **options)
     saved = hf.list_checkpoints(tmp_path)[-1].step
-    resumed = finish(tmp_path, checkpoint=NEVER, seed=7, **options)
+    resumed = run(tmp_path, checkpoint=NEVER, seed=7, **options)
     assert [report["first_step"] for report in resumed] == [saved] * 2
     assert compared(resumed) == compared(whole(**options))
 
 
 @pytest.mark.parametrize("who", [0, pytest.param(1, marks=SWEEP)])
-def test_a_killed_process_costs_what_was_not_saved(
-    finish: Callable[..., list[Any]],
-    stop: Callable[..., None],
-    whole: Callable[..., list[Any]],
-    tmp_path: Path,
-    who: int,
-) -> None:
-    stop(tmp_path, -signal.SIGKILL, kill_after=[who, 5])
+def test_a_killed_process_costs_what_was_not_saved(run: Run, stop: Run, whole: Run, tmp_path: Path, who: int) -> None:
+    run(tmp_path, status=-signal.SIGKILL, kill_after=[who, 5])
     steps = hf.CheckpointManager(tmp_path, options=hf.CheckpointManagerOptions(read_only=True)).all_steps()
     assert steps[-1] in (4, 5)
     assert hf.verify(tmp_path).ok
-    resumed = finish(tmp_path, checkpoint=NEVER, seed=7)
+    resumed = run(tmp_path, checkpoint=NEVER, seed=7)
     assert resumed[0]["first_step"] == steps[-1]
     assert compared(resumed) == compared(whole())
 
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=SWEEP)])
 def test_a_run_resumes_from_local_steps_without_one_host(
-    stop: Callable[..., None],
-    finish: Callable[..., list[Any]],
-    whole: Callable[..., list[Any]],
-    tmp_path: Path,
-    strategy: str,
+    stop: Run, run: Run, whole: Run, tmp_path: Path, strategy: str
 ) -> None:
     options = {} if strategy == "ddp" else {"strategy": strategy}
     memory = str(tmp_path / "memory")
-    run = tmp_path / "run"
-    stop(run, -signal.SIGKILL, checkpoint=NEVER, memory=memory, kill_after=["all", 5], **options)
+    directory = tmp_path / "run"
+    killed = {"status": -signal.SIGKILL, "kill_after": ["all", 5]}
+    run(directory, checkpoint=NEVER, memory=memory, **killed, **options)
     shutil.rmtree(tmp_path / "memory" / "0")
-    resumed = finish(run, checkpoint=NEVER, memory=memory, seed=2, **options)
+    resumed = run(directory, checkpoint=NEVER, memory=memory, seed=2, **options)
     first = {report["first_step"] for report in resumed}
     assert first <= {2, 4}, "the local save of step 4 may have been under way"
     assert len(first) == 1
@@ -214,113 +191,78 @@ def test_a_run_resumes_from_local_steps_without_one_host(
     ],
 )
 def test_a_process_without_a_state_to_save_stops_the_save_of_the_others_at_once(
-    run_together: Run, tmp_path: Path, who: int, step: int, where: str
+    run: Run, tmp_path: Path, who: int, step: int, where: str
 ) -> None:
     options: dict[str, Any] = {"checkpoint": {"barrier_timeout_secs": 600}}
     if where == "local places":
         options = {"memory": str(tmp_path / "memory"), "checkpoint": NEVER}
     if where == "program":
         options = {"saves_itself": True, "checkpoint": {**NEVER, "barrier_timeout_secs": 600}}
-    ended = run_together(tmp_path / "run", 3, fails_at=[who, step], **options)
+    ended = run(tmp_path / "run", 3, status=int(who >= 0), fails_at=[who, step], **options)
+    saved = [one.step for one in hf.list_checkpoints(tmp_path / "run")]
     if who < 0:
-        assert [status for status, _, _ in ended] == [0] * 3, ended[0][2]
-        assert [saved.step for saved in hf.list_checkpoints(tmp_path / "run")] == [3, 5]
+        assert saved == [3, 5]
         return
-    assert [status for status, _, _ in ended] == [1] * 3
-    for index, (_, _, said) in enumerate(ended):
+    for index, report in enumerate(ended):
         expected = "ValueError: no state today" if index == who else f"process {who} failed: ValueError: no state today"
-        assert expected in said, said
-    assert (step - 1 in [saved.step for saved in hf.list_checkpoints(tmp_path / "run")]) == (where == "directory")
+        assert expected in report["said"], report["said"]
+    assert (step - 1 in saved) == (where == "directory")
 
 
-def test_a_save_after_an_exception_is_refused_at_once(run_together: Run, tmp_path: Path) -> None:
+def test_a_save_after_an_exception_is_refused_at_once(run: Run, tmp_path: Path) -> None:
     """The others may wait in a collective for the one that has failed: no save of all of them is possible then."""
-    ended = run_together(tmp_path, checkpoint={"save_on_exception": True})
-    assert [status for status, _, _ in ended] == [1, 1]
-    for _, _, said in ended:
-        assert "save_on_exception=True works in one process, and this run has 2" in said
+    for report in run(tmp_path, status=1, checkpoint={"save_on_exception": True}):
+        assert "save_on_exception=True works in one process, and this run has 2" in report["said"]
     assert hf.list_checkpoints(tmp_path) == []
+
+
+# ---- another number of processes, and positions in the data
 
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("before", "now"), [(2, 1), (1, 3), pytest.param(2, 3, marks=SWEEP)])
-def test_another_number_of_processes_goes_on(
-    run_together: Run, stop: Callable[..., None], tmp_path: Path, before: int, now: int
-) -> None:
+def test_another_number_of_processes_goes_on(run: Run, stop: Run, tmp_path: Path, before: int, now: int) -> None:
     stop(tmp_path, count=before, checkpoint=NEVER, signal_after=["all", 1])
     [saved] = hf.list_checkpoints(tmp_path)
     weights = load_checkpoint(tmp_path)["state_dict"]["head.weight"].tolist()
-    ended = run_together(tmp_path, now, checkpoint=NEVER, seed=7)
-    assert [status for status, _, _ in ended] == [0] * now, ended[0][2]
-    assert {report["first_step"] for _, report, _ in ended} == {saved.step}
-    assert [report["began"] for _, report, _ in ended] == [[weights, saved.step * before // now]] * now
-    assert len({str(report["random"]) for _, report, _ in ended}) == now, "two processes draw the same numbers"
-    assert f"saved by {before} processes that had a share of the data each, and resumed by {now}" in ended[0][2]
+    ended = run(tmp_path, now, checkpoint=NEVER, seed=7)
+    assert {report["first_step"] for report in ended} == {saved.step}
+    assert [report["began"] for report in ended] == [[weights, saved.step * before // now]] * now
+    assert len({str(report["random"]) for report in ended}) == now, "two processes draw the same numbers"
+    assert f"saved by {before} processes that had a share of the data each, and resumed by {now}" in ended[0]["said"]
 
 
-def test_an_order_of_a_share_stays_with_its_process(
-    run_together: Run, stop: Callable[..., None], tmp_path: Path
-) -> None:
-    stop(tmp_path, checkpoint=NEVER, loader="share", signal_after=["all", 1])
-    ended = run_together(tmp_path, 1, checkpoint=NEVER, loader="share", max_epochs=2)
-    assert ended[0][0] == 0, ended[0][2]
-
-
-def test_the_same_batch_of_all_processes_with_another_number(
-    run_together: Run, stop: Callable[..., None], tmp_path: Path
-) -> None:
+def test_the_same_batch_of_all_processes_with_another_number(run: Run, stop: Run, tmp_path: Path) -> None:
     """One process takes batches of the size that two had together, or half of it: the position counts samples."""
     stop(tmp_path, checkpoint=NEVER, loader="half batches", signal_after=["all", 2])
     [saved] = hf.list_checkpoints(tmp_path)
-    ended = run_together(tmp_path, 1, checkpoint=NEVER, loader="shuffled", seed=7)
-    assert ended[0][0] == 0, ended[0][2]
-    assert ended[0][1]["began"][1] == saved.step
-    assert "come again" not in ended[0][2]
+    [report] = run(tmp_path, 1, checkpoint=NEVER, loader="shuffled", seed=7)
+    assert report["began"][1] == saved.step
+    assert "come again" not in report["said"]
 
 
 @pytest.mark.parametrize("now", [1, pytest.param(3, marks=SWEEP)])
-def test_places_in_the_data_of_another_number_of_processes(
-    run_together: Run, stop: Callable[..., None], tmp_path: Path, now: int
-) -> None:
-    stop(tmp_path, checkpoint=NEVER, loader="stateful", signal_after=["all", 1])
+def test_places_in_the_data_of_another_number_of_processes(run: Run, stop: Run, tmp_path: Path, now: int) -> None:
+    options = {"checkpoint": NEVER, "loader": "stateful"}
+    stop(tmp_path, **options, signal_after=["all", 1])
     [saved] = hf.list_checkpoints(tmp_path)
-    ended = run_together(tmp_path, now, checkpoint=NEVER, loader="stateful", seed=7)
-    assert [status for status, _, _ in ended] == [1] * now
-    for _, _, said in ended:
-        assert "the states of its data loaders (loaders/0) are places in the data of one process each" in said
-        assert "give CheckpointCallback reshard=" in said
+    for report in run(tmp_path, now, status=1, **options, seed=7):
+        assert "the states of its data loaders (loaders/0) are places in the data of one process each" in report["said"]
+        assert "give CheckpointCallback reshard=" in report["said"]
     assert [one.step for one in hf.list_checkpoints(tmp_path)] == [saved.step]
-    ended = run_together(tmp_path, now, checkpoint=NEVER, loader="stateful", seed=7, reshard=True, max_epochs=1)
-    assert [status for status, _, _ in ended] == [0] * now, ended[0][2]
-    for index, (_, report, said) in enumerate(ended):
+    ended = run(tmp_path, now, **options, seed=7, reshard=True, max_epochs=1)
+    for index, report in enumerate(ended):
         assert report["first_step"] == saved.step
-        assert f"loaders/0 of 2 for {index} of {now}" in said
+        assert f"loaders/0 of 2 for {index} of {now}" in report["said"]
         taken = saved.step * 2 // now  # batches of the epoch that are done
         assert report["began"][1] == taken
         assert report["final"]["step"] == saved.step + BATCHES - taken
     left = "that processes from 1 on had are left" if now == 1 else "Processes from 2 on begin with fresh"
-    assert left in ended[0][2]
+    assert left in ended[0]["said"]
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("loader", ["of all", "elastic", pytest.param("of all, named", marks=SWEEP)])
-def test_one_position_of_all_processes(
-    run_together: Run, stop: Callable[..., None], tmp_path: Path, loader: str
-) -> None:
-    """Four, two and three processes see each sample of an epoch once."""
-    checkpoint = {**NEVER, "replicated": ["loaders"]} if loader == "of all, named" else NEVER
-    options = {"checkpoint": checkpoint, "loader": loader, "max_steps": 6, "max_epochs": -1, "limit_train_batches": 6}
-    directory = tmp_path / "run"
-
-    stop(directory, count=4, **options, signal_after=["all", 1])
-    stop(directory, count=2, **options, signal_after=["all", 3])
-    ended = run_together(directory, 3, **options)
-
-    assert [status for status, _, _ in ended] == [0] * 3, ended[0][2]
-    assert "the data continues in the order that all processes share" in ended[0][2]
-    assert len(list(tmp_path.glob("seen-*"))) == 4 + 2 + 3
-    assert numbers(tmp_path) == list(range(72))
-    assert ended[0][1]["final"]["step"] == 6
+SIX = {"checkpoint": NEVER, "max_steps": 6, "max_epochs": -1}
+CUT = {**SIX, "limit_train_batches": 6}
 
 
 def numbers(folder: Path) -> list[int]:
@@ -328,41 +270,78 @@ def numbers(folder: Path) -> list[int]:
     return sorted(int(line) for path in folder.glob("seen-*") for line in path.read_text().split())
 
 
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("loader", ["of all", "elastic", pytest.param("of all, named", marks=SWEEP)])
+def test_one_position_of_all_processes(run: Run, stop: Run, tmp_path: Path, loader: str) -> None:
+    """Four, two and three processes see each sample of an epoch once."""
+    checkpoint = {**NEVER, "replicated": ["loaders"]} if loader == "of all, named" else NEVER
+    options = {**CUT, "checkpoint": checkpoint, "loader": loader}
+    stop(tmp_path / "run", count=4, **options, signal_after=["all", 1])
+    stop(tmp_path / "run", count=2, **options, signal_after=["all", 3])
+    ended = run(tmp_path / "run", 3, **options)
+
+    assert "the data continues in the order that all processes share" in ended[0]["said"]
+    assert len(list(tmp_path.glob("seen-*"))) == 4 + 2 + 3
+    assert numbers(tmp_path) == list(range(72))
+    assert ended[0]["final"]["step"] == 6
+
+
 def test_one_position_of_all_processes_stopped_before_a_validation_and_in_it(
-    run_together: Run, stop: Callable[..., None], tmp_path: Path
+    run: Run, stop: Run, tmp_path: Path
 ) -> None:
     """Data without a length is drawn one batch ahead, by a resume as well."""
-    options = {"checkpoint": NEVER, "loader": "of all", "max_steps": 6, "max_epochs": -1, "val_check_interval": 2}
-    directory = tmp_path / "run"
-
-    stop(directory, count=2, **options, signal_after=["all", 1])
-    stop(directory, count=2, **options, signal_in_validation_after=["all", 2])
-    [(status, _, said)] = run_together(directory, 1, **options)
-
-    assert status == 0, said
+    options = {**SIX, "loader": "of all", "val_check_interval": 2}
+    stop(tmp_path / "run", **options, signal_after=["all", 1])
+    stop(tmp_path / "run", **options, signal_in_validation_after=["all", 2])
+    run(tmp_path / "run", 1, **options)
     assert numbers(tmp_path) == list(range(72))
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
-    ("loader", "message"),
+    ("options", "after", "messages"),
     [
-        ("of all, beside", ""),
-        ("of all, beside the same batches", "which was at {'epoch': 0, 'samples': "),
+        pytest.param(
+            {"checkpoint": NEVER, "loader": "share", "max_epochs": 2}, 1, None, id="an order stays with its process"
+        ),
+        pytest.param({**CUT, "loader": "of all, beside"}, 2, None, id="a position beside counted batches"),
+        pytest.param(
+            {**CUT, "loader": "of all, beside the same batches"},
+            2,
+            ["which was at {'epoch': 0, 'samples': "],
+            id="a position that counted batches do not reach is refused",
+        ),
+        pytest.param(
+            {**CUT, "loader": "of all, apart"},
+            1,
+            [
+                "the data loader of loaders/0 declares that its state is the same in all processes",
+                "and 2 processes saved different ones",
+            ],
+            id="positions that differ are refused",
+        ),
     ],
 )
-def test_a_position_of_all_processes_beside_counted_batches(
-    run_together: Run, stop: Callable[..., None], tmp_path: Path, loader: str, message: str
+def test_one_process_goes_on_from_two(
+    run: Run, stop: Run, tmp_path: Path, options: dict[str, Any], after: int, messages: list[str] | None
 ) -> None:
-    options = {"checkpoint": NEVER, "loader": loader, "max_steps": 6, "max_epochs": -1, "limit_train_batches": 6}
-
-    stop(tmp_path / "run", count=2, **options, signal_after=["all", 2])
-    [(status, _, said)] = run_together(tmp_path / "run", 1, **options)
-
-    assert message in said
-    assert status == bool(message), said
-    if not message:
+    stop(tmp_path / "run", **options, signal_after=["all", after])
+    [report] = run(tmp_path / "run", 1, status=int(messages is not None), **options)
+    for message in messages or ():
+        assert message in report["said"]
+    if options["loader"] == "of all, beside":
         assert numbers(tmp_path) == list(range(72))
+
+
+@pytest.mark.parametrize("alike", [True, pytest.param(False, marks=SWEEP)])
+def test_generators_of_all_processes(run: Run, stop: Run, tmp_path: Path, alike: bool) -> None:
+    options = {"checkpoint": {**NEVER, "replicated": ["global_generators"]}, "alike": alike}
+    stop(tmp_path, **options, signal_after=["all", 1])
+    ended = run(tmp_path, 3, status=int(not alike), **options, seed=7)
+    if alike:
+        assert len({str(report["random"]) for report in ended}) == 1
+        assert "Processes from 2 on begin with fresh averages over the epoch" in ended[0]["said"]
+    else:
+        assert "the 2 processes of the checkpoint saved different states of python, torch" in ended[0]["said"]
 
 
 def test_a_position_of_all_processes_that_is_not_found_again_is_refused() -> None:
@@ -394,44 +373,15 @@ def test_a_step_without_the_states_that_it_declares_is_refused(shares: Any) -> N
         check_replicated(saved, shares)
 
 
-@pytest.mark.parametrize("alike", [True, pytest.param(False, marks=SWEEP)])
-def test_generators_of_all_processes(run_together: Run, stop: Callable[..., None], tmp_path: Path, alike: bool) -> None:
-    options = {"checkpoint": {**NEVER, "replicated": ["global_generators"]}, "alike": alike}
-    stop(tmp_path, **options, signal_after=["all", 1])
-
-    ended = run_together(tmp_path, 3, **options, seed=7)
-
-    assert [status for status, _, _ in ended] == [0 if alike else 1] * 3, ended[0][2]
-    if alike:
-        assert len({str(report["random"]) for _, report, _ in ended}) == 1
-        assert "Processes from 2 on begin with fresh averages over the epoch" in ended[0][2]
-    else:
-        assert "the 2 processes of the checkpoint saved different states of python, torch" in ended[0][2]
-
-
-def test_positions_of_all_processes_that_differ_are_refused(
-    run_together: Run, stop: Callable[..., None], tmp_path: Path
-) -> None:
-    options = {"checkpoint": NEVER, "loader": "of all, apart", "max_epochs": -1, "limit_train_batches": 6}
-    stop(tmp_path / "run", **options, max_steps=6, signal_after=["all", 1])
-
-    [(status, _, said)] = run_together(tmp_path / "run", 1, **options, max_steps=6)
-
-    assert status == 1
-    assert "the data loader of loaders/0 declares that its state is the same in all processes" in said
-    assert "and 2 processes saved different ones" in said
-
-
-def test_what_two_processes_had_parts_of(run_together: Run, finish: Callable[..., list[Any]], tmp_path: Path) -> None:
-    reports = finish(tmp_path, strategy="fsdp2", max_steps=4, test="best")
+def test_what_two_processes_had_parts_of(run: Run, tmp_path: Path) -> None:
+    reports = run(tmp_path, strategy="fsdp2", max_steps=4, test="best")
     layouts = {leaf.path: leaf.sharding for leaf in hf.describe(tmp_path, 4) if leaf.item == "state"}
     assert layouts["state_dict/head.weight"] is not None
     assert layouts["optimizer_states/0/state/head.weight/exp_avg"] is not None
     saved = load_checkpoint(tmp_path)["state_dict"]["head.weight"].tolist()
     assert [report["tested"] for report in reports] == [[str(tmp_path / "4"), saved]] * 2
     # One process that has all of it resumes from there.
-    [(status, alone, said)] = run_together(tmp_path, 1, max_steps=5, ckpt_path=str(tmp_path / "4"))
-    assert status == 0, said
+    [alone] = run(tmp_path, 1, max_steps=5, ckpt_path=str(tmp_path / "4"))
     assert alone["first_step"] == 4
     assert alone["began"][0] == saved
     assert [moments["step"] for moments in alone["final"]["optimizer"]["state"].values()] == [5.0] * 6
@@ -447,17 +397,17 @@ WORLDS: dict[str, tuple[int, str]] = {
 
 
 @pytest.fixture(scope="module")
-def saved_by(finish: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+def saved_by(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
     """The directory of a run of one of the worlds that has done all steps, and what it ended with."""
     known: dict[str, tuple[Path, Any]] = {}
 
-    def run(name: str) -> tuple[Path, Any]:
+    def saved(name: str) -> tuple[Path, Any]:
         if name not in known:
             directory, (count, strategy) = tmp_path_factory.mktemp("saved"), WORLDS[name]
-            known[name] = directory, finish(directory, count, strategy=strategy, max_steps=3)[0]["final"]
+            known[name] = directory, run(directory, count, strategy=strategy, max_steps=3)[0]["final"]
         return known[name]
 
-    return run
+    return saved
 
 
 @pytest.mark.one_in(2)
@@ -481,45 +431,39 @@ def saved_by(finish: Callable[..., list[Any]], tmp_path_factory: pytest.TempPath
     ],
 )
 def test_another_strategy_has_the_same_weights_and_optimizer_states(
-    finish: Callable[..., list[Any]], saved_by: Callable[[str], Any], before: str, now: str
+    run: Run, saved_by: Callable[[str], Any], before: str, now: str
 ) -> None:
     """A run that has reached its last step restores it, and neither does nor saves a step."""
     directory, one = saved_by(before)
     count, strategy = WORLDS[now]
-    other = finish(directory, count, strategy=strategy, max_steps=3, seed=7)[0]["final"]
+    other = run(directory, count, strategy=strategy, max_steps=3, seed=7)[0]["final"]
     assert other["step"] == one["step"] == 3
     assert other["model"] == one["model"]
     assert list(other["optimizer"]["state"].values()) == list(one["optimizer"]["state"].values())
 
 
-def test_a_trainer_that_starts_the_others_itself(
-    finish: Callable[..., list[Any]], stop: Callable[..., None], tmp_path: Path
-) -> None:
+def test_a_trainer_that_starts_the_others_itself(run: Run, stop: Run, tmp_path: Path) -> None:
     stop(tmp_path, count=1, devices=2, checkpoint=NEVER, signal_after=[0, 2])
     [saved] = hf.list_checkpoints(tmp_path)
     assert saved.reason == "preempted"
     own = [hf.load(tmp_path, item=f"process/{index}")["holdfast"]["replicas"] for index in range(2)]
     assert own == [2, 2]
-    resumed = finish(tmp_path, checkpoint=NEVER)
+    resumed = run(tmp_path, checkpoint=NEVER)
     assert [report["first_step"] for report in resumed] == [saved.step] * 2
 
 
 @pytest.mark.examples("docs/lightning.md", "python 3", "console 1")
-def test_the_page(examples: Examples, run_together: Run, tmp_path: Path) -> None:
+def test_the_page(examples: Examples, run: Run, tmp_path: Path) -> None:
     assert examples.commands()[1] == "torchrun --nproc-per-node 2 train_lightning.py"
-    ended = run_together(tmp_path, page=examples["python 3"])
-    assert [status for status, _, _ in ended] == [0, 0], ended[0][2]
-    assert "\n80 steps\n" in ended[0][2]
+    assert "\n80 steps\n" in run(tmp_path, page=examples["python 3"])[0]["said"]
     assert hf.CheckpointManager(tmp_path / "runs" / "ddp").all_steps() == [20, 40, 60, 80]
     assert hf.load(tmp_path / "runs" / "ddp", item="state")["state_dict"]["layer.weight"].shape == (1, 1)
 
 
 @pytest.mark.examples("docs/several_processes.md", "python 3", "console 3")
-def test_the_page_of_several_processes(examples: Examples, run_together: Run, tmp_path: Path) -> None:
+def test_the_page_of_several_processes(examples: Examples, run: Run, tmp_path: Path) -> None:
     assert examples.commands() == ["python train_lightning.py"]
-    ended = run_together(tmp_path, page=examples["python 3"])
-    assert [status for status, _, _ in ended] == [0, 0], ended[0][2]
-    assert "\n48 steps\n" in ended[0][2]
+    assert "\n48 steps\n" in run(tmp_path, page=examples["python 3"])[0]["said"]
     assert hf.CheckpointManager(tmp_path / "runs" / "lightning").all_steps() == [20, 40, 48]
 
 

@@ -1,11 +1,10 @@
-"""Programs as their authors write them, stopped by SIGTERM in a batch and started again, compared bit for bit."""
+"""Programs as their authors write them, stopped and started again, and compared bit for bit."""
 
 from __future__ import annotations
 
 import logging
 import os
 import signal
-from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as lightning
@@ -13,12 +12,25 @@ import pytest
 import torch
 import torchmetrics
 from lightning.pytorch.callbacks import ModelCheckpoint
+from tests.integrations.lightning import program
 from tests.integrations.lightning.program import new_directory
+from tests.sweep.lightning_programs import FINETUNING
+from tests.sweep.lightning_runs import Interruption, Program
 from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast as hf
 from holdfast.integrations.lightning import CheckpointCallback
+from holdfast.integrations.lightning.averages import ModuleSwitches
 from holdfast.integrations.lightning.stopping import Preempted
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*configure_optimizers. returned .None"),
+    pytest.mark.filterwarnings("ignore:The provided params to be frozen already exist"),
+    pytest.mark.filterwarnings("ignore:Found .* in eval mode at the start of training"),
+]
+
+# ---- stopped by SIGTERM in a batch
+
 
 BATCHES, EPOCHS = 4, 3
 
@@ -129,22 +141,21 @@ class Measures(Net):
         self.note("epoch ends", self.tracker.compute_all().tolist(), shared, self.whole.compute().tolist())
 
 
-def fit(directory: str, kind: type[Net], seed: int = 1, signal_at: int | None = None, **options: Any) -> Net:
+def fit(
+    directory: str,
+    kind: type[Net],
+    seed: int = 1,
+    signal_at: int | None = None,
+    made: list[Net] | None = None,
+    **options: Any,
+) -> Net:
     torch.manual_seed(seed)
     net = kind()
+    if made is not None:
+        made.append(net)
     net.signal_at = signal_at
-    made = lightning.Trainer(
-        **{
-            "callbacks": [CheckpointCallback(directory, witness_steps_after_signal=0)],
-            "max_epochs": EPOCHS,
-            "accelerator": "cpu",
-            "logger": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            **options,
-        }
-    )
-    made.fit(net)
+    callbacks = options.pop("callbacks", [CheckpointCallback(directory, witness_steps_after_signal=0)])
+    program.trainer(*callbacks, **{"max_epochs": EPOCHS, **options}).fit(net)
     return net
 
 
@@ -174,30 +185,17 @@ def test_a_program_that_is_stopped_ends_as_one_that_is_not(
 ) -> None:
     directory, in_one, seen = new_directory(), new_directory(), []
     whole = fit(in_one, kinds[0], **options)
-    for turn, stop in enumerate([*stops, None]):
-        kind = kinds[turn % len(kinds)]
-        if stop is not None:
-            made: list[Net] = []
-            with pytest.raises(Preempted):
-                fit(
-                    directory, type(kind.__name__, (kind,), {"__init__": _noted(kind, made)}), turn + 1, stop, **options
-                )
-            seen += made[0].seen
-            continue
-        last = fit(directory, kind, turn + 1, **options)
+    for turn, stop in enumerate(stops):
+        made: list[Net] = []
+        with pytest.raises(Preempted):
+            fit(directory, kinds[turn % len(kinds)], turn + 1, stop, made, **options)
+        seen += made[0].seen
+    last = fit(directory, kinds[len(stops) % len(kinds)], len(stops) + 1, **options)
     assert [*seen, *last.seen] == whole.seen
     assert hf.list_checkpoints(directory)[-1].metrics == hf.list_checkpoints(in_one)[-1].metrics
     assert fit(directory, kinds[0], 9, **options).seen == []  # Nothing is left to do.
     assert weights(last) == weights(whole)
     torch.testing.assert_close(last.trainer.callback_metrics, whole.trainer.callback_metrics, rtol=0, atol=0)
-
-
-def _noted(kind: type[Net], made: list[Net]) -> Callable[[Any], None]:
-    def init(self: Any) -> None:
-        kind.__init__(self)
-        made.append(self)
-
-    return init
 
 
 class Named(ModelCheckpoint):
@@ -217,3 +215,154 @@ def test_a_checkpoint_callback_of_the_program_is_none_of_ours(tmp_path: Any, cap
     caplog.clear()
     fit(directory, Net, callbacks=callbacks())
     assert "kth_value" not in caplog.text
+
+
+# ---- manual optimization without the optimizers of Lightning: batches are the steps
+
+
+RAW_BATCHES, RAW_EPOCHS = 6, 2
+SAID = "steps are batches here, since no optimizer of Lightning steps"
+
+
+class Raw(lightning.LightningModule):
+    """Steps with the optimizer that Lightning has wrapped."""
+
+    every = 1  # update after so many batches
+
+    def __init__(self, signal_at: int | None) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.signal_at, self.drawn = signal_at, 0
+        self.layer = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Dropout(0.2), torch.nn.Linear(3, 1))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), 0.02)
+
+    def optimizer(self) -> Any:
+        return self.optimizers(use_pl_optimizer=False)
+
+    def training_step(self, batch: Any, index: int) -> None:
+        optimizer = self.optimizer()
+        self.manual_backward(self.layer(batch).square().mean())
+        if (index + 1) % self.every == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        self.drawn += 1
+        if self.drawn == self.signal_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Accumulating(Raw):
+    every = 2
+
+
+class Own(Raw):
+    """Keeps the optimizer from Lightning, and saves its state as the pages of Lightning have it."""
+
+    def configure_optimizers(self) -> None:
+        self.own_optimizer = torch.optim.Adam(self.parameters(), 0.02)
+
+    def optimizer(self) -> Any:
+        return self.own_optimizer
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["own"] = self.own_optimizer.state_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.loaded = checkpoint["own"]
+
+    def on_train_start(self) -> None:
+        if hasattr(self, "loaded"):
+            self.own_optimizer.load_state_dict(self.loaded)
+
+
+def raw_fit(directory: str, kind: type[Raw], seed: int = 1, signal_at: int | None = None, **options: Any) -> list[Any]:
+    torch.manual_seed(seed)
+    model = kind(signal_at)
+    callback = CheckpointCallback(directory, max_to_keep=None, witness_steps_after_signal=0, **options)
+    data: Any = torch.randn(RAW_BATCHES * 2, 4, generator=torch.Generator().manual_seed(3))
+    program.trainer(callback, max_epochs=RAW_EPOCHS).fit(model, DataLoader(data, 2, shuffle=True))
+    optimizer = [state.tolist() for moments in model.optimizer().state.values() for state in moments.values()]
+    return [{name: value.tolist() for name, value in model.state_dict().items()}, optimizer]
+
+
+@pytest.mark.parametrize(
+    ("kind", "saved", "after_signal", "at_end"),
+    [(Raw, [3], 5, 12), (Own, [3], 5, 12), (Accumulating, [], 3, 6)],
+)
+def test_batches_are_steps_where_no_optimizer_of_lightning_steps(
+    caplog: pytest.LogCaptureFixture, kind: type[Raw], saved: list[int], after_signal: int, at_end: int
+) -> None:
+    whole = raw_fit(new_directory(), kind)
+    directory = new_directory()
+    caplog.set_level(logging.INFO, "holdfast")
+    caplog.clear()
+    with pytest.raises(Preempted):
+        raw_fit(directory, kind, signal_at=5, save_interval_steps=3)
+    assert caplog.text.count(SAID) == 1
+    assert [entry.step for entry in hf.list_checkpoints(directory)] == [*saved, after_signal]
+    assert raw_fit(directory, kind, seed=2) == whole
+    assert f"resumed from step {after_signal}" in caplog.text
+    assert [entry.step for entry in hf.list_checkpoints(directory)][-1] == at_end
+    assert caplog.text.count(SAID) == 1  # the run keeps it
+    assert raw_fit(directory, kind, seed=3)[0] == whole[0]
+    assert f"nothing left to do after step {at_end}" in caplog.text
+
+
+# ---- what a program switches while it trains, such as frozen parameters
+
+
+SETUPS = [name for name in FINETUNING if "EMA" not in name and not FINETUNING[name].refused]
+SOME = {
+    "BackboneFinetuning without batch norm": (7,),
+    "BaseFinetuning, in two stages": (12,),
+    "modes by hand": (7,),
+}
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_after_the_unfreeze(setup: str, every: bool) -> None:
+    if not every and setup not in SOME:
+        return
+    whole = Program(new_directory(), setup, "shuffled")
+    whole.fit()
+    last = whole.trainer.global_step
+    for step in range(1, last) if every else SOME[setup]:
+        directory = new_directory()
+        assert Program(directory, setup, "shuffled", every=step).fit(Interruption("error", step)) == 1
+        resumed = Program(directory, setup, "shuffled", seed=2)
+        resumed.fit()
+        assert resumed.final() == whole.final(), f"interrupted after step {step}"
+
+
+def test_a_group_that_only_training_adds_is_refused() -> None:
+    directory = new_directory()
+    assert Program(directory, "parameter group by hand", "shuffled", every=7).fit(Interruption("error", 7)) == 1
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        Program(directory, "parameter group by hand", "shuffled").fit()
+
+
+def test_what_an_author_changes_between_two_starts_stays() -> None:
+    def started() -> tuple[torch.nn.Sequential, ModuleSwitches]:
+        module = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.BatchNorm1d(1), torch.nn.Linear(1, 1))
+        module[0].requires_grad_(requires_grad=False)
+        return module, ModuleSwitches(module)
+
+    first, switches = started()
+    assert switches.switched() == ""
+    first[0].requires_grad_(requires_grad=True)
+    first[1].eval()
+    saved = switches.switched()
+
+    second, switches = started()
+    second[2].requires_grad_(requires_grad=False)  # by hand, before it is resumed
+    switches = ModuleSwitches(second)
+    switches.restore(saved)
+    assert [parameter.requires_grad for parameter in second.parameters()] == [True] * 4 + [False] * 2
+    assert [part.training for part in second] == [True, False, True]
+    assert switches.switched() == saved
+
+    # Fitted once more in the same process, which begins with everything switched: a third process needs it all.
+    switches = ModuleSwitches(second)
+    switches.restore(saved)
+    assert switches.switched() == saved

@@ -33,12 +33,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def interrupt(directory: str, step: int, **options: Any) -> list[Any]:
-    """Runs until a step, which is the only one that is saved, and returns what happened."""
-    recorder = program.Recorder(stop_after=step)
-    with pytest.raises(program.InterruptionError):
-        program.run(directory, recorder=recorder, checkpoint={"save_interval_steps": step}, **options)
-    return list(recorder.events)
+def interrupt(directory: str, step: int, **options: Any) -> None:
+    """Train until a step, which is the only one that is saved."""
+    program.interrupt(directory, step, checkpoint={"save_interval_steps": step}, **options)
 
 
 def check(steps: Iterable[int], **options: Any) -> None:
@@ -151,7 +148,7 @@ def test_two_optimizers() -> None:
         callback = CheckpointCallback(directory, save_interval_steps=3)
         recorder: Any = program.Recorder(stop_after=stop_after)
         recorder.on_train_epoch_end = lambda *_: None
-        trainer = Trainer(callbacks=[callback, recorder], max_epochs=3, **program.QUIET)
+        trainer = program.trainer(callback, recorder, max_epochs=3)
         trainer.fit(model, program.training_loader("shuffled"))
         optimizers = [optimizer.state_dict() for optimizer in trainer.optimizers]
         return str([model.state_dict(), optimizers]), callback.manager.all_steps()
@@ -250,8 +247,8 @@ def test_an_optimizer_with_matrices_in_another_order() -> None:
         model = Rotates()
         recorder = program.Recorder(stop_after=stop_after)
         callback = CheckpointCallback(directory, save_interval_steps=1)
-        trainer = Trainer(callbacks=[callback, recorder], max_epochs=2, **program.QUIET)
-        trainer.fit(model, program.training_loader("shuffled"), program.validation_loader())
+        trainer = program.trainer(callback, recorder, max_epochs=2)
+        trainer.fit(model, *program.loaders())
         rotations = [state["rotation"] for state in trainer.optimizers[0].state.values()]
         return [str(model.state_dict()), [(str(one), one.stride()) for one in rotations]]
 
@@ -299,9 +296,7 @@ def test_two_interruptions_in_a_row(variant: str, every: bool) -> None:
         directory = new_directory()
         interrupt(directory, first, **options)
         # The second save is not at a multiple of its interval only: it comes from a run that was resumed.
-        recorder = program.Recorder(stop_after=second)
-        with pytest.raises(program.InterruptionError):
-            program.run(directory, seed=20, recorder=recorder, checkpoint={"save_interval_steps": 1}, **options)
+        recorder = program.interrupt(directory, second, seed=20, checkpoint={"save_interval_steps": 1}, **options)
         resumed = program.run(directory, seed=30, checkpoint=NEVER, **options)
         assert (recorder.first_step, resumed.recorder.first_step) == (first, second)
         assert resumed.final == whole.final, f"interrupted after steps {first} and {second}"
@@ -391,25 +386,18 @@ class Rated(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=self.rate)
 
 
-def saving_each_step(directory: Path, max_steps: int) -> Trainer:
-    return Trainer(
-        max_steps=max_steps,
-        accelerator="cpu",
-        callbacks=[CheckpointCallback(directory, save_interval_steps=1)],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+def fit_rated(module: Rated, directory: Path, max_steps: int, batch_size: int = 1) -> Trainer:
+    ones: Any = torch.ones(8, 1)
+    trainer: Trainer = program.trainer(CheckpointCallback(directory, save_interval_steps=1), max_steps=max_steps)
+    trainer.fit(module, DataLoader(ones, batch_size))
+    return trainer
 
 
 def test_a_new_learning_rate_that_does_not_count_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "holdfast")
     for rate, steps in ((0.1, 2), (0.1, 3), (0.4, 4)):
         caplog.clear()
-        module = Rated(rate)
-        trainer = saving_each_step(tmp_path, steps)
-        ones: Any = torch.ones(8, 1)
-        trainer.fit(module, torch.utils.data.DataLoader(ones))
+        trainer = fit_rated(Rated(rate), tmp_path, steps)
         assert trainer.optimizers[0].param_groups[0]["lr"] == 0.1
         said = "optimizer_0.param_groups[0].lr (program 0.4, saved 0.1)" in caplog.text
         assert said == (rate == 0.4)
@@ -428,7 +416,5 @@ def test_a_resume_within_an_epoch_names_a_hook_that_is_not_called_again(
 ) -> None:
     caplog.set_level("INFO", "holdfast")
     for last in (step, step + 1):
-        trainer = saving_each_step(tmp_path, last)
-        ones: Any = torch.ones(8, 1)
-        trainer.fit(kind(0.1), torch.utils.data.DataLoader(ones, batch_size=2))
+        fit_rated(kind(0.1), tmp_path, last, batch_size=2)
     assert ("within epoch 1: SetsUpEpochs.on_train_epoch_start is called again when" in caplog.text) == is_told

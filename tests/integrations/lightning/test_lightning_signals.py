@@ -1,8 +1,9 @@
-"""Real signals to real processes."""
+"""Runs that a signal, a kill or an exception ends, each at any place: what is saved, and where the next one goes on."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import threading
@@ -12,11 +13,20 @@ from typing import Any
 
 import lightning.pytorch as lightning
 import pytest
+import torch
 from tests.integrations.lightning import program
 from tests.integrations.lightning.program import new_directory
+from tests.sweep.lightning_programs import AVERAGES, SETUPS
+from tests.sweep.lightning_runs import NEVER as NO_SAVE
+from tests.sweep.lightning_runs import Interruption, Program
 
 import holdfast as hf
 from holdfast.integrations.lightning import CheckpointCallback, Preempted
+
+pytestmark = pytest.mark.filterwarnings("ignore:Swapping scheduler")
+
+# ---- real signals to real processes
+
 
 NEVER: dict[str, Any] = {"save_interval_steps": 1000, "save_at_end": False}
 
@@ -150,3 +160,186 @@ def test_training_in_another_thread(caplog: pytest.LogCaptureFixture) -> None:
     thread.join()
     assert outcomes[0].trainer.global_step == 5
     assert "SIGTERM or SIGHUP is not handled" in caplog.text
+
+
+# ---- a validation: it is left at once, and a save comes before it
+
+
+IN_FIRST, IN_SECOND, BEFORE = (
+    ("signal in validation", 0),
+    ("signal in validation", 1),
+    ("signal before validation", 0),
+)
+CASES = {
+    "EMA": IN_SECOND,
+    "EMA, validation within epochs": BEFORE,
+    "EMA, accumulation": IN_FIRST,
+    "swap by hand": IN_FIRST,
+    "swap by the module": IN_SECOND,
+    "moved and returned": IN_SECOND,
+    "counts validation batches": IN_FIRST,
+    "validation within epochs": IN_FIRST,
+}
+
+
+def check(setup: str, *interruptions: Interruption) -> list[Program]:
+    """Interrupts a program, and compares it with the whole run; gives the programs that did it together.
+
+    A signal before a validation saves; one within it loses what is not saved, so that such a program saves every step.
+    """
+    whole = Program(new_directory(), setup, "shuffled")
+    whole.fit()
+    directory = new_directory()
+    parts = []
+    for seed, interruption in enumerate([*interruptions, None], start=1):
+        every = 1 if any(one.kind == "signal in validation" for one in interruptions) else NO_SAVE
+        parts.append(Program(directory, setup, "shuffled", seed=seed, every=every))
+        assert parts[-1].fit(interruption) == (None if interruption is None else 143)
+    assert parts[-1].final() == whole.final()
+    assert {key: value for part in parts for key, value in part.recorder.events.items()} == whole.recorder.events
+    return parts
+
+
+def _case(setup: str) -> Any:
+    needs_newer = pytest.mark.needs("lightning", "2.6")
+    return pytest.param(setup, marks=[needs_newer] if "EMA" in setup or setup == "WeightAveraging" else [], id=setup)
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("setup", [_case(name) for name in CASES])
+def test_left_in_a_validation(setup: str) -> None:
+    kind, batch = CASES[setup]
+    step = 3 if "accumulate_grad_batches" in SETUPS[setup].trainer or _is_within(setup) else 5
+    check(setup, Interruption(kind, step, batch))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("setup", [_case(name) for name in [*AVERAGES, "validation within epochs"]])
+def test_left_in_any_validation(setup: str) -> None:
+    steps = (3, 8) if _is_within(setup) else (3, 6) if "accumulation" in setup else (5, 10)
+    for step in steps:
+        for kind, batch in (IN_FIRST, IN_SECOND, BEFORE):
+            check(setup, Interruption(kind, step, batch))
+
+
+def _is_within(setup: str) -> bool:
+    return "val_check_interval" in SETUPS[setup].trainer
+
+
+@pytest.mark.needs("lightning", "2.6")
+def test_left_twice_in_the_same_validation() -> None:
+    in_validation = Interruption("signal in validation", 5, 1)
+    check("EMA", in_validation, in_validation)
+
+
+def test_a_validation_is_left_with_its_first_batch(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        first, _ = check("counts validation batches", Interruption("signal in validation", 3, 0))
+    assert "preempted in the validation after step 3, which is not saved: the run resumes from step 2" in caplog.text
+    assert first.recorder.validations == []
+
+
+class CountsStates(lightning.Callback):
+    count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        self.count += 1
+        return {}
+
+
+def test_nothing_is_captured_before_a_validation() -> None:
+    program = Program(new_directory(), "swap by hand", "shuffled")
+    counts = CountsStates()
+    program.trainer.callbacks.insert(0, counts)
+    program.fit()
+    assert len(program.recorder.validations) == 3
+    assert counts.count == 1  # at the end
+
+
+# ---- exceptions, and save_on_exception
+
+
+RARELY: dict[str, Any] = {"save_interval_steps": 4, "save_on_exception": True}
+
+
+class Fails(lightning.Callback):
+    """Ends the run at a step, in one of the hooks, after it has spoiled the weights there."""
+
+    def __init__(self, where: str, step: int, error: type[BaseException]) -> None:
+        self.step, self.error = step, error
+        setattr(self, where, self.fail)
+
+    def fail(self, trainer: Any, module: Any, *args: Any) -> None:
+        if trainer.global_step == self.step and not trainer.sanity_checking:
+            with torch.no_grad():
+                module.head.weight.data.add_(1.0)
+            torch.rand(3)
+            raise self.error("spoiled")
+
+
+@pytest.mark.parametrize(
+    ("where", "step", "saved", "options", "error"),
+    [
+        ("on_train_batch_start", 6, 6, {}, KeyboardInterrupt),
+        ("on_after_backward", 7, 7, {}, RuntimeError),
+        ("on_train_batch_end", 8, 7, {}, RuntimeError),  # the update is done, but not all that belongs to it
+        ("on_before_zero_grad", 2, 2, {"accumulate_grad_batches": 2}, RuntimeError),
+        ("on_validation_batch_end", 3, 3, {"val_check_interval": 3}, RuntimeError),
+        pytest.param("on_validation_batch_start", 10, 10, {}, RuntimeError, marks=pytest.mark.sweep),
+        pytest.param("on_validation_end", 10, 10, {}, KeyboardInterrupt, marks=pytest.mark.sweep),
+        pytest.param("on_train_epoch_start", 5, 5, {}, RuntimeError, marks=pytest.mark.sweep),
+        pytest.param("on_train_batch_start", 8, 8, {}, RuntimeError, marks=pytest.mark.sweep),  # saved anyway
+        pytest.param("on_train_epoch_end", 10, 10, {}, KeyboardInterrupt, marks=pytest.mark.sweep),
+    ],
+)
+def test_the_last_point_is_saved(
+    where: str, step: int, saved: int, options: dict[str, Any], error: type[BaseException]
+) -> None:
+    whole = program.run(new_directory(), **options)
+    directory = new_directory()
+    failing = Fails(where, step, error)
+    with pytest.raises((error, SystemExit)):
+        program.run(directory, checkpoint=RARELY, callbacks=(failing,), **options)
+    newest = hf.list_checkpoints(directory)[-1]
+    assert newest.step == saved
+    assert newest.reason == ("every 4 steps" if saved % 4 == 0 else f"after {error.__name__}")
+    resumed = program.run(directory, seed=3, **options)
+    assert resumed.recorder.first_step == saved
+    assert resumed.final == whole.final
+
+
+def test_without_the_option_nothing_more_is_saved() -> None:
+    directory = new_directory()
+    with pytest.raises(RuntimeError, match="spoiled"):
+        program.run(
+            directory, checkpoint={"save_interval_steps": 4}, callbacks=(Fails("on_after_backward", 6, RuntimeError),)
+        )
+    assert [one.step for one in hf.list_checkpoints(directory)] == [4]
+
+
+def test_a_fresh_run_that_fails_at_once_saves_nothing() -> None:
+    directory = new_directory()
+    with pytest.raises(RuntimeError, match="spoiled"):
+        program.run(directory, checkpoint=RARELY, callbacks=(Fails("on_after_backward", 0, RuntimeError),))
+    assert hf.list_checkpoints(directory) == []
+
+
+# ---- local steps
+
+
+@pytest.mark.parametrize(("stop", "first", "saved"), [(5, 4, 1000), (5, 4, 3), (7, 6, 1000), (7, 7, 7)])
+def test_a_run_resumes_from_its_local_steps(tmp_path: Path, stop: int, first: int, saved: int) -> None:
+    whole = program.run(new_directory(), checkpoint={"save_interval_steps": 1000, "save_at_end": False})
+    directory = new_directory()
+    local = hf.Local(tmp_path / "memory", every=2, copies=0)
+    checkpoint = {"save_interval_steps": saved, "save_at_end": False, "local": local}
+    program.interrupt(directory, stop, checkpoint=checkpoint)
+    resumed = program.run(directory, seed=2, checkpoint=checkpoint)
+    assert resumed.recorder.first_step == first
+    assert resumed.final == whole.final
+
+
+def test_local_steps_of_another_run_do_not_count(tmp_path: Path) -> None:
+    checkpoint = {"save_at_end": False, "local": hf.Local(tmp_path / "memory", every=2, copies=0)}
+    program.interrupt(new_directory(), 5, checkpoint=checkpoint)
+    assert program.run(new_directory(), checkpoint=checkpoint).recorder.first_step == 0

@@ -70,15 +70,8 @@ class Signal(lightning.Callback):
 
 
 def trainer_of(directory: Path, *callbacks: Any, environment: Any = None, **options: Any) -> Any:
-    quiet: dict[str, Any] = {
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    plugins = [environment or SLURMEnvironment()]
     callback = CheckpointCallback(directory, **{**NEVER, **options})
-    return lightning.Trainer(callbacks=[callback, *callbacks], plugins=plugins, max_epochs=2, **quiet)
+    return program.trainer(callback, *callbacks, plugins=[environment or SLURMEnvironment()], max_epochs=2)
 
 
 @pytest.mark.parametrize("array", [False, True], ids=["job", "task of an array"])
@@ -98,7 +91,7 @@ def test_the_requeue_signal_saves_and_requeues(
 
     trainer.accelerator.teardown = note_teardown
     with pytest.raises(Preempted) as caught:
-        trainer.fit(program.Model(), program.training_loader("shuffled"), program.validation_loader())
+        trainer.fit(program.Model(), *program.loaders())
     assert caught.value.code == 75
     assert signal.getsignal(signal.SIGUSR1) == before
     assert slurm.read_text() == f"ended\nrequeue {'77_5' if array else '4321'} after the commit\n"
@@ -107,7 +100,7 @@ def test_the_requeue_signal_saves_and_requeues(
 
     # The requeued job continues to its end, and is not requeued again.
     trainer = trainer_of(tmp_path / "run", environment=SLURMEnvironment(), save_at_end=True)
-    trainer.fit(program.Model(), program.training_loader("shuffled"), program.validation_loader())
+    trainer.fit(program.Model(), *program.loaders())
     assert trainer.global_step == 10
     assert [entry.step for entry in hf.list_checkpoints(tmp_path / "run")] == [4, 10]
     assert len(slurm.read_text().splitlines()) == 2
@@ -123,7 +116,7 @@ def test_the_requeue_signal_saves_and_requeues(
 def test_signals_of_a_job(slurm: Path, tmp_path: Path, number: int, environment: dict[str, Any], status: int) -> None:
     trainer = trainer_of(tmp_path / "run", Signal(number, after=3), environment=SLURMEnvironment(**environment))
     with pytest.raises(Preempted) as caught:
-        trainer.fit(program.Model(), program.training_loader("shuffled"), program.validation_loader())
+        trainer.fit(program.Model(), *program.loaders())
     assert caught.value.code == status
     assert slurm.exists() == (status == 75)
 
@@ -141,9 +134,7 @@ def test_a_job_that_cannot_be_requeued_ends_all_the_same(
 ) -> None:
     (tmp_path / "bin" / "scontrol").write_text("#!/bin/sh\necho 'Job is not requeueable' >&2\nexit 1\n")
     with pytest.raises(Preempted) as caught:
-        trainer_of(tmp_path / "run", Signal(signal.SIGUSR1, after=3)).fit(
-            program.Model(), program.training_loader("shuffled"), program.validation_loader()
-        )
+        trainer_of(tmp_path / "run", Signal(signal.SIGUSR1, after=3)).fit(program.Model(), *program.loaders())
     assert caught.value.code == 75
     assert "scontrol requeue 4321 failed: Job is not requeueable. The run is saved" in caplog.text
 
@@ -161,8 +152,8 @@ def file_of_lightning(slurm: Path, tmp_path: Path) -> None:
     """A job that Lightning has requeued by itself, with a weight that is in its file only."""
     model = program.Model()
     torch.nn.init.constant_(model.head.bias, 41.0)
-    trainer = lightning.Trainer(max_steps=1, plugins=[SLURMEnvironment()], enable_checkpointing=False, **program.QUIET)
-    trainer.fit(model, program.training_loader("shuffled"), program.validation_loader())
+    trainer = program.trainer(max_steps=1, plugins=[SLURMEnvironment()], enable_checkpointing=False)
+    trainer.fit(model, *program.loaders())
     trainer.save_checkpoint(tmp_path / "hpc_ckpt_1.ckpt")
 
 
@@ -173,7 +164,7 @@ def test_a_file_of_lightning_never_wins(tmp_path: Path, caplog: pytest.LogCaptur
         use(trainer, model)
         return [float(model.head.bias.detach()[0]), trainer.global_step]
 
-    loaders = program.training_loader("shuffled"), program.validation_loader()
+    loaders = program.loaders()
     bias, step = biases(lambda trainer, model: trainer.fit(model, *loaders))
     assert (step, bias < 30.0) == (10, True)
     assert "hpc_ckpt_1.ckpt is left alone" in caplog.text
@@ -222,9 +213,9 @@ def test_a_file_of_lightning_never_wins_over_a_newer_step(
         model = Model()
         torch.nn.init.constant_(model.head.bias, 7.0)
         callbacks: list[Any] = [checkpoint] if given_by == "trainer" else []
-        options: dict[str, Any] = {**program.QUIET, "max_epochs": epochs, "plugins": [SLURMEnvironment()]}
-        trainer = lightning.Trainer(callbacks=callbacks, enable_checkpointing=given_by == "trainer", **options)
-        loaders = [program.training_loader("shuffled"), program.validation_loader()]
+        options = {"max_epochs": epochs, "plugins": [SLURMEnvironment()]}
+        trainer = program.trainer(*callbacks, enable_checkpointing=given_by == "trainer", **options)
+        loaders = program.loaders()
         found = loaders if function == "fit" else loaders[1:]
         getattr(trainer, function)(model, *found, ckpt_path=ckpt_path)
         return float(model.head.bias.detach()[0]), trainer.global_step

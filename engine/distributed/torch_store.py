@@ -1,0 +1,301 @@
+"""The coordinator on the store through which the processes of a torch program found each other."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+_SHORTEST_PAUSE = 0.001
+_LONGEST_PAUSE = 0.25
+_PAUSE_PER_PROCESS = 0.25e-3  # seconds; so all processes that wait ask a store that polls 4,000 times a second at most
+_NO_DEADLINE = timedelta(days=20)  # as milliseconds, it fits into the integer that c10d waits for
+_SECONDS_TO_END = 2.0  # for a wait that is given up
+_IDLE_CONNECTIONS = 2  # each takes a file of the process that serves the store
+_GIVEN_UP = b"holdfast: a process has given up waiting for this value"
+
+
+def _prefixed(name: str, store: Any) -> Any:
+    own = store.clone() if hasattr(store, "clone") else store  # since torch 2.8
+    return sys.modules["torch.distributed"].PrefixStore(name, own)
+
+
+def _is_polled(store: Any) -> bool:
+    """Return whether waits of a store would poll, block the process group, or not end when they are given up."""
+    while hasattr(store, "underlying_store"):  # those of prefixes
+        store = store.underlying_store
+    is_file = isinstance(store, sys.modules["torch.distributed"].FileStore)
+    return is_file or not hasattr(store, "clone") or not getattr(store, "libuvBackend", True)
+
+
+class TorchCoordinator:
+    """The processes of a torch program, and the store through which they found each other."""
+
+    # A wait of the store blocks its connection, and prints warnings when it times out. So it gets a thread and a
+    # connection of its own, and continues for the next `get` of its key. Only a value ends it: `give_up` stores one
+    # that all processes take for none.
+
+    # torchrun keeps its store and what is in it when it starts the processes again. There, process 0 draws a name for
+    # all keys of this start, and tells it to each process that asks, under a key that no earlier one has used. If it
+    # ends before all have asked, it leaves the name and the time. Processes take only a name left after they began.
+
+    def __init__(self, store: Any, index: int, count: int, is_current: Callable[[], bool] | None = None) -> None:
+        self.process_index = index
+        self.process_count = count
+        self._shared: Any = store
+        self._own: Any = None
+        self._is_current = is_current  # whether these are still the processes of the program
+        self._start = os.urandom(8).hex()
+        self._telling: threading.Thread | None = None
+        self._leaves = threading.Event()  # whether this process ends
+        self._earlier = frozenset(_names)  # of earlier process groups of this process
+        self._is_polled = _is_polled(store)
+        self._waits: dict[str, Future[bytes]] = {}  # by key
+        self._idle: list[Any] = []  # connections of waits that have ended
+        _made.add(self)
+
+    @property
+    def _store(self) -> Any:
+        """A connection that the process group does not block; made at the first call, which has a deadline."""
+        shared = self._shared  # no lock: it would be held while a frozen process 0 does not answer
+        if shared is not None:
+            own = _prefixed("holdfast", shared)
+            self._own = own if self._is_current is None else self._of_this_start(own, self._is_current)
+            self._shared = None  # a reference would keep process 0 serving it when the process group is gone
+        return self._own
+
+    def _of_this_start(self, store: Any, is_current: Callable[[], bool]) -> Any:
+        """Return the part of a store that earlier processes cannot have written to."""
+        start, starts = self._start, _prefixed("starts", store)
+        left = f"left/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
+        if self.process_index == 0:
+            starts.set(left, f"{start} 0")  # Not deleted: a process that has seen it would wait for it.
+            others = set(range(1, self.process_count))
+            arguments = (starts, start, left, others, lambda: is_current() and not self._leaves.is_set(), self._leaves)
+            self._telling = threading.Thread(target=_tell_start, args=arguments, name="holdfast-start", daemon=True)
+            self._telling.start()
+        else:
+            starts.append(_ASKED, f"{start} ")
+            pauses = _growing_pauses()
+            while not starts.check([start]):
+                if (found := _left_name(starts, left, self._earlier)) is not None:
+                    start = found
+                    break
+                if _ends.is_set():
+                    raise ConnectionError("torch.distributed's store: this process ends before process 0 has begun")
+                time.sleep(next(pauses))
+            else:
+                start = starts.get(start).decode()
+            _names.add(start)
+            starts.append(f"{_ANSWERED}{start}", f"{self.process_index} ")
+        return sys.modules["torch.distributed"].PrefixStore(start, store)
+
+    def new_store(self, name: str) -> Any:
+        """Return another connection to the store, of which all keys begin with a name."""
+        return _prefixed(name, self._store)
+
+    def put(self, key: str, value: bytes) -> None:
+        with _in_store():
+            self._store.set(key, value)
+
+    def get(self, key: str, timeout: float, *, waited: float = 0.0) -> bytes:
+        begin = time.monotonic()
+        wait = self._waits.get(key)
+        if wait is None and (value := self.try_get(key)) is not None:
+            return value
+        if not self._is_polled:
+            wait = wait or self._start_wait(key)
+            try:
+                value = wait.result(timeout)
+            except TimeoutError:  # a look over the other connection, as that of the wait may be lost without a sign
+                if (found := self.try_get(key)) is None:
+                    raise TimeoutError(f"no process stored {key} within {timeout:g} s") from None
+                self._waits.pop(key, None)
+                return found
+            finally:
+                if wait.done():
+                    self._waits.pop(key, None)
+            if value != _GIVEN_UP:
+                return value
+        longest = max(_LONGEST_PAUSE, self.process_count * _PAUSE_PER_PROCESS)
+        while (here := time.monotonic() - begin) < timeout:  # it polls, also where another process has given up
+            pause = min(max((waited + here) / 16, _SHORTEST_PAUSE), longest)
+            time.sleep(min(pause, timeout - here))
+            if (value := self.try_get(key)) is not None:
+                return value
+        raise TimeoutError(f"no process stored {key} within {timeout:g} s")
+
+    def _start_wait(self, key: str) -> Future[bytes]:
+        """Return the wait for a key, which begins unless another thread has begun it."""
+        from concurrent.futures import Future  # imported lazily: only programs of several processes need it
+
+        made: Future[bytes] = Future()
+        wait = self._waits.setdefault(key, made)
+        if wait is made:
+            threading.Thread(target=self._wait, args=(key, wait), name="holdfast-wait", daemon=True).start()
+        return wait
+
+    def _wait(self, key: str, wait: Future[bytes]) -> None:
+        try:
+            with _in_store():
+                try:
+                    connection = self._idle.pop()
+                except IndexError:
+                    connection = self._store.clone()
+                connection.wait([key], _NO_DEADLINE)
+                value = connection.get(key) if key in self._waits else _GIVEN_UP
+            if len(self._idle) < _IDLE_CONNECTIONS:
+                self._idle.append(connection)
+            wait.set_result(value)
+        except BaseException as error:  # raised by the calls that wait for it
+            wait.set_exception(error)
+
+    def give_up(self, key: str) -> None:
+        wait = self._waits.pop(key, None)
+        if wait is None or wait.done():
+            return
+        try:
+            with _in_store():
+                self._store.compare_set(key, "", _GIVEN_UP.decode())
+        finally:
+            with contextlib.suppress(TimeoutError):
+                wait.exception(_SECONDS_TO_END)
+
+    def give_up_all(self) -> None:
+        with contextlib.suppress(ConnectionError):
+            for key in list(self._waits):
+                self.give_up(key)
+        self._leaves.set()
+        if self._telling is not None:  # Another process may need the name for what this one has stored.
+            self._telling.join(_SECONDS_TO_END)
+
+    def try_get(self, key: str) -> bytes | None:
+        with _in_store():
+            if not self._store.check([key]):
+                return None
+            value: bytes = self._store.get(key)
+        return None if value == _GIVEN_UP else value
+
+    def try_get_all(self, keys: Sequence[str]) -> list[bytes] | None:
+        with _in_store():
+            if not self._store.check([*keys]):
+                return None
+            if self._store.has_extended_api():
+                values: list[bytes] = self._store.multi_get([*keys])
+            else:
+                values = [self._store.get(key) for key in keys]
+        return None if _GIVEN_UP in values else values
+
+    def delete(self, key: str) -> None:
+        with _in_store():
+            self._store.delete_key(key)
+
+
+_ASKED, _ANSWERED = "asked", "answered/"  # keys of lists: the keys for answers, and the processes that have one
+
+
+def _tell_start(
+    starts: Any, start: str, left: str, others: set[int], goes_on: Callable[[], bool], leaves: threading.Event
+) -> None:
+    """Tell the name of this start to all processes that ask for it, until all others have it, or leave it to them."""
+    told: set[bytes] = set()
+    pauses = _growing_pauses()
+    with contextlib.suppress(ConnectionError):  # The store, or this process, ends.
+        while others and goes_on():
+            with _in_store():
+                asked = set(starts.get(_ASKED).split()) if starts.check([_ASKED]) else set()
+                for key in asked - told:
+                    starts.set(key.decode(), start)
+                answered = f"{_ANSWERED}{start}"
+                if starts.check([answered]):
+                    others = others - {int(index) for index in starts.get(answered).split()}
+            if asked != told:
+                told, pauses = asked, _growing_pauses()
+            leaves.wait(next(pauses))
+        if others:
+            with _in_store():
+                starts.set(left, f"{start} {time.time()}")
+
+
+def _left_name(starts: Any, left: str, earlier: frozenset[str]) -> str | None:
+    """Return the name that process 0 of this start has left, if it has ended."""
+    if not starts.check([left]):
+        return None
+    start, ended = starts.get(left).decode().split()
+    return start if float(ended) > _process_began() and start not in earlier else None
+
+
+def _process_began() -> float:
+    """Return when this process began; where the system does not tell, when this module was imported."""
+    try:
+        with open("/proc/self/stat", encoding="utf-8") as file:
+            ticks = int(file.read().rpartition(")")[2].split()[19])
+        return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return _imported
+
+
+def _growing_pauses() -> Iterator[float]:
+    pause = _SHORTEST_PAUSE
+    while True:
+        yield pause
+        pause = min(1.2 * pause, _LONGEST_PAUSE)
+
+
+_made: weakref.WeakSet[TorchCoordinator] = weakref.WeakSet()
+_calling: set[int] = set()  # the threads that are in a store, by their identifiers
+_ends = threading.Event()  # whether this process calls no store any more
+_imported = time.time()
+_names: set[str] = set()  # those of starts that this process has been told
+
+
+@contextlib.contextmanager
+def _in_store() -> Iterator[None]:
+    """Turn errors of a store into Python's own, and refuse calls once this process ends."""
+    thread = threading.get_ident()
+    _calling.add(thread)  # before the look at the event, so that no call that is not refused is missed
+    try:
+        if _ends.is_set():
+            raise ConnectionError("torch.distributed's store: this process ends, and does not call it any more")
+        yield
+    except RuntimeError as error:
+        raise ConnectionError(f"torch.distributed's store: {error}") from error
+    finally:
+        _calling.discard(thread)
+
+
+# Python stops the threads that run when it ends, and one that is in torch's store then aborts the process. So all waits
+# are given up first, and then the calls that are under way end.
+
+
+def _end_waits() -> None:
+    for coordinator in list(_made):
+        thread = threading.Thread(target=coordinator.give_up_all, name="holdfast-store", daemon=True)
+        thread.start()
+        thread.join(_SECONDS_TO_END)
+
+
+def _end_calls() -> None:
+    _ends.set()
+    deadline = time.monotonic() + _SECONDS_TO_END
+    while _calling and time.monotonic() < deadline:
+        time.sleep(_SHORTEST_PAUSE)
+
+
+# Ordinary exit functions run when the saves have ended, and when no thread can be started any more.
+if (_register_early := getattr(threading, "_register_atexit", None)) is not None:
+    _register_early(_end_waits)
+atexit.register(_end_calls)
+# A forked process has neither the waits nor the calls.
+os.register_at_fork(after_in_child=_made.clear)
+os.register_at_fork(after_in_child=_calling.clear)

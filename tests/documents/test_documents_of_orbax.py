@@ -1,0 +1,167 @@
+"""Sections of the documents that programs of Orbax follow: their calls, on small real data."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tensorstore as ts
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from sklearn.datasets import load_iris  # type: ignore[import-untyped]  # it comes without type information
+from tests.starts import Program
+
+import holdfast as hf
+
+Spec: Any = PartitionSpec
+INPUTS, LABELS = load_iris(return_X_y=True)
+MESH = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+
+
+# ---- getting started
+
+
+def same(found: Any, expected: Any) -> bool:
+    """Whether two trees have the same containers, and leaves that are equal."""
+    equal = jax.tree.map(lambda one, other: bool(np.array_equal(one, other)), found, expected)
+    return all(jax.tree.leaves(equal))
+
+
+def do_training(train_state: Any) -> Any:
+    """One step of gradient descent: logistic regression of the first kind of iris against the others."""
+
+    def loss(params: Any) -> Any:
+        logits = jnp.asarray(INPUTS, jnp.float32) @ params["w"][:, 0] + params["b"][0]
+        return jnp.mean(jnp.log1p(jnp.exp(-logits * jnp.where(LABELS == 0, 1.0, -1.0))))
+
+    gradients = jax.grad(loss)(train_state)
+    return jax.tree.map(lambda param, gradient: param - 0.1 * gradient, train_state, gradients)
+
+
+def initialized() -> dict[str, Any]:
+    """Parameters that are spread over four devices."""
+    return {
+        "w": jax.device_put(jnp.zeros((4, 2)), NamedSharding(MESH, Spec("data", "model"))),
+        "b": jax.device_put(jnp.zeros(2), NamedSharding(MESH, Spec())),
+    }
+
+
+def standard_recipe(directory: Path, num_steps: int, *, by_hand: bool) -> dict[str, Any]:
+    """The recipe from beginning to end; a second call continues where the first one stopped."""
+    train_state = initialized()
+    options = hf.CheckpointManagerOptions(max_to_keep=3, keep_period=2)
+    mngr = hf.CheckpointManager(directory, hf.PyTreeCheckpointer(), options=options)
+
+    latest_step = mngr.latest_step()
+    if latest_step is not None:
+        shardings = jax.tree.map(lambda x: x.sharding, train_state)
+        restore_args = hf.checkpoint_utils.construct_restore_args(train_state, shardings)
+        if by_hand:
+            restore_args = jax.tree.map(
+                lambda x: hf.ArrayRestoreArgs(
+                    restore_type=jax.Array,
+                    dtype=np.float32,
+                    mesh=x.sharding.mesh,
+                    mesh_axes=x.sharding.spec,
+                    global_shape=x.shape,
+                ),
+                train_state,
+            )
+        restored = mngr.restore(latest_step, items=train_state, restore_kwargs={"restore_args": restore_args})
+        assert list(restored) == list(train_state)
+        assert all(
+            one.sharding == other.sharding
+            for one, other in zip(jax.tree.leaves(restored), jax.tree.leaves(train_state), strict=True)
+        )
+        train_state = restored
+
+    start_step = 0 if latest_step is None else latest_step + 1
+    for step in range(start_step, start_step + num_steps):
+        train_state = do_training(train_state)
+        mngr.save(step, train_state)
+    mngr.close()
+    return train_state
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["constructed", "by hand"])
+def test_a_standard_recipe(tmp_path: Path, by_hand: bool) -> None:
+    standard_recipe(tmp_path / "interrupted", 3, by_hand=by_hand)
+    interrupted = standard_recipe(tmp_path / "interrupted", 2, by_hand=by_hand)
+    whole = standard_recipe(tmp_path / "whole", 5, by_hand=by_hand)
+    assert same(interrupted, whole)
+    assert float(jnp.abs(whole["w"]).max()) > 0
+    with hf.CheckpointManager(tmp_path / "interrupted") as mngr:
+        assert mngr.all_steps() == [0, 2, 3, 4]
+
+
+# ---- checkpointers, handlers, and OCDBT
+
+
+def test_array_checkpoint_handler(tmp_path: Path) -> None:
+    checkpointer = hf.AsyncCheckpointer(hf.ArrayCheckpointHandler())
+    checkpointer.save(tmp_path / "one", jnp.asarray(INPUTS))
+    np.testing.assert_array_equal(checkpointer.restore(tmp_path / "one"), INPUTS.astype(np.float32))
+    args = hf.ArrayRestoreArgs(mesh=MESH, mesh_axes=Spec(), dtype=np.float16)
+    found = checkpointer.restore(tmp_path / "one", restore_args=args)
+    assert (found.dtype, found.sharding) == (np.float16, NamedSharding(MESH, Spec()))
+    assert hf.load(tmp_path / "one").shape == INPUTS.shape
+    for item in ({"a": INPUTS}, [1.0], None, "text"):
+        with pytest.raises(hf.errors.UnsupportedLeafError, match="ArrayCheckpointHandler saves one array"):
+            hf.Checkpointer(hf.ArrayCheckpointHandler()).save(tmp_path / "two", item)
+
+
+def test_enabling_ocdbt(tmp_path: Path) -> None:
+    """There is nothing to enable, and no server to keep alive: TensorStore opens what any handler has saved."""
+    ocdbt_context, coordinator_server = hf.type_handlers.create_coordinator_server_and_context()
+    hf.type_handlers.register_standard_handlers_with_options(use_ocdbt=True, ts_context=ocdbt_context)
+    assert coordinator_server is None
+
+    ckptr = hf.Checkpointer(hf.PyTreeCheckpointHandler(use_ocdbt=True))
+    ckptr.save(tmp_path / "one", {"inputs": INPUTS})
+    spec = {"driver": "ocdbt", "base": f"file://{tmp_path}/one/state/", "path": "inputs/"}
+    found = ts.open({"driver": "zarr3", "kvstore": spec}).result().read().result()
+    np.testing.assert_array_equal(found, INPUTS)
+    with pytest.raises(hf.errors.OptionError, match="always stores arrays in an OCDBT database"):
+        hf.PyTreeCheckpointHandler(use_ocdbt=False)
+    with pytest.raises(hf.errors.OptionError, match="always stores arrays in an OCDBT database"):
+        hf.type_handlers.register_standard_handlers_with_options(use_ocdbt=False)
+
+
+# ---- the distributed system of jax, for one process and for two
+
+PROGRAM = """
+import sys
+import jax
+import numpy as np
+import holdfast as hf
+
+directory, address, processes, process_id = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+if processes:
+    jax.distributed.initialize(coordinator_address=address, num_processes=processes, process_id=process_id)
+    assert (jax.process_count(), jax.process_index()) == (processes, process_id)
+with hf.CheckpointManager(directory, hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler())) as manager:
+    save_args = {"step": hf.SaveArgs(aggregate=True)}
+    manager.save(1, {"w": np.arange(100_000), "step": 1}, save_kwargs={"save_args": save_args})
+    manager.wait_until_finished()
+    restored = manager.restore(1)
+    assert restored["w"].tolist() == list(range(100_000)) and restored["step"] == 1
+"""
+
+
+@pytest.mark.xdist_group("programs")
+@pytest.mark.parametrize("processes", [0, 1, 2], ids=["not initialized", "one process", "two processes"])
+def test_distributed_initialization(tmp_path: Path, processes: int) -> None:
+    """One process needs no initialization, and works with it; of two, both save and both restore."""
+    with socket.socket() as unused:
+        unused.bind(("localhost", 0))
+        address = f"localhost:{unused.getsockname()[1]}"
+    command = ["-c", PROGRAM, tmp_path / "run", address, processes]
+    errors = [tmp_path / f"{process_id}.errors" for process_id in range(max(1, processes))]
+    running = [Program(*command, process_id, backend="jax", stderr=str(path)) for process_id, path in enumerate(errors)]
+    statuses = [process.wait() for process in running]
+    assert statuses == [0] * len(running), "\n".join(path.read_text() for path in errors)
+    assert (tmp_path / "run" / "1" / "checkpoint.json").exists()
