@@ -306,7 +306,7 @@ def rllib_parts(rng: random.Random, place: Path) -> None:
             compare(found[0], found[1], f"{option}={name}")
 
 
-# ---- TensorFlow, in a process of its own
+# ---- TensorFlow, in its own process
 
 
 class TensorFlow:
