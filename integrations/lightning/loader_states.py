@@ -32,7 +32,7 @@ def loader_states(loaders: Sequence[object]) -> list[Any]:
 
 
 def cut_short(loaders: Sequence[Any], limit: float) -> list[str]:
-    """Return the classes of loaders with a state of their own that have more batches than an epoch takes."""
+    """Return the classes of stateful loaders that have more batches than an epoch takes."""
     return [
         type(loader).__qualname__
         for loader, *_ in _stateful(loaders)
@@ -212,7 +212,7 @@ class DrawnAhead:
 
 
 def capture_generators(loaders: Sequence[object]) -> dict[str, Any]:
-    """Return the states of the global generators, and of those of the loaders and their samplers."""
+    """Return the states of the global generators, and of the generators of loaders and samplers."""
     return {**as_tree(capture()), "loaders": loader_generators(loaders)}
 
 

@@ -17,8 +17,8 @@ import torch
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from tests.integrations.lightning import program
 from tests.integrations.lightning.program import new_directory
+from tests.sweep.cases import NEVER as NO_SAVE
 from tests.sweep.lightning_programs import AVERAGES, SETUPS
-from tests.sweep.lightning_runs import NEVER as NO_SAVE
 from tests.sweep.lightning_runs import Interruption, Program
 
 import holdfast as hf
