@@ -293,7 +293,9 @@ def _attributes(value: Any) -> list[str]:
     if not isinstance(own, dict):
         return []
     is_module = loaded("torch") is not None and isinstance(value, torch.nn.Module)
-    known = _attributes_of_modules(sys.modules.get("lightning.pytorch")) if is_module else ()
+    known = _attributes_of_modules(sys.modules.get("lightning.pytorch")) if is_module else frozenset()
+    if (torchmetrics := loaded("torchmetrics")) is not None and isinstance(value, torchmetrics.Metric):
+        known |= _CACHES
     return [name for name in [*own] if isinstance(name, str) and name not in known and not name.startswith(_INTERNAL)]
 
 
@@ -304,6 +306,7 @@ def _attributes_of_modules(lightning: Any) -> frozenset[str]:
     return frozenset(name for kind in kinds for name in vars(kind()))
 
 
+_CACHES = {"_computed", "_forward_cache"}  # of a metric: its next call, or compute(), sets them
 _INTERNAL = ("__", "_pytree__", "_nnx", "_object__", "_TrackedList", "_self_")  # names that libraries give
 
 

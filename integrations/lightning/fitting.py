@@ -19,7 +19,7 @@ from ...engine.errors import TreeMismatchError, difference
 from ...engine.pytree import class_name, unwrapped_name
 from ...engine.sources import Misfits
 from ..graph import is_kin
-from ..loop import Hyperparameters, StateAdapter
+from ..loop import HYPERPARAMETERS, Hyperparameters, StartValues, StateAdapter
 from .private_api import LoopHooks, callbacks_of, is_search_file
 from .strategies import as_saved, is_sharded
 
@@ -74,6 +74,8 @@ class Fitting:
         self._described: tuple[list[Any], str] | None = None
         self._schedulers: list[str] = []
         self._hyperparameters: Hyperparameters | None = None
+        self._start: StartValues | None = None
+        self._began: Mapping[str, Any] = {}  # the start values of hyperparameters that the run has changed
         self._is_resumed = False
         self._loads_by_name = is_sharded(trainer.strategy)  # Such a strategy itself does it.
         if not self._loads_by_name:
@@ -87,8 +89,15 @@ class Fitting:
         """Note the schedulers, which callbacks may change; in a resumed run, set the hyperparameters that count."""
         if self._hyperparameters is not None and self._is_resumed:
             shown = self._trainer.is_global_zero
-            self._hyperparameters.settle((), self._optimizing(), self._counting, shown=shown)
+            self._hyperparameters.settle((), self._optimizing(), self._counting, shown=shown, began=self._began)
+        began = self._began if self._counting == "saved" else {}
+        self._start = StartValues(StateAdapter(), (), self._optimizing(), began)
         self._schedulers = [class_name(config.scheduler) for config in self._trainer.strategy.lr_scheduler_configs]
+
+    def facts(self) -> dict[str, Any] | None:
+        """Return the metadata of a step: the start values of hyperparameters that the run has changed by itself."""
+        changed = {} if self._start is None else self._start.changed(())
+        return {HYPERPARAMETERS: changed} if changed else None
 
     def description(self) -> str:
         """Return the description of optimizers and schedulers; it is computed only when they have changed."""
@@ -99,9 +108,10 @@ class Fitting:
             self._described = known, json.dumps(described)
         return self._described[1]
 
-    def take(self, description: str | None, callbacks: Mapping[str, Any]) -> None:
-        """Note the description of the checkpoint that is loaded, None if it has none, and its states of callbacks."""
+    def take(self, description: str | None, callbacks: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+        """Note what the loaded checkpoint has: its description, if any, its states of callbacks, and its metadata."""
         self._is_resumed = True
+        self._began = facts.get(HYPERPARAMETERS, {})
         if description is not None:
             found = json.loads(description)
             self._saved, self._saved_schedulers = [_Optimizer(*one) for one in found["optimizers"]], found["schedulers"]

@@ -6,7 +6,6 @@ the callbacks of the other. The base classes here derive from those of each pack
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import types
@@ -208,10 +207,8 @@ class EngineCheckpointIO(HoldfastCheckpointIO):
 
 
 def _torch_io() -> Any:
-    for fabric in ("lightning.fabric", "lightning_fabric"):
-        with contextlib.suppress(ImportError):
-            return importlib.import_module(f"{fabric}.plugins.io.torch_io").TorchCheckpointIO()
-    raise ImportError("Lightning is not installed")
+    package = CheckpointIO.__bases__[0].__module__.rpartition(".")[0]
+    return importlib.import_module(f"{package}.torch_io").TorchCheckpointIO()
 
 
 def install(trainer: Any, store: RunStore) -> None:

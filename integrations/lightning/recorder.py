@@ -116,7 +116,9 @@ class FitRecorder:
         saved = checkpoint.pop(POSITION, None) or {}
         step = int(checkpoint["global_step"]) + saved.get("batches_as_steps", 0)
         self._stage = Stage.LOADED
-        self.fitting.take(saved.get("optimizers"), checkpoint.get("callbacks", {}))
+        manager = self.fit.store.manager
+        facts = manager.custom_metadata(step) if step in manager.all_steps() else None
+        self.fitting.take(saved.get("optimizers"), checkpoint.get("callbacks", {}), facts or {})
         is_cut_off = bool(saved) and self._replay.resume(saved, self.fit.store.processes)
         self.writer.resume(step, saved.get("callback_metrics", {}), is_cut_off=is_cut_off)
         self._considered = -1 if is_cut_off else step

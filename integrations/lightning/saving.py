@@ -45,6 +45,15 @@ class Newest:
         return step == self.step and (self.metrics is not None or not self.is_cut_off)
 
 
+@dataclass(frozen=True)
+class Held:
+    """A copy of a step in host memory, with the metadata of its checkpoint."""
+
+    step: int
+    checkpoint: dict[str, Any]
+    facts: Mapping[str, Any] | None
+
+
 class StepWriter:
     """Decides whether a step of one ``fit`` is saved, and saves it."""
 
@@ -57,7 +66,7 @@ class StepWriter:
         self._has_news = False  # whether a validation or an epoch has ended since a save was last considered
         self._outdated: set[int] = set()  # the steps of an earlier run that this one replaces
         self._copies = Copies() if fit.options.save_on_exception else None
-        self._held: tuple[int, dict[str, Any]] | None = None
+        self._held: Held | None = None
         self._has_warned = False  # of ModelPruning
         self.newest = Newest(fit.step)
 
@@ -95,7 +104,8 @@ class StepWriter:
         elif self._fit.store.manager.local_due(step):
             dump, strategy = partial(self._dump, point), self._fit.trainer.strategy
             self._witness.save(step)
-            self._fit.store.save(step, dump, strategy, metrics=self._ledger.of(step), locally=True)
+            metrics, facts = self._ledger.of(step), self._fitting.facts()
+            self._fit.store.save(step, dump, strategy, metrics=metrics, facts=facts, locally=True)
         self.hold(step, point)
 
     def _why_due(self, step: int, point: Point, *, ended: bool) -> str | None:
@@ -125,11 +135,11 @@ class StepWriter:
         self._ledger.observe(step, self._fit.trainer.callback_metrics)
         earlier = self.newest.metrics or {} if step == self.newest.step else {}
         metrics, strategy = {**earlier, **self._ledger.of(step)}, self._fit.trainer.strategy
-        dump = partial(self._dump, point, is_cut_off=reason == PREEMPTED)
+        dump, facts = partial(self._dump, point, is_cut_off=reason == PREEMPTED), self._fitting.facts()
         self._witness.save(step)
         with self._fit.trainer.profiler.profile("save_checkpoint"):
             try:
-                self._fit.store.save(step, dump, strategy, metrics=metrics, reason=reason)
+                self._fit.store.save(step, dump, strategy, metrics=metrics, facts=facts, reason=reason)
             except SaveFailedError:  # The save before this one has failed; this one is under way.
                 self.newest = Newest(step, metrics)
                 raise
@@ -143,7 +153,7 @@ class StepWriter:
             self._held = None
             return
         self._ledger.observe(step, self._fit.trainer.callback_metrics)
-        self._held = step, self._copies.of(self._dump(point, is_cut_off=True))
+        self._held = Held(step, self._copies.of(self._dump(point, is_cut_off=True)), self._fitting.facts())
 
     @property
     def holds_copy(self) -> bool:
@@ -153,12 +163,12 @@ class StepWriter:
     def save_after(self, exception: BaseException) -> None:
         """Save the last point between two batches, if it is not saved: the present state may be half an update."""
         held, self._held = self._held, None
-        if held is None or self.newest.is_complete(held[0]) or self._witness.run.refuses:
+        if held is None or self.newest.is_complete(held.step) or self._witness.run.refuses:
             return
-        step, checkpoint = held
-        metrics, reason = self._ledger.of(step), f"after {type(exception).__name__}"
-        self._fit.store.save(step, lambda: checkpoint, self._fit.trainer.strategy, metrics=metrics, reason=reason)
-        self._fit.say("saving step %d in %s %s", step, self._fit.store.directory, reason)
+        metrics, reason = self._ledger.of(held.step), f"after {type(exception).__name__}"
+        strategy, facts = self._fit.trainer.strategy, held.facts
+        self._fit.store.save(held.step, lambda: held.checkpoint, strategy, metrics=metrics, facts=facts, reason=reason)
+        self._fit.say("saving step %d in %s %s", held.step, self._fit.store.directory, reason)
 
     def _dump(self, point: Point, *, is_cut_off: bool = False) -> dict[str, Any]:
         """Return Lightning's dictionary with the position in the data and the random generators."""

@@ -262,6 +262,7 @@ class RunStore:
         strategy: Any,
         *,
         metrics: Mapping[str, float] | None = None,
+        facts: Mapping[str, Any] | None = None,
         reason: str = "trainer.save_checkpoint",
         locally: bool = False,
     ) -> None:
@@ -277,10 +278,10 @@ class RunStore:
             if strategy.world_size == 1 and self._has_positions:
                 items = {ITEM: items}
             if locally:
-                manager.save_locally(step, items, metrics=metrics)
+                manager.save_locally(step, items, metrics=metrics, custom_metadata=facts)
                 return
             self.has_saved |= self.is_open
-            manager.save(step, items, metrics=metrics, force=True, reason=reason)
+            manager.save(step, items, metrics=metrics, force=True, reason=reason, custom_metadata=facts)
 
     def delete(self, step: int) -> None:
         """Delete a step; all processes of a strategy call this."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .announce import Ending, announce
 from .callback import CheckpointCallback, StepOutcome
-from .initial import Hyperparameters
+from .initial import HYPERPARAMETERS, Hyperparameters, StartValues
 from .preemption import WITHOUT_GRACE, PreemptionSignal, grace_check
 from .resuming import all_steps, check_resume, resume_step, unfinished_neighbour, warn_of_misfits
 from .states import LoopArguments, StateAdapter
@@ -12,6 +12,7 @@ from .stopping import AgreedStop, StepsAfterSignal, Stop, barrier_exit, stop_of
 from .witnessing import Proof, Witness, why_not_comparable
 
 __all__ = [
+    "HYPERPARAMETERS",
     "WITHOUT_GRACE",
     "AgreedStop",
     "CheckpointCallback",
@@ -20,6 +21,7 @@ __all__ = [
     "LoopArguments",
     "PreemptionSignal",
     "Proof",
+    "StartValues",
     "StateAdapter",
     "StepOutcome",
     "StepsAfterSignal",
