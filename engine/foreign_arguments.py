@@ -71,7 +71,7 @@ _FOREIGN: Mapping[str, str] = {
 }
 
 
-# Names of Orbax that are no names here.
+# Names of Orbax that holdfast does not have.
 _FOREIGN_OBJECTS: Mapping[str, str] = {
     "args": "managers take trees and dictionaries of items, without args",
     "StandardCheckpointer": "here it is hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler()), or hf.save and hf.load",

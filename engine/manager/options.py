@@ -276,7 +276,7 @@ class CheckpointOptions:
 
     @property
     def ranking_mode(self) -> BestMode:
-        """Which value of the metric is best: ``best_mode``, or the largest one of a function of the metrics."""
+        """Which value of the metric is best: ``best_mode``, or the largest if ``best_fn`` is a function."""
         return self.best_mode or "max"
 
     def _further_rules(self) -> tuple[KeepPolicy, ...]:
