@@ -142,7 +142,7 @@ class _Steady:
                 and [*map(tensor.numel, tensors)] == sizes
                 and [*map(tensor.data_ptr, self._tensors)] == self._addresses
             )
-        except RuntimeError:  # A tensor of a subclass has no memory now.
+        except (RuntimeError, TypeError):  # A tensor of a subclass has no memory now; or it is another object.
             return False
 
 
@@ -154,12 +154,7 @@ class Sampler:
         self._steady = _Steady({}, 0)
 
     def take(self, leaves: Sequence[Any], passing: Sequence[Any] = ()) -> Samples:
-        """Begin to take samples of leaves: arrays of numpy, torch or jax, or numbers; others have none.
-
-        Args:
-            leaves: Leaves of a state: its tensors of torch are usually the same at each call.
-            passing: Further leaves, such as gradients, whose memory is not kept.
-        """
+        """Begin to take samples of arrays and numbers; no memory is kept of ``passing`` ones, such as gradients."""
         samples = Samples(len(leaves) + len(passing))
         is_steady = self._steady.are_in(leaves)
         known = self._views if is_steady else {**self._views, **self._steady.views}

@@ -419,16 +419,12 @@ def test_a_metric_that_is_gone_does_not_cost_the_step(tmp_path: Path, caplog: py
 
 
 def test_metrics_that_are_no_mapping_are_refused(tmp_path: Path) -> None:
-    with (
-        CheckpointCallback(tmp_path, save_interval_steps=1) as checkpoint,
-        pytest.raises(hf.errors.OptionError, match="loss"),
-    ):
-        checkpoint.on_eval(1, [0.5])  # type: ignore[arg-type]  # what is to be refused
-    with (
-        CheckpointCallback(tmp_path, save_interval_steps=1) as checkpoint,
-        pytest.raises(hf.errors.OptionError, match="loss"),
-    ):
-        checkpoint.on_step(1, state_at(1), metrics=0.5)  # type: ignore[arg-type]  # what is to be refused
+    wrong: Any = [0.5]
+    with CheckpointCallback(tmp_path, save_interval_steps=1) as checkpoint:
+        with pytest.raises(hf.errors.OptionError, match="loss"):
+            checkpoint.on_eval(1, wrong)
+        with pytest.raises(hf.errors.OptionError, match="loss"):
+            checkpoint.on_step(1, state_at(1), metrics=wrong)
 
 
 def test_an_evaluation_does_not_hide_that_the_save_of_its_step_failed(

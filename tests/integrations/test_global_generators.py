@@ -82,9 +82,18 @@ class Constructed(Checkpointable):
         self.noise = random.random() + torch.rand(1).item()
 
 
-@pytest.mark.parametrize("make", [lambda: {"w": np.ones(2)}, lambda: torch.nn.Linear(1, 1), Constructed])
 @pytest.mark.parametrize("numpy", ["MT19937", "PCG64"])
-def test_they_go_on_where_they_were_at_the_step(make: Any, numpy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("make", "extras"),
+    [
+        (lambda: {"w": np.ones(2)}, {}),
+        (lambda: {"w": np.ones(2)}, {"rng": torch.default_generator}),  # as programs without the option have it
+        (lambda: torch.nn.Linear(1, 1), {}),
+        (Constructed, {}),
+    ],
+    ids=["a tree", "beside torch's own as an extra", "a module", "a component"],
+)
+def test_they_go_on_where_they_were_at_the_step(make: Any, extras: Any, numpy: str, tmp_path: Path) -> None:
     global_numpy: Any = np.random
     before = global_numpy.get_bit_generator()
     global_numpy.set_bit_generator(getattr(np.random, numpy)(5))
@@ -93,15 +102,15 @@ def test_they_go_on_where_they_were_at_the_step(make: Any, numpy: str, tmp_path:
         torch.manual_seed(2)
         drawn()
         with hf.CheckpointCallback(tmp_path) as checkpoint:
-            state, _ = checkpoint.restore_or_initialize(make())
-            checkpoint.on_step(1, state)
+            state, _ = checkpoint.restore_or_initialize(make(), **extras)
+            checkpoint.on_step(1, state, **extras)
             expected = drawn()  # after the step that is saved at the end
         global_numpy.set_bit_generator(getattr(np.random, numpy)(6))
         random.seed(3)
         torch.manual_seed(3)
         with hf.CheckpointCallback(tmp_path) as checkpoint:
-            checkpoint.restore_or_initialize(make())
-            assert checkpoint.extras == {}
+            checkpoint.restore_or_initialize(make(), **extras)
+            assert checkpoint.extras == extras
             assert drawn() == expected
     finally:
         global_numpy.set_bit_generator(before)
@@ -147,20 +156,6 @@ def test_checkpoints_without_them_resume_with_a_warning(
         assert found[2:] == (expected or fresh[2:])
         warned = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
         assert ["without the global random generators" in text for text in warned] == [True] * generators
-
-
-def test_an_extra_with_torchs_own_generator_keeps_working(tmp_path: Path) -> None:
-    rng = torch.default_generator
-    seed(1)
-    with hf.CheckpointCallback(tmp_path) as checkpoint:
-        checkpoint.restore_or_initialize({"w": 1}, rng=rng)
-        checkpoint.on_step(1, {"w": 1}, rng=rng)
-    expected = drawn()
-    seed(2)
-    with hf.CheckpointCallback(tmp_path) as checkpoint:
-        checkpoint.restore_or_initialize({"w": 1}, rng=rng)
-        assert checkpoint.extras == {"rng": rng}
-    assert drawn() == expected
 
 
 def test_devices_that_are_gone_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -52,6 +52,17 @@ def update(model: Any, optimizer: Any, x: Any = DATA) -> dict[str, float]:
     return {"loss": loss.item()}
 
 
+def trains(directory: Path, state: Any, pairs: list[Any], last: int = 9, later: int = 0, **extras: Any) -> None:
+    """Train pairs of a model and an optimizer, and report each step of a state, or what makes it, but the ``later``."""
+    with callback(directory) as checkpoint:
+        make = state if callable(state) else lambda: state
+        checkpoint.restore_or_initialize(make(), **extras)
+        for step in range(1, last + later + 1):
+            metrics = [update(*pair) for pair in pairs]
+            if step <= last:
+                checkpoint.on_step(step, make(), metrics=metrics[0], **extras)
+
+
 @pytest.fixture
 def told(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     return lambda: [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
@@ -507,24 +518,16 @@ def test_a_loader_in_the_state_is_a_place(tmp_path: Path, told: Any) -> None:
 
 
 def test_optimizers_that_are_saved_in_any_way_or_not_used_are_silent(tmp_path: Path, told: Any) -> None:
-    def trains(name: str, state: Callable[[], Any], *pairs: Any, **extras: Any) -> None:
-        with callback(tmp_path / name) as checkpoint:
-            checkpoint.restore_or_initialize(state(), **extras)
-            for step in range(1, 10):
-                for pair in pairs:
-                    update(*pair)
-                checkpoint.on_step(step, state(), **extras)
-
     first, second = made(), made()
     update(first[0], earlier := torch.optim.Adam(first[0].parameters()))  # of a phase that has ended
     both = {"g": first[0], "d": second[0], "optimizers": [first[1], second[1]]}
-    trains("gan", lambda: both, first, second)
-    trains("as an extra", lambda: {"model": first[0]}, first, optimizer=first[1])
-    trains("state dicts", lambda: dicts(*first), first)
+    trains(tmp_path / "gan", both, [first, second])
+    trains(tmp_path / "as an extra", {"model": first[0]}, [first], optimizer=first[1])
+    trains(tmp_path / "state dicts", lambda: dicts(*first), [first])
     plain = made(torch.optim.SGD)
-    trains("without a state", lambda: {"model": plain[0]}, plain)
+    trains(tmp_path / "without a state", {"model": plain[0]}, [plain])
     average = copy.deepcopy(first[0])
-    trains("an average", lambda: {"model": first[0], "optimizer": first[1], "average": average}, first)
+    trains(tmp_path / "an average", {"model": first[0], "optimizer": first[1], "average": average}, [first])
     assert told() == []
     assert earlier.state
 
@@ -662,23 +665,15 @@ class Own(torch.optim.Optimizer):
 
 
 def test_updates_that_torch_does_not_count_use_the_gradients(tmp_path: Path, told: Any) -> None:
-    model, optimizer = made(Own)
-    with callback(tmp_path) as checkpoint:
-        state, _ = checkpoint.restore_or_initialize({"model": model, "optimizer": optimizer})
-        for step in range(1, 8):
-            checkpoint.on_step(step, state, metrics=update(model, optimizer))
+    pair = made(Own)
+    trains(tmp_path, {"model": pair[0], "optimizer": pair[1]}, [pair], last=7)
     assert told() == []
     assert hf.CheckpointManager(tmp_path).all_steps() == [3, 6, 7]
 
 
 def test_updates_that_torch_does_not_count_are_noticed_after_the_last_report(tmp_path: Path, told: Any) -> None:
-    model, optimizer = made(Own)
-    with callback(tmp_path) as checkpoint:
-        state, _ = checkpoint.restore_or_initialize({"model": model, "optimizer": optimizer})
-        for step in range(1, 9):
-            update(model, optimizer)
-            if step < 8:
-                checkpoint.on_step(step, state)
+    pair = made(Own)
+    trains(tmp_path, {"model": pair[0], "optimizer": pair[1]}, [pair], last=7, later=1)
     assert told() == ["step 7 is not saved at the end: its tensors were changed since; call on_step after every update"]
     assert hf.CheckpointManager(tmp_path).all_steps() == [3, 6]
 
