@@ -60,10 +60,7 @@ def naming(location: Location, about: str = "") -> Iterator[None]:
 
 
 class ArrayDatabase:
-    """Named arrays in a folder, opened for reading; ``files`` are those that the commit record lists.
-
-    ``limit`` is the most bytes of a document, which is read in one piece; it is not that of the index.
-    """
+    """Named arrays in a folder, opened for reading; ``limit`` is the most bytes of a document, not of the index."""
 
     def __init__(
         self, location: Location, files: Mapping[str, FileRecord] | None = None, *, limit: int = 512 << 20
@@ -97,9 +94,7 @@ class ArrayDatabase:
         for number, path in enumerate(entries.files):
             rows = order[bounds[number] : bounds[number + 1]]
             if path not in files:
-                raise DamagedCheckpointError(
-                    f"{self._location / path}: the index names this file, and the commit record does not"
-                )
+                raise self._unrecorded(path)
             found[path] = FileCheck(files[path], entries.offsets[rows], entries.lengths[rows], entries.checksums[rows])
         return found
 
@@ -179,11 +174,13 @@ class ArrayDatabase:
     def _open(self, path: str, *, cached: bool | None = False) -> DataReader:
         known = None if self._files is None else self._files.get(path)
         if self._files and known is None:
-            raise DamagedCheckpointError(
-                f"{self._location / path}: the index names this file, and the commit record does not"
-            )
+            raise self._unrecorded(path)
         with required(self._location / path):
             return (self._location / path).open_data(size=None if known is None else known.size, cached=cached)
+
+    def _unrecorded(self, path: str) -> DamagedCheckpointError:
+        place = self._location / path
+        return DamagedCheckpointError(f"{place}: the index names this file, and the commit record does not")
 
     def read(
         self, names: Sequence[str], assembly: Assembly, advance: Callable[[int], None] = NULL.advance

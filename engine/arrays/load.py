@@ -58,19 +58,14 @@ def load_tree(
     like: Any = None,
     select: Patterns | None = None,
     requests: Mapping[str, LeafRequest] | None = None,
+    # The types of the fresh state that the run began with: the template is then the fresh state of the resumed run, and
+    # leaves are restored as they were saved, those of lists and dictionaries that have grown included.
     began: Mapping[str, LeafType] | None = None,
-    shared: SharedReads | None = None,
+    shared: SharedReads | None = None,  # all processes call this together, and read once what several of them need
     cast: bool = False,
     subset: bool = False,
 ) -> Any:
-    """Read a tree.
-
-    Each process reads, of an array that is sharded over devices, the parts that its own devices hold. With ``shared``,
-    all processes call this together, and read once what several of them need. With ``began``,
-    the types of the fresh state that the run began with, the template is the fresh state of the resumed run: the leaves
-    are restored as they were saved, those of lists and dictionaries that have grown included. ``cast`` and ``subset``
-    are those of :func:`~holdfast.load`.
-    """
+    """Read a tree as :func:`~holdfast.load` does; of sharded arrays, the parts that devices of this process hold."""
     requests = requests or {}
     unknown = sorted(requests.keys() - {leaf.name for leaf in source.leaves}) if requests else []
     if unknown:
@@ -211,10 +206,7 @@ def tree_metadata(source: TreeSource) -> Any:
 
 
 def with_optimizer_states(template: Any, source: TreeSource) -> Any:
-    """Complete the state dicts of torch optimizers in a template that have done no step, and so hold no values yet.
-
-    ``load_state_dict`` takes what the checkpoint has there. Only dictionaries, lists and tuples are searched.
-    """
+    """Complete the empty state dicts of torch optimizers in a template; ``load_state_dict`` takes what is saved."""
     saved = cache(lambda: source.tree.build(list(map(_tensor_template, source.leaves))))
     return _with_states(template, saved) if type(template) in _SEARCHED else template
 

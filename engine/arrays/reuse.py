@@ -136,11 +136,7 @@ class WrittenSteps:
         return part
 
     def begin(self, step: int, apart: Collection[int], is_there: Callable[[int], bool]) -> None:
-        """Note that the save of a step begins.
-
-        ``apart`` are the steps with which it shares nothing; ``is_there`` returns whether a step is there, whole, and
-        has the item.
-        """
+        """Begin the save of a step, which shares nothing with steps ``apart`` or those that are not there, whole."""
         self._step, self._apart, self._pending = step, apart, None
         self._steps = {step: written for step, written in self._steps.items() if is_there(step)}
         for part in self._parts.values():
@@ -169,13 +165,10 @@ class WrittenSteps:
         folder: Location,
         catalog: Catalog,
         sources: Sources,
-        chunks: ChunkIds,
+        chunks: ChunkIds,  # those that this process must write
         awaited: threading.Event | None = None,
     ) -> SharedFiles:
-        """Link the files of an earlier step that hold unchanged chunks; return them, and the chunks to write.
-
-        ``chunks`` are those that this process must write: the number of the array, and that in the array.
-        """
+        """Link the files of an earlier step that hold unchanged chunks; return them, and the chunks to write."""
         if self._pending is None:  # the first of its groups
             self._pending = _WrittenStep(self._step, folder)
             self._before, self._seen = self._seen, {}
@@ -306,10 +299,7 @@ class WrittenSteps:
 
     @contextlib.contextmanager
     def names_removed(self) -> Iterator[None]:
-        """Note the change times of shared files after the deletion of other steps with names of them.
-
-        A file whose change time differs for an unknown reason is read before it is shared.
-        """
+        """Note the change times of shared files after a deletion of names: others are read before they are shared."""
         with contextlib.ExitStack() as stack:
             for part in self._parts.values():
                 stack.enter_context(part.names_removed())

@@ -199,15 +199,11 @@ class SharedReads:
         self,
         source: TreeSource,
         leaves: Sequence[SavedLeaf],
-        parts: Sequence[Sequence[Part] | None],
-        boxes: Mapping[int, Sequence[Box]],
+        parts: Sequence[Sequence[Part] | None],  # those of each leaf that processes want; None: all of it
+        boxes: Mapping[int, Sequence[Box]],  # those that this process wants; all of a leaf without any
     ) -> dict[int, list[NDArray[Any]]]:
-        """Read the arrays that several processes want, each chunk once; return them by the position of the leaf.
-
-        ``parts`` are those of each leaf that processes want, ``boxes`` those that this one wants; all of it where there
-        are none. Other leaves are to be read as usual. If what this process has read is damaged, the others wait until
-        it calls `leave` or `fail`.
-        """
+        """Read the arrays that several processes want, each chunk once; return them by the position of the leaf."""
+        # If what this process has read is damaged, the others wait until it calls `leave` or `fail`.
         if self._awaited is None:
             return {}
         arrays: dict[int, WantedArray] = {}

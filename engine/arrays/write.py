@@ -230,10 +230,7 @@ class TreeWriter:
             start = end
 
     def merge(self, location: Location, fragments: Sequence[bytes], *, describes: bool = True) -> dict[str, FileRecord]:
-        """Write the index over the chunks of all processes and the tree's structure; on process 0 only.
-
-        Without ``describes``, the arrays alone are written, as another library reads them.
-        """
+        """Write the index over the chunks of all processes and, if it ``describes``, the tree's structure."""
         if self._own is not None:
             index, written = merge_fragments(self._catalog, [self._own], 1)
         else:

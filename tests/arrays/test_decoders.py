@@ -52,6 +52,7 @@ CHUNK = bytes(range(256)) * 4
         (3, with_checksum(frame(CHUNK)[:-1]), "cannot be decompressed"),
         (3, with_checksum(frame(CHUNK[1:])), "holds 1023 bytes, expected 1024"),
         (3, with_checksum(frame(CHUNK + b"x")), "cannot be decompressed"),
+        (3, with_checksum(bytes.fromhex("28b52ffd0058190000") + b"abc"), "holds 3 bytes, expected 1024"),  # of no size
         (3, with_checksum(CHUNK * 3), "has 3076 bytes, expected at most"),
         (3, np.zeros(4, np.uint8), "has 4 bytes, expected at most"),
     ],

@@ -100,6 +100,7 @@ FORGED: dict[str, tuple[Any, Any, Any]] = {
     "fractions": ([1.5], "<f4", b"1234"),
     "booleans": ([True], "<f4", b"1234"),
     "text": ("2", "<f4", b"12345678"),
+    "a longer axis than numpy has": ([1 << 63], "|S0", b""),
     "no sizes": (None, "<f4", b"1234"),
     "too many axes": ([1] * 70, "<f4", b"1234"),
     "objects": ([1], "O", b"12345678"),
@@ -124,6 +125,11 @@ def test_all_readers_refuse_the_same_arrays(reader: str, parts: tuple[Any, Any, 
     content = (as_map if reader == "RLlib" else as_extension)(*parts)
     with pytest.raises((hf.DamagedCheckpointError, hf.errors.FormatVersionError)):
         READERS[reader](content)
+
+
+def test_an_array_has_three_parts() -> None:
+    with pytest.raises(hf.DamagedCheckpointError, match="expected its shape, dtype and bytes"):
+        decode_array(msgpack.packb(([1], "<f4")))
 
 
 def test_all_readers_read_the_same_array() -> None:

@@ -130,6 +130,11 @@ def test_newer_formats_are_not_called_damaged(database: Database, version: int, 
         Database(_reframed(database.manifest, version, compression), database.nodes).decode()
 
 
+def test_a_body_that_is_called_compressed(database: Database) -> None:
+    with pytest.raises(DamagedCheckpointError, match=r"manifest\.ocdbt is damaged: .*zstd frame"):
+        Database(_reframed(database.manifest, 0, 1), database.nodes).decode()
+
+
 CONFIGURATION = bytes(16) + varints(0, 100, 1 << 23) + b"\4\0"
 
 
@@ -196,6 +201,7 @@ HOSTILE_LEAVES = {
     "path-not-text": (b"\0", varints(1, 1, 0), b"\xff", varints(1, 1), b"k", varints(0, 0)),
     "path-too-long": (b"\0", varints(2, 60_000, 60_000, 6000, 0, 0), b"a" * 66_000, varints(1, 1), b"k", varints(0, 0)),
     "key-length": (b"\0", NO_FILES, varints(1, 2**40), b"k", varints(0, 0)),
+    "key-too-long": (b"\0", NO_FILES, varints(2, 60_000, 60_000, 6000), b"a" * 66_000, varints(0, 0, 0, 0)),
     "key-missing": (b"\0", NO_FILES, varints(1, 65535), b"k", varints(0, 0)),
     "key-prefix": (b"\0", NO_FILES, varints(2, 2, 1, 1), b"ab", varints(0, 0, 0, 0)),
     "keys-not-sorted": (b"\0", NO_FILES, varints(2, 0, 1, 1), b"ba", varints(0, 0, 0, 0)),
