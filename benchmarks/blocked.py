@@ -1,4 +1,4 @@
-"""How long a loop waits for a save of many small arrays, beside a bare copy of them: ``python -m benchmarks.blocked``.
+"""How long a loop waits for a save of many small arrays, compared with copying them: ``python -m benchmarks.blocked``.
 
 A manager saves in the background, a tree of torch tensors (a state dict and the states of Adam) or a nested dict of jax
 arrays. Before each save, the same arrays are copied as plainly as can be: ``[x.clone() for x in tensors]``, which is

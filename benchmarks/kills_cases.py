@@ -94,7 +94,7 @@ class Kills:
 
     def __init__(self, framework: Framework, barrier: float, directory: Path, *, is_local: bool = False) -> None:
         self._framework, self._barrier, self._is_local = framework, barrier, is_local
-        # A run keeps its path, as local steps are those of a directory at one path.
+        # A run keeps its path, because local steps belong to a directory at one path.
         self._directory, self._place = directory, directory / "run"
         self._starter = Starter(framework, barrier, directory / "logs", is_local)
         self._whole: dict[int, list[dict[int, str]]] = {}  # by the number of processes: digests by step, of each

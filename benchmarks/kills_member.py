@@ -213,7 +213,7 @@ def train_torch(member: Member) -> int:
         rank=member.index,
         world_size=member.count,
     )
-    distributed.barrier()  # torch waits without a deadline of its own for a store that is silent in that call
+    distributed.barrier()  # in that call, torch waits without a deadline for a store that is silent
     # On a busy machine, several threads divide an update of Adam in other ways, with other bits at the borders.
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from holdfast.engine.distributed import Coordinator
 
 MOST = 64
-"""Hosts at most: each of them has threads and connections of its own."""
+"""Maximum number of hosts: each has its own threads and connections."""
 
 CHUNK = 16 * 1024
 """Bytes of the tree for each host."""

@@ -1,4 +1,4 @@
-"""Memory that an operation needs beside the arrays themselves, as the kernel counts it."""
+"""Memory that an operation needs in addition to the arrays, as the kernel counts it."""
 
 from __future__ import annotations
 

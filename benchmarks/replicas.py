@@ -43,7 +43,7 @@ class Restored:
 
     Attributes:
         replicas: How many processes restored all arrays.
-        restore_store_ratio: Bytes that all of them read from the store, as a multiple of those of the checkpoint.
+        restore_store_ratio: Bytes that all of them read from the store, divided by the bytes of the checkpoint.
         restore_seconds: Until the last had its arrays, without the time of computations.
     """
 

@@ -1,4 +1,4 @@
-"""Runs all operations of all contenders once in each round, each in a process of its own."""
+"""Runs all operations of all contenders once in each round, each in its own process."""
 
 from __future__ import annotations
 

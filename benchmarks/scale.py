@@ -229,7 +229,7 @@ class Opened:
     Attributes:
         open_cpu_seconds: Of this process, without imports.
         open_bytes: Bytes that it has read.
-        open_memory_bytes: Memory that it has taken beside what was there before.
+        open_memory_bytes: Memory that it has taken in addition to what was there before.
     """
 
     open_cpu_seconds: float
@@ -242,7 +242,7 @@ def open_one(folder: Path, name: str) -> Opened:
     with tempfile.TemporaryDirectory() as small:  # what a first load imports is no part of it
         hf.save(f"{small}/one", {"a": np.zeros(3)})
         hf.load(f"{small}/one", select="a")
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak of memory begins anew
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the peak of memory
     memory, read = memory_bytes("VmRSS"), bytes_read()
     began = time.process_time()
     found = hf.load(folder, select=name)

@@ -38,7 +38,7 @@ options = hf.CheckpointManagerOptions(
 )
 tree = {"weights": np.arange(1000.0), "step": 1}
 """
-# One step that is saved; the others are copies of it with records of their own, a minute apart.
+# One step is saved; the others are copies of it, a minute apart, each with its own record.
 FILL = """
 import os, shutil
 from dataclasses import replace

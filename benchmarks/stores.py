@@ -36,7 +36,7 @@ from .table import aligned, markdown
 
 KEY_ID, SECRET, BUCKET = "AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY", "benchmark"
 OPERATIONS = ("save", "load")
-OBJECT = 64 << 20  # bytes of the objects of the contenders that get several; those of holdfast
+OBJECT = 64 << 20  # bytes of an object, for contenders that read several; holdfast's objects are as large
 _STEP = 16 << 20
 
 Bytes = NDArray[np.uint8]

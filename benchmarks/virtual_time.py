@@ -1,4 +1,4 @@
-"""Threads in simulated time: thousands of processes on a few cores, as if each had a core of its own.
+"""Threads in simulated time: thousands of processes on a few cores, as if each had its own core.
 
 Each thread has a clock. It advances by the processor time that the thread takes, and by the time of its waits, which
 take no time in reality. One thread runs at a time: the one whose clock is behind those of all others that could run. So

@@ -1,4 +1,4 @@
-"""One operation of one contender in a process of its own; prints its measurements as one line of JSON.
+"""Runs one operation of one contender in its own process, and prints the measurements as one line of JSON.
 
 Every process first saves and loads a tiny tree, so that no import, thread pool or first touch of a code path is timed.
 When it is about to begin it prints ``ready`` and waits for a line, upon which the runner frees memory for it.

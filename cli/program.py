@@ -72,7 +72,7 @@ class Signals:
 
 
 class Program:
-    """One start of a command in a process group of its own; its events and heartbeats are in ``folder``, a new one."""
+    """One start of a command in its own process group; the new ``folder`` gets its events and heartbeats."""
 
     # What the command starts becomes a child of this process when its parent dies (on Linux), so that nothing outlives
     # `sweep`: the workers of torchrun, which have sessions of their own, among others.

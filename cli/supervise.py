@@ -36,7 +36,7 @@ from .streams import write_error
 
 _BETWEEN_STACKS = 5.0  # seconds at most
 _SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-STALLED = 3  # The supervisor gives up after so many restarts in a row without a new checkpoint.
+STALLED = 3  # The supervisor gives up after this many restarts in a row without a new checkpoint.
 EARLY = 60.0  # seconds; it also gives up after STALLED starts in a row that end sooner, before their run begins
 
 Kind = Literal["finished", "preempted", "interrupted", "crashed", "hung", "misused"]

@@ -45,7 +45,7 @@ def as_start(thing: Any, state: Any) -> Any:
 
 
 def check_stream(name: str, thing: Any) -> None:
-    """Warn of examples that a dataset of Hugging Face does not save; raise OptionError if its version loses a place."""
+    """Warn of examples that a Hugging Face dataset does not save; raise OptionError if its version loses its place."""
     if (dataset := _streamed(thing)) is None:
         return
     version = getattr(sys.modules.get("datasets"), "__version__", "unknown")

@@ -64,7 +64,7 @@ class RunContext:
         run_dir: Where the run keeps its files.
         checkpoints: Where its checkpoints go: a path or a URL.
         callback_arguments: The keyword arguments for its checkpoint callback.
-        log_interval: Report the progress every so many steps.
+        log_interval: The number of steps between two reports of the progress.
     """
 
     config: Config

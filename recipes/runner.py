@@ -164,7 +164,7 @@ def _store_config(configuration: Configuration, run_dir: Path, checkpoints: str)
     as_location(run_dir / CONFIG_FILE).write_bytes(f"{header}{configuration.yaml()}".encode())
 
 
-# ---- whether the configuration still matches that of the checkpoints
+# ---- whether the configuration still matches the checkpoints
 
 
 def differences(stored: dict[str, Any], resolved: dict[str, Any]) -> dict[str, str]:

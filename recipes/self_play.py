@@ -150,7 +150,7 @@ class Runner(Checkpointable):
 class Learner(Checkpointable):
     """Improves policies from their games: an advantage actor-critic (Mnih et al., 2016, section 4)."""
 
-    __untracked__ = ("learning_rate", "entropy")  # The values of the constructor apply, not those of a checkpoint.
+    __untracked__ = ("learning_rate", "entropy")  # The constructor's values apply, not the checkpoint's.
 
     def __init__(self, policies: dict[str, Policy], learning_rate: float, entropy: float) -> None:
         self.learning_rate = learning_rate

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 TITLES = {"lightning": "a Lightning trainer", "jax": "a loop with jax"}
 
-# Each metric is divided by that of the program without saving in the same round.
+# Each metric is divided by the one that the program without saving had in the same round.
 COLUMNS = (
     ("worst step", "worst_seconds", "mean_seconds"),
     ("mean step", "mean_seconds", "mean_seconds"),

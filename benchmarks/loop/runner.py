@@ -1,4 +1,4 @@
-"""Trains with every contender once in each round, each in a process of its own."""
+"""Trains with every contender once in each round, each in its own process."""
 
 from __future__ import annotations
 

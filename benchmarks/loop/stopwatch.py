@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Stopwatch:
     """Measures from one step to the end of the program.
 
-    A step's time goes from its beginning to that of the next, with all that a callback does in between.
+    A step lasts until the next one begins, so it includes everything that a callback does in between.
 
     Args:
         plan: Says which steps count.

@@ -1,4 +1,4 @@
-"""One contender in a process of its own; prints its measurements as one line of JSON."""
+"""Runs one contender in its own process, and prints its measurements as one line of JSON."""
 
 from __future__ import annotations
 

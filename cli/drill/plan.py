@@ -20,7 +20,7 @@ class DrillPlan:
     """What one start of the program must do; places of steps count from 1."""
 
     name: str  # of this start, and of the folder of its traces
-    count: int | None = None  # end after so many different steps; None does not count
+    count: int | None = None  # end after this many different steps; None does not count
     last: int | None = None  # end after this step, if there is one
     save: tuple[int, ...] = ()  # steps to save in addition to those that the program saves
     save_places: tuple[int, ...] = ()  # places of further steps to save

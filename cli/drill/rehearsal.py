@@ -29,7 +29,7 @@ from .plan import CLAIMS, RUNS, DrillPlan
 
 _LIBRARIES = ("jax", "torch", "lightning", "pytorch_lightning")  # The advice depends on these.
 _PATIENCE = 60.0  # seconds to wait for saves in progress
-# A program ignores a signal if it does so many more steps: with one process, and with several that agree on a step.
+# A program ignores a signal if it continues for this many steps: alone, and as several processes that agree on a step.
 _STEPS_UNTIL_IGNORED, _STEPS_TO_AGREE = 10, 100
 
 

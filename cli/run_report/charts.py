@@ -344,7 +344,7 @@ def _levels(low: float, high: float) -> list[float]:
 
 _ROWS = 4000  # maximum number of containers and leaves that are drawn
 _CHILDREN = 400  # maximum number of children that are drawn of one container
-_OPEN = 40  # A tree of at most so many leaves is unfolded from the start.
+_OPEN = 40  # A tree of at most this many leaves is unfolded from the start.
 _DEEP = 60  # the deepest nesting of containers
 
 

@@ -1,4 +1,4 @@
-"""Writes all pages of the site into a folder: those of ``docs/``, and those that the code itself knows best.
+"""Writes all pages of the site into a folder: the ones in ``docs/``, and those generated from the code.
 
 ``python -m docs.tools.prepare build/pages`` copies the pages, and generates the reference of names, commands, keys of
 the YAML and options. ``make docs`` runs it, and then MkDocs on that folder.

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from ..arrays import AGGREGATE_LIMIT, AggregateHandler, aggregate_details, check_level, check_size
 from ..errors import OptionError, UnsupportedLeafError
+from ..foreign_arguments import explains_unknown_names
 from ..format import storage_dtype
-from ..peer_names import explains_unknown_names
 from ..pytree import (
     NUMBER_KINDS,
     NUMBERS,
@@ -189,7 +189,7 @@ def _broadcast(given: Any, node: TreeDef | None, kind: type[T], argument: str, n
 
 def number_dtype(given: Any) -> np.dtype[Any]:
     """Return the numpy dtype for a dtype or scalar type of numpy, jax or torch."""
-    import ml_dtypes  # makes its names known to numpy; not above: most programs need none of them
+    import ml_dtypes  # makes its names known to numpy; imported lazily, as most programs need none
 
     name = str(given).removeprefix("torch.")
     try:

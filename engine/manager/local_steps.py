@@ -120,7 +120,7 @@ def whole_steps(held: Sequence[Mapping[str, HeldStep]]) -> list[WholeStep]:
 
 
 def is_on_line(folder: str, step: int, branches: Sequence[LocalBranch]) -> bool:
-    """Return whether the history of a run, whose last branches are given, goes through the local step of a folder."""
+    """Return whether the history of a run, given its last branches, contains the local step of a folder."""
     sequence, attempt = sequence_of(folder), folder.rpartition(".")[2]
     own = [n for n, branch in enumerate(branches) if branch.attempt == attempt and branch.sequence < sequence]
     return bool(own) and all(step <= later.after for later in branches[own[-1] + 1 :])

@@ -624,7 +624,7 @@ def add_mirror(run: Run) -> RunMirror | None:
 
 
 def has_remote_mirror(options: CheckpointManagerOptions) -> bool:
-    """Whether the files of steps are uploaded from the disk."""
+    """True if the mirror uploads the files of steps from the disk."""
     mirror = mirror_of(options)
     return mirror is not None and not as_location(mirror.url).is_local
 

@@ -115,7 +115,7 @@ class Ownership:
             self.check_not_lost()
 
     def _is_taken_over(self) -> bool:
-        """Whether the file is another manager's: two looks at a whole file agree, as a network may garble an answer."""
+        """True if two reads agree that another manager owns the file; a network may garble one of them."""
         earlier = None
         for look in range(_LOOKS):
             time.sleep(_PAUSE if look else 0.0)

@@ -207,7 +207,7 @@ class Peer:
             one.close()
 
     def _do(self, work: Callable[[socket.socket], None]) -> None:
-        """Do work on a connection; once more on a fresh one, if the one that was kept has been closed meanwhile."""
+        """Do work on a connection; retry on a fresh one if the kept connection has been closed meanwhile."""
         with self._lock:
             kept = self._idle.pop() if self._idle else None
         try:

@@ -99,7 +99,7 @@ class Run:
             self.tell("changed")
 
     def change(self, what: str, work: Callable[..., Any], *inputs: Any) -> Any:
-        """Change the directory on process 0, and after a success the view of it that the other processes have."""
+        """Change the directory on process 0, and if that succeeds, the view that the other processes have of it."""
         self.acquire()
         answer = self.processes.decide(what, work, *inputs)
         if not self.processes.is_primary:

@@ -150,7 +150,7 @@ class WholeArrays:
         self._shardings = list(map(self._SHARDING, arrays))
 
     def start(self, arrays: Sequence[Any], pinned_bytes: int) -> HostCopies | None:
-        """Start the copies of arrays to the host; None if they are not like those that the facts are of."""
+        """Start copying arrays to the host; return None if the facts do not describe these arrays."""
         shardings = list(map(self._SHARDING, arrays))
         if not all(map(eq, map(self._FACTS, arrays), self._facts)):
             return None

@@ -49,7 +49,7 @@ def is_optimizer(value: object) -> bool:
 
 
 def is_uninitialized(tensor: Any) -> bool:
-    """Whether a tensor is a parameter of a lazy module that has no shape yet."""
+    """True if a tensor is a parameter of a lazy module and has no shape yet."""
     torch: Any = loaded("torch")
     return isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin)
 
@@ -494,7 +494,7 @@ def why_not_saved(value: Any) -> str | None:
 
 
 class _OwnVariables(PartState):
-    """The variables that a layer of a program saves by ``save_own_variables``."""
+    """The variables that a layer of the program saves with ``save_own_variables``."""
 
     def get(self) -> Any:
         store: dict[str, Any] = {}

@@ -32,7 +32,7 @@ def loader_states(loaders: Sequence[object]) -> list[Any]:
 
 
 def cut_short(loaders: Sequence[Any], limit: float) -> list[str]:
-    """Return the classes of loaders with a state of their own that have more batches than an epoch takes."""
+    """Return the classes of stateful loaders that have more batches than an epoch takes."""
     return [
         type(loader).__qualname__
         for loader, *_ in _stateful(loaders)
@@ -60,10 +60,7 @@ def load_loader_states(loaders: Sequence[object], saved: Sequence[Any], *, ended
     # the last one, and streams of Hugging Face.
     stateful = _stateful(loaders)
     if len(stateful) != len(saved):
-        raise StateError(
-            f"the checkpoint holds the state of {len(saved)} training data loaders, but {len(stateful)} of this run's "
-            "loaders have state_dict and load_state_dict: use the loaders that the checkpoint was saved with"
-        )
+        raise other_loaders(loaders, saved)
     for (loader, _, load), state in zip(stateful, saved, strict=True):
         if is_torchdata_loader(loader):
             warn_of_lost_draws(loader, state)
@@ -76,6 +73,14 @@ def load_loader_states(loaders: Sequence[object], saved: Sequence[Any], *, ended
             loader.set_epoch(state["epoch"])  # Restored at its end, it would have no batch.
         else:
             load(as_start(loader, _copied(state)))
+
+
+def other_loaders(loaders: Sequence[object], saved: Sequence[Any]) -> StateError:
+    """Return the error for loaders that are not those of the save."""
+    return StateError(
+        f"the checkpoint holds the state of {len(saved)} training data loaders, but {len(_stateful(loaders))} of this "
+        "run's loaders have state_dict and load_state_dict: use the loaders that the checkpoint was saved with"
+    )
 
 
 def all_stateful(loaders: Sequence[object]) -> bool:
@@ -207,7 +212,7 @@ class DrawnAhead:
 
 
 def capture_generators(loaders: Sequence[object]) -> dict[str, Any]:
-    """Return the states of the global generators, and of those of the loaders and their samplers."""
+    """Return the states of the global generators, and of the generators of loaders and samplers."""
     return {**as_tree(capture()), "loaders": loader_generators(loaders)}
 
 

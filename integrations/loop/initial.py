@@ -233,7 +233,7 @@ class StartValues:
         self._values = {**self._now(state), **began}
 
     def changed(self, state: Any) -> dict[str, Any]:
-        """Return the values at the start that a state has others for."""
+        """Return the start values that differ in a state."""
         found = {name: (self._values.get(name, value), value) for name, value in self._now(state).items()}
         return {name: start for name, (start, value) in found.items() if not _same(start, value)}
 

@@ -60,7 +60,7 @@ class StateAdapter:
         """Return the template that the handler restores a state with."""
         return self.to_tree(state)
 
-    def begin(self, state: Any) -> None:
+    def note_fresh(self, state: Any) -> None:
         """Note the initial state, perhaps abstract; raise UnsupportedLeafError for leaves that cannot be saved."""
         self.empty = empty_dicts(state)
 
@@ -83,7 +83,7 @@ class StateAdapter:
         """Return the state from what the handler has restored; live objects are updated in place."""
         return restored
 
-    def note(self, state: Any) -> None:
+    def note_step(self, state: Any) -> None:
         """Remember the state of the step that was just reported."""
 
     def why_lost(self, state: Any) -> str | None:
@@ -133,7 +133,18 @@ def located(value: Any, wanted: Callable[[Any], bool]) -> Iterator[tuple[str, An
 
 def empty_dicts(value: Any) -> set[str]:
     """Return where the empty dictionaries in dicts, lists and tuples are, as keys joined by dots."""
-    return {path for path, _ in located(value, lambda one: isinstance(one, dict) and not one)}
+    containers = (dict, list, tuple)
+    found, open_, seen = set[str](), [("", value)] if isinstance(value, containers) else [], set[int]()
+    while open_:
+        path, one = open_.pop()
+        if isinstance(one, dict) and not one:
+            found.add(path)
+        if id(one) not in seen:
+            seen.add(id(one))
+            below = one.items() if isinstance(one, dict) else enumerate(one)  # most entries are values
+            inner = [(key, item) for key, item in below if isinstance(item, containers)]
+            open_ += [(f"{path}.{key}" if path else str(key), item) for key, item in inner]
+    return found
 
 
 def check_depth(tree: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from benchmarks import faults, scale
+from benchmarks.lost_host import lose_a_host
 from benchmarks.protocol import Simulation
 
 import holdfast as hf
@@ -66,7 +67,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lost", [0, pytest.param(32, marks=pytest.mark.sweep)])
 def test_any_one_of_64_hosts_is_lost_without_a_byte_from_the_store(lost: int) -> None:
-    found = scale.lose_a_host(64, lost)
+    found = lose_a_host(64, lost)
     assert (found.lost_host_resumed, found.lost_host_store_bytes) == (6, 0)
     assert found.lost_host_peer_bytes > 0
 

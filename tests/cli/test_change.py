@@ -311,10 +311,14 @@ def test_watch_says_what_comes_and_goes(
         with hf.CheckpointManager(run) as manager:
             manager.save(6, {"w": np.zeros(8)}, metrics={"loss": 0.5})
 
+    def third() -> None:
+        record = run / "3" / "checkpoint.json"
+        record.write_bytes(record.read_bytes()[:-20])
+
     def end() -> None:
         raise KeyboardInterrupt
 
-    happening = iter((first, second, end))
+    happening = iter((first, second, third, end))
     clock = SimpleNamespace(sleep=lambda _: next(happening)(), strftime=time.strftime, time=time.time)
     monkeypatch.setattr("holdfast.cli.listing.time", clock)
     assert main(["watch", str(run), *flags]) == 0
@@ -322,14 +326,16 @@ def test_watch_says_what_comes_and_goes(
     if flags:
         changes = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
         assert [change["step"] for change in changes[:6]] == [0, 1, 2, 3, 4, 5]
-        assert [(one["change"], one["step"], one["metrics"]["loss"]) for one in changes[6:]] == [
+        assert [(one["change"], one["step"], (one["metrics"] or {}).get("loss")) for one in changes[6:]] == [
             ("deleted", 0, 3.0),
             ("metrics", 4, 0.25),
             ("saved", 6, 0.5),
+            ("damaged", 3, None),
         ]
         return
     lines = [line.split(" ", 1)[1] for line in capsys.readouterr().out.splitlines()[7:]]
     assert lines[:2] == ["deleted 0", "metrics of 4: loss 0.25"]
     assert lines[2].startswith("saved 6: ")
     assert lines[2].endswith("loss 0.5")
-    assert len(lines) == 3
+    assert lines[3].startswith("damaged 3: ")
+    assert len(lines) == 4

@@ -77,11 +77,7 @@ def test_ls_for_programs(cli: Cli, run: Path) -> None:
     assert first["kept"] == ["best loss (0.5)"]
     assert first["damage"] is None
     assert first["bytes"] > 48
-
-
-def test_ls_of_one_step(cli: Cli, run: Path) -> None:
     found = cli.json("ls", run / "checkpoints" / "20")
-
     assert [(item["step"], item["kept"]) for item in found["checkpoints"]] == [(20, ["every 20 steps"])]
 
 
@@ -259,25 +255,16 @@ def test_show_of_a_checkpoint_without_a_manager(cli: Cli, tmp_path: Path) -> Non
 # ---- verify
 
 
-def test_verify(cli: Cli, run: Path) -> None:
-    lines = cli.output("verify", run).splitlines()
-
-    assert [line.partition(":")[0] for line in lines] == ["step 10", "step 20", "step 30", "3 whole"]
-
-
 def test_verify_names_damaged_files_and_leaves(cli: Cli, run: Path) -> None:
+    lines = cli.output("verify", run).splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["step 10", "step 20", "step 30", "3 whole"]
     flip_a_bit(run, 20)
-
     text = cli.output("verify", run, status=1)
     assert "step 10: whole" in text
     assert "step 20: DAMAGED" in text
     assert re.search(r"^  state/d/\w+.*params/\[kernel\]", text, re.MULTILINE)
     assert text.endswith("2 whole, 1 damaged\n")
     assert "damaged" not in cli.output("verify", run, 10)
-
-
-def test_verify_for_programs(cli: Cli, run: Path) -> None:
-    flip_a_bit(run, 20)
 
     found = cli.json("verify", run, status=1)
     assert found["ok"] is False
@@ -286,12 +273,13 @@ def test_verify_for_programs(cli: Cli, run: Path) -> None:
     assert {tuple(problem) for problem in problems} == {("file", "leaf", "what")}
     assert any("params/[kernel]" in problem["leaf"] for problem in problems)
     assert cli.json("verify", run, "30")["ok"] is True
-
-
-def test_verify_finds_missing_files(cli: Cli, run: Path) -> None:
     (run / "checkpoints" / "30" / "config" / "data.json").unlink()
-
-    assert "config/data.json" in cli.output("verify", run, status=1)
+    assert "config/data.json" in cli.output("verify", run, 30, status=1)
+    stray = run / "checkpoints" / "40"
+    stray.mkdir()
+    (stray / "notes").write_text("mine")
+    said = f"{stray}: no checkpoint, and left alone: it has no checkpoint.json, and `holdfast rm` deletes it\n"
+    assert said in cli.output("verify", run, status=1)
 
 
 # ---- errors

@@ -30,55 +30,43 @@ class Terminal(io.StringIO):
 # ---- what is shown
 
 
-def test_short_work_shows_nothing() -> None:
-    clock, stream = FakeClock(), Terminal()
-    meter = Meter("copy", stream, clock.monotonic)
-    meter.expect(MEGABYTE)
-    clock.sleep(0.9)
-    meter.tick()
+def shown(stream: io.StringIO, what: str, *, megabytes: int, each: int, times: int, seconds: float = 1) -> str:
+    """Lets a meter see some work, and returns what it shows, before it ends."""
+    clock = FakeClock()
+    meter = Meter(what, stream, clock.monotonic)
+    meter.expect(megabytes * MEGABYTE)
+    for _ in range(times):
+        clock.sleep(seconds)
+        meter.advance(each * MEGABYTE)
+        meter.tick()
+    text = stream.getvalue()
     meter.close()
+    return text
 
-    assert stream.getvalue() == ""
+
+def test_short_work_shows_nothing() -> None:
+    stream = Terminal()
+    assert shown(stream, "copy", megabytes=1, each=0, times=1, seconds=0.9) == stream.getvalue() == ""
 
 
 @pytest.mark.parametrize(("columns", "least"), [(80, 8), (60, 0)])
 def test_a_bar_has_room_or_is_left_out(monkeypatch: pytest.MonkeyPatch, columns: int, least: int) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", str(columns))
-    clock, stream = FakeClock(), Terminal()
-    meter = Meter("verify", stream, clock.monotonic)
-    meter.expect(100_000 * MEGABYTE)
-    for _ in range(4):
-        clock.sleep(1)
-        meter.advance(10_000 * MEGABYTE)
-        meter.tick()
-    shown = stream.getvalue()
-    meter.close()
-
-    bar = sum(shown.rpartition("verify")[2].count(char) for char in "━╸╺")
+    text = shown(Terminal(), "verify", megabytes=100_000, each=10_000, times=4)
+    bar = sum(text.rpartition("verify")[2].count(char) for char in "━╸╺")
     assert (bar >= least) if least else (bar == 0)
-    assert "40.0/100.0 GB" in shown
+    assert "40.0/100.0 GB" in text
 
 
 def test_a_terminal_shows_a_bar_and_then_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
-    clock, stream = FakeClock(), Terminal()
-    meter = Meter("copy", stream, clock.monotonic)
-    meter.expect(100 * MEGABYTE)
-    for _ in range(4):
-        clock.sleep(1)
-        meter.advance(10 * MEGABYTE)
-        meter.tick()
-    shown = stream.getvalue()
-    meter.close()
-
-    assert "copy" in shown
-    assert "40%" in shown
-    assert "40.0/100.0 MB" in shown
-    assert "10.0 MB/s" in shown
-    assert "0:00:06" in shown  # is left
-    ending = stream.getvalue()[len(shown) :]
+    stream = Terminal()
+    text = shown(stream, "copy", megabytes=100, each=10, times=4)
+    for part in ("copy", "40%", "40.0/100.0 MB", "10.0 MB/s", "0:00:06"):  # the last is what is left
+        assert part in text
+    ending = stream.getvalue()[len(text) :]
     assert "\x1b[2K" in ending, "the line is erased"
     assert "\x1b[?25h" in ending, "the cursor is shown again"
 
@@ -88,15 +76,7 @@ def test_anything_else_gets_a_line_every_so_often(
     stream: io.StringIO, term: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TERM", term)
-    clock = FakeClock()
-    meter = Meter("verify", stream, clock.monotonic)
-    meter.expect(3600 * MEGABYTE)
-    for _ in range(65):
-        clock.sleep(1)
-        meter.advance(10 * MEGABYTE)
-        meter.tick()
-    meter.close()
-
+    shown(stream, "verify", megabytes=3600, each=10, times=65)
     assert stream.getvalue().splitlines() == [
         "holdfast: verify: 300.0 MB of 3.6 GB, 10.0 MB/s, 5 min 30 s left",
         "holdfast: verify: 600.0 MB of 3.6 GB, 10.0 MB/s, 5 min 00 s left",
@@ -104,13 +84,8 @@ def test_anything_else_gets_a_line_every_so_often(
 
 
 def test_work_that_does_not_move_has_no_time_left() -> None:
-    clock, stream = FakeClock(), io.StringIO()
-    meter = Meter("verify", stream, clock.monotonic)
-    meter.expect(MEGABYTE)
-    clock.sleep(31)
-    meter.tick()
-
-    assert stream.getvalue() == "holdfast: verify: 0 B of 1.0 MB, 0 B/s\n"
+    text = shown(io.StringIO(), "verify", megabytes=1, each=0, times=1, seconds=31)
+    assert text == "holdfast: verify: 0 B of 1.0 MB, 0 B/s\n"
 
 
 @pytest.mark.parametrize("command", ["verify", "diff", "show", "cp", "import", "export", "rm"])
@@ -119,7 +94,7 @@ def test_commands_that_take_long_show_how_far_they_are(
     command: str, as_json: bool, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     meters: list[Meter] = []
-    shown: list[bool] = []
+    ticks: list[bool] = []
 
     class Watched(Meter):
         def __init__(self, what: str) -> None:
@@ -127,10 +102,10 @@ def test_commands_that_take_long_show_how_far_they_are(
             meters.append(self)
 
         def tick(self) -> None:
-            shown.append(True)
+            ticks.append(True)
 
         def close(self) -> None:  # called only where it is shown
-            shown.append(True)
+            ticks.append(True)
 
     monkeypatch.setattr("holdfast.cli.progress.Meter", Watched)
     with hf.CheckpointManager(tmp_path / "run") as manager:
@@ -152,7 +127,7 @@ def test_commands_that_take_long_show_how_far_they_are(
 
     [meter] = meters
     assert meter._done == meter._expected > 0
-    assert bool(shown) != as_json
+    assert bool(ticks) != as_json
     assert not as_json or isinstance(json.loads(text), dict)
 
 
@@ -219,25 +194,20 @@ def test_an_interrupted_copy_goes_on(run: Path, cli: Cli) -> None:
     assert files(copy / "2").keys() == files(run / "2").keys()
 
 
-def test_an_interrupted_import_leaves_nothing(run: Path, cli: Cli) -> None:
-    source, target = run.parent / "w.safetensors", run.parent / "imported"
-    safetensors.numpy.save_file({name: np.arange(9_000_000, dtype=np.float32) for name in "abc"}, source)
+@pytest.mark.parametrize("to", ["safetensors", "orbax", "dcp", None], ids=lambda to: to or "import")
+def test_an_interrupted_conversion_leaves_nothing(to: str | None, run: Path, cli: Cli) -> None:
+    source, target = run / "1", run.parent / "converted"
+    command = ["export", source, target, "--to", to]
+    if to is None:
+        source = run.parent / "w.safetensors"
+        safetensors.numpy.save_file({name: np.arange(9_000_000, dtype=np.float32) for name in "abc"}, source)
+        command = ["import", source, target]
 
-    interrupt(40 * MEGABYTE, "import", source, target)
+    interrupt((40 if to is None else 2) * MEGABYTE, *command)
 
-    assert {path.name for path in run.parent.iterdir()} == {"run", "w.safetensors"}
-    cli.output("import", source, target)
-    assert hf.verify(target).ok
-
-
-@pytest.mark.parametrize("to", ["safetensors", "orbax", "dcp"])
-def test_an_interrupted_export_leaves_nothing(to: str, run: Path, cli: Cli) -> None:
-    target = run.parent / "exported"
-
-    interrupt(2 * MEGABYTE, "export", run / "1", target, "--to", to)
-
-    assert {path.name for path in run.parent.iterdir()} == {"run"}
-    cli.output("export", run / "1", target, "--to", to)
+    assert {path.name for path in run.parent.iterdir()} == {"run", *([source.name] if to is None else [])}
+    cli.output(*command)
+    assert to is not None or hf.verify(target).ok
 
 
 def test_an_interrupted_conversion_of_a_run_leaves_nothing(run: Path, cli: Cli) -> None:

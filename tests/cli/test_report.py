@@ -27,6 +27,7 @@ def test_counts() -> None:
 
 def test_metrics() -> None:
     assert metrics_text({"loss": 0.123456789, "eval": {"top": {"1": 3}}}) == "loss 0.12346, eval/top/1 3"
+    assert metrics_text({"recall": [1, 0.25, 3.0, 4, 5], "two": [1, 2]}) == "recall [1, 0.25, 3, 4, ...], two [1, 2]"
     assert metrics_text(None) == ""
 
 

@@ -150,9 +150,9 @@ def test_what_was_lost_between_two_starts() -> None:
 
 
 def test_metrics_come_from_saves_and_later_events() -> None:
-    more = {"b": {"c": 2}, "text": "x", "flag": True, "none": None}
+    more = {"b": {"c": 2}, "two": [3, 4], "text": "x", "flag": True, "none": None}
     history = read_history([saved(1, 5, metrics={"a": 1.5, **more}), event("metrics", 2, step=5, metrics={"a": 2.5})])
-    assert history.metrics == {"a": {5: 2.5}, "b/c": {5: 2.0}}
+    assert history.metrics == {"a": {5: 2.5}, "b/c": {5: 2.0}, "two/0": {5: 3.0}, "two/1": {5: 4.0}}
 
 
 def test_events_of_fallbacks_failures_and_mirrors() -> None:
@@ -611,6 +611,29 @@ def test_a_long_run_and_a_large_tree_make_a_small_file() -> None:
         "590 more, with 59000 leaves",
     ):
         assert said in text
+
+
+def test_many_damaged_steps_shared_files_and_deep_leaves_are_told() -> None:
+    summaries = [
+        hf.reports.CheckpointSummary(
+            step=step,
+            path=f"/run/{step}",
+            time=float(step),
+            bytes=10,
+            shared_bytes=4,
+            damage="cut short" if step < 12 else None,
+        )
+        for step in range(14)
+    ]
+    deep = "/".join("abcdefghijklmnopqrstuvwxyz" * 4)
+    leaves = [hf.reports.LeafSummary(item="state", path=deep, kind="numpy", dtype="f4")]
+    run = facts.RunFacts("run", "/run", summaries, History(), newest=summaries[-1], leaves=leaves)
+    found = Page(page.draw_page([run], now=20.0, version="0"))
+    bad = found.texts("li", "bad")
+    assert bad[9:11] == ["Step 9 is damaged: cut short", "2 more steps are damaged; holdfast verify lists them"]
+    assert sum("of which 4 B shared" in "".join(text) for _, _, text in found.elements) == 2 * len(summaries)
+    folded = [text for text in found.texts("code") if "/" in text and deep.endswith(text)]
+    assert len(folded) == 1
 
 
 def test_statistics_of_many_leaves_are_bounded(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a checkpoint, a program or an address brings never reaches a terminal as it is."""
+"""What a checkpoint, a program or an address brings never reaches a terminal as it is; where lines go."""
 
 from __future__ import annotations
 
@@ -163,3 +163,26 @@ def test_passwords_of_endpoints_are_not_repeated(address: str) -> None:
 )
 def test_what_is_no_password_stays(text: str) -> None:
     assert visible(text) == text
+
+
+# ---- the lines of a command
+
+
+def test_lines_go_to_standard_output_and_warnings_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("info")
+    logger = logging.getLogger("holdfast.recipes")
+    logger.debug("nothing")
+    logger.info("step %d", 3)
+    logger.warning("damaged")
+
+    out, err = capsys.readouterr()
+    assert [line.split(" ", 1)[1] for line in out.splitlines()] == ["step 3"]
+    assert [line.split(" ", 1)[1] for line in err.splitlines()] == ["warning: damaged"]
+
+
+def test_configuring_twice_does_not_double_the_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("info")
+    configure_logging("debug")
+    logging.getLogger("holdfast").debug("once")
+
+    assert capsys.readouterr().out.count("once") == 1

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import multiprocessing
+import os
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
+
+NEVER = 10_000  # steps between two saves: none
 
 Verdict = Literal["equal", "refused", "differs", "failed"]
 
@@ -36,7 +42,13 @@ class Case:
         return asdict(self)
 
 
-class _Listener(logging.Handler):
+class InterruptionError(RuntimeError):
+    """Ends a program between two steps."""
+
+
+class Listener(logging.Handler):
+    """Collects the warnings of holdfast."""
+
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.heard: list[str] = []
@@ -45,13 +57,41 @@ class _Listener(logging.Handler):
         self.heard.append(record.getMessage())
 
 
+_directories = itertools.count()
+
+
+def new_directory() -> str:
+    """Return the URL of a directory in memory that no run has had."""
+    return f"memory://sweep-{os.getpid()}/{next(_directories)}"
+
+
+def be_quiet(*modules: str) -> None:
+    """Silence what torch and other modules say of every program, and fork data loaders' workers in every process."""
+    import torch
+
+    multiprocessing.set_start_method("fork", force=True)
+    torch.set_num_threads(1)  # on these sizes more threads only wait for each other
+    warnings.filterwarnings("ignore", module=rf"(?:{'|'.join(('torch', *modules))})\.")
+    logging.getLogger("holdfast").setLevel(logging.WARNING)
+
+
+def run_cases(
+    prefix: str, cases: dict[str, Callable[[], str | None]], only: tuple[str, ...], refused: str = ""
+) -> Iterator[Case]:
+    """Yield the cases of a program, by title, whose names contain one of ``only``."""
+    for title, run in cases.items():
+        name = f"{prefix}/{title}"
+        if not only or any(text in name for text in only):
+            yield judge(name, run, refused)
+
+
 def judge(name: str, run: Callable[[], str | None], refused: str = "", *, is_exact: bool = True) -> Case:
     """Run one case.
 
     ``run`` returns what differs first, and ``refused`` is part of a message that is expected. Where a program
     ``is_exact``, an alarm of the witness is a failure, as it is the second judge.
     """
-    logger, listener = logging.getLogger("holdfast"), _Listener()
+    logger, listener = logging.getLogger("holdfast"), Listener()
     logger.addHandler(listener)
     logger.propagate = False
     try:

@@ -25,13 +25,10 @@ from torch import nn
 
 import holdfast as hf
 
+from .cases import NEVER, InterruptionError, Listener
+
 TOTAL = 20  # steps
-NEVER = 10_000  # steps between two saves: none
 _NAMED = re.compile(r"^not exact from step (\d+)")
-
-
-class InterruptionError(RuntimeError):
-    """Ends a program between two steps."""
 
 
 @dataclass
@@ -202,15 +199,6 @@ class Trace:
         return next((int(found[1]) for text in self.warnings if (found := _NAMED.match(text))), None)
 
 
-class _Listener(logging.Handler):
-    def __init__(self, heard: list[str]) -> None:
-        super().__init__(logging.WARNING)
-        self._heard = heard
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._heard.append(record.getMessage())
-
-
 def start(name: str, directory: str, files: str, **options: int) -> Trace:
     """Start a program: in a process of its own if it needs one."""
     if PROGRAMS[name].in_process:
@@ -221,8 +209,8 @@ def start(name: str, directory: str, files: str, **options: int) -> Trace:
 def _start_here(program: Program, directory: str, files: str, options: dict[str, Any]) -> Trace:
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(0)
-    trace = Trace()
-    logger, listener = logging.getLogger("holdfast"), _Listener(trace.warnings)
+    logger, listener = logging.getLogger("holdfast"), Listener()
+    trace = Trace(warnings=listener.heard)
     logger.addHandler(listener)
     run = Run(directory, files, **options)
     try:

@@ -23,7 +23,8 @@ from torch.utils.data import DataLoader, default_collate
 
 from holdfast.integrations.lightning import CheckpointCallback
 
-from .hidden_case import InterruptionError, Run, program
+from .cases import InterruptionError
+from .hidden_case import Run, program
 from .hidden_programs import FEATURES, SIZE, Batches, examples
 from .lightning_runs import QUIET
 

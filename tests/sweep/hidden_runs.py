@@ -8,8 +8,6 @@ step that differs; if none of them differs, it may be called exact, as no more i
 from __future__ import annotations
 
 import functools
-import itertools
-import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,8 +24,8 @@ from . import (  # noqa: F401
     public_programs,
     public_torch_programs,
 )
-from .cases import Case, judge
-from .hidden_case import NEVER, PROGRAMS, TOTAL, Trace, differing, start
+from .cases import NEVER, Case, judge, new_directory
+from .hidden_case import PROGRAMS, TOTAL, Trace, differing, start
 
 # Epochs end at steps 5, 10, 15 and 20.
 INTERRUPTIONS: dict[str, dict[str, int]] = {
@@ -51,17 +49,10 @@ def whole(name: str) -> dict[int, dict[str, Any]]:
     runs = []
     for _ in range(2):
         with tempfile.TemporaryDirectory() as files:
-            runs.append(start(name, _in_memory(), files).seen)
+            runs.append(start(name, new_directory(), files).seen)
     if runs[0] != runs[1] or max(runs[0]) != TOTAL:
         raise RuntimeError(f"{name} does not always do the same")
     return runs[0]
-
-
-_numbers = itertools.count()
-
-
-def _in_memory() -> str:
-    return f"memory://sweep-{os.getpid()}/hidden-{next(_numbers)}"
 
 
 def interrupted(name: str, directory: Path, options: dict[str, int]) -> tuple[Trace, Trace]:

@@ -19,11 +19,10 @@ from flax.training.train_state import TrainState
 
 from holdfast.integrations.flax import CheckpointCallback
 
-from .cases import Case, first_difference, judge
+from .cases import NEVER, Case, InterruptionError, first_difference, new_directory, run_cases
 from .jax_programs import PROGRAMS
 
 TOTAL, BATCHES, FEATURES = 7, 3, 4  # steps, batches of an epoch, features
-NEVER = 10_000
 
 
 def be_quiet() -> None:
@@ -195,10 +194,6 @@ STATES = {"tree": _tree, "TrainState": _train_state, "nnx": _nnx}
 # ---- runs
 
 
-class InterruptionError(RuntimeError):
-    """Ends a loop between two steps."""
-
-
 class Loop:
     """One process's worth of a training loop: fresh objects, and perhaps an interruption."""
 
@@ -245,21 +240,14 @@ def groups() -> list[tuple[str, str]]:
     return [*itertools.product(STATES, OPTIMIZERS), *((PROGRAM, name) for name in PROGRAMS)]
 
 
-_directories = itertools.count()
-
-
-def _new_directory() -> str:
-    return f"memory://sweep-{os.getpid()}/jax-{next(_directories)}"
-
-
 def run_group(state: str, optimizer: str, only: tuple[str, ...] = ()) -> Iterator[Case]:
     """Yield the cases of one state and optimizer, or of one program, whose names contain one of ``only``."""
     loop = Loop(*(PROGRAMS[optimizer]() if state == PROGRAM else STATES[state](OPTIMIZERS[optimizer]())))
-    whole = loop.run(_new_directory())
+    whole = loop.run(new_directory())
 
     def interrupted(*interruptions: dict[str, int]) -> Callable[[], str | None]:
         def run() -> str | None:
-            directory = _new_directory()
+            directory = new_directory()
             for options in interruptions:
                 try:
                     if loop.run(directory, **options) is not None and "total" not in options:
@@ -278,7 +266,4 @@ def run_group(state: str, optimizer: str, only: tuple[str, ...] = ()) -> Iterato
         "longer": interrupted({"total": 3}),
         "finished, and started again": interrupted({"total": TOTAL}),
     }
-    for title, run in cases.items():
-        name = f"jax/{state}/{optimizer}/{title}"
-        if not only or any(text in name for text in only):
-            yield judge(name, run)
+    yield from run_cases(f"jax/{state}/{optimizer}", cases, only)

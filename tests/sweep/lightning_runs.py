@@ -11,7 +11,6 @@ import random
 import shutil
 import signal
 import tempfile
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,8 @@ import torch
 
 from holdfast.integrations.lightning import CheckpointCallback
 
-from .cases import Case, first_difference, judge
+from . import cases
+from .cases import NEVER, Case, InterruptionError, first_difference, judge, new_directory
 from .lightning_programs import AVERAGES, COMMON, FINETUNING, LOADERS, SETUPS, VALIDATION_LOADERS, validation_loader
 
 QUIET = {
@@ -32,24 +32,16 @@ QUIET = {
     "enable_model_summary": False,
     "max_epochs": 3,
 }
-NEVER = 10_000  # steps between two saves: none
 _TALKATIVE = tuple(
     f"{name}{part}" for name in ("lightning.pytorch", "pytorch_lightning") for part in ("", ".utilities.rank_zero")
 )
 
 
 def be_quiet() -> None:
-    """Silence what Lightning says of every program, and fork data loaders' workers in every process."""
-    multiprocessing.set_start_method("fork", force=True)
-    torch.set_num_threads(1)  # on these sizes more threads only wait for each other
-    warnings.filterwarnings("ignore", module=r"lightning\.|torch\.")
+    """Silence what Lightning says of every program."""
+    cases.be_quiet("lightning")
     for name in _TALKATIVE:
         logging.getLogger(name).setLevel(logging.ERROR)
-    logging.getLogger("holdfast").setLevel(logging.WARNING)
-
-
-class InterruptionError(RuntimeError):
-    """Ends a run between two batches."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +222,7 @@ def groups() -> list[tuple[str, str]]:
 
 def run_group(loader: str, setup: str, only: tuple[str, ...] = ()) -> Iterator[Case]:
     """Yield the cases of one loader and set-up whose names contain one of ``only``."""
-    whole = Program(_new_directory(), setup, loader)
+    whole = Program(new_directory(), setup, loader)
     if whole.fit() is not None:
         raise RuntimeError(f"{loader}, {setup}: the uninterrupted run ended early")
     number = groups().index((loader, setup)) if (loader, setup) in groups() else 0
@@ -238,13 +230,6 @@ def run_group(loader: str, setup: str, only: tuple[str, ...] = ()) -> Iterator[C
         name = f"lightning/{loader}/{setup}/{title}"
         if not only or any(text in name for text in only):
             yield judge(name, run, SETUPS[setup].refused)
-
-
-_directories = itertools.count()
-
-
-def _new_directory() -> str:
-    return f"memory://sweep-{os.getpid()}/{next(_directories)}"
 
 
 def _cases(whole: Program, loader: str, setup: str, number: int) -> Iterator[tuple[str, Any]]:
@@ -260,7 +245,7 @@ def _cases(whole: Program, loader: str, setup: str, number: int) -> Iterator[tup
     def interrupted(*interruptions: Interruption, every: int = NEVER, again: bool = False) -> Any:
         def run() -> str | None:
             programs: list[Program] = []
-            directory = _new_directory()
+            directory = new_directory()
             for turn, interruption in enumerate([*interruptions, None]):
                 if not again or not programs:
                     programs.append(Program(directory, setup, loader, seed=1 + turn, every=every))
@@ -359,7 +344,7 @@ def _die(directory: str, setup: str, loader: str, interruption: Interruption) ->
 
 
 def _finished(whole: Program, loader: str, setup: str) -> str | None:
-    directory = _new_directory()
+    directory = new_directory()
     Program(directory, setup, loader).fit()
     again = Program(directory, setup, loader, seed=2)
     again.fit()
@@ -371,7 +356,7 @@ def _finished(whole: Program, loader: str, setup: str) -> str | None:
 def _longer(whole: Program, loader: str, setup: str, kind: str) -> str | None:
     by_steps = "max_steps" in SETUPS[setup].trainer
     short = {"max_steps": 7} if by_steps else {"max_epochs": 2}
-    directory = _new_directory()
+    directory = new_directory()
     first = Program(directory, setup, loader, **short)
     limits = whole.trainer.fit_loop.max_epochs, whole.trainer.fit_loop.epoch_loop.max_steps
     first.fit()

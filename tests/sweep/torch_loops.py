@@ -20,14 +20,10 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 import holdfast as hf
 
+from .cases import NEVER, InterruptionError
 from .torch_programs import FEATURES, Replay, backward, batch, network, update
 
 TOTAL = 12
-NEVER = 10_000
-
-
-class InterruptionError(RuntimeError):
-    """Ends a loop between two steps."""
 
 
 @dataclass

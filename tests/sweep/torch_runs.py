@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import gc
 import itertools
-import logging
 import multiprocessing
-import os
 import random
-import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,17 +15,12 @@ import torch
 
 from holdfast import components, graph
 
-from .cases import Case, first_difference, judge
-from .torch_loops import LOOPS, TOTAL, InterruptionError, Loop, Run
+from . import cases
+from .cases import Case, InterruptionError, first_difference, new_directory, run_cases
+from .torch_loops import LOOPS, TOTAL, Loop, Run
 from .torch_programs import STEPS, Program, State
 
-
-def be_quiet() -> None:
-    """Silence what torch says of its own functions, and fork data loaders' workers in every process."""
-    multiprocessing.set_start_method("fork", force=True)
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", module=r"torch\.|torchdata\.|pytorch_optimizer\.")
-    logging.getLogger("holdfast").setLevel(logging.WARNING)
+be_quiet = partial(cases.be_quiet, "torchdata", "pytorch_optimizer")
 
 
 # ---- the same program with each interface
@@ -162,13 +155,6 @@ def groups() -> list[tuple[str, str]]:
     return [*pairs, *((LOOP, name) for name in LOOPS)]
 
 
-_directories = itertools.count()
-
-
-def _new_directory() -> str:
-    return f"memory://sweep-{os.getpid()}/torch-{next(_directories)}"
-
-
 def run_group(interface: str, program: str, only: tuple[str, ...] = ()) -> Iterator[Case]:
     """Yield the cases of one program whose names contain one of ``only``."""
     loop: Loop
@@ -179,13 +165,13 @@ def run_group(interface: str, program: str, only: tuple[str, ...] = ()) -> Itera
         def loop(run: Run) -> Any:
             return INTERFACES[interface](STEPS[program](), run)
 
-    whole = _finish(loop, Run(_new_directory()))
+    whole = _finish(loop, Run(new_directory()))
     # Only the callback saves the generators of numpy and Python by itself, and knows signals.
     drawn = 1 if interface == "graph" else 3
 
     def interrupted(*interruptions: dict[str, Any]) -> Callable[[], str | None]:
         def run() -> str | None:
-            directory = _new_directory()
+            directory = new_directory()
             for turn, options in enumerate(interruptions):
                 if _finish(loop, Run(directory, turn, **options)) is not None and "total" not in options:
                     raise RuntimeError(f"{options} did not happen")
@@ -197,7 +183,7 @@ def run_group(interface: str, program: str, only: tuple[str, ...] = ()) -> Itera
 
         return run
 
-    cases = {
+    found = {
         "error after step 2": interrupted({"error": 2, "every": 2}),
         "steps in part again": interrupted({"error": 5, "every": 2}),
         "error at the end of an epoch": interrupted({"error": 4, "every": 4}),
@@ -209,8 +195,6 @@ def run_group(interface: str, program: str, only: tuple[str, ...] = ()) -> Itera
         "longer": interrupted({"total": 3}),
         "finished, and started again": interrupted({"total": TOTAL}),
     }
-    for title, case in cases.items():
-        name = f"torch/{interface}/{program}/{title}"
-        told = "SIGTERM" in title and interface == "graph"
-        if not told and (not only or any(text in name for text in only)):
-            yield judge(name, case)
+    if interface == "graph":
+        found = {title: run for title, run in found.items() if "SIGTERM" not in title}
+    yield from run_cases(f"torch/{interface}/{program}", found, only)
