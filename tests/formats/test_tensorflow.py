@@ -214,12 +214,13 @@ def test_other_files_called_index(tmp_path: Path) -> None:
         hf.load(tmp_path)
 
 
-def test_places_that_are_no_disk(place: str) -> None:
+@pytest.mark.parametrize("fixture", ["guide", "shards"])
+def test_places_that_are_no_disk(fixture: str, place: str) -> None:
     folder = hf.storage.as_location(place)
-    for file in (FIXTURES / "guide").iterdir():
+    for file in (FIXTURES / fixture).iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
 
-    assert_same(hf.load(folder), hf.load(FIXTURES / "guide"))
+    assert_same(hf.load(folder), hf.load(FIXTURES / fixture))
     assert hf.verify(folder).ok
 
 
