@@ -260,14 +260,11 @@ class Assembly:
                 yield row, what
 
     def finish(self) -> list[NDArray[Any] | None]:
-        """Return the arrays, box by box; None for each that is damaged. Those without elements have no chunks."""
-        if self._damaged or any(array is None for array in self._arrays):
+        """Return the arrays, box by box, if none is damaged. Those without elements have no chunks."""
+        if any(array is None for array in self._arrays):
             for array in range(len(self.decoders)):
                 for wanted in self.output_boxes(array):
-                    if array in self._damaged:
-                        self._arrays[wanted.output] = None
-                    else:
-                        self._array(array, wanted)
+                    self._array(array, wanted)
         return self._arrays
 
     def _scratch(self, nbytes: int) -> Bytes:

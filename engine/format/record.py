@@ -185,11 +185,6 @@ class ItemRecord(NamedTuple):
         return sum(file.size for file in self.files.values())
 
     @property
-    def name(self) -> str:
-        """The last part of the folder's path."""
-        return self.folder.rpartition("/")[2]
-
-    @property
     def paths(self) -> dict[str, FileRecord]:
         """The files by their path inside the checkpoint's directory."""
         return {f"{self.folder}/{path}" if path else self.folder: file for path, file in self.files.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import logging
@@ -28,6 +29,7 @@ from ..errors import (
     OwnershipError,
     StorageConflictError,
     StorageError,
+    StorageFullError,
     StoragePermissionError,
     StorageUnavailableError,
     shortened_steps,
@@ -189,10 +191,7 @@ class RunDirectory(StepIndex):
         *,
         partial: CheckpointRecord | None = None,
     ) -> list[int]:
-        """Take ownership, remove the remains of interrupted runs, and store the facts and the identity of the run.
-
-        An interrupted copy of ``partial`` is left for the next. Return the steps whose folders are no checkpoints.
-        """
+        """Take ownership, remove what interrupted runs left, and return the steps whose folders are no checkpoints."""
         self.ownership.take()
         listing = self.location.snapshot()
         content = listing.entries()
@@ -201,7 +200,7 @@ class RunDirectory(StepIndex):
             (self.location / OLD_INDEX).remove()
         folders = [folder.location for folder in step_folders(self.location, self._series, content)]
         self._partial = set()
-        if partial is not None and partial.step is not None:
+        if partial is not None and partial.step is not None:  # its interrupted copy is left for the next attempt
             place = self.step_location(partial.step)
             if place in folders and copy_left(place) == partial.fingerprint:
                 folders.remove(place)
@@ -291,7 +290,8 @@ class RunDirectory(StepIndex):
     def sweep_partial(self, *, besides: int | None = None) -> None:
         """Remove the interrupted copies except the copy of one step; a copy that was continued is complete."""
         swept = self._partial - {besides}
-        parallel_map(self._sweep, [self.step_location(step) for step in swept], max_concurrency(self.location))
+        folders = [self.step_location(step) for step in swept]
+        parallel_map(functools.partial(self._sweep, raises=True), folders, max_concurrency(self.location))
         self._partial -= swept
 
     @contextlib.contextmanager
@@ -305,7 +305,7 @@ class RunDirectory(StepIndex):
             if self.ownership.held and step in self:
                 self.collect()
 
-    def _sweep(self, location: Location, listing: Location | None = None) -> None:
+    def _sweep(self, location: Location, listing: Location | None = None, *, raises: bool = False) -> None:
         """Remove what interrupted saves left in a step's folder; ``listing`` is the folder in a listing of the run."""
         lock = SaveLock(location / PARTIAL)
         try:
@@ -325,7 +325,7 @@ class RunDirectory(StepIndex):
                     if os.lstat(location).st_mtime_ns <= os.stat(self.location / OWNER).st_mtime_ns:
                         os.rmdir(location)
         except StorageError as error:
-            if isinstance(error, StorageUnavailableError):
+            if isinstance(error, StorageUnavailableError) or (raises and isinstance(error, StorageFullError)):
                 raise
             moved = ""
             # No save that is alive has a marker that is no regular file, and a marker that was taken over is of none.

@@ -139,10 +139,7 @@ class RunEvents:
 
 
 def slow_saves(limit: float, report: Callable[[Any, float], object]) -> Callable[[Event], None]:
-    """Return a listener that reports the step and the seconds of a save that takes longer than a limit, in seconds.
-
-    Several such saves in a row are reported once.
-    """
+    """Return a listener that reports the first of several saves in a row that take longer than a limit, in seconds."""
     was_slow = False
 
     def listen(event: Event) -> None:
@@ -226,11 +223,7 @@ def _append(path: Path, event: Event) -> None:
 
 
 def read_events(path: Path, offset: int = 0) -> tuple[list[dict[str, Any]], int]:
-    """Read the events in a file from an offset on; return them and the offset for the next call.
-
-    A last line without its end is left for the next call, and a line that is no event is skipped. Of a file that is
-    far beyond its limit, only the end is read.
-    """
+    """Read the events in a file from an offset on, without an incomplete last line; return also the next offset."""
     try:
         with open(open_own(path, os.O_RDONLY), "rb") as file:
             offset = max(offset, os.fstat(file.fileno()).st_size - _MOST)

@@ -130,11 +130,7 @@ def passes(n: int, step: int, previous: int | None) -> bool:
 
 
 def save_interval(given: Duration, *, name: str = "save_interval_secs") -> float | tuple[float, float]:
-    """Return the seconds between two saves, or the least and the greatest interval if it is learned.
-
-    >>> save_interval("15m"), save_interval("auto"), save_interval("auto 30s to 2h")
-    (900.0, (60.0, 3600.0), (30.0, 7200.0))
-    """
+    """Return the seconds between two saves, or the least and the greatest interval if it is learned."""
     if not isinstance(given, str) or not given.lstrip().startswith("auto"):
         try:
             return seconds(given, name=name)

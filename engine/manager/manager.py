@@ -528,10 +528,7 @@ class CheckpointManager(ExplainsNames):
         if self._local is not None:
             self._background.join()  # saves note the history of the steps of the hosts
             self._run.wait_for_places()
-        self._run.change(f"delete {step}", self._steps.delete, step, mirror)
-        self._saves.deleted()
-        if mirror:
-            self._run.tell("deleted", step)
+        self._delete("delete", self._steps.delete, step, mirror, everywhere=mirror)
 
     def delete_after(self, step: int) -> list[int]:
         """Delete all steps later than one, pinned and damaged ones, too, to return to a step for good.
@@ -555,9 +552,14 @@ class CheckpointManager(ExplainsNames):
         self._run.wait_for_places()
         self.acquire()
         self.processes.barrier(f"before delete after {step}")  # others may still be restoring one of these steps
-        deleted: list[int] = self._run.change(f"delete after {step}", self._steps.delete_after, step)
+        return self._delete("delete after", self._steps.delete_after, step, everywhere=True)
+
+    def _delete(self, what: str, work: Callable[..., T], step: int, *inputs: Any, everywhere: bool) -> T:
+        """Delete in the directory, which leaves a tombstone; ``everywhere`` lets the places obey it now."""
+        deleted: T = self._run.change(f"{what} {step}", work, step, *inputs)
         self._saves.deleted()
-        self._run.tell("deleted", step)
+        if everywhere:
+            self._run.tell("deleted", step)
         return deleted
 
     # ---- ownership, and the end
@@ -631,21 +633,15 @@ class CheckpointManager(ExplainsNames):
 
 
 def note_resume(manager: CheckpointManager, step: int) -> list[int]:
-    """Note that the run resumes from a step, warn at once of the later ones, and return these in ascending order.
-
-    ``restore`` of a manager notes it automatically, and leaves the warning to the next save, as the caller may only
-    inspect the step. A training loop calls this where it takes the state of the step from elsewhere.
-    """
+    """Note that the run resumes from a step, warn at once of the later ones, and return these in ascending order."""
+    # A restore notes it, and leaves the warning to the next save, as the caller may only inspect the step.
     later = manager._restorer.resumes_from(valid_step(step))
     manager._abandoned.warn(later)
     return later
 
 
 def on_commit(manager: CheckpointManager, listener: Callable[[Location, CheckpointRecord], None]) -> None:
-    """Call a function with the place and the record of each step, on the thread that saves, once it is committed.
-
-    Local steps are among them.
-    """
+    """Call a function with the place and the record of each step, also of the hosts, on the thread that commits it."""
     manager._saves.committed = listener
 
 
@@ -683,11 +679,7 @@ def part_of_save(manager: CheckpointManager, step: int, *, locally: bool = False
 
 
 def settle_mirror(manager: CheckpointManager) -> bool:
-    """Bring deletions and pins to the mirror of a run whose manager was made without the option ``mirror``.
-
-    Nothing else is copied. What cannot be done is logged, and the next run with that mirror does it. Return whether the
-    mirror has them; True where the run has no mirror.
-    """
+    """Bring deletions and pins, and nothing else, to the mirror that the run had; return whether that succeeded."""
     manager.acquire()
     url = manager._steps.identity.mirror
     if manager._mirror is not None or url is None or not manager.processes.is_primary:

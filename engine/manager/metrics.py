@@ -31,11 +31,7 @@ _PATIENCE = 1000  # steps that may come without an evaluation
 
 
 def metric_value(metrics: Mapping[str, Any] | None, metric: Metric) -> float | None:
-    """Return one metric of a step as a number, or None.
-
-    >>> metric_value({"val": {"loss": 0.5}}, "val/loss")
-    0.5
-    """
+    """Return one metric of a step as a number, or None."""
     if metrics is None:
         return None
     if isinstance(metric, str):
@@ -60,11 +56,7 @@ def shown_metric(name: str) -> str:
 
 
 def format_metric(value: float) -> str:
-    """Return a metric with at most six significant digits.
-
-    >>> format_metric(0.9312345678), format_metric(2.0)
-    ('0.931235', '2')
-    """
+    """Return a metric with at most six significant digits."""
     return f"{value:.6g}"
 
 
@@ -129,10 +121,7 @@ def as_given(metrics: Mapping[str, Any]) -> Any:
 
 
 def plain_metrics(metrics: Any, *, omitted: Callable[[str, Exception], None] | None = None) -> dict[str, Any]:
-    """Return metrics as nested dictionaries and lists of plain numbers; fetch values that are still on a device.
-
-    An entry that cannot be stored raises OptionError, or is left out if ``omitted`` takes its name and the reason.
-    """
+    """Return metrics as plain numbers in dictionaries and lists; ``omitted`` takes the entries that are refused."""
     found: dict[str, Any] = _plain(named(metrics), "", omitted)
     return found
 

@@ -113,9 +113,6 @@ class CloudBackend(ObjectStoreBackend):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CloudBackend) and self._listing is other._listing and self._place == other._place
 
-    def __hash__(self) -> int:
-        return hash(self._place)
-
     @classmethod
     def settings(cls) -> tuple[tuple[str, str], ...]:
         """Return the environment variables that the service reads, in a fixed order."""
@@ -333,9 +330,9 @@ class CloudBackend(ObjectStoreBackend):
             try:
                 # If the first one succeeds, the object may have been missing.
                 found = not all(self.write_where(key, data, None) for _ in range(2))
-            except StorageUnavailableError:
-                raise
-            except HoldfastError:
+            except HoldfastError as error:
+                if isinstance(error, StorageUnavailableError) and not _UNKNOWN_REQUEST.search(str(error)):
+                    raise
                 found = False
             if not found:
                 _logger.info("%s: no conditional writes here; two saves to one path are not kept apart", self._root)

@@ -348,7 +348,7 @@ class CheckpointCallback(ResumingCallback):
     def on_validation_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         """Leave a validation after a preemption, as the time may run out."""
         self._store.observer.reached(
-            "validation", trainer.global_step if self._recorder is None else self._recorder.step
+            "validation", trainer.global_step if self._recorder is None else self._recorder.fit.step
         )
         if self._recorder is None or trainer.sanity_checking:
             self._leave_evaluation(trainer)
@@ -364,7 +364,7 @@ class CheckpointCallback(ResumingCallback):
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Store the metrics of the validation."""
         if self._recorder is not None and not trainer.sanity_checking:
-            self._recorder.notice_metrics()
+            self._recorder.writer.note_metrics(self._recorder.fit.step)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Announce that there was nothing left to do, where a run had ended already."""
@@ -375,7 +375,7 @@ class CheckpointCallback(ResumingCallback):
         """Let a save that is under way finish; with ``save_on_exception``, save the last point between two batches."""
         try:
             if self._recorder is not None:
-                self._recorder.save_after(exception)
+                self._recorder.writer.save_after(exception)
         except HoldfastError:
             logger.exception("the last point between two batches could not be saved")
         try:
@@ -456,18 +456,18 @@ class CheckpointCallback(ResumingCallback):
             recorder.detach(orderly=orderly)
             if orderly:
                 barrier_exit(self._store.processes)
-            recorder.announce()
+            recorder.loggers.announce()
         if has_begun and recorder.has_started:
             ended = "preempted" if isinstance(error, Preempted) else "failed" if error is not None else "finished"
             facts = {"error": described(error)} if ended == "failed" and error is not None else {}
-            self._store.manager.events.write(ended, step=recorder.step, **facts)
+            self._store.manager.events.write(ended, step=recorder.fit.step, **facts)
             if ended == "failed":
                 newest = self._store.manager.latest_step()
-                ending = Ending(str(self._store.directory), step=recorder.step, saved=newest)
+                ending = Ending(str(self._store.directory), step=recorder.fit.step, saved=newest)
                 ending.end(error, shown=trainer.is_global_zero)
             if ended == "finished":
                 self._store.note_finished(trainer.lightning_module)
-            recorder.announce()
+            recorder.loggers.announce()
 
 
 def _tensor(score: float | None) -> torch.Tensor | None:

@@ -171,7 +171,7 @@ class EngineCheckpointIO(HoldfastCheckpointIO):
         if (step := self.store.step_of(path)) is None:
             self.inner.remove_checkpoint(path)
         else:
-            self.store.manager.delete(step)
+            self.store.delete(step)
 
     def teardown(self) -> None:
         super().teardown()

@@ -60,10 +60,7 @@ def load_loader_states(loaders: Sequence[object], saved: Sequence[Any], *, ended
     # the last one, and streams of Hugging Face.
     stateful = _stateful(loaders)
     if len(stateful) != len(saved):
-        raise StateError(
-            f"the checkpoint holds the state of {len(saved)} training data loaders, but {len(stateful)} of this run's "
-            "loaders have state_dict and load_state_dict: use the loaders that the checkpoint was saved with"
-        )
+        raise other_loaders(loaders, saved)
     for (loader, _, load), state in zip(stateful, saved, strict=True):
         if is_torchdata_loader(loader):
             warn_of_lost_draws(loader, state)
@@ -76,6 +73,14 @@ def load_loader_states(loaders: Sequence[object], saved: Sequence[Any], *, ended
             loader.set_epoch(state["epoch"])  # Restored at its end, it would have no batch.
         else:
             load(as_start(loader, _copied(state)))
+
+
+def other_loaders(loaders: Sequence[object], saved: Sequence[Any]) -> StateError:
+    """Return the error for loaders that are not those of the save."""
+    return StateError(
+        f"the checkpoint holds the state of {len(saved)} training data loaders, but {len(_stateful(loaders))} of this "
+        "run's loaders have state_dict and load_state_dict: use the loaders that the checkpoint was saved with"
+    )
 
 
 def all_stateful(loaders: Sequence[object]) -> bool:

@@ -44,17 +44,17 @@ class FitRecorder:
     # validation as well, which the resumed run begins with.
 
     def __init__(self, fit: Fit, stop: Stop, callback: Any) -> None:
-        self._fit = fit
+        self.fit = fit
         self._stage = Stage.SET_UP
         self._stop = FitStop(fit, stop, StepsAfterSignal(fit.options, fit.store.manager, fit.preemption))
-        self._loggers = Loggers(fit, callback)
+        self.loggers = Loggers(fit, callback)
         # The tuner takes all callbacks away for its trials in the same loops.
         self._hooks = LoopHooks(lambda: any(one is callback for one in fit.trainer.callbacks))
         misfits = None if fit.options.partial is None else Misfits()
         self.witness = FitWitness(fit, misfits)
         self._replay = EpochReplay(fit, self._hooks, self.witness.resume)
         self.fitting = Fitting(fit.trainer, misfits, fit.options.hyperparameters, self._hooks)
-        self._writer = StepWriter(fit, self._replay, self.fitting, self.witness)
+        self.writer = StepWriter(fit, self._replay, self.fitting, self.witness)
         self._considered: int = fit.step  # the last step that was considered for a save
         self._in_batch = False  # whether a batch has begun whose point has not been reached
         self._hooks.place(fit.trainer.fit_loop.epoch_loop, "advance", self._batch)
@@ -68,11 +68,6 @@ class FitRecorder:
         """Whether the ``fit`` has begun to train, or found that there was nothing left to do."""
         return self._stage is not Stage.SET_UP
 
-    @property
-    def step(self) -> int:
-        """The number of the step that the run has finished."""
-        return self._fit.step
-
     def begin(self) -> None:
         """Begin to watch; refuse a directory with checkpoints if the trainer has loaded none."""
         before, self._stage = self._stage, Stage.TRAINING
@@ -82,13 +77,13 @@ class FitRecorder:
         if before is Stage.LOADED:
             self._warn_of_misfits()
             return
-        directory = self._fit.store.directory
-        if steps := self._fit.store.manager.all_steps():
+        directory = self.fit.store.directory
+        if steps := self.fit.store.manager.all_steps():
             raise StateError(
                 f"{directory} holds checkpoints up to step {steps[-1]}, but the trainer does not begin with one. Name "
                 "one with fit(ckpt_path=...), or choose another directory"
             )
-        self._fit.say("started fresh: no checkpoint in %s%s", directory, unfinished_neighbour(directory))
+        self.fit.say("started fresh: no checkpoint in %s%s", directory, unfinished_neighbour(directory))
         self.witness.begin()
 
     def finish(self) -> None:
@@ -97,15 +92,15 @@ class FitRecorder:
         if self._stage is not Stage.LOADED:
             return
         self._warn_of_misfits()
-        step = self.step
+        step = self.fit.step
         why = (
             "; it was asked to stop there, and continues with fit(ckpt_path=...)"
-            if self._fit.trainer.should_stop
+            if self.fit.trainer.should_stop
             else ""
         )
-        self._fit.say("nothing left to do after step %d in %s%s", step, self._fit.store.directory, why)
-        stored = self._writer.stored_metrics(step)
-        self._fit.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in stored.items()})
+        self.fit.say("nothing left to do after step %d in %s%s", step, self.fit.store.directory, why)
+        stored = self.writer.stored_metrics(step)
+        self.fit.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in stored.items()})
 
     def detach(self, *, orderly: bool) -> None:
         """Stop watching; ``orderly`` is False when training ends with an exception."""
@@ -113,33 +108,29 @@ class FitRecorder:
         self._hooks.remove()
         self._stop.points.end(orderly=orderly)
 
-    def announce(self) -> None:
-        """Inform loggers about new events and committed checkpoints, from the trainer's thread."""
-        self._loggers.announce()
-
     # ---- resuming from a checkpoint
 
     def resume_from(self, checkpoint: dict[str, Any]) -> None:
         """Take the position out of Lightning's dictionary after it was loaded."""
-        path = self._fit.trainer.ckpt_path
+        path = self.fit.trainer.ckpt_path
         saved = checkpoint.pop(POSITION, None) or {}
         step = int(checkpoint["global_step"]) + saved.get("batches_as_steps", 0)
         self._stage = Stage.LOADED
         self.fitting.take(saved.get("optimizers"), checkpoint.get("callbacks", {}))
-        is_cut_off = bool(saved) and self._replay.resume(saved, self._fit.store.processes)
-        self._writer.resume(step, saved.get("callback_metrics", {}), is_cut_off=is_cut_off)
+        is_cut_off = bool(saved) and self._replay.resume(saved, self.fit.store.processes)
+        self.writer.resume(step, saved.get("callback_metrics", {}), is_cut_off=is_cut_off)
         self._considered = -1 if is_cut_off else step
-        self._fit.say("resumed from step %d in %s", step, format(path))
+        self.fit.say("resumed from step %d in %s", step, format(path))
 
     def _restore_state(self, original: Callable[[], None]) -> None:
         """Restore loops, optimizers and schedulers, also for a ``fit`` with fewer epochs than the run has done."""
         # The first of two calls in one program is such a fit, when the program is started again during the second.
-        loop, checkpoint = self._fit.trainer.fit_loop, private_api.loaded_checkpoint(self._fit.trainer)
+        loop, checkpoint = self.fit.trainer.fit_loop, private_api.loaded_checkpoint(self.fit.trainer)
         limit = loop.max_epochs
-        if private_api.is_search_file(self._fit.trainer.ckpt_path):
+        if private_api.is_search_file(self.fit.trainer.ckpt_path):
             original()
             return
-        if isinstance(self._fit.trainer.ckpt_path, ResumePath):
+        if isinstance(self.fit.trainer.ckpt_path, ResumePath):
             loop.max_epochs = -1
         try:
             with self.fitting.loading(checkpoint):
@@ -170,16 +161,16 @@ class FitRecorder:
         self._batch_ends()
         original(fetcher)
         self._in_batch = True
-        if private_api.validates_next(self._fit.trainer.fit_loop, fetcher):
+        if private_api.validates_next(self.fit.trainer.fit_loop, fetcher):
             self._before_validation()
 
     def _batch_ends(self) -> None:
-        """Consider a save after a batch, if there was one, and all that belongs to it."""
+        """Consider a save after a batch and everything that belongs to it, unless that has been done."""
         if not self._in_batch:
             return
         self._in_batch = False
-        step, loop = self.step, self._fit.trainer.fit_loop
-        self._fit.store.observer.reached("batch", step)
+        step, loop = self.fit.step, self.fit.trainer.fit_loop
+        self.fit.store.observer.reached("batch", step)
         self.witness.end_batch()
         if self._stop.steps.left is not None:
             if self._stop.steps.count() == 0 or loop.epoch_loop.done or private_api.has_done_all_batches(loop):
@@ -188,7 +179,7 @@ class FitRecorder:
         stop = self._stop.points.after_batch()
         if step == self._considered and not stop:
             return
-        if stop and self._writer.newest.is_complete(step):
+        if stop and self.writer.newest.is_complete(step):
             self._leave()
         holds_gradients = private_api.is_accumulating(loop) or self._replay.steps.holds_gradients
         if holds_gradients or private_api.has_done_all_batches(loop):
@@ -200,29 +191,29 @@ class FitRecorder:
         self._batch_ends()
         if self._stop.steps.left is not None:  # The trainer was asked to stop.
             self._leave()
-        complete = private_api.has_done_all_batches(self._fit.trainer.fit_loop) or self._replay.fetcher.done
-        if self._writer.newest.is_cut_off and not complete:
+        complete = private_api.has_done_all_batches(self.fit.trainer.fit_loop) or self._replay.fetcher.done
+        if self.writer.newest.is_cut_off and not complete:
             # Only the ends were left to do: the next start leaves them out.
-            self._writer.save(self.step, "batch", "at the end")
+            self.writer.save(self.fit.step, "batch", "at the end")
         original()
-        step, stop = self.step, self._stop.points.after_batch()
+        step, stop = self.fit.step, self._stop.points.after_batch()
         self._considered = step
-        self.notice_metrics()
-        if self._writer.newest.is_complete(step) or not complete:
+        self.writer.note_metrics(step)
+        if self.writer.newest.is_complete(step) or not complete:
             if stop:
                 self._leave()
             return
-        self._consider(step, "epoch", stop=stop, ended=private_api.is_over(self._fit.trainer.fit_loop))
+        self._consider(step, "epoch", stop=stop, ended=private_api.is_over(self.fit.trainer.fit_loop))
 
     def _before_validation(self) -> None:
         if self._stop.steps.left is not None:
             self._leave()
-        step, loop = self.step, self._fit.trainer.fit_loop
-        if self._writer.newest.holds(step) or private_api.is_accumulating(loop):
+        step, loop = self.fit.step, self.fit.trainer.fit_loop
+        if self.writer.newest.holds(step) or private_api.is_accumulating(loop):
             return
         # Lightning sets the counters to 0 a moment later.
         loop.epoch_loop.val_loop.batch_progress.reset_on_run()
-        self._writer.hold(step, "validation")
+        self.writer.hold(step, "validation")
         if self._stop.points.in_validation():
             self._save_at_signal(step, "validation")
 
@@ -232,11 +223,11 @@ class FitRecorder:
         # While gradients are being accumulated, the validation runs to its end, and the next update is saved.
         if not self._stop.points.in_validation():
             return
-        step, newest = self.step, self._writer.newest
+        step, newest = self.fit.step, self.writer.newest
         if not newest.holds(step):
-            if private_api.is_accumulating(self._fit.trainer.fit_loop):
+            if private_api.is_accumulating(self.fit.trainer.fit_loop):
                 return
-            if not self._writer.holds_copy:  # Else it is saved as after an exception.
+            if not self.writer.holds_copy:  # Else it is saved as after an exception.
                 logger.warning(
                     "preempted in the validation after step %d, which is not saved: the run resumes from step %s",
                     step,
@@ -244,39 +235,31 @@ class FitRecorder:
                 )
         self._leave()
 
-    def notice_metrics(self) -> None:
-        """Observe metrics that may be new, and store those that were logged after their step was saved."""
-        self._writer.note_metrics(self.step)
-
-    def save_after(self, exception: BaseException) -> None:
-        """With ``save_on_exception``, save the last point between two batches."""
-        self._writer.save_after(exception)
-
     def _consider(self, step: int, point: Point, *, stop: bool, ended: bool) -> None:
-        self.announce()
+        self.loggers.announce()
         if stop:
             self._save_at_signal(step, point)
         else:
-            self._writer.consider(step, point, ended=ended)
+            self.writer.consider(step, point, ended=ended)
 
     def _save_at_signal(self, step: int, point: Point) -> None:
         """Save a step, and leave, at once or after some batches that are only recorded."""
         try:
-            self._writer.save(step, point, PREEMPTED)
+            self.writer.save(step, point, PREEMPTED)
         except SaveFailedError:
             # The save before this one failed. The process is about to end, so the log must report it.
             logger.exception("an earlier save failed; step %d is being saved", step)
-        if point != "batch" or self._fit.trainer.fit_loop.epoch_loop.done or not self._stop.let_steps_follow():
+        if point != "batch" or self.fit.trainer.fit_loop.epoch_loop.done or not self._stop.let_steps_follow():
             self._leave()
         text = "preempted: step %d is saved in %s; stopping after %d more batches, which the resume is compared with"
-        self._fit.say(text, step, self._fit.store.directory, self._stop.steps.left)
+        self.fit.say(text, step, self.fit.store.directory, self._stop.steps.left)
 
     def _leave(self) -> NoReturn:
-        self._stop.leave(self.step if self._stop.steps.left is None else self._writer.newest.step)
+        self._stop.leave(self.fit.step if self._stop.steps.left is None else self.writer.newest.step)
 
     def _warn_of_misfits(self) -> None:
-        if self._fit.trainer.is_global_zero:
-            warn_of_misfits(self.fitting.misfits, f"step {self.step}", "state")
+        if self.fit.trainer.is_global_zero:
+            warn_of_misfits(self.fitting.misfits, f"step {self.fit.step}", "state")
 
 
 class Loggers:
@@ -288,6 +271,7 @@ class Loggers:
         self._log = guarded(_log_event, "that passes events to the trainer's loggers")
 
     def announce(self) -> None:
+        """Pass on new events and committed checkpoints, from the trainer's thread."""
         events = self._fit.store.take_events()
         if not self._fit.trainer.is_global_zero:
             return

@@ -256,7 +256,8 @@ class EpochReplay:
     def _begin_again(self, saved: SavedPosition) -> None:
         """Take loaders to the start of an epoch whose batches are drawn again; Lightning makes their iterators next."""
         parts, now = self._loaders(), self._fit.epoch_progress.current.processed
-        start = saved.tree["epoch"]
+        if (start := saved.tree.get("epoch")) is None:  # All loaders had a state.
+            raise loaders.other_loaders(parts, saved.tree["loaders"])
         loaders.set_sampler_epoch(parts, now)
         is_first = saved.tree["reloaded_at_epoch"] == now  # of these loaders
         loaders.load_loader_states(parts, start["loaders"], ended=not is_first)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...engine.errors import shortened
+from ...engine.errors import SaveFailedError, shortened
 from ...engine.manager import note_resume
 from ..options import epoch_reason
 from . import private_api
@@ -30,23 +30,23 @@ PREEMPTED = "preempted"
 
 @dataclass(frozen=True)
 class Newest:
-    """The newest checkpoint that a run has saved or resumed from; a fresh run has no checkpoint of its first step."""
+    """The newest checkpoint of a run; before the first save of a fresh run, the step that it begins with."""
 
     step: int
     metrics: Mapping[str, float] | None = None  # None unless the directory holds the checkpoint
     is_cut_off: bool = False  # whether something follows the last batch of the step, such as its validation
 
     def is_complete(self, step: int) -> bool:
-        """Return whether nothing is left to save of a step."""
+        """Return True if a step is saved with everything that belongs to it."""
         return step == self.step and not self.is_cut_off
 
     def holds(self, step: int) -> bool:
-        """Return whether a run that resumes continues from a step, or from what follows its last batch."""
+        """Return True if a resume would continue after a step, or with what follows its last batch."""
         return step == self.step and (self.metrics is not None or not self.is_cut_off)
 
 
 class StepWriter:
-    """Saves the steps of one ``fit``, as soon as they are due."""
+    """Decides whether a step of one ``fit`` is saved, and saves it."""
 
     def __init__(self, fit: Fit, replay: EpochReplay, fitting: Fitting, witness: FitWitness) -> None:
         self._fit = fit
@@ -69,7 +69,7 @@ class StepWriter:
         self.newest = Newest(step, metrics, is_cut_off)
 
     def stored_metrics(self, step: int) -> dict[str, float]:
-        """Return the numbers among the metrics of a checkpoint; none if the directory has no such checkpoint."""
+        """Return the numbers among the metrics of a checkpoint, or nothing if the directory lacks the step."""
         manager = self._fit.store.manager
         stored = manager.metrics(step) if step in manager.all_steps() else None
         return {name: value for name, value in (stored or {}).items() if isinstance(value, int | float)}
@@ -88,7 +88,7 @@ class StepWriter:
         self.newest = replace(self.newest, metrics={**saved, **stored})
 
     def consider(self, step: int, point: Point, *, ended: bool) -> None:
-        """Save a step if it is due; ``ended`` if no step follows."""
+        """Save a step if a save is due; ``ended`` is True if no step follows."""
         reason = self._why_due(step, point, ended=ended)
         if reason is not None:
             self.save(step, point, reason)
@@ -128,7 +128,11 @@ class StepWriter:
         dump = partial(self._dump, point, is_cut_off=reason == PREEMPTED)
         self._witness.save(step)
         with self._fit.trainer.profiler.profile("save_checkpoint"):
-            self._fit.store.save(step, dump, strategy, metrics=metrics, reason=reason)
+            try:
+                self._fit.store.save(step, dump, strategy, metrics=metrics, reason=reason)
+            except SaveFailedError:  # The save before this one has failed; this one is under way.
+                self.newest = Newest(step, metrics)
+                raise
             strategy.barrier("CheckpointCallback")
         self.newest = Newest(step, metrics)
         self._outdated.discard(step)
@@ -143,7 +147,7 @@ class StepWriter:
 
     @property
     def holds_copy(self) -> bool:
-        """Whether an exception would be followed by a save."""
+        """Whether there is a copy that an exception would save."""
         return self._held is not None
 
     def save_after(self, exception: BaseException) -> None:

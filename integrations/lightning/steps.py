@@ -65,7 +65,7 @@ class StepCount:
 
 @dataclass(frozen=True)
 class Fit:
-    """One ``fit``: its trainer, its directory, the arguments of the callback, and the steps that it has done."""
+    """One ``fit``: its trainer, its directory, the options of the callback, and its count of steps."""
 
     trainer: Any
     store: RunStore
@@ -79,12 +79,12 @@ class Fit:
         return self.steps.step
 
     def say(self, text: str, *args: object) -> None:
-        """Announce a line about the run, once for all processes."""
+        """Announce a line about the run; only process 0 shows it."""
         announce(text, *args, shown=self.trainer.is_global_zero)
 
 
 class FitWitness:
-    """Shows the steps of one ``fit`` to the witness of its run."""
+    """Shows the witness of a run what each step of one ``fit`` gave."""
 
     def __init__(self, fit: Fit, misfits: Misfits | None) -> None:
         self.run = Witness(fit.store.manager, enabled=fit.options.witness, on_inexact=fit.options.on_inexact)

@@ -42,21 +42,21 @@ def leave(trainer: Any, preemption: PreemptionSignal) -> NoReturn:
 
 @dataclass(frozen=True)
 class FitStop:
-    """How one ``fit`` stops after a signal: at its next point, or after some more steps, which are only recorded."""
+    """Ends one ``fit`` after a signal: at its next consistent point, or some steps later, which are only recorded."""
 
     fit: Fit
     points: Stop
     steps: StepsAfterSignal
 
     def let_steps_follow(self) -> bool:
-        """Return whether steps follow the one that is being saved, as soon as it is durable."""
+        """Wait until the save is durable, and return whether further steps are to be recorded."""
         self.steps.finish_saves()
         loop = self.fit.trainer.fit_loop
         left = loop.max_batches - loop.epoch_loop.batch_idx - 2  # A validation may follow the last batch.
         return self.steps.begin(None if math.isinf(left) else int(left))
 
     def leave(self, step: int) -> NoReturn:
-        """End the run, which is saved up to a step."""
+        """Wait for all saves and processes, and end the run after a step."""
         try:
             self.steps.finish_saves()
         finally:

@@ -10,7 +10,7 @@ import re
 import secrets
 import sys
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -128,7 +128,7 @@ class RunStore:
         self._has_fetched = False
         self._exported: int | None = None  # the step whose weights are in the file of ``export_best``
         self._reported: set[str] = set()
-        self.at_teardown = contextlib.ExitStack()  # what follows a run when its strategy is torn down
+        self.at_teardown = contextlib.ExitStack()  # called when the trainer tears its strategy down
         self._events: list[dict[str, Any]] = []  # the events since the last :meth:`take_events`
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -273,17 +273,28 @@ class RunStore:
             with processes.together(f"{self.directory.url}: what step {step} saves"):  # one that fails stops all
                 items = self._items(dump(), shared, processes)
             shared.fill()
-        alone = replace(self._options, local=None)
-        with contextlib.nullcontext(self.manager) if self.is_open else self._make(alone) as manager:
+        with self._writing() as manager:
             if strategy.world_size == 1 and self._has_positions:
                 items = {ITEM: items}
-            if self._manager is not None:
-                self._manager = manager
             if locally:
                 manager.save_locally(step, items, metrics=metrics)
                 return
             self.has_saved |= self.is_open
             manager.save(step, items, metrics=metrics, force=True, reason=reason)
+
+    def delete(self, step: int) -> None:
+        """Delete a step; all processes of a strategy call this."""
+        with self._writing() as manager:
+            manager.delete(step)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[CheckpointManager]:
+        """Give the manager of the run or, outside of a fit, one for a single call."""
+        alone = replace(self._options, local=None)
+        with contextlib.nullcontext(self.manager) if self.is_open else self._make(alone) as manager:
+            if self._manager is not None:
+                self._manager = manager
+            yield manager
 
     def load(self, step: int | None, *, with_position: bool, template: Template = None) -> dict[str, Any]:
         """Return a step, or the newest whole one, as Lightning's dictionary, perhaps with positions of processes."""

@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.checkpoint.snapshots import Saves, Tree
 from tests.equality import assert_same
@@ -234,6 +234,7 @@ def test_a_change_between_saves(name: str, tmp_path: Path, known: list[bool]) ->
     fates=st.lists(st.sampled_from(["saved", "saved", "dropped", "failed"]), min_size=5, max_size=5),
     back=st.booleans(),
 )
+@example(names=["keys that are bool", "an ordered dictionary", "a list for a tuple"], fates=["saved"] * 5, back=True)
 def test_any_changes_between_saves(
     names: list[str], fates: list[str], back: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

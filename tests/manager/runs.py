@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -27,3 +28,37 @@ def saved(place: object, *steps: int, items: Callable[[int], Any] = tree, **opti
 def reading(place: object) -> hf.CheckpointManager:
     """A manager that only looks on."""
     return hf.CheckpointManager(str(place), options=hf.CheckpointManagerOptions(read_only=True))
+
+
+class HeldHandler(hf.PyTreeCheckpointHandler):
+    """Takes a snapshot, and writes it, only once it is let go; fails to write while it is told to."""
+
+    fails = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.snapshot, self.writing, self.written = (threading.Event() for _ in range(4))
+
+    def prepare(self, item: Any, **kwargs: Any) -> Any:
+        self.begun.set()
+        assert self.snapshot.wait(60)
+        prepared: Any = super().prepare(item, **kwargs)
+        write, fails = prepared.write, self.fails
+
+        def held(*arguments: Any) -> Any:
+            self.writing.set()
+            assert self.written.wait(60)
+            if fails:
+                raise hf.errors.StorageError("the disk is gone")
+            return write(*arguments)
+
+        prepared.write = held
+        return prepared
+
+
+def let_go() -> HeldHandler:
+    """A handler that waits for nothing, and fails if it is told to."""
+    handler = HeldHandler()
+    handler.snapshot.set()
+    handler.written.set()
+    return handler

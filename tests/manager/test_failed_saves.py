@@ -8,30 +8,11 @@ from typing import Any
 
 import pytest
 from tests.clocks import FakeClock
+from tests.manager.runs import HeldHandler, let_go
 from tests.processes.threads import together
 
 import holdfast as hf
 from holdfast.engine.distributed.coordinators import Coordinator
-
-
-class Failing(hf.PyTreeCheckpointHandler):
-    """Fails, while it is told to, in the thread that writes."""
-
-    fails = False
-
-    def prepare(self, item: Any, **kwargs: Any) -> Any:
-        prepared = super().prepare(item, **kwargs)
-        if self.fails:
-
-            class Broken:
-                merge = prepared.merge
-
-                def write(self, *_: Any) -> bytes:
-                    raise hf.errors.StorageError("the disk is gone")
-
-            return Broken()
-        return prepared
-
 
 Make = Callable[..., hf.CheckpointManager]
 
@@ -57,7 +38,7 @@ def make(request: pytest.FixtureRequest, place: str) -> Iterator[Make]:
         manager.close()
 
 
-def fail(manager: hf.CheckpointManager, handler: Failing, step: int, **arguments: Any) -> None:
+def fail(manager: hf.CheckpointManager, handler: HeldHandler, step: int, **arguments: Any) -> None:
     def save() -> None:
         manager.save(step, {"step": step}, **arguments)
         manager.wait_until_finished()
@@ -70,7 +51,7 @@ def fail(manager: hf.CheckpointManager, handler: Failing, step: int, **arguments
 
 
 def test_steps(make: Make) -> None:
-    handler = Failing()
+    handler = let_go()
     manager = make(handler, save_interval_steps=10)
     assert manager.save(0, {"step": 0})
     for step in range(1, 10):
@@ -87,22 +68,18 @@ def test_steps(make: Make) -> None:
 
 @pytest.mark.parametrize("force", [False, True])
 def test_the_first_step(make: Make, force: bool) -> None:
-    handler = Failing()
+    handler = let_go()
     manager = make(handler, save_interval_steps=10)
+    with pytest.raises(hf.errors.UnsupportedLeafError):
+        manager.save(10, {"step": object()}, force=force)
+    assert manager.should_save(10)
     fail(manager, handler, 10, force=force)
     assert manager.should_save(11)
-
-
-def test_the_first_step_that_is_refused(make: Make) -> None:
-    manager = make(Failing(), save_interval_steps=10)
-    with pytest.raises(hf.errors.UnsupportedLeafError):
-        manager.save(10, {"step": object()})
-    assert manager.should_save(11)
-    assert manager.save(10, {"step": 10})
+    assert manager.save(10, {"step": 10}, force=force)
 
 
 def test_seconds(make: Make) -> None:
-    handler, clock = Failing(), FakeClock()
+    handler, clock = let_go(), FakeClock()
     manager = make(handler, clock, save_interval_secs=100)
     manager.save(1, {"step": 1}, force=True)
     clock.sleep(100)
@@ -116,7 +93,7 @@ def test_seconds(make: Make) -> None:
 
 
 def test_the_best(make: Make) -> None:
-    handler = Failing()
+    handler = let_go()
     manager = make(handler, save_on_best=True, best_fn="accuracy", best_mode="max")
     assert manager.save(1, {"step": 1}, metrics={"accuracy": 0.5})
     fail(manager, handler, 2, metrics={"accuracy": 0.9})
@@ -127,7 +104,7 @@ def test_the_best(make: Make) -> None:
 @pytest.mark.parametrize("checkpointer", [hf.Checkpointer, hf.AsyncCheckpointer])
 def test_processes_agree_that_a_save_failed(tmp_path: Path, checkpointer: Any) -> None:
     def run(coordinator: Coordinator) -> list[int]:
-        handler, saved = Failing(), []
+        handler, saved = let_go(), []
         options = hf.CheckpointManagerOptions(save_interval_steps=10, barrier_timeout_secs=10)
         manager = hf.CheckpointManager(tmp_path, checkpointer(handler), options, coordinator=coordinator)
         for step in range(41):

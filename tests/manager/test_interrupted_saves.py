@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.manager.runs import let_go
 
 import holdfast as hf
 
@@ -20,14 +21,26 @@ Start = Callable[[], None]
 
 
 class Interrupt:
-    """Interrupts the start of the thread that saves, and waits for that thread in the end."""
+    """Interrupts the start of the thread that saves, at a moment, and waits for that thread in the end."""
 
-    def __init__(self) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.handler = let_go()
         self.threads: list[threading.Thread] = []
-        self.go = threading.Event()  # the writing of data waits for it
-        self.go.set()
-        self.writes = threading.Event()
         self.rest: list[Start] = []
+        self._patch = monkeypatch
+
+    def at(self, moment: str) -> None:
+        real = threading.Thread.start
+
+        def start(thread: threading.Thread) -> None:
+            if thread.name != "holdfast-save" or self.threads:
+                real(thread)
+                return
+            self.threads.append(thread)
+            getattr(self, moment)(lambda: real(thread), thread)
+            raise KeyboardInterrupt
+
+        self._patch.setattr(threading.Thread, "start", start)
 
     def never(self, start: Start, thread: threading.Thread) -> None:
         """Before there is a thread."""
@@ -38,45 +51,32 @@ class Interrupt:
 
     def writing(self, start: Start, thread: threading.Thread) -> None:
         """The thread writes until the call has ended."""
-        self.go.clear()
-        self.writes.clear()
+        self.handler.writing.clear()
+        self.handler.written.clear()
         start()
-        assert self.writes.wait(30)
-        self.rest.append(self.go.set)
+        assert self.handler.writing.wait(30)
+        self.rest.append(self.handler.written.set)
 
     def committed(self, start: Start, thread: threading.Thread) -> None:
         """The thread has ended."""
         start()
         thread.join()
 
+    def ends(self) -> None:
+        for rest in self.rest:
+            rest()
+        for thread in self.threads:
+            if thread.ident is not None:
+                thread.join()
+
 
 @pytest.fixture
-def interrupt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Interrupt]]:
-    found = Interrupt()
-    real, write = threading.Thread.start, hf.storage.Location.write_data_files
-
-    def write_data_files(self: hf.storage.Location, *args: Any, **options: Any) -> None:
-        found.writes.set()
-        assert found.go.wait(30)
-        write(self, *args, **options)
-
-    def at(moment: str) -> Interrupt:
-        def start(thread: threading.Thread) -> None:
-            if thread.name != "holdfast-save" or found.threads:
-                real(thread)
-                return
-            found.threads.append(thread)
-            getattr(found, moment)(lambda: real(thread), thread)
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(threading.Thread, "start", start)
-        return found
-
-    monkeypatch.setattr(hf.storage.Location, "write_data_files", write_data_files)
-    yield at
-    for thread in found.threads:
-        if thread.ident is not None:
-            thread.join()
+def interrupt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Interrupt]:
+    found = Interrupt(monkeypatch)
+    yield found
+    found.handler.written.set()
+    found.rest.clear()
+    found.ends()
 
 
 MOMENTS = {"never": False, "later": False, "writing": True, "committed": True}  # whether the step is saved
@@ -84,20 +84,18 @@ MOMENTS = {"never": False, "later": False, "writing": True, "committed": True}  
 
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("replaces", [False, True], ids=["a new step", "a step that is replaced"])
-def test_an_interrupt_while_the_thread_starts(moment: str, replaces: bool, tmp_path: Path, interrupt: Any) -> None:
+def test_an_interrupt_while_the_thread_starts(
+    moment: str, replaces: bool, tmp_path: Path, interrupt: Interrupt
+) -> None:
     saved = MOMENTS[moment]
-    with hf.CheckpointManager(tmp_path) as manager:
+    with hf.CheckpointManager(tmp_path, hf.AsyncCheckpointer(interrupt.handler)) as manager:
         manager.save(1, TREE)
         manager.wait_until_finished()
         step = 1 if replaces else 2
-        found = interrupt(moment)
+        interrupt.at(moment)
         with pytest.raises(KeyboardInterrupt) as kept:  # as a notebook keeps the last error
             manager.save(step, NEW, force=replaces)
-        for rest in found.rest:
-            rest()
-        for thread in found.threads:
-            if thread.ident is not None:
-                thread.join()
+        interrupt.ends()
         manager.wait_until_finished()
         steps = [1, 2] if saved and not replaces else [1]
         assert manager.all_steps() == steps
@@ -111,14 +109,14 @@ def test_an_interrupt_while_the_thread_starts(moment: str, replaces: bool, tmp_p
     assert hf.CheckpointManager(tmp_path).all_steps() == sorted({1, step, 3})
 
 
-def test_a_save_without_a_manager(tmp_path: Path, interrupt: Any) -> None:
-    with hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler()) as checkpointer:
+def test_a_save_without_a_manager(tmp_path: Path, interrupt: Interrupt) -> None:
+    with hf.AsyncCheckpointer(interrupt.handler) as checkpointer:
         checkpointer.save(tmp_path / "saved", TREE)
         checkpointer.wait_until_finished()
-        found = interrupt("writing")
+        interrupt.at("writing")
         with pytest.raises(KeyboardInterrupt):
             checkpointer.save(tmp_path / "saved", NEW, force=True)
-        found.go.set()
+        interrupt.ends()
     np.testing.assert_array_equal(hf.load(tmp_path / "saved")["weights"], NEW["weights"])
 
 

@@ -7,7 +7,6 @@ import logging
 import math
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.clocks import FakeClock
+from tests.manager.runs import HeldHandler
 from tests.processes.threads import together
 
 import holdfast as hf
@@ -312,36 +312,17 @@ def test_what_a_save_costs_the_steps_beside_it(
     assert pace.slowed(30.0) == (None if share is None else pytest.approx(30 * share))
 
 
-class Held(hf.PyTreeCheckpointHandler):
-    """Writes when it is let go."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.go = threading.Event()
-
-    def prepare(self, item: Any, **kwargs: Any) -> Any:
-        prepared, go = super().prepare(item, **kwargs), self.go
-
-        class Waiting:
-            merge = prepared.merge
-
-            def write(self, *arguments: Any) -> Any:
-                go.wait(30)
-                return prepared.write(*arguments)
-
-        return Waiting()
-
-
 @pytest.mark.parametrize("steps", [10, 3])
 def test_saves_note_how_much_they_have_slowed_steps_down(steps: int, tmp_path: Path) -> None:
     """Each step takes a second, and two while the save is written; a few steps tell nothing."""
-    clock, handler = FakeClock(), Held()
+    clock, handler = FakeClock(), HeldHandler()
+    handler.snapshot.set()
     options = hf.CheckpointManagerOptions(save_interval_steps=100)
     with hf.CheckpointManager(tmp_path, hf.AsyncCheckpointer(handler), options, clock=clock) as manager:
         for step in range(1, 101 + steps):
             clock.sleep(1 if step <= 100 else 2)
             manager.save(step, {"w": np.zeros(3)})
-        handler.go.set()
+        handler.written.set()
     (found,) = [one for one in manager.events.earlier() if one["event"] == "saved"]
     if steps == 3:
         assert "slowed_seconds" not in found

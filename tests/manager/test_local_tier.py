@@ -485,21 +485,17 @@ def test_a_local_step_that_is_damaged_after_it_was_verified_is_passed_over(
 
 def test_another_run_is_never_taken(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path, 2).train(1, 15)
+    shutil.copytree(tmp_path / "store", tmp_path / "copy")
+    copy = Hosts(tmp_path, 2, store_name="copy")
+    assert copy.resume() == (10, 0), "a copy of the directory is another run"
+    copy.train(11, 12)
+    assert copy.resume()[0] == 12
+    assert hosts.resume()[0] == 14
     shutil.rmtree(tmp_path / "store")
     assert hosts.resume() == (None, 0)
     hosts.train(1, 3)
     assert hosts.resume()[0] == 2
-    assert len(list(hosts.place(0).iterdir())) == 2, "the local steps of the other run stay"
-
-
-def test_a_copy_of_the_directory_is_another_run(tmp_path: Path) -> None:
-    hosts = Hosts(tmp_path, 2).train(1, 15)
-    shutil.copytree(tmp_path / "store", tmp_path / "copy")
-    copy = Hosts(tmp_path, 2, store_name="copy")
-    assert copy.resume() == (10, 0)
-    copy.train(11, 12)
-    assert copy.resume()[0] == 12
-    assert hosts.resume()[0] == 14
+    assert len(list(hosts.place(0).iterdir())) == 3, "the local steps of the other runs stay"
 
 
 @pytest.mark.parametrize("by", ["manager", "command"])
@@ -516,9 +512,7 @@ def test_deleted_steps_do_not_come_back(tmp_path: Path, by: str) -> None:
     assert all(len(list(hosts.place(host).iterdir())) == 1 for host in (0, 1)), "those of before are removed"
 
 
-def test_a_rollback_to_the_newest_step_of_the_directory_leaves_the_local_ones(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rollback_to_the_newest_step_leaves_local_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hosts = Hosts(tmp_path, 1).train(1, 15)
     assert main(["rollback", str(tmp_path / "store"), "10", "--yes"]) == 0
     assert f"local steps that the hosts have in {hosts.place(0)} do not count any more" in capsys.readouterr().out
@@ -661,27 +655,8 @@ def test_processes_that_save_different_steps_are_refused(tmp_path: Path) -> None
         assert "all processes must save the same steps" in status.error
 
 
-def test_local_saves_go_on_after_one_process_has_failed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    hosts = Hosts(tmp_path, 2)
-
-    def work(manager: hf.CheckpointManager) -> None:
-        manager.save(10, tree(10))
-        try:
-            manager.save_locally(12, tree(12), metrics=None if manager.processes.is_primary else {"loss": "bad"})
-        except hf.errors.HoldfastError:
-            assert not manager.processes.is_primary
-        manager.save_locally(14, tree(14))
-        manager.wait_until_finished()
-
-    hosts.run(work, barrier_timeout_secs=5)
-    assert "not all processes have said that they stopped" not in caplog.text
-    assert hosts.resume()[0] == 14
-
-
 @pytest.mark.parametrize("where", ["the save in the directory", "the loop"])
-def test_a_process_that_fails_before_its_local_save_stops_that_of_the_others_at_once(
-    tmp_path: Path, where: str
-) -> None:
+def test_a_process_that_fails_before_its_local_save_stops_the_others_at_once(tmp_path: Path, where: str) -> None:
     hosts = Hosts(tmp_path, 3)
 
     class Broken:
@@ -791,9 +766,7 @@ def test_a_local_step_counts_until_the_directory_has_it(tmp_path: Path, looks: b
     assert hosts.resume()[0] == 18
 
 
-def test_a_local_save_under_way_counts_where_the_directory_begins_to_save_its_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_local_save_under_way_counts_until_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = Hosts(tmp_path, 1, observer=NoCommit(18))
     gate = Gate(monkeypatch)
 
@@ -843,7 +816,7 @@ def test_a_look_at_an_older_step_leaves_no_local_step(
     assert hosts.resume()[0] == last
 
 
-def test_a_look_at_an_older_step_between_two_saves_of_one_step_leaves_no_local_step(
+def test_a_look_between_two_saves_of_a_step_leaves_no_local_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hosts = Hosts(tmp_path, 1, store=100)
@@ -942,18 +915,28 @@ def test_each_prefix_has_a_history_of_its_own(tmp_path: Path) -> None:
     assert hosts.run(lambda manager: manager.latest_step(), step_prefix="gen") == [18]
 
 
-def test_processes_read_the_same_steps_after_one_has_failed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "bad", [{"custom_metadata": {"a": object()}}, {"metrics": {"loss": "bad"}}], ids=["a fact", "a metric"]
+)
+def test_processes_read_and_save_the_same_steps_after_one_has_failed(
+    tmp_path: Path, bad: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     hosts = Hosts(tmp_path, 2).train(1, 18)
 
     def work(manager: hf.CheckpointManager) -> None:
         manager.restore_latest()
-        facts = None if manager.processes.is_primary else {"a": object()}
-        with contextlib.suppress(hf.errors.OptionError):
-            manager.save_locally(20, tree(20), custom_metadata=facts)
+        try:
+            manager.save_locally(20, tree(20), **({} if manager.processes.is_primary else bad))
+        except hf.errors.OptionError:
+            assert not manager.processes.is_primary
         with pytest.raises(hf.errors.CheckpointNotFoundError, match="no checkpoint of step 16"):
             manager.restore(16)
+        manager.save_locally(22, tree(22))
+        manager.wait_until_finished()
 
     hosts.run(work, barrier_timeout_secs=5)
+    assert "not all processes have said that they stopped" not in caplog.text
+    assert hosts.resume()[0] == 22
 
 
 def test_processes_that_see_different_steps_look_for_one_together(tmp_path: Path) -> None:
@@ -982,9 +965,7 @@ def test_a_step_that_this_run_has_saved_locally_is_for_the_next_start(tmp_path: 
     assert hosts.run(lambda manager: manager.restore(16)["step"]) == [16]
 
 
-def test_a_local_step_stands_in_for_a_damaged_one_that_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_local_step_stands_in_for_a_named_damaged_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     hosts = Hosts(tmp_path, 1).train(1, 20)
     damage(tmp_path / "store" / "20", "state")
 

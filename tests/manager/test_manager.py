@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from tests.events import heard
-from tests.manager.runs import reading, saved, tree
+from tests.manager.runs import HeldHandler, reading, saved, tree
 
 import holdfast as hf
 from holdfast.cli.main import main
@@ -502,59 +502,36 @@ def test_listeners_hear_of_every_commit(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 def test_the_loop_goes_on_while_saving(tmp_path: Path) -> None:
-    started, go = threading.Event(), threading.Event()
-
-    class Slow:
-        def result(self, timeout: float | None = None) -> None:
-            started.set()
-            assert go.wait(30)
-
-    class Handler(hf.handlers.AsyncCheckpointHandler):
-        async def async_save(
-            self, directory: hf.storage.Location, item: Any, **kwargs: Any
-        ) -> list[hf.handlers.SaveFuture]:
-            return [Slow()]
-
-        def restore(self, directory: hf.storage.Location, item: Any = None, *, files: Any = None, **kwargs: Any) -> Any:
-            return None
-
-    with hf.CheckpointManager(tmp_path, hf.AsyncCheckpointer(Handler())) as manager:
-        assert manager.save(1, None)
-        assert started.wait(30)
+    handler = HeldHandler()
+    handler.snapshot.set()
+    saved(tmp_path, 0)
+    with hf.CheckpointManager(tmp_path, hf.AsyncCheckpointer(handler)) as manager:
+        assert manager.save(1, tree(1))
+        assert handler.writing.wait(30)
         assert manager.is_saving_in_progress()
-        assert manager.all_steps() == []
-        assert manager.latest_step() is None
+        assert manager.all_steps() == [0]
+        assert manager.latest_step() == 0
         assert not manager.should_save(1)
-        manager.record_metrics(1, {"loss": 0.5})
-        go.set()
+        for step in (0, 1):
+            manager.record_metrics(step, {"loss": 0.5})
+        handler.written.set()
         manager.wait_until_finished()
         assert not manager.is_saving_in_progress()
-        assert manager.all_steps() == [1]
-        assert manager.metrics(1) == {"loss": 0.5}
+        assert manager.all_steps() == [0, 1]
+        assert manager.metrics(0) == manager.metrics(1) == {"loss": 0.5}
 
 
 def test_a_save_that_hangs_is_named(tmp_path: Path) -> None:
-    go = threading.Event()
-
-    class Hanging(hf.handlers.CheckpointHandler):
-        def save(self, directory: hf.storage.Location, item: Any, **kwargs: Any) -> None:
-            return None
-
-        def restore(self, directory: hf.storage.Location, item: Any = None, *, files: Any = None, **kwargs: Any) -> Any:
-            return None
-
-    def listener(event: dict[str, Any]) -> None:
-        assert event["event"] != "saved" or go.wait(30)
-
+    handler = HeldHandler()
+    handler.snapshot.set()
     options = hf.CheckpointManagerOptions(save_timeout_secs=0.01)
-    items = {"one": hf.Checkpointer(Hanging()), "two": hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler())}
+    items = {"one": hf.PyTreeCheckpointer(), "two": hf.AsyncCheckpointer(handler)}
     manager = hf.CheckpointManager(tmp_path, items, options)
-    manager.events.add_listener(listener)
     manager.save(1, {"one": 1, "two": 2})
     with pytest.raises(hf.SaveFailedError, match=r"step 1 of .* is still not saved after 0.01 s") as caught:
         manager.wait_until_finished()
     assert caught.value.step == 1
-    go.set()
+    handler.written.set()
     while manager.is_saving_in_progress():  # each wait is short
         with contextlib.suppress(hf.SaveFailedError):
             manager.wait_until_finished()
@@ -573,9 +550,7 @@ def test_a_step_of_a_newer_version_is_an_error_not_a_fallback(tmp_path: Path) ->
         assert manager.restore(1)["a"] == 1
 
 
-def test_a_damaged_step_is_named_although_the_step_before_does_not_fit(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_step_is_named_before_one_that_does_not_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saved(tmp_path, 1, items=lambda step: {"old": step})
     saved(tmp_path, 2, items=lambda step: {"new": step})
     (tmp_path / "2/state/tree.json").write_bytes(b"{}")
@@ -585,9 +560,7 @@ def test_a_damaged_step_is_named_although_the_step_before_does_not_fit(
     assert "step 2 is damaged and passed over" in caplog.text
 
 
-def test_a_step_for_which_there_is_no_thread_can_be_saved_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_got_no_thread_can_be_saved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 

@@ -249,19 +249,21 @@ def test_every_reason_for_a_save_is_told_once(
 
 
 @pytest.mark.parametrize(
-    ("now", "last", "due"),
+    ("period", "moment", "due"),
     [
-        pytest.param(159.0, 100.0, False, id="before"),
-        pytest.param(160.0, 100.0, True, id="exactly"),
-        pytest.param(500.0, 100.0, True, id="long after"),
-        pytest.param(100.0, 100.0, False, id="at once"),
-        pytest.param(99.0, 100.0, True, id="backwards"),
-        pytest.param(5.0, 1e9, True, id="another clock"),
-        pytest.param(1e9, None, False, id="no start"),
+        pytest.param(hf.Every(secs=60), {"now": 159.0, "last": 100.0}, False, id="before"),
+        pytest.param(hf.Every(secs=60), {"now": 160.0, "last": 100.0}, True, id="exactly"),
+        pytest.param(hf.Every(secs=60), {"now": 500.0, "last": 100.0}, True, id="long after"),
+        pytest.param(hf.Every(secs=60), {"now": 100.0, "last": 100.0}, False, id="at once"),
+        pytest.param(hf.Every(secs=60), {"now": 99.0, "last": 100.0}, True, id="backwards"),
+        pytest.param(hf.Every(secs=60), {"now": 5.0, "last": 1e9}, True, id="another clock"),
+        pytest.param(hf.Every(secs=60), {"now": 1e9}, False, id="no start"),
+        pytest.param(every(10), {"step": 20}, True, id="a multiple without a step before"),
+        pytest.param(every(10), {"step": 7}, False, id="no multiple"),
     ],
 )
-def test_when_a_period_in_time_has_passed(now: float, last: float | None, due: bool) -> None:
-    assert (hf.Every(secs=60).reason(hf.reports.Moment(step=1, now=now, last=last)) is not None) is due
+def test_whether_a_period_has_passed(period: hf.Every, moment: dict[str, Any], due: bool) -> None:
+    assert (period.reason(hf.reports.Moment(**{"step": 1, **moment})) is not None) is due
 
 
 def test_a_clock_that_runs_backwards_saves_once_and_goes_on(place: str) -> None:
@@ -474,9 +476,7 @@ def test_reports_without_the_metric_are_told_once(
     assert said is None or said in told[0]
 
 
-def test_a_run_that_goes_on_knows_the_metric_of_its_checkpoints(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_resumed_run_knows_the_metric_of_its_checkpoints(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for step, metrics in enumerate([{"score": 1.0}, {"loss": 1.0}]):
         with hf.CheckpointManager(tmp_path, options=options(best_fn="score", best_mode="max")) as manager:
             manager.save(step, {"x": step}, metrics=metrics)

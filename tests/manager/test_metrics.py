@@ -30,6 +30,11 @@ class FailedArray:
         raise RuntimeError("out of device memory")
 
 
+class Score:
+    def __call__(self, metrics: Mapping[str, Any]) -> float:
+        return float(metrics["loss"])
+
+
 class SeveralNumbers:
     """A tensor of two elements, of which torch makes no number."""
 
@@ -115,12 +120,10 @@ def test_a_function_finds_no_metric_by_key_error_only() -> None:
         raise ZeroDivisionError
 
     assert metric_value({"loss": 1.0}, accuracy_of) is None
+    assert metric_value({"loss": 2.0}, Score()) == 2.0
     assert metric_value(None, broken) is None
     with pytest.raises(ZeroDivisionError):
         metric_value({"loss": 1.0}, broken)
-
-
-def test_a_failed_computation_is_not_a_missing_metric() -> None:
     with pytest.raises(RuntimeError, match="out of device memory"):
         metric_value({"loss": FailedArray()}, "loss")
 
@@ -132,8 +135,9 @@ def test_a_failed_computation_is_not_a_missing_metric() -> None:
         (accuracy_of, "accuracy_of"),
         (lambda metrics: 1.0, "metric"),
         (FailedArray, "FailedArray"),
+        (Score(), "metric"),
     ],
-    ids=["name", "function", "lambda", "class"],
+    ids=["name", "function", "lambda", "class", "object"],
 )
 def test_metrics_have_names_for_people(metric: Metric, expected: str) -> None:
     assert metric_name(metric) == expected
@@ -142,15 +146,6 @@ def test_metrics_have_names_for_people(metric: Metric, expected: str) -> None:
 def test_measures_are_short() -> None:
     shown = [format_metric(value) for value in (0.9312345678, 2.0, 1e-9, -math.inf)]
     assert shown == ["0.931235", "2", "1e-09", "-inf"]
-
-
-def test_callable_objects_are_called_metric() -> None:
-    class Score:
-        def __call__(self, metrics: Mapping[str, Any]) -> float:
-            return float(metrics["loss"])
-
-    assert metric_name(Score()) == "metric"
-    assert metric_value({"loss": 2.0}, Score()) == 2.0
 
 
 @pytest.mark.parametrize(

@@ -474,9 +474,7 @@ def test_a_step_that_is_deleted_and_saved_again_is_another_one(
         assert run.restore()["step"] == 300
 
 
-def test_a_listing_that_is_older_than_a_deletion_does_not_bring_the_step_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_listing_from_before_a_deletion_brings_nothing_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mirrored(tmp_path / "run", tmp_path / "mirror", 1, 3)
     with hf.CheckpointManager(tmp_path / "run") as run:
         run.delete_after(1)
@@ -743,9 +741,14 @@ def test_the_end_of_a_run_says_what_the_mirror_lacks(
     assert f"holdfast cp {tmp_path}/run/2 {place}/2" in caplog.text
 
 
-def test_a_run_with_steps_begins_although_the_mirror_is_down(
+def test_only_a_run_with_steps_begins_while_the_mirror_is_down(
     tmp_path: Path, place: str, broken: Broken, caplog: pytest.LogCaptureFixture
 ) -> None:
+    broken.error = hf.errors.StorageUnavailableError
+    with pytest.raises(hf.errors.StorageUnavailableError) as caught:
+        manager(tmp_path / "run", place)
+    assert "take the option mirror away" in "".join(caught.value.__notes__)
+    broken.error = None
     mirrored(tmp_path / "run", place, 1)
     broken.error = hf.errors.StorageUnavailableError
     with manager(tmp_path / "run", place) as run:
@@ -756,15 +759,6 @@ def test_a_run_with_steps_begins_although_the_mirror_is_down(
         arrives(run, 2)
     assert "its steps are not considered" in caplog.text
     assert steps(place) == [1, 2]
-
-
-def test_an_empty_directory_beside_a_mirror_that_is_down_is_no_fresh_start(
-    tmp_path: Path, place: str, broken: Broken
-) -> None:
-    broken.error = hf.errors.StorageUnavailableError
-    with pytest.raises(hf.errors.StorageUnavailableError) as caught:
-        manager(tmp_path / "run", place)
-    assert "take the option mirror away" in "".join(caught.value.__notes__)
 
 
 def test_a_step_that_is_damaged_here_is_not_copied(
@@ -779,7 +773,7 @@ def test_a_step_that_is_damaged_here_is_not_copied(
     assert "step 1 is damaged, and is not copied" in caplog.text
 
 
-def test_another_run_that_takes_the_mirror_over_is_left_alone(
+def test_a_mirror_that_is_taken_over_is_left_alone(
     tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with manager(tmp_path / "run", place) as run:

@@ -15,12 +15,11 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from tests.cli.commands import error_of
-from tests.manager.runs import reading
+from tests.manager.runs import HeldHandler, reading
 
 import holdfast as hf
 from holdfast.engine.observer import Observer, Point
@@ -139,29 +138,6 @@ def test_the_newer_manager_takes_over(tmp_path: Path, kind: str) -> None:
     assert newer.all_steps() == [1, 2, 3]
 
 
-class Slow(hf.PyTreeCheckpointHandler):
-    """Waits in the snapshot, and then in the background."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.snapshot, self.writing, self.written = (threading.Event() for _ in range(3))
-        self.begun = threading.Event()
-
-    def prepare(self, item: Any, **kwargs: Any) -> Any:
-        self.begun.set()
-        assert self.snapshot.wait(60)
-        prepared: Any = super().prepare(item, **kwargs)
-        write = prepared.write
-
-        def slowly(*arguments: Any) -> Any:
-            self.writing.set()
-            assert self.written.wait(60)
-            return write(*arguments)
-
-        prepared.write = slowly
-        return prepared
-
-
 def in_a_thread(work: Callable[[], object]) -> tuple[threading.Thread, list[BaseException | None]]:
     ended: list[BaseException | None] = []
 
@@ -178,9 +154,7 @@ def in_a_thread(work: Callable[[], object]) -> tuple[threading.Thread, list[Base
     return thread, ended
 
 
-def test_a_step_that_is_committed_while_a_manager_looks_for_those_of_other_runs_is_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_committed_during_the_first_look_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The manager lists the directory before the first commit, and looks into its folders after it."""
     written, looks = threading.Event(), threading.Event()
 
@@ -208,7 +182,7 @@ def test_a_step_that_is_committed_while_a_manager_looks_for_those_of_other_runs_
 
 
 def test_a_newer_manager_waits_for_a_save_that_another_thread_begins(tmp_path: Path) -> None:
-    slow = Slow()
+    slow = HeldHandler()
     older = hf.CheckpointManager(tmp_path, hf.AsyncCheckpointer(slow))
     older.acquire()
     saving, _ = in_a_thread(lambda: older.save(1, TREE))
@@ -237,10 +211,8 @@ def test_a_newer_manager_waits_for_a_save_that_another_thread_begins(tmp_path: P
     assert hf.verify(tmp_path).ok
 
 
-def test_nothing_is_saved_once_another_thread_has_closed_the_manager(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slow = Slow()
+def test_nothing_is_saved_after_another_thread_has_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = HeldHandler()
     manager = hf.CheckpointManager(tmp_path, hf.AsyncCheckpointer(slow))
     slow.snapshot.set()
     manager.save(1, TREE)
@@ -297,9 +269,7 @@ def test_locks_of_other_threads_are_asked_about_while_they_are_taken_and_release
     assert found == {(True, False)}
 
 
-def test_a_new_file_with_the_number_of_the_locked_one_is_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_file_with_the_number_of_a_lock_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server of NFS gives that number again once another host has removed the file."""
     place = tmp_path / "owner.json"
     lock = FileLock(as_location(place))

@@ -234,22 +234,15 @@ def test_durations_are_spelled_as_options_are(seconds: float, expected: str) -> 
     assert format_duration(seconds) == expected
 
 
-def test_the_same_rule_twice_says_its_reason_once() -> None:
-    assert reasons(infos(1), [KeepLatest(1), KeepLatest(3), Every(steps=1), Every(steps=1)]) == {
-        1: ("newest", "every step")
-    }
-
-
-def test_the_newest_is_kept_by_any_rules() -> None:
+def test_the_newest_is_kept_by_any_rules_and_everything_without_rules() -> None:
     steps = scored({100: 0.1, 200: 0.2, 300: 0.3, 400: 0.4, 500: 0.5})
     assert list(reasons(steps, [KeepBest(3, "acc", "min")])) == [100, 200, 300, 500]
     assert reasons(steps, [KeepSteps(())]) == {500: ("newest",)}
-
-
-def test_no_rules_keep_everything_and_no_steps_nothing() -> None:
-    assert list(reasons(infos(1, 2, 3), [])) == [1, 2, 3]
-    assert reasons(infos(1, 2), ())[1] == ("nothing limits what is kept",)
+    assert list(reasons(steps, [])) == [100, 200, 300, 400, 500]
+    assert reasons(steps, ())[100] == ("nothing limits what is kept",)
     assert reasons([], [KeepLatest(1)]) == {}
+    twice = [KeepLatest(1), KeepLatest(3), Every(steps=1), Every(steps=1)]
+    assert reasons(infos(1), twice) == {1: ("newest", "every step")}, "each reason is given once"
 
 
 def test_a_function_ranks_each_step_once() -> None:

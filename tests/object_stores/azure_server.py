@@ -39,12 +39,10 @@ class AzureServer(StoreServer):
         return "LIST" if request.query.get("comp") == "list" else request.method
 
     def error(self, status: int, code: str) -> Answer:
-        """Returns an error in the format of Azure."""
         text = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{code} it is.</Message></Error>"
         return Answer(status, text.encode(), {"x-ms-error-code": code})
 
     def answer(self, request: Request) -> Answer:
-        """Answers a request."""
         if request.headers.get("authorization") != f"SharedKey {ACCOUNT}:{_signature(request)}":
             return self.error(403, "AuthenticationFailed")
         container, _, key = unquote(request.path).lstrip("/").partition("/")

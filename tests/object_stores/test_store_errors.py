@@ -218,6 +218,7 @@ def test_a_bucket_that_is_not_there(store: Store) -> None:
         lambda: hf.save(f"{elsewhere}/ckpt", {"w": 1}),
         lambda: hf.CheckpointManager(f"{elsewhere}/run"),
         lambda: hf.list_checkpoints(f"{elsewhere}/run"),
+        lambda: hf.storage.as_location(f"{elsewhere}/run").remove(),
     ]
     for attempt in attempts:
         with pytest.raises(

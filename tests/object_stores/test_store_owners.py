@@ -207,9 +207,13 @@ def questions(store: Store) -> list[str]:
     return [one.what for one in store.server.log if one.headers.get("if-none-match") and "partial" in one.what]
 
 
-def test_a_store_without_conditions(new_s3: Store) -> None:
+@pytest.mark.parametrize("refuses", [False, True], ids=["it ignores them", "it refuses them"])
+def test_a_store_without_conditions(new_s3: Store, refuses: bool) -> None:
     """What is loaded is of one save, or there is nothing whole, and the next save puts that right."""
     new_s3.server.conditions = False
+    if refuses:
+        refusal = new_s3.server.error(501, "NotImplemented")
+        new_s3.server.fail("", times=1000, answer=refusal, when=lambda request: "if-none-match" in request.headers)
     for turn in range(2):
         url = f"{new_s3.url}/{turn}"
         saves(url, range(3))

@@ -8,13 +8,14 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
 from tests.equality import assert_same
 from tests.events import heard
 from tests.object_stores.conftest import Store
-from tests.object_stores.store_server import Answer
+from tests.object_stores.store_server import Answer, Request
 
 import holdfast as hf
 from holdfast.engine.format import crc32c, extend
@@ -132,11 +133,20 @@ TROUBLE: list[tuple[str, Callable[[Store], object]]] = [
     ),
     ("it takes a copy for an empty object", lambda store: fail(store, Answer(200))),
     ("it answers an error with the status of success", lambda store: fail(store, store.server.error(200, "Busy"))),
+    ("it takes a copy for an upload of nothing", lambda store: takes_copies_for_uploads(store)),
     ("it is busy", lambda store: fail(store, store.server.error(503, "SlowDown"))),
     ("some copies fail", lambda store: fail(store, store.server.error(503, "SlowDown"), times=3)),
     ("the objects are gone", lambda store: fail(store, store.server.error(404, "NoSuchKey"))),
     ("answers are lost", lambda store: store.server.fail(" copy$", how="reset", times=1000)),
 ]
+
+
+def takes_copies_for_uploads(store: Store) -> None:
+    def upload(request: Request) -> bool:
+        store.server.put(store.bucket, unquote(request.path).split("/", 2)[2], b"")
+        return True
+
+    store.server.fail(" copy$", times=1000, when=upload, answer=Answer(200, headers={"ETag": '"empty"'}))
 
 
 def fail(store: Store, answer: Answer, times: int = 1000) -> None:

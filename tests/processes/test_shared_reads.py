@@ -223,8 +223,8 @@ class Garbled(Counting):
 
 
 def restore_garbled(process: Process, directory: str, times: int, always: bool) -> int:
-    directory_module: Any = importlib.import_module("holdfast.engine.manager.directory")
-    directory_module.attempts_at = lambda location: 3  # as in an object store
+    index: Any = importlib.import_module("holdfast.engine.manager.index")
+    index.attempts_at = lambda location: 3  # as in an object store
     handler = Garbled()
     handler.process, handler.attempts_left = process, times
     reading, _ = manager(directory, handler, load_and_broadcast=always or None, barrier_timeout_secs=10)

@@ -107,19 +107,12 @@ def empty(place: Path) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """A directory, and what is in it.
+    """A directory, and what is in it."""
 
-    Attributes:
-        make: Fills the directory.
-        names: All checkpoints in it; those that are damaged end in ``!``.
-        newest: The newest whole one, or None.
-        refused: The damaged one that is refused by what does not go back to an older one, or None.
-    """
-
-    make: Callable[[Path], None]
-    names: str
-    newest: str | None
-    refused: str | None = None
+    make: Callable[[Path], None]  # fills the directory
+    names: str  # all checkpoints in it; those that are damaged end in ``!``
+    newest: str | None  # the newest whole one
+    refused: str | None = None  # the damaged one that is refused by what does not go back to an older one
 
     def all(self) -> list[str]:
         return [name.removesuffix("!") for name in self.names.split()]

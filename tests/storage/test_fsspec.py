@@ -362,6 +362,29 @@ def test_secrets_of_any_form_among_the_options(options: dict[str, Any], said: st
     assert CANARY not in "".join(traceback.format_exception(caught.value))
 
 
+class Loses(Replaces):
+    """A file system that loses the end of each file, and renames none."""
+
+    protocol = "sftp"
+
+    def mv(self, path1: str, path2: str, **kwargs: Any) -> None:
+        raise OSError(errno.EIO, "I/O error")
+
+    def info(self, path: str, **kwargs: Any) -> Any:
+        found = super().info(path, **kwargs)
+        return {**found, "size": max(0, found["size"] - 1)} if found["type"] == "file" else found
+
+
+def test_what_arrives_in_part_or_under_another_name_only_is_removed(tmp_path: pathlib.Path) -> None:
+    place = as_location(str(tmp_path / "folder"), filesystem=Loses(skip_instance_cache=True))
+    data = Segment(0, 10, lambda: iter([np.zeros(10, np.uint8)]))
+    with pytest.raises(hf.errors.StorageError, match="10 bytes were sent, and 9 are there; try again"):
+        (place / "data").write_data(10, [data])
+    with pytest.raises(hf.errors.StorageError, match="I/O error"):
+        (place / "record").write_bytes(b"content")
+    assert list((tmp_path / "folder").iterdir()) == []
+
+
 class LibraryError(OSError):
     """As libraries below derive theirs, such as smbprotocol's ``SMBOSError``."""
 

@@ -122,6 +122,21 @@ class Recorder(lightning.Callback):
         self.events.append((what, trainer.global_step, *values))
 
 
+class Signal(lightning.Callback):
+    """Sends a signal in the first batch of a hook after a step, and counts the batches of the hook."""
+
+    def __init__(self, number: int = signal.SIGTERM, *, after: int = 0, hook: str = "on_train_batch_start") -> None:
+        self.number, self.after, self.batches = number, after, 0
+        self.is_sent = False
+        setattr(self, hook, self.send)
+
+    def send(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        self.batches += 1
+        if trainer.global_step == self.after and not self.is_sent:
+            self.is_sent = True
+            os.kill(os.getpid(), self.number)
+
+
 @dataclasses.dataclass
 class Outcome:
     trainer: Any
@@ -161,6 +176,7 @@ def run(
     seed: Any = 1,
     schedule: Any = "epoch",
     facts: Any = None,
+    model: Any = None,
     callbacks: Any = (),
     checkpoint: Any = None,
     recorder: Any = None,
@@ -170,12 +186,12 @@ def run(
 ) -> Outcome:
     """Trains from nothing but the directory: every object is new, and the seed is another one after a restart."""
     torch.manual_seed(seed)
-    model = Model(schedule, **(facts or {}))
+    module = Model(schedule, **(facts or {})) if model is None else model()
     recorder = recorder or Recorder()
     callback = CheckpointCallback(directory, **{"save_interval_steps": 1, **(checkpoint or {})})
     used = trainer(callback, recorder, *callbacks, package=package, **{"max_epochs": 3, **trainer_options})
-    used.fit(model, *loaders(loader), ckpt_path=ckpt_path)
-    return Outcome(used, model, recorder)
+    used.fit(module, *loaders(loader), ckpt_path=ckpt_path)
+    return Outcome(used, module, recorder)
 
 
 def trainer(*callbacks: Any, package: Any = lightning, **options: Any) -> Any:

@@ -323,6 +323,20 @@ def test_evaluation_of_a_saved_step(kind: str) -> None:
     assert result["test_loss"] == pytest.approx(measured[step])
 
 
+def test_a_program_saves_and_removes_steps_by_its_trainer(tmp_path: Path) -> None:
+    directory = new_directory()
+    trainer = program.run(directory, max_epochs=1, checkpoint={"save_interval_steps": 2, "save_at_end": False}).trainer
+    trainer.save_checkpoint(f"{directory}/5")
+    saved = {entry.step: entry.reason for entry in hf.list_checkpoints(directory)}
+    assert saved == {2: "every 2 steps", 4: "every 2 steps", 5: "trainer.save_checkpoint"}
+    assert load_checkpoint(directory)["global_step"] == 5
+    trainer.strategy.remove_checkpoint(f"{directory}/4")
+    assert trainer.checkpoint_callback.manager.all_steps() == [2, 5]
+    trainer.save_checkpoint(tmp_path / "own.ckpt")
+    trainer.strategy.remove_checkpoint(tmp_path / "own.ckpt")
+    assert not (tmp_path / "own.ckpt").exists()
+
+
 def test_evaluation_does_not_save() -> None:
     directory = new_directory()
     callback = CheckpointCallback(directory, save_interval_steps=1)
@@ -354,43 +368,38 @@ def test_tuner_keeps_its_own_files(tmp_path: Path) -> None:
     assert callback.manager.all_steps() == [5]
 
 
+class Quiet(Logger):
+    name = version = "quiet"
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None: ...
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
+
+
 def test_loggers_are_told_after_the_commit(tmp_path: Path) -> None:
-    class Listening(Logger):
-        name = version = "listening"
+    told: list[tuple[str, bool]] = []
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.told: list[tuple[str, bool]] = []
-
-        def log_metrics(self, metrics: Any, step: int | None = None) -> None: ...
-        def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
-
+    class Listening(Quiet):
         def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
             path = checkpoint_callback.last_model_path
-            self.told.append((os.path.basename(path), os.path.exists(os.path.join(path, "checkpoint.json"))))
+            told.append((os.path.basename(path), os.path.exists(os.path.join(path, "checkpoint.json"))))
             assert checkpoint_callback.current_score is not None
 
-    listening = Listening()
     options = {**BY_LOSS, "save_interval_steps": 5}
-    program.run(str(tmp_path), checkpoint=options, max_epochs=2, logger=listening, log_every_n_steps=1)
-    assert listening.told[-1] == ("10", True)
-    assert all(committed for _, committed in listening.told)
+    program.run(str(tmp_path), checkpoint=options, max_epochs=2, logger=Listening(), log_every_n_steps=1)
+    assert told[-1] == ("10", True)
+    assert all(committed for _, committed in told)
 
 
 def test_loggers_get_the_numbers_of_events(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """On the trainer's thread; a logger that fails is named once, and stops nothing."""
     logged: list[tuple[int | None, list[str]]] = []
 
-    class Noting(Logger):
-        name = version = "noting"
-
+    class Noting(Quiet):
         def log_metrics(self, metrics: Any, step: int | None = None) -> None:
             if found := [name.removeprefix("checkpoint/") for name in metrics if name.startswith("checkpoint/")]:
                 assert threading.current_thread() is threading.main_thread()
                 assert all(type(value) in (int, float) for value in metrics.values())
                 logged.append((step, found))
-
-        def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
 
     class Failing(Noting):
         def log_metrics(self, metrics: Any, step: int | None = None) -> None:

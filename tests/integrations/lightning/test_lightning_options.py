@@ -64,6 +64,8 @@ def test_another_learning_rate(
 ) -> None:
     caplog.set_level(logging.INFO, "holdfast")
     assert fit(tmp_path, 0.1, schedule, 2) == pytest.approx(0.1 / (4 if schedule else 1))
+    assert fit(tmp_path, 0.1, schedule, 3) == pytest.approx(0.1 / (8 if schedule else 1))
+    assert "hyperparameters differ" not in caplog.text
     assert fit(tmp_path, 0.4, schedule, 4, **options) == pytest.approx(rate)
     [said] = [one.getMessage() for one in caplog.records if "hyperparameters differ" in one.getMessage()]
     chosen = options.get("hyperparameters", "saved")
@@ -243,6 +245,13 @@ def test_the_best_weights_are_exported(tmp_path: Path, name: str) -> None:
     file.unlink()
     program.run(str(tmp_path / "run"), checkpoint=options, max_epochs=4)
     assert file.exists()
+
+
+def test_best_weights_that_cannot_be_written_stop_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "taken").write_text("a file")
+    options = {**BY_LOSS, "export_best": tmp_path / "taken" / "best.ckpt"}
+    assert program.run(new_directory(), checkpoint=options, max_epochs=1).trainer.global_step == 5
+    assert f"step 5 is the best, but {tmp_path}/taken/best.ckpt could not be written: " in caplog.text
 
 
 def test_links_follow_the_steps(tmp_path: Path) -> None:

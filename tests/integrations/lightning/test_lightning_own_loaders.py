@@ -356,6 +356,27 @@ def test_a_batch_drawn_ahead_that_cannot_be_saved_is_left_out(tmp_path: Path, ca
     assert "This batch cannot be saved" in caplog.text
 
 
+def rows(count: int) -> Any:
+    data: Any = torch.arange(float(count)).view(-1, 1)
+    return torch.utils.data.DataLoader(data, batch_size=1)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "message"),
+    [
+        pytest.param(lambda: rows(3), lambda: rows(1), "after 2 batches of .* data now ends after 1: use", id="fewer"),
+        pytest.param(Sized, lambda: rows(3), "of 1 training data loaders, but 0 of this run's loaders", id="no state"),
+        pytest.param(lambda: rows(3), Sized, "of 0 training data loaders, but 1 of this run's loaders", id="a state"),
+    ],
+)
+def test_other_data_than_those_of_the_run_are_refused(
+    before: Callable[[], Any], now: Callable[[], Any], message: str, tmp_path: Path
+) -> None:
+    run(before(), tmp_path, 2)
+    with pytest.raises(StateError, match=message):
+        run(now(), tmp_path)
+
+
 class FromQueue(Sized):
     """Draws from a queue that its state does not hold."""
 

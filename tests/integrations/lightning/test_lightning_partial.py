@@ -84,9 +84,9 @@ def fit(
     directory: str,
     steps: int,
     layers: dict[str, int],
-    optimizers: Callable[[Any], Any],
+    optimizers: Any,
     *,
-    kind: type[Net] = Net,
+    kind: Any = Net,
     seed: int = 1,
     callbacks: tuple[Any, ...] = (),
     ckpt_path: Any = None,
@@ -324,43 +324,36 @@ def test_parameters_in_other_groups_are_refused() -> None:
         fit(directory, STEPS + 1, layers, groups("two"))
 
 
+class Manual(Net):
+    """Has an optimizer for each of some layers, or one for all, and updates by itself."""
+
+    def __init__(self, layers: dict[str, int], optimized: tuple[str, ...]) -> None:
+        def optimizers(net: Any) -> Any:
+            return [adam(getattr(net, name)) for name in optimized] or [adam(net)]
+
+        super().__init__(layers, optimizers)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        loss = super().training_step(batch, index)
+        self.manual_backward(loss)
+        found = self.optimizers()
+        for one in found if isinstance(found, list) else [found]:
+            one.step()
+            one.zero_grad()
+        return loss
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        """Nothing, as a training step updates."""
+
+
 def test_another_number_of_optimizers_is_refused() -> None:
     """Lightning would leave the second one as it is made, and say nothing."""
-
-    class Two(Net):
-        automatic_optimization = False
-
-        def __init__(self, count: int) -> None:
-            def optimizers(net: Any) -> Any:
-                parts = [net.parameters()] if count == 1 else [net.two.parameters(), net.one.parameters()]
-                return [torch.optim.Adam(part, lr=0.05) for part in parts]
-
-            super().__init__({"one": 3, "two": 3}, optimizers)
-            self.automatic_optimization = False
-
-        def training_step(self, batch: Any, index: int) -> torch.Tensor:
-            loss = super().training_step(batch, index)
-            found = self.optimizers()
-            self.manual_backward(loss)
-            for one in found if isinstance(found, list) else [found]:
-                one.step()
-                one.zero_grad()
-            return loss
-
-        def validation_step(self, batch: Any, index: int) -> None:
-            """Nothing, as a training step updates."""
-
-    def go(directory: str, steps: int, count: int, **options: Any) -> Any:
-        callbacks = [CheckpointCallback(directory, save_interval_steps=1, **options), seen := Seen()]
-        trainer = lightning.Trainer(max_steps=steps, callbacks=callbacks, **program.QUIET)
-        trainer.fit(Two(count), *program.loaders("plain"))
-        return seen
-
-    directory = new_directory()
-    go(directory, STEPS, 1)
+    directory, layers = new_directory(), {"one": 3, "two": 3}
+    fit(directory, STEPS, layers, (), kind=Manual)
     with pytest.raises(hf.TreeMismatchError, match=r"expected 2 optimizers \(program\), found 1"):
-        go(directory, 3 * STEPS, 2)
-    seen = go(directory, 3 * STEPS, 2, partial="initialize")
+        fit(directory, 3 * STEPS, layers, ("two", "one"), kind=Manual)
+    _, seen = fit(directory, 3 * STEPS, layers, ("two", "one"), kind=Manual, partial="initialize")
     assert seen.moments.keys() == {"two.weight", "two.bias"}  # the first took what it could, the other is fresh
 
 

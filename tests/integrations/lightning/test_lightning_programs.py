@@ -198,6 +198,15 @@ def test_a_program_that_is_stopped_ends_as_one_that_is_not(
     torch.testing.assert_close(last.trainer.callback_metrics, whole.trainer.callback_metrics, rtol=0, atol=0)
 
 
+def test_metrics_that_the_module_does_not_have_any_more_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    directory = new_directory()
+    with pytest.raises(Preempted):
+        fit(directory, Measures, signal_at=2)
+    fit(directory, Net)
+    names = "tracker.1, shared.precision, shared.recall, whole"
+    assert f"the module lacks metrics that the checkpoint has, and they are left: {names}" in caplog.messages
+
+
 class Named(ModelCheckpoint):
     """Keeps files of its own."""
 
@@ -307,6 +316,7 @@ def test_batches_are_steps_where_no_optimizer_of_lightning_steps(
     assert caplog.text.count(SAID) == 1  # the run keeps it
     assert raw_fit(directory, kind, seed=3)[0] == whole[0]
     assert f"nothing left to do after step {at_end}" in caplog.text
+    assert raw_fit(directory, kind, seed=4, partial="initialize")[0] == whole[0]
 
 
 # ---- what a program switches while it trains, such as frozen parameters

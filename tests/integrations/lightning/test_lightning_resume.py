@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
+from lightning.pytorch import Callback, LightningModule, callbacks
 from tests.fixtures import StoredFiles
 from tests.integrations.lightning import program
 from tests.integrations.lightning.program import new_directory
@@ -242,19 +242,13 @@ def test_an_optimizer_with_matrices_in_another_order() -> None:
         def configure_optimizers(self) -> Any:
             return Rotated(self.parameters())
 
-    def fit(directory: str, stop_after: int | None = None) -> list[Any]:
-        torch.manual_seed(1)
-        model = Rotates()
-        recorder = program.Recorder(stop_after=stop_after)
-        callback = CheckpointCallback(directory, save_interval_steps=1)
-        trainer = program.trainer(callback, recorder, max_epochs=2)
-        trainer.fit(model, *program.loaders())
-        rotations = [state["rotation"] for state in trainer.optimizers[0].state.values()]
-        return [str(model.state_dict()), [(str(one), one.stride()) for one in rotations]]
+    def fit(directory: str) -> list[Any]:
+        outcome = program.run(directory, model=Rotates, max_epochs=2)
+        rotations = [state["rotation"] for state in outcome.trainer.optimizers[0].state.values()]
+        return [str(outcome.model.state_dict()), [(str(one), one.stride()) for one in rotations]]
 
     whole, directory = fit(new_directory()), new_directory()
-    with pytest.raises(program.InterruptionError):
-        fit(directory, stop_after=6)
+    program.interrupt(directory, 6, model=Rotates, max_epochs=2)
     assert fit(directory) == whole
     assert fit(directory) == whole  # as it was loaded
 
@@ -300,15 +294,6 @@ def test_two_interruptions_in_a_row(variant: str, every: bool) -> None:
         resumed = program.run(directory, seed=30, checkpoint=NEVER, **options)
         assert (recorder.first_step, resumed.recorder.first_step) == (first, second)
         assert resumed.final == whole.final, f"interrupted after steps {first} and {second}"
-
-
-def test_steps_since_the_save_are_done_again() -> None:
-    whole = program.run(new_directory(), checkpoint=NEVER)
-    directory = new_directory()
-    program.interrupt(directory, 9, checkpoint={"save_interval_steps": 4})
-    resumed = program.run(directory, seed=2, checkpoint={"save_interval_steps": 4})
-    assert resumed.recorder.first_step == 8
-    assert resumed.final == whole.final
 
 
 def test_early_stopping_ends_at_the_same_step() -> None:
@@ -371,50 +356,18 @@ def test_what_is_not_exact_is_said_once(caplog: pytest.LogCaptureFixture) -> Non
     assert "head.weight" in told
 
 
-class Rated(LightningModule):
-    """A module whose learning rate is an argument."""
-
-    def __init__(self, rate: float) -> None:
-        super().__init__()
-        self.layer, self.rate = torch.nn.Linear(1, 1), rate
-
-    def training_step(self, batch: Any) -> torch.Tensor:
-        loss: torch.Tensor = self.layer(batch).square().mean()
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=self.rate)
-
-
-def fit_rated(module: Rated, directory: Path, max_steps: int, batch_size: int = 1) -> Trainer:
-    ones: Any = torch.ones(8, 1)
-    trainer: Trainer = program.trainer(CheckpointCallback(directory, save_interval_steps=1), max_steps=max_steps)
-    trainer.fit(module, DataLoader(ones, batch_size))
-    return trainer
-
-
-def test_a_new_learning_rate_that_does_not_count_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "holdfast")
-    for rate, steps in ((0.1, 2), (0.1, 3), (0.4, 4)):
-        caplog.clear()
-        trainer = fit_rated(Rated(rate), tmp_path, steps)
-        assert trainer.optimizers[0].param_groups[0]["lr"] == 0.1
-        said = "optimizer_0.param_groups[0].lr (program 0.4, saved 0.1)" in caplog.text
-        assert said == (rate == 0.4)
-
-
-class SetsUpEpochs(Rated):
+class SetsUpEpochs(program.Model):
     def on_train_epoch_start(self) -> None:
         self.scale = 1 + self.current_epoch
 
 
 @pytest.mark.parametrize(
-    ("kind", "step", "is_told"), [(SetsUpEpochs, 5, True), (SetsUpEpochs, 4, False), (Rated, 5, False)]
+    ("kind", "step", "is_told"), [(SetsUpEpochs, 7, True), (SetsUpEpochs, 5, False), (program.Model, 7, False)]
 )
 def test_a_resume_within_an_epoch_names_a_hook_that_is_not_called_again(
-    kind: type[Rated], step: int, is_told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: type[program.Model], step: int, is_told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "holdfast")
     for last in (step, step + 1):
-        fit_rated(kind(0.1), tmp_path, last, batch_size=2)
+        program.run(str(tmp_path), model=kind, max_steps=last)
     assert ("within epoch 1: SetsUpEpochs.on_train_epoch_start is called again when" in caplog.text) == is_told

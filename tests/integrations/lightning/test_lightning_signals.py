@@ -14,6 +14,7 @@ from typing import Any
 import lightning.pytorch as lightning
 import pytest
 import torch
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from tests.integrations.lightning import program
 from tests.integrations.lightning.program import new_directory
 from tests.sweep.cases import NEVER as NO_SAVE
@@ -21,6 +22,7 @@ from tests.sweep.lightning_programs import AVERAGES, SETUPS
 from tests.sweep.lightning_runs import Interruption, Program
 
 import holdfast as hf
+from holdfast.engine.checkpoint.save import Save
 from holdfast.integrations.lightning import CheckpointCallback, Preempted
 
 pytestmark = pytest.mark.filterwarnings("ignore:Swapping scheduler")
@@ -81,16 +83,61 @@ def test_a_loader_with_workers(run_process: Callable[..., tuple[int, Any, str]],
         assert resumed["events"] == [event for event in whole["events"] if event[1] >= step]
 
 
-def test_preemption_ends_with_the_status_of_sigterm() -> None:
-    handler = signal.getsignal(signal.SIGTERM)
-    directory = new_directory()
+@pytest.mark.parametrize(
+    ("sent", "options", "status", "saved"),
+    [
+        pytest.param({"after": 6}, {"checkpoint": NEVER}, 143, {7: "preempted"}, id="SIGTERM"),
+        pytest.param(
+            {"number": signal.SIGUSR1, "after": 3},
+            {"checkpoint": {**NEVER, "signals": ["SIGUSR1"]}},
+            128 + signal.SIGUSR1,
+            {4: "preempted"},
+            id="another signal",
+        ),
+        # The first batch after step 2 begins an accumulation: the run need not continue to its end.
+        pytest.param(
+            {"after": 2}, {"accumulate_grad_batches": 3}, 143, {1: "every step", 2: "every step"}, id="saved already"
+        ),
+    ],
+)
+def test_a_signal_has_the_step_saved_and_ends_the_run_with_its_status(
+    sent: dict[str, Any], options: dict[str, Any], status: int, saved: dict[int, str]
+) -> None:
+    sender, directory = program.Signal(**sent), new_directory()
+    handler = signal.getsignal(sender.number)
     with pytest.raises(Preempted) as caught:
-        program.run(directory, recorder=program.Recorder(signal_after=6), checkpoint=NEVER)
-    assert caught.value.code == 143
-    assert signal.getsignal(signal.SIGTERM) is handler
-    manager = hf.CheckpointManager(directory, options=hf.CheckpointManagerOptions(read_only=True))
-    assert manager.all_steps() == [7]
-    assert [entry.reason for entry in hf.list_checkpoints(directory)] == ["preempted"]
+        program.run(directory, callbacks=(sender,), **options)
+    assert caught.value.code == status
+    assert signal.getsignal(sender.number) is handler
+    assert {entry.step: entry.reason for entry in hf.list_checkpoints(directory)} == saved
+
+
+@pytest.mark.usefixtures("default_sigterm")
+def test_a_signal_that_comes_while_handlers_are_replaced_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def registered(connector: Any, register: Any = _SignalConnector.register_signal_handlers) -> None:
+        register(connector)
+        os.kill(os.getpid(), signal.SIGTERM)  # It reaches the handler of Lightning.
+
+    monkeypatch.setattr(_SignalConnector, "register_signal_handlers", registered)
+    directory = new_directory()
+    with pytest.raises(Preempted):
+        program.run(directory, checkpoint={**NEVER, "witness_steps_after_signal": 0}, num_sanity_val_steps=0)
+    assert {entry.step: entry.reason for entry in hf.list_checkpoints(directory)} == {1: "preempted"}
+
+
+def test_a_step_is_saved_at_a_signal_although_the_save_before_it_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def write(save: Save, *rest: Any, write: Any = Save.write) -> Any:
+        if save._location.name == "2":
+            raise hf.errors.StorageFullError("no space left for step 2")
+        return write(save, *rest)
+
+    monkeypatch.setattr(Save, "write", write)
+    with pytest.raises(Preempted):
+        program.run(str(tmp_path), callbacks=(program.Signal(after=2),), checkpoint={**NEVER, "save_interval_steps": 2})
+    assert "an earlier save failed; step 3 is being saved" in caplog.messages
+    assert {entry.step: entry.reason for entry in hf.list_checkpoints(tmp_path)} == {3: "preempted"}
 
 
 def test_signal_between_batches_is_kept_for_users_own_handler() -> None:
@@ -105,29 +152,6 @@ def test_signal_between_batches_is_kept_for_users_own_handler() -> None:
     assert received == [signal.SIGTERM, signal.SIGTERM]
 
 
-def test_signal_when_the_step_is_saved_already() -> None:
-    # The first batch after step 2 begins an accumulation: the run need not continue to its end.
-    directory = new_directory()
-    recorder = program.Recorder(signal_after=2)
-    with pytest.raises(Preempted):
-        program.run(directory, recorder=recorder, accumulate_grad_batches=3)
-    manager = hf.CheckpointManager(directory, options=hf.CheckpointManagerOptions(read_only=True))
-    assert manager.all_steps() == [1, 2]
-
-
-class SignalIn(lightning.Callback):
-    """Sends SIGTERM in the first batch of a hook, and counts the batches that follow."""
-
-    def __init__(self, hook: str) -> None:
-        self.batches = 0
-        setattr(self, hook, self.send)
-
-    def send(self, *args: Any, **kwargs: Any) -> None:
-        self.batches += 1
-        if self.batches == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
 @pytest.mark.parametrize(
     ("function", "hook"),
     [
@@ -139,12 +163,10 @@ class SignalIn(lightning.Callback):
 )
 @pytest.mark.usefixtures("default_sigterm")
 def test_nothing_to_save_yet(function: str, hook: str) -> None:
-    sender = SignalIn(hook)
+    sender = program.Signal(hook=hook)
     callback = CheckpointCallback(new_directory(), **NEVER)
-    trainer: Any = lightning.Trainer(callbacks=[callback, sender], max_epochs=1, **program.QUIET)
-    loaders = [program.validation_loader()]
-    if function == "fit":
-        loaders.insert(0, program.training_loader("shuffled"))
+    trainer = program.trainer(callback, sender, max_epochs=1)
+    loaders = program.loaders()[function != "fit" :]
     model: Any = program.Model()
     model.predict_step = model.loss
     with pytest.raises(Preempted) as caught:
@@ -308,20 +330,18 @@ def test_the_last_point_is_saved(
     assert resumed.final == whole.final
 
 
-def test_without_the_option_nothing_more_is_saved() -> None:
+@pytest.mark.parametrize(
+    ("checkpoint", "step", "saved"),
+    [
+        pytest.param({"save_interval_steps": 4}, 6, [4], id="nothing without the option"),
+        pytest.param(RARELY, 0, [], id="nothing of a fresh run that fails at once"),
+    ],
+)
+def test_nothing_more_is_saved(checkpoint: dict[str, Any], step: int, saved: list[int]) -> None:
     directory = new_directory()
     with pytest.raises(RuntimeError, match="spoiled"):
-        program.run(
-            directory, checkpoint={"save_interval_steps": 4}, callbacks=(Fails("on_after_backward", 6, RuntimeError),)
-        )
-    assert [one.step for one in hf.list_checkpoints(directory)] == [4]
-
-
-def test_a_fresh_run_that_fails_at_once_saves_nothing() -> None:
-    directory = new_directory()
-    with pytest.raises(RuntimeError, match="spoiled"):
-        program.run(directory, checkpoint=RARELY, callbacks=(Fails("on_after_backward", 0, RuntimeError),))
-    assert hf.list_checkpoints(directory) == []
+        program.run(directory, checkpoint=checkpoint, callbacks=(Fails("on_after_backward", step, RuntimeError),))
+    assert [one.step for one in hf.list_checkpoints(directory)] == saved
 
 
 # ---- local steps

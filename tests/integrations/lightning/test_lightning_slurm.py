@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as lightning
 import pytest
 import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
@@ -57,18 +56,6 @@ def slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return log
 
 
-class Signal(lightning.Callback):
-    """Sends a signal in the batch after a step, and notes what the logger hears at the end."""
-
-    def __init__(self, number: int, after: int, hook: str = "on_train_batch_start") -> None:
-        self.number, self.after = number, after
-        setattr(self, hook, self.send)
-
-    def send(self, trainer: Any, *args: Any) -> None:
-        if trainer.global_step == self.after:
-            os.kill(os.getpid(), self.number)
-
-
 def trainer_of(directory: Path, *callbacks: Any, environment: Any = None, **options: Any) -> Any:
     callback = CheckpointCallback(directory, **{**NEVER, **options})
     return program.trainer(callback, *callbacks, plugins=[environment or SLURMEnvironment()], max_epochs=2)
@@ -82,7 +69,7 @@ def test_the_requeue_signal_saves_and_requeues(
         monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "77")
         monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "5")
     before = signal.getsignal(signal.SIGUSR1)
-    trainer = trainer_of(tmp_path / "run", Signal(signal.SIGUSR1, after=3))
+    trainer = trainer_of(tmp_path / "run", program.Signal(signal.SIGUSR1, after=3))
     teardown = trainer.accelerator.teardown
 
     def note_teardown() -> None:
@@ -114,19 +101,11 @@ def test_the_requeue_signal_saves_and_requeues(
     ],
 )
 def test_signals_of_a_job(slurm: Path, tmp_path: Path, number: int, environment: dict[str, Any], status: int) -> None:
-    trainer = trainer_of(tmp_path / "run", Signal(number, after=3), environment=SLURMEnvironment(**environment))
+    trainer = trainer_of(tmp_path / "run", program.Signal(number, after=3), environment=SLURMEnvironment(**environment))
     with pytest.raises(Preempted) as caught:
         trainer.fit(program.Model(), *program.loaders())
     assert caught.value.code == status
     assert slurm.exists() == (status == 75)
-
-
-def test_a_signal_without_slurm_saves_as_sigterm_does(tmp_path: Path) -> None:
-    recorder = Signal(signal.SIGUSR1, after=3)
-    with pytest.raises(Preempted) as caught:
-        program.run(str(tmp_path / "run"), callbacks=(recorder,), checkpoint={**NEVER, "signals": ["SIGUSR1"]})
-    assert caught.value.code == 128 + signal.SIGUSR1
-    assert [entry.step for entry in hf.list_checkpoints(tmp_path / "run")] == [4]
 
 
 def test_a_job_that_cannot_be_requeued_ends_all_the_same(
@@ -134,13 +113,13 @@ def test_a_job_that_cannot_be_requeued_ends_all_the_same(
 ) -> None:
     (tmp_path / "bin" / "scontrol").write_text("#!/bin/sh\necho 'Job is not requeueable' >&2\nexit 1\n")
     with pytest.raises(Preempted) as caught:
-        trainer_of(tmp_path / "run", Signal(signal.SIGUSR1, after=3)).fit(program.Model(), *program.loaders())
+        trainer_of(tmp_path / "run", program.Signal(signal.SIGUSR1, after=3)).fit(program.Model(), *program.loaders())
     assert caught.value.code == 75
     assert "scontrol requeue 4321 failed: Job is not requeueable. The run is saved" in caplog.text
 
 
 def test_the_requeue_signal_in_a_test(slurm: Path, tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path / "run", Signal(signal.SIGUSR1, after=0, hook="on_test_batch_start"))
+    trainer = trainer_of(tmp_path / "run", program.Signal(signal.SIGUSR1, after=0, hook="on_test_batch_start"))
     with pytest.raises(Preempted) as caught:
         trainer.test(program.Model(), program.validation_loader(), verbose=False)
     assert caught.value.code == 75
