@@ -1,4 +1,4 @@
-"""``python -m benchmarks.peers_agree``: what holdfast and the real Orbax and TensorFlow do with the same random inputs.
+"""``python -m benchmarks.peers_agree``: what holdfast and the real Orbax, TensorFlow and RLlib do with the same inputs.
 
 Each case follows from its seed: a tree, transformations, or a series of saves under rules of retention. A kind of case
 whose library is not installed is skipped, and the table says so. TensorFlow may have an environment of its own:
@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib.util
+import itertools
 import json
 import logging
 import os
@@ -27,6 +29,7 @@ import numpy as np
 
 import holdfast as hf
 from holdfast import graph
+from holdfast.components import Checkpointable, read_state
 
 from .table import aligned
 
@@ -198,6 +201,111 @@ def orbax_retention(rng: random.Random, place: Path) -> None:
                 same(ours.best_step(), theirs.best_step(), f"{options}: the best after step {step}")
 
 
+# ---- RLlib: trees of components, which both save, restore, construct and filter
+
+
+class Part(Checkpointable):
+    """Arrays by name, and components below it; a spec holds both."""
+
+    __untracked__ = ("parts", "spec")
+
+    def __init__(self, spec: Any) -> None:
+        self.spec, values = spec, spec["values"]
+        vars(self).update({name: array.copy() for name, array in values.items()})
+        self.parts = {name: type(self)(inner) for name, inner in spec["parts"].items()}
+
+    def get_checkpointable_components(self) -> list[tuple[str, Any]]:
+        return list(self.parts.items())
+
+
+@functools.cache
+def rllib_part() -> Any:
+    """Return the class of such a component for RLlib, with the state that its documentation asks for."""
+    checkpoints: Any = importlib.import_module("ray.rllib.utils.checkpoints")
+
+    class RLlibPart(checkpoints.Checkpointable):  # type: ignore[misc]  # its base is Any
+        def __init__(self, spec: Any) -> None:
+            self.spec = spec
+            self.values = {name: array.copy() for name, array in spec["values"].items()}
+            self.parts = {name: type(self)(inner) for name, inner in spec["parts"].items()}
+
+        def get_state(self, components: Any = None, *, not_components: Any = None, **_: Any) -> Any:
+            found = dict(self.values)
+            for name, part in self.parts.items():
+                if self._check_component(name, components, not_components):
+                    chosen, left = (self._get_subcomponents(name, one) for one in (components, not_components))
+                    found[name] = part.get_state(chosen, not_components=left)
+            return found
+
+        def set_state(self, state: Any) -> None:
+            for name, value in state.items():
+                if name in self.parts:
+                    self.parts[name].set_state(value)
+                else:
+                    self.values[name] = value
+
+        def get_ctor_args_and_kwargs(self) -> Any:
+            return (self.spec,), {}
+
+        def get_checkpointable_components(self) -> Any:
+            return list(self.parts.items())
+
+    return RLlibPart
+
+
+def component_spec(rng: random.Random, names: Iterator[int], depth: int = 2) -> Any:
+    """Return a tree of components, each with a name of its own."""
+    parts = {f"p{next(names)}": component_spec(rng, names, depth - 1) for _ in range(rng.randrange(3) if depth else 0)}
+    values = {name: array(rng) for name in rng.sample("abc", rng.randrange(1, 3))}
+    # RLlib pickles the class of bfloat16, which is not numpy's, and which holdfast does not read.
+    known = {name: one.astype(np.float32) if one.dtype.kind == "V" else one for name, one in values.items()}
+    return {"values": known, "parts": parts}
+
+
+def others(spec: Any, rng: random.Random) -> Any:
+    """Return the same tree with other values, and without some components."""
+    kept = {name: inner for name, inner in spec["parts"].items() if rng.random() < 0.8}
+    values = {name: np.zeros_like(one) for name, one in spec["values"].items()}
+    return {"values": values, "parts": {name: others(inner, rng) for name, inner in kept.items()}}
+
+
+def paths_of(spec: Any, above: str = "") -> list[str]:
+    found = []
+    for name, inner in spec["parts"].items():
+        found += [f"{above}{name}", *paths_of(inner, f"{above}{name}/")]
+    return found
+
+
+def rllib_trees(rng: random.Random, place: Path) -> None:
+    """Trees that both have saved, restored into a program with other components, and constructed."""
+    spec = component_spec(rng, itertools.count())
+    running = others(spec, rng)
+    mine, theirs, kind = Part(running), rllib_part()(running), rllib_part()
+    ours = Part(spec).save_to_path(place / "ours")
+    path = kind(spec).save_to_path(place / "theirs")
+    compare(read_state(path), read_state(ours), "read as data")
+    theirs.restore_from_path(path)
+    for origin in (ours, path):
+        mine.restore_from_path(origin)
+        compare(mine.get_state(), theirs.get_state(), "restored")
+    made = Part.from_checkpoint(path, fallback=True, spec=spec)
+    compare(made.get_state(), kind.from_checkpoint(path).get_state(), "constructed")
+
+
+def rllib_parts(rng: random.Random, place: Path) -> None:
+    """One component restored alone, and states of chosen components."""
+    spec = component_spec(rng, itertools.count())
+    running = others(spec, rng)
+    mine, theirs, path = Part(running), rllib_part()(running), rllib_part()(spec).save_to_path(place / "theirs")
+    for name in rng.sample(paths_of(running), min(2, len(paths_of(running)))):
+        for one in (mine, theirs):
+            one.restore_from_path(f"{path}/{name}", component=name)
+        compare(mine.get_state(), theirs.get_state(), f"restored {name}")
+        for option in ("components", "not_components"):
+            found = [one.get_state(**{option: rng.choice([name, [name]])}) for one in (mine, theirs)]
+            compare(found[0], found[1], f"{option}={name}")
+
+
 # ---- TensorFlow, in its own process
 
 
@@ -267,6 +375,7 @@ def cases(tensorflow: TensorFlow | None) -> dict[str, Callable[[random.Random, P
     """Return the kinds of cases, or why they are skipped."""
     missing = "orbax-checkpoint is not installed" if importlib.util.find_spec("orbax") is None else None
     absent = "TensorFlow is not installed: --tensorflow PYTHON"
+    without = "RLlib is not installed" if importlib.util.find_spec("ray") is None else None
 
     def asked(kind: Any, **options: Any) -> Callable[[random.Random, Path], None] | str:
         if tensorflow is None or not tensorflow.is_there:
@@ -278,6 +387,8 @@ def cases(tensorflow: TensorFlow | None) -> dict[str, Callable[[random.Random, P
         "Orbax: trees that are exported": missing or orbax_exports,
         "Orbax: transformations": missing or orbax_transforms,
         "Orbax: retention": missing or orbax_retention,
+        "RLlib: trees of components": without or rllib_trees,
+        "RLlib: parts and filters": without or rllib_parts,
         "TensorFlow: retention": asked(tensorflow_retention),
         "TensorFlow: values": asked(tensorflow_values),
         "TensorFlow: models of Keras": asked(tensorflow_values, keras=True),

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Never, TypeVar, overload
 from .arrays import Layout
 from .checkpoint import Checkpointer, SaveReport, start_save
 from .errors import OptionError
+from .foreign_arguments import refuse_unknown
 from .handlers import PyTreeCheckpointHandler
-from .peer_names import refuse_unknown
 from .pytree import collection_paused
 from .storage import Helper, Place, as_location
 

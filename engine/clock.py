@@ -1,4 +1,4 @@
-"""The clock, which tests replace; durations such as ``"15m"``; rates and sizes; the progress of a long call."""
+"""The clock, which tests replace; durations such as ``"15m"``; rates and sizes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import datetime
 import math
 import re
 import time
-from typing import Protocol, Self
+from typing import Protocol
 
 from .errors import OptionError
-from .forks import Lock
 
 
 class Clock(Protocol):
@@ -107,79 +106,3 @@ def format_duration(seconds: float) -> str:
         # Below a millisecond the rounding above would leave nothing.
         parts.append(f"{rest or seconds:.10g}s")
     return "".join(parts)
-
-
-class Progress(Protocol):
-    """Receives the progress of a long call in bytes; several threads of the call use it at the same time, and often.
-
-    An exception of a method ends the call, as an interrupt would. When a call returns, it has advanced by all the bytes
-    that it has expected.
-
-    >>> import tempfile, numpy as np
-    >>> import holdfast as hf
-    >>> class Percent:
-    ...     expected = done = 0
-    ...     def expect(self, nbytes: int) -> None:
-    ...         self.expected += nbytes
-    ...     def advance(self, nbytes: int) -> None:
-    ...         self.done += nbytes
-    >>> with tempfile.TemporaryDirectory() as directory:
-    ...     report = hf.save(f"{directory}/a", {"w": np.arange(3)})
-    ...     percent = Percent()
-    ...     hf.verify(f"{directory}/a", progress=percent).ok, percent.done == percent.expected > 24
-    (True, True)
-    """
-
-    def expect(self, nbytes: int) -> None:
-        """Add to the bytes that the call will process; called before they are, and perhaps several times."""
-
-    def advance(self, nbytes: int) -> None:
-        """Add to the bytes that the call has processed."""
-
-
-class Unheard:
-    """Ignores the progress of a call."""
-
-    def expect(self, nbytes: int) -> None:
-        return
-
-    def advance(self, nbytes: int) -> None:
-        return
-
-
-UNHEARD = Unheard()
-
-
-class Portion:
-    """A part of a call, of so many bytes, all of which are reported once it has succeeded; work has other units."""
-
-    def __init__(self, progress: Progress, nbytes: int, units: int = 0) -> None:
-        self._progress = progress
-        self._nbytes = nbytes
-        self._units = units
-        self._done = self._reported = 0
-        self._lock = Lock()
-
-    def work(self, units: int) -> None:
-        """Add to the expected work."""
-        with self._lock:
-            self._units += units
-
-    def advance(self, units: int) -> None:
-        """Add to the work that is done."""
-        with self._lock:
-            self._done = min(self._done + units, self._units)
-            self._report(self._nbytes * self._done // max(1, self._units))
-
-    def _report(self, reached: int) -> None:
-        if reached > self._reported:
-            new, self._reported = reached - self._reported, reached
-            self._progress.advance(new)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is None:
-            with self._lock:
-                self._report(self._nbytes)

@@ -201,14 +201,14 @@ def shortened_steps(steps: Iterable[int]) -> str:
     return ", ".join(shown if len(shown) <= 8 else [*shown[:4], "...", *shown[-3:]])
 
 
-def shortened_text(text: str, most: int = 60) -> str:
+def shortened_text(text: str) -> str:
     """Return a text, or its beginning if it is long."""
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def first_lines(lines: Sequence[str], most: int = 20) -> list[str]:
-    """Return the first lines, and one that says how many more there are."""
-    return [*lines[:most], f"and {len(lines) - most} more"] if len(lines) > most else list(lines)
+def first_lines(lines: Sequence[str]) -> list[str]:
+    """Return the first 20 lines, and one that says how many more there are."""
+    return [*lines[:20], f"and {len(lines) - 20} more"] if len(lines) > 20 else list(lines)
 
 
 def itemized(headline: str, lines: Sequence[str]) -> str:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .arrays import FileCheck, Problem, SavedLeaf, TreeReader, naming, open_folder
-from .clock import UNHEARD, Portion, Progress
 from .errors import CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, HoldfastError, shortened_text
 from .format import RECORD, TREES, FileRecord, ItemRecord, own_shares
+from .progress import NULL, Progress, Share
 from .pytree import decode_value
 from .sources import (
     JSON,
@@ -21,8 +21,8 @@ from .sources import (
     is_run,
     leaf_path,
     open_at,
-    portions_of,
     read_checkpoint,
+    shares_of,
     trees_in,
 )
 from .steps import StepEntry, has_changed, has_record, read_record, stray_folders
@@ -168,33 +168,33 @@ def verify(path: Place, step: int | None = None, *, progress: Progress | None = 
         CheckpointNotFoundError: There is no such checkpoint.
         OptionError: Checkpoints of several names have this step, such as ``a-1`` and ``b-1``.
     """
-    progress = progress or UNHEARD
+    progress = progress or NULL
     for _ in range(_LISTINGS):
         location = as_location(path).snapshot()
         entries = find_steps(location).entries if step is None and is_run(location) else ()
         if not entries:
             break
-        portions = portions_of(progress, entries)
-        verified = [_verify_listed(entry.location, entry.step, next(portions)) for entry in entries]
+        shares = shares_of(progress, entries)
+        verified = [_verify_listed(entry.location, entry.step, next(shares)) for entry in entries]
         if found := tuple(one for one in verified if one is not None):
             strays = stray_folders(location, None, entries)
             return VerifyReport(checkpoints=found, strays=tuple(str(one.location) for one in strays))
     location = find_checkpoint(location, step)
-    (portion,) = portions_of(progress, [StepEntry(0, location)])
-    with portion:
-        return VerifyReport(checkpoints=(_verify(location, step, portion),))
+    (share,) = shares_of(progress, [StepEntry(0, location)])
+    with share:
+        return VerifyReport(checkpoints=(_verify(location, step, share),))
 
 
-def _verify_listed(location: Location, step: int, portion: Portion) -> CheckpointVerification | None:
+def _verify_listed(location: Location, step: int, share: Share) -> CheckpointVerification | None:
     """Verify a step of a directory; None if a run deletes it meanwhile, which removes the record first."""
-    with portion, contextlib.suppress(CheckpointNotFoundError):
-        return _verify(location, step, portion)
+    with share, contextlib.suppress(CheckpointNotFoundError):
+        return _verify(location, step, share)
     return None
 
 
-def _verify(location: Location, step: int | None, portion: Portion) -> CheckpointVerification:
+def _verify(location: Location, step: int | None, share: Share) -> CheckpointVerification:
     if not has_record(location):
-        return _verify_foreign(location, step, portion)
+        return _verify_foreign(location, step, share)
     try:
         record = read_record(location)
         if step is not None and record.step not in (step, None):
@@ -204,9 +204,9 @@ def _verify(location: Location, step: int | None, portion: Portion) -> Checkpoin
         problem = Problem(RECORD, "", str(error))
         return CheckpointVerification(step=step, path=str(location), bytes=0, problems=(problem,))
     problems = []
-    portion.work(record.nbytes)
+    share.expect(record.nbytes)
     for name, item in parts.items():
-        for problem in _verify_item(location / item.folder, item, portion.advance):
+        for problem in _verify_item(location / item.folder, item, share.advance):
             leaf = problem.leaf if len(parts) == 1 or not problem.leaf else f"{name}: {problem.leaf}"
             problems.append(Problem(f"{item.folder}/{problem.file}".rstrip("/"), leaf, problem.what))
     # Files of items may belong to none of the trees in them, such as the records of components.
@@ -215,12 +215,12 @@ def _verify(location: Location, step: int | None, portion: Portion) -> Checkpoin
     problems += [found for path, known in others if (found := _digest_problem(location, path, known)) is not None]
     if problems and has_changed(location, record):
         read_record(location)  # raises CheckpointNotFoundError if it was deleted
-        return _verify(as_location(location.url), step, portion)  # a new location has no snapshot of the listing
+        return _verify(as_location(location.url), step, share)  # a new location has no snapshot of the listing
     step = record.step if step is None else step
     return CheckpointVerification(step=step, path=str(location), bytes=record.nbytes, problems=tuple(problems))
 
 
-def _verify_foreign(location: Location, step: int | None, portion: Portion) -> CheckpointVerification:
+def _verify_foreign(location: Location, step: int | None, share: Share) -> CheckpointVerification:
     """Read every item of a checkpoint of another library that holdfast can read."""
     problems: list[Problem] = []
     size = 0
@@ -231,8 +231,8 @@ def _verify_foreign(location: Location, step: int | None, portion: Portion) -> C
             try:
                 if kind == TREE:
                     tree = checkpoint.tree(name)
-                    portion.work(sum(leaf.nbytes for leaf in tree.leaves))
-                    found = tree.verify(portion.advance)
+                    share.expect(sum(leaf.nbytes for leaf in tree.leaves))
+                    found = tree.verify(share.advance)
                     several = len(checkpoint.items) > 1
                     problems += [p._replace(leaf=f"{name}: {p.leaf}") if several and p.leaf else p for p in found]
                 elif kind in (JSON, METRICS):
@@ -247,7 +247,7 @@ def _verify_foreign(location: Location, step: int | None, portion: Portion) -> C
 def _verify_item(folder: Location, item: ItemRecord, advance: Callable[[int], None]) -> list[Problem]:
     if item.is_archive:
         advance(item.nbytes)
-        advance = UNHEARD.advance
+        advance = NULL.advance
     try:
         folder, opened = open_folder(folder, item.files)
     except HoldfastError as error:
@@ -267,7 +267,7 @@ def _verify_item(folder: Location, item: ItemRecord, advance: Callable[[int], No
 
 
 def _digest_problem(
-    folder: Location, file: str, known: FileRecord, advance: Callable[[int], None] = UNHEARD.advance
+    folder: Location, file: str, known: FileRecord, advance: Callable[[int], None] = NULL.advance
 ) -> Problem | None:
     try:
         FileCheck(known).check(folder / file)

@@ -364,7 +364,7 @@ class SkippedLoader(LoaderPosition, Iterator[Any]):
             )
         return epoch * length + batches
 
-    def begin(self) -> None:
+    def go_to_position(self) -> None:
         """Go to the position at once, if it is within an epoch; otherwise the next batch begins the next epoch."""
         length = self._length()
         if self.position % length if length else self.position:

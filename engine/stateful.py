@@ -123,7 +123,7 @@ def restore_state(thing: object, state: Any, prepare: Prepare = lambda _, state:
             decoded = decode_state(state)
         getattr(thing, methods[1])(prepare(thing, decoded))
         if isinstance(thing, SkippedLoader):
-            thing.begin()
+            thing.go_to_position()
         elif nodes_of(thing):
             warn_of_samplers(thing)
         return thing

@@ -142,10 +142,12 @@ class RecordFile:
         self._name = file_name(process)
         self._key = key
         self._lock = Lock()
-        self._place = records.place  # None until the step is committed
+        # None until the step is committed.
+        self._file = None if records.place is None else records.place / self._name
         self._waiting = [] if first is None else [first]
         self._lines = [*records.lines]
         self._written = len(self._lines)  # lines that the file has
+        self._size = sum(len(line) + 1 for line in self._lines)
         self._known = {0, *records.by_k}  # which records there are, by their k
 
     def add(self, pending: Pending) -> None:
@@ -154,38 +156,42 @@ class RecordFile:
             if pending.record["k"] not in self._known:
                 self._known.add(pending.record["k"])
                 self._waiting.append(pending)
-                if self._place is not None and self._place.is_local:
-                    self._flush(self._place, wait=False)
+                if self._file is not None and self._file.is_local:
+                    self._flush(self._file, wait=False)
 
     def commit(self, place: Location, checkpoint: str) -> None:
         """Write the records that there are, now that the commit of the step is known."""
         with self._lock:
-            if self._place is None:
-                first, self._place = self._waiting[0], place
+            if self._file is None:
+                first, self._file = self._waiting[0], place / self._name
                 header = {"version": VERSION, "checkpoint": checkpoint, "names": first.names, "total": first.total}
                 key = {**self._key, "devices": first.samples.devices(len(first.names))}
-                self._lines = [_line({**header, "key": key})]
-                self._flush(place, wait=True)
+                self._append(_line({**header, "key": key}))
+                self._flush(self._file, wait=True)
 
     def finish(self) -> None:
         """Write what is left, as the next step is saved or the run ends; in a store, the object is replaced."""
         with self._lock:
-            if self._place is not None:
-                self._flush(self._place, wait=True)
+            if self._file is not None:
+                self._flush(self._file, wait=True)
 
-    def _flush(self, place: Location, *, wait: bool) -> None:
+    def _append(self, line: str) -> None:
+        self._lines.append(line)
+        self._size += len(line) + 1
+
+    def _flush(self, file: Location, *, wait: bool) -> None:
         """Write records in their order; nothing depends on the file, so no error goes further."""
         while self._waiting and (wait or self._waiting[0].samples.is_ready):
             with contextlib.suppress(RuntimeError):  # The computation on the device has failed.
                 line = _line(self._waiting.pop(0).finish())
-                if sum(len(each) + 1 for each in (*self._lines, line)) <= LIMIT:
-                    self._lines.append(line)
-        written, self._written, file = self._written, len(self._lines), place / self._name
+                if self._size + len(line) + 1 <= LIMIT:
+                    self._append(line)
+        written, self._written = self._written, len(self._lines)
         with contextlib.suppress(OSError, HoldfastError):
             # The step may have been deleted since, and must not come back as a folder with this file alone.
             if written == len(self._lines):
                 return
-            if written and place.is_local:
+            if written and file.is_local:
                 append_line(file.path, "\n".join(self._lines[written:]), create=False)
             elif not written or file.is_there():
                 file.write_bytes(("\n".join(self._lines) + "\n").encode(), atomic=False)

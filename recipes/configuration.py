@@ -27,7 +27,7 @@ from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from ..engine.errors import OptionError
-from ..engine.peer_names import peer_hint
+from ..engine.foreign_arguments import foreign_hint
 from .bundled import bundled_configs, bundled_text
 from .problems import ConfigError, KeyPath, Problem, SourceLine, did_you_mean, dotted, found
 from .registry import RECIPES, Recipe, RecipeError, find_recipe, installed_recipes
@@ -256,7 +256,7 @@ def _explained(error: ErrorDetails, recipe: Recipe) -> str:
 
 def _unknown_key(path: KeyPath, schema: type[Config]) -> str:
     word, siblings = str(path[-1]), _keys(schema, path[:-1])
-    hint = peer_hint(word) if path[0] == "checkpoint" else ""
+    hint = foreign_hint(word) if path[0] == "checkpoint" else ""
     hint = hint or did_you_mean(word, siblings)
     if not hint:
         elsewhere = {key: f"{name}.{key}" for name in schema.model_fields for key in _keys(schema, (name,))}

@@ -22,7 +22,7 @@ from holdfast.engine.sources import discovery
 ROOT = Path(__file__).resolve().parents[1] / "src" / "holdfast"
 FOLDERS = ("engine", "integrations", "recipes", "cli")  # each imports itself and those before it
 # What anything in the engine may import.
-SHARED = ("errors", "clock", "forks", "installed", "peer_names", "observer", "streams")
+SHARED = ("errors", "clock", "foreign_arguments", "forks", "installed", "observer", "progress", "streams")
 PURE = ("storage", "format", "pytree", "distributed")  # these import none of each other
 LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {  # of modules and folders: each imports those before its own
     "engine": (

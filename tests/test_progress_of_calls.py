@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import holdfast as hf
-from holdfast.engine.clock import Portion
+from holdfast.engine.progress import Share
 from holdfast.engine.sources import compare_checkpoints, leaf_statistics, open_checkpoint
 from holdfast.engine.storage import as_location
 
@@ -116,20 +116,20 @@ def test_a_listener_can_end_a_call(call: str, places: Path, tmp_path: Path) -> N
     assert not list(hf.list_checkpoints(tmp_path)), "half a result is none"
 
 
-def test_a_portion_reports_its_bytes_whatever_its_work_counts() -> None:
+def test_a_share_reports_its_bytes_whatever_its_work_counts() -> None:
     heard = Counted()
     heard.expect(70)
-    with Portion(heard, 7, 1000) as scaled:
+    with Share(heard, 7, 1000) as scaled:
         for _ in range(30):  # some of it twice
             scaled.advance(100)
     assert heard.done == 7
-    with Portion(heard, 60) as unknown:
+    with Share(heard, 60) as unknown:
         unknown.advance(5)
-        unknown.work(100)
+        unknown.expect(100)
         unknown.advance(50)
         assert heard.done == 37
     assert heard.done == 67
-    failed = Portion(heard, 3, 3)
+    failed = Share(heard, 3, 3)
     failed.advance(1)
     failed.__exit__(ZeroDivisionError, ZeroDivisionError(), None)
     assert heard.done == 68

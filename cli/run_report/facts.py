@@ -9,11 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...engine.clock import UNHEARD, Progress, format_size
+from ...engine.clock import format_size
 from ...engine.errors import HoldfastError
 from ...engine.inspection import LeafSummary, describe
 from ...engine.listing import CheckpointSummary, list_checkpoints
 from ...engine.manager import Experience, Loss, StepInfo, best, read_run_events, stored_options
+from ...engine.progress import NULL, Progress
 from ...engine.sources import LeafStatistics, find_checkpoint, find_steps, leaf_statistics, open_at
 from ...engine.steps import stored_metadata
 from ...engine.storage import Location, as_location
@@ -31,7 +32,7 @@ _WORTH = 60.0  # the least seconds a day that another interval must save for the
 class Reading:
     """How much to read of the values."""
 
-    progress: Progress = UNHEARD  # counts the bytes that are read
+    progress: Progress = NULL  # counts the bytes that are read
     statistics: bool = True
     norm_steps: int | None = None  # how many steps to compare norms of, the newest included; None chooses
     earlier_bytes: float = 8 << 30  # maximum bytes to read of earlier steps for norms, if `norm_steps` is None

@@ -15,7 +15,6 @@ from operator import add
 import numpy as np
 from numpy.typing import NDArray
 
-from ..clock import UNHEARD
 from ..distributed import shares_machine
 from ..errors import DamagedCheckpointError, FormatVersionError, ObjectNotFoundError
 from ..forks import Lock
@@ -34,6 +33,7 @@ from ..format import (
     encode_names,
     metadata_keys,
 )
+from ..progress import NULL
 from ..storage import PAGE, DataReader, Location, is_unreadable, parallel_map
 from .assemble import Assembly
 from .digests import INDEX, MANIFEST, Bytes, FileCheck, is_missing, read_checked, required
@@ -186,7 +186,7 @@ class ArrayDatabase:
             return (self._location / path).open_data(size=None if known is None else known.size, cached=cached)
 
     def read(
-        self, names: Sequence[str], assembly: Assembly, advance: Callable[[int], None] = UNHEARD.advance
+        self, names: Sequence[str], assembly: Assembly, advance: Callable[[int], None] = NULL.advance
     ) -> list[Problem]:
         """Read the chunks that an assembly of these arrays needs; return what is wrong with them."""
         problems: list[Problem] = []

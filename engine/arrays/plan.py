@@ -19,8 +19,8 @@ import numpy as np
 import xxhash
 
 from ..errors import OptionError, UnsupportedLeafError
+from ..foreign_arguments import explains_unknown_names
 from ..format import LEVELS, Stored, dtype_name, encode_array_metadata, key_order, storage_dtype
-from ..peer_names import explains_unknown_names
 from ..pytree import ArrayLeaf, Part, ValueLeaf, format_path
 from ..storage import PAGE, round_up
 from .digests import CHECKSUM_BYTES, CHUNK_ALIGNMENT, Integers

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..clock import UNHEARD
 from ..errors import DamagedCheckpointError, FormatVersionError, HoldfastError
 from ..format import (
     DOCUMENT_LIMIT,
@@ -20,6 +19,7 @@ from ..format import (
     decode_document,
     dtype_from_name,
 )
+from ..progress import NULL
 from ..pytree import (
     EXTERNAL,
     Box,
@@ -147,7 +147,7 @@ class TreeReader(TreeSource):
             )
         return assembly.finish()
 
-    def verify(self, advance: Callable[[int], None] = UNHEARD.advance) -> list[Problem]:
+    def verify(self, advance: Callable[[int], None] = NULL.advance) -> list[Problem]:
         problems = []
         for path, known in self.files.items():
             if what := self._check(path, known):

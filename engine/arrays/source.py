@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..clock import UNHEARD
 from ..errors import DamagedCheckpointError, UnsupportedLeafError, itemized
 from ..format import (
     ARRAY_EXTENSION,
@@ -24,6 +23,7 @@ from ..format import (
     encode_arrays,
     storage_dtype,
 )
+from ..progress import NULL
 from ..pytree import EXTERNAL, ArrayLeaf, Box, Saved, TreeDocument, format_path, whole
 from ..storage import Location
 
@@ -137,7 +137,7 @@ class TreeSource(Protocol):
         """Return the shape of the parts in which :meth:`read_boxes` reads an array; by default, all of the array."""
         return leaf.saved.shape or ()
 
-    def verify(self, advance: Callable[[int], None] = UNHEARD.advance) -> list[Problem]:
+    def verify(self, advance: Callable[[int], None] = NULL.advance) -> list[Problem]:
         """Read and check everything; return all damage, with leaves as ``format_path`` writes them.
 
         ``advance`` is given bytes as they have been read: of elements, or of files where those are known. By default,

@@ -14,6 +14,7 @@ from ..arrays import check_files
 from ..clock import Clock, Duration, SystemClock, seconds
 from ..distributed import Coordinator, ProcessGroup
 from ..errors import CheckpointNotFoundError, OptionError, StateError, UnknownArgumentError
+from ..foreign_arguments import refuse_unknown
 from ..forks import cached_property
 from ..format import ITEM, CheckpointRecord, ItemRecord
 from ..handlers import (
@@ -23,7 +24,6 @@ from ..handlers import (
     PyTreeCheckpointHandler,
     has_structure,
 )
-from ..peer_names import refuse_unknown
 from ..sources import JSON, TREE, CheckpointSource, is_ours, recognise
 from ..steps import read_steadily
 from ..storage import Location, Place, as_location

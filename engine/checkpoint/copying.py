@@ -24,10 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..arrays import ArrayDatabase, FileCheck, required
-from ..clock import UNHEARD
 from ..errors import CheckpointExistsError, DamagedCheckpointError, HoldfastError, ObjectNotFoundError
 from ..forks import Lock
 from ..format import ARCHIVE, TREES, WITNESS_LIMIT, WITNESSES, CheckpointRecord, own_shares
+from ..progress import NULL
 from ..storage import PAGE, DataReader, Location, Segment, max_concurrency, parallel_map, sync_all
 from .removal import CommitParts, parents_of
 from .save import commit_protocol
@@ -105,7 +105,7 @@ class CopyProgress:
     done: int = 0  # those at the destination
     arrived: int = 0  # those that this copy brought there, not an earlier one
     sent: int = 0  # those that this copy sent; the store copied the others itself
-    advance: Callable[[int], None] = UNHEARD.advance  # called with the bytes as they arrive
+    advance: Callable[[int], None] = NULL.advance  # called with the bytes as they arrive
 
 
 class _File(NamedTuple):

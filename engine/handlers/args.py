@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from ..arrays import AGGREGATE_LIMIT, AggregateHandler, aggregate_details, check_level, check_size
 from ..errors import OptionError, UnsupportedLeafError
+from ..foreign_arguments import explains_unknown_names
 from ..format import storage_dtype
-from ..peer_names import explains_unknown_names
 from ..pytree import (
     NUMBER_KINDS,
     NUMBERS,

@@ -16,8 +16,8 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from ..arrays import Layout, make_durable, open_folder, read_checked, write_file
 from ..distributed import ProcessInfo
 from ..errors import UnsupportedLeafError
+from ..foreign_arguments import refuse_unknown
 from ..format import DOCUMENT_LIMIT, FileRecord, decode_document, encode_archive, encode_document
-from ..peer_names import refuse_unknown
 from ..storage import Helper, Location, folder_in_memory
 
 T = TypeVar("T")

@@ -23,7 +23,7 @@ from ..arrays import (
 )
 from ..distributed import ProcessInfo
 from ..errors import OptionError, UnsupportedLeafError, shortened
-from ..peer_names import refuse_unknown
+from ..foreign_arguments import refuse_unknown
 from ..pytree import (
     Details,
     Flattened,

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ..checkpoint import CopiedFiles, CopyProgress, Throttle, copied_step, copy_witness, write_record
-from ..clock import UNHEARD, Portion, Progress, Rate, SystemClock, bytes_per_second
+from ..clock import Rate, SystemClock, bytes_per_second
 from ..distributed import Coordinator, run_on_primary
 from ..errors import (
     CheckpointExistsError,
@@ -18,6 +18,7 @@ from ..errors import (
     itemized,
 )
 from ..format import CheckpointRecord
+from ..progress import NULL, Progress, Share
 from ..steps import (
     StepEntry,
     list_steps,
@@ -103,7 +104,7 @@ def copy_checkpoint(
     rate = None if max_bandwidth is None else bytes_per_second(max_bandwidth, name="max_bandwidth")
 
     def work() -> list[dict[str, Any]]:
-        return list(map(asdict, _Copy(overwrite, Throttle(rate), progress or UNHEARD).run(origin, target)))
+        return list(map(asdict, _Copy(overwrite, Throttle(rate), progress or NULL).run(origin, target)))
 
     about = [origin.url, target.url, overwrite]
     found = run_on_primary("copy_checkpoint", about, work, coordinator)
@@ -128,11 +129,11 @@ class _Copy:
                 raise
             return self._copy_steps(source, destination, steps)
         self.progress.expect(record.nbytes)
-        with Portion(self.progress, record.nbytes, record.nbytes) as portion:
-            return [self._copy_one(source, destination, portion)]
+        with Share(self.progress, record.nbytes, record.nbytes) as share:
+            return [self._copy_one(source, destination, share)]
 
-    def _copy_one(self, source: Location, destination: Location, portion: Portion) -> CopyReport:
-        progress = CopyProgress(advance=portion.advance)
+    def _copy_one(self, source: Location, destination: Location, share: Share) -> CopyReport:
+        progress = CopyProgress(advance=share.advance)
 
         def copy(record: CheckpointRecord) -> CopyReport:
             there = found_at(destination)
@@ -169,13 +170,13 @@ class _Copy:
         self.progress.expect(sum(sizes))
         try:
             for entry, nbytes in zip(steps, sizes, strict=True):
-                with Portion(self.progress, nbytes, nbytes) as portion:
+                with Share(self.progress, nbytes, nbytes) as share:
                     try:
                         if entry.error is not None:
                             raise entry.error
                         ownership.check()
                         target = destination / there.get((entry.series, entry.step), entry.location.name)
-                        done.append(self._copy_one(entry.location, target, portion))
+                        done.append(self._copy_one(entry.location, target, share))
                         # The record of the entry has the metrics of other programs as well.
                         if (copied := found_at(target)) is not None and entry.record is not None:
                             follow(target, copied, replace(copied, metrics=entry.record.metrics))

@@ -13,9 +13,9 @@ from ..checkpoint import Checkpointer, leave_save
 from ..clock import Clock, SystemClock, seconds
 from ..distributed import Alone, Coordinator, ProcessGroup, missed_a_process
 from ..errors import CheckpointNotFoundError, OptionError, SaveFailedError
+from ..foreign_arguments import ExplainsNames, explains_arguments
 from ..format import CheckpointRecord
 from ..observer import Observer, process_observer
-from ..peer_names import ExplainsNames, explains_arguments
 from ..storage import Location, Place, as_location
 from .decisions import AbandonedSteps, Decision, SaveDecisions, Wanted
 from .directory import record_metrics as add_metrics

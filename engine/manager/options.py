@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from ..clock import Duration, Rate, bytes_per_second, seconds
 from ..errors import InvalidLocationError, OptionError, UnknownArgumentError
-from ..peer_names import explains_arguments, explains_unknown_names, instead_of
+from ..foreign_arguments import explains_arguments, explains_unknown_names, instead_of
 from ..storage import Place, as_location, hidden_address
 from .decisions import OnBest, SavePolicy
 from .intervals import Every, LearnedInterval, save_interval

@@ -27,8 +27,8 @@ from .native import described_steps as described_steps
 from .native import leaf_path as leaf_path
 from .native import open_at as open_at
 from .native import open_checkpoint as open_checkpoint
-from .native import portions_of as portions_of
 from .native import read_checkpoint as read_checkpoint
+from .native import shares_of as shares_of
 from .native import trees_in as trees_in
 from .opening import ArrayHandle as ArrayHandle
 from .opening import OpenCheckpoint as OpenCheckpoint

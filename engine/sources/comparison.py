@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..arrays import SavedLeaf, TreeSource, batches
-from ..clock import UNHEARD, Portion, Progress
 from ..errors import UnsupportedLeafError, shortened_text
 from ..generators import is_idle
+from ..progress import NULL, Progress, Share
 from ..pytree import Box, PathFilter, Patterns, materialize
 from .native import leaf_path, trees_in
 from .protocol import JSON, METRICS, TREE, CheckpointSource
@@ -53,7 +53,7 @@ def compare_checkpoints(
     *,
     rtol: float = 0.0,
     atol: float = 0.0,
-    progress: Progress = UNHEARD,
+    progress: Progress = NULL,
 ) -> Iterator[LeafDifference]:
     """Yield the leaves in which two checkpoints differ, in the order of the first one's items and trees.
 
@@ -111,9 +111,9 @@ def _compare_trees(
             yield LeafDifference(item, path, "missing", f"expected {leaf.saved}, and the second checkpoint lacks it")
             progress.advance(leaf.nbytes)
             continue
-        with Portion(progress, leaf.nbytes, leaf.nbytes) as portion:
+        with Share(progress, leaf.nbytes, leaf.nbytes) as share:
             try:
-                found = _compare_leaves(item, path, (one, leaf), (other, match), tolerances, portion)
+                found = _compare_leaves(item, path, (one, leaf), (other, match), tolerances, share)
             except UnsupportedLeafError as error:
                 found = LeafDifference(item, path, "unknown", str(error))
         if found is not None:
@@ -130,7 +130,7 @@ def _compare_leaves(
     one: tuple[TreeSource, SavedLeaf],
     other: tuple[TreeSource, SavedLeaf],
     tolerances: tuple[float, float],
-    portion: Portion,
+    share: Share,
 ) -> LeafDifference | None:
     (tree, leaf), (other_tree, match) = one, other
     saved, found = leaf.saved, match.saved
@@ -149,7 +149,7 @@ def _compare_leaves(
         ((expected_part,),) = tree.read_boxes([leaf], [[box]])
         ((found_part,),) = other_tree.read_boxes([match], [[box]])
         found_values.add(expected_part, found_part, box)
-        portion.advance(expected_part.nbytes)
+        share.advance(expected_part.nbytes)
     return found_values.report(item, path, math.prod(saved.shape))
 
 
@@ -266,7 +266,7 @@ class LeafStatistics:
 def leaf_statistics(
     checkpoint: CheckpointSource,
     select: Patterns | None = None,
-    progress: Progress = UNHEARD,
+    progress: Progress = NULL,
 ) -> Iterator[LeafStatistics]:
     """Yield numbers about every leaf that holds numbers, in the order of the trees.
 
@@ -299,15 +299,15 @@ def _read(tree: TreeSource, leaves: list[SavedLeaf], progress: Progress) -> list
     found = [_Running() for _ in leaves]
     forms = [(leaf.saved.shape or (), np.dtype(leaf.saved.dtype).itemsize) for leaf in leaves]
     nbytes = sum(leaf.nbytes for leaf in leaves)
-    with Portion(progress, nbytes, nbytes) as portion:
+    with Share(progress, nbytes, nbytes) as share:
         try:
             for boxes in zip(*(slabs(*form) for form in forms), strict=True):
                 parts = tree.read_boxes(leaves, [[box] for box in boxes])
                 for running, (part,) in zip(found, parts, strict=True):
                     running.add(part)
-                    portion.advance(part.nbytes)
+                    share.advance(part.nbytes)
         except _NO_NUMBERS:
-            return [None] if len(leaves) == 1 else [_read(tree, [leaf], UNHEARD)[0] for leaf in leaves]
+            return [None] if len(leaves) == 1 else [_read(tree, [leaf], NULL)[0] for leaf in leaves]
     return list(found)
 
 

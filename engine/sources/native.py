@@ -9,10 +9,10 @@ from operator import methodcaller
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..arrays import TreeReader, TreeSource, naming, open_folder
-from ..clock import UNHEARD, Portion, Progress
 from ..errors import CheckpointNotFoundError, DamagedCheckpointError, HoldfastError, OptionError
 from ..forks import cached_property
 from ..format import OWN_FOLDER, CheckpointRecord, FileRecord, ItemRecord, own_shares
+from ..progress import NULL, Progress, Share
 from ..pytree import Patterns, format_path, unescape_key
 from ..steps import MOST_CHANGES, StepEntry, has_changed, has_record, read_again, read_record, restless
 from ..storage import Location, max_concurrency, parallel_map
@@ -154,12 +154,12 @@ def open_at(location: Location) -> CheckpointSource:
     return recognise(location) or NativeCheckpoint(location)  # the latter raises what is missing
 
 
-def portions_of(progress: Progress, entries: Sequence[StepEntry]) -> Iterator[Portion]:
+def shares_of(progress: Progress, entries: Sequence[StepEntry]) -> Iterator[Share]:
     """Yield the part that each of some checkpoints has in a call that reads all of them, by the bytes of its files."""
-    sizes = [0 if progress is UNHEARD else _nbytes(entry) for entry in entries]
+    sizes = [0 if progress is NULL else _nbytes(entry) for entry in entries]
     progress.expect(sum(sizes))
     for size in sizes:
-        yield Portion(progress, size)
+        yield Share(progress, size)
 
 
 def _nbytes(entry: StepEntry) -> int:

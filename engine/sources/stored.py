@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..arrays import PartialTree, Problem, Range, SavedLeaf, TreeSource, damaged_leaves, naming, read_ranges
-from ..clock import UNHEARD
 from ..errors import DamagedCheckpointError, OptionError, UnsupportedLeafError, itemized, shortened
+from ..progress import NULL
 from ..pytree import (
     MAX_DEPTH,
     NAME_ONLY,
@@ -415,7 +415,7 @@ class StoredTree(OtherTree):
     def bytes_read(self) -> int:
         return self._bytes_read
 
-    def verify(self, advance: Callable[[int], None] = UNHEARD.advance) -> list[Problem]:
+    def verify(self, advance: Callable[[int], None] = NULL.advance) -> list[Problem]:
         return [*(() if self._check is None else self._check()), *super().verify(advance)]
 
     def file(self, path: str) -> Location:

@@ -11,8 +11,8 @@ from typing import Any, Never, Protocol, Self, runtime_checkable
 from ...engine.arrays import Layout
 from ...engine.distributed import Coordinator, run_on_primary
 from ...engine.errors import BarrierTimeoutError, OptionError, TreeMismatchError
+from ...engine.foreign_arguments import refuse_unknown
 from ...engine.manager import plain_metrics
-from ...engine.peer_names import refuse_unknown
 from ...engine.pytree import Patterns
 from ...engine.storage import Place, as_location
 from ..graph import RestoreReport

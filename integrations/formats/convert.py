@@ -13,12 +13,13 @@ from numpy.typing import NDArray
 
 from ...engine.arrays import HostTree, Layout, PartialTree, SavedLeaf, TreeSource, TreeWriter, batches, make_durable
 from ...engine.checkpoint import ItemToSave, Save, deleted_on_interrupt
-from ...engine.clock import UNHEARD, Portion, Progress, SystemClock
+from ...engine.clock import SystemClock
 from ...engine.distributed import Coordinator, ProcessInfo, run_on_primary
 from ...engine.errors import CheckpointExistsError, DamagedCheckpointError, OptionError, UnsupportedLeafError, itemized
 from ...engine.format import ITEM, CheckpointRecord
 from ...engine.handlers import JsonCheckpointHandler, PreparedGraph, PreparedItem, PyTreeCheckpointHandler
 from ...engine.manager import best_step_in
+from ...engine.progress import NULL, Progress, Share
 from ...engine.pytree import (
     EXTERNAL,
     NAME_ONLY,
@@ -43,9 +44,9 @@ from ...engine.sources import (
     find_steps,
     is_foreign,
     open_at,
-    portions_of,
     rooted,
     selected,
+    shares_of,
     without_placeholders,
     without_unreadable,
 )
@@ -136,15 +137,15 @@ def import_checkpoint(
         found = FoundSteps() if foreign or not place.is_directory() else find_steps(place)
         steps = {target / str(step): entry for step, entry in found.by_step().items()}
         entries = steps or {target: StepEntry(0, place if foreign else find_checkpoint(place))}
-        portions = portions_of(progress or UNHEARD, [*entries.values()])
+        shares = shares_of(progress or NULL, [*entries.values()])
         done: list[Conversion] = []
         made: list[Location] = []
         with deleted_on_interrupt(target, made):
-            for (result, entry), portion in zip(entries.items(), portions, strict=True):
+            for (result, entry), share in zip(entries.items(), shares, strict=True):
                 if not overwrite:  # Otherwise, it may be an earlier checkpoint that is to be replaced.
                     made.append(result)
                 step = entry.step if steps else None
-                done.append(_import(open_at(entry.location), result, step, overwrite, portion))
+                done.append(_import(open_at(entry.location), result, step, overwrite, share))
             if steps:
                 store_metadata(target, found.metadata())
         return done
@@ -231,14 +232,14 @@ def export_checkpoint(
         if to == "orbax":
             from .orbax.export import export_orbax
 
-            exported = export_orbax(origin, target, chosen, item, select, progress or UNHEARD, _write_arrays)
+            exported = export_orbax(origin, target, chosen, item, select, progress or NULL, _write_arrays)
             return [_conversion(one, place, to, number, trees, ()) for one, place, number, trees in exported]
         checkpoint = open_at(find_checkpoint(origin, chosen).without_links())
         # The extras of a callback lie beside the item of the state.
         named = ITEM if item is None and checkpoint.items.get(ITEM) == TREE else item
         inside = rooted(checkpoint.tree(checkpoint.only_tree(named)), root)
         tree, left_out = without_placeholders(selected(inside, select))
-        _write_file(tree, target, to, overwrite, progress or UNHEARD)
+        _write_file(tree, target, to, overwrite, progress or NULL)
         _warn(checkpoint, left_out)
         return [_conversion(checkpoint, target, to, checkpoint.step if chosen is None else chosen, [tree], left_out)]
 
@@ -263,8 +264,8 @@ def _write_file(tree: TreeSource, target: Location, to: ExportFormat, overwrite:
         )
     nbytes = sum(leaf.nbytes for leaf in tree.leaves)
     progress.expect(nbytes)
-    with Portion(progress, nbytes, nbytes) as portion:
-        source = _InBatches(tree, portion.advance)
+    with Share(progress, nbytes, nbytes) as share:
+        source = _InBatches(tree, share.advance)
         if to == "dcp":
             from .torch.dcp_export import export_dcp
 
@@ -295,7 +296,7 @@ class _InBatches(PartialTree):
 
 
 def _import(
-    checkpoint: CheckpointSource, target: Location, step: int | None, overwrite: bool, portion: Portion
+    checkpoint: CheckpointSource, target: Location, step: int | None, overwrite: bool, share: Share
 ) -> Conversion:
     if isinstance(checkpoint, NativeCheckpoint):
         raise OptionError(f"{checkpoint.location} is a checkpoint of holdfast already; copy the directory")
@@ -312,7 +313,7 @@ def _import(
                 tree, lines = without(tree)
                 left_out += lines
             trees.append(tree)
-            items[own] = ItemToSave(TreeSourceHandler(portion.advance), trees[-1])
+            items[own] = ItemToSave(TreeSourceHandler(share.advance), trees[-1])
         elif kind == JSON:
             items[own] = ItemToSave(JsonCheckpointHandler(), checkpoint.value(name))
         elif kind != METRICS:
@@ -320,9 +321,9 @@ def _import(
     if not items:
         raise OptionError(f"{checkpoint.location}: none of its items can be read: {', '.join(left_out)}")
     save = Save(target, items, overwrite=overwrite)
-    with portion:
+    with share:
         # Every byte is read twice: from the source, and back from the result.
-        portion.work(2 * sum(leaf.nbytes for tree in trees for leaf in tree.leaves))
+        share.expect(2 * sum(leaf.nbytes for tree in trees for leaf in tree.leaves))
         with save.completing():
             record = CheckpointRecord(
                 items=save.write() or {},
@@ -338,7 +339,7 @@ def _import(
             f"{name}: {problem.leaf or problem.file}: {problem.what}"
             for name, kind in written.items.items()
             if kind == TREE
-            for problem in written.tree(name).verify(portion.advance)
+            for problem in written.tree(name).verify(share.advance)
         ]
         if problems:
             raise DamagedCheckpointError(itemized(f"{target} does not read as it was written:", problems))
@@ -387,7 +388,7 @@ def _write_arrays(
 class TreeSourceHandler(PyTreeCheckpointHandler):
     """Saves a `TreeSource`; only some batches of its leaves are in memory at a time."""
 
-    def __init__(self, advance: Callable[[int], None] = UNHEARD.advance) -> None:
+    def __init__(self, advance: Callable[[int], None] = NULL.advance) -> None:
         super().__init__()
         self._advance = advance
 

@@ -12,9 +12,9 @@ from ...engine.checkpoint import AsyncCheckpointer, Checkpointer
 from ...engine.clock import Clock, SystemClock
 from ...engine.distributed import ProcessGroup
 from ...engine.errors import CheckpointExistsError, OptionError, SaveFailedError
+from ...engine.foreign_arguments import refuse_unknown
 from ...engine.manager import CheckpointManager as StepManager
 from ...engine.manager import CheckpointManagerOptions, Every, KeepPolicy, Mirror, Peek, StepInfo, infos_of
-from ...engine.peer_names import refuse_unknown
 from ...engine.steps import LEFT_BEHIND, list_steps, series_and_step
 from ...engine.storage import Place, as_location
 from .checkpoint import Checkpoint, CheckpointTemplate, numbered

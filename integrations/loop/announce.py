@@ -17,11 +17,9 @@ logger = logging.getLogger("holdfast")
 
 
 def announce(text: str, *args: object, shown: bool = True) -> None:
-    """Log a line at INFO; process 0 also writes it to stderr, unless a handler shows it or the program wants silence.
-
-    A level of the logger ``holdfast`` itself, or a level below which logging is disabled, asks for silence.
-    """
+    """Log a line at INFO; if ``shown``, also write it to stderr, unless a handler shows it or the program is silent."""
     logger.info(text, *args)
+    # A level of this logger itself, or a level below which logging is disabled, asks for silence.
     silent = logger.level != logging.NOTSET or logger.disabled or logger.manager.disable >= logging.INFO
     is_handled = any(handler.level <= logging.INFO for handler in handlers_of(logger, logging.INFO))
     if shown and not silent and not is_handled and sys.stderr is not None:

@@ -611,7 +611,7 @@ class CheckpointCallback:
         adapter = self._adapt(template)
         check_extras(extras)
         check_replicated(self._options.replicated, self._with_generators(extras), "restore_or_initialize")
-        adapter.begin(template)
+        adapter.note_fresh(template)
         typed = templates_of(extras)
         fresh = fresh_types(typed, list(typed)) if typed else None
         if resume in ("must", "never"):

@@ -99,7 +99,7 @@ class FirstSteps:
         self._looks: list[_Look] = []  # at what came back and at the first reports, until these are compared
         self._saved: tuple[_Look, Ways, int, Mapping[str, Any]] | None = None  # the first save
 
-    def begin(self, state: Any, step: int | None, extras: Mapping[str, Any], *, grows: bool) -> None:
+    def look_at_start(self, state: Any, step: int | None, extras: Mapping[str, Any], *, grows: bool) -> None:
         """Look at what came back from a step, None without a restore; a program that peeks may let the state grow."""
         self._is_compared = step is not None and not grows
         self._read = [(weakref.ref(one), getattr(one, _TAKEN, 0)) for one in _readers(extras, state)]
@@ -112,7 +112,7 @@ class FirstSteps:
             self._places = [*arrays[:_TRAINED], *counts[:_COUNTS]]
             self._looks.append(self._look(step, state))
 
-    def report(self, step: int, state: Any, extras: Mapping[str, Any]) -> None:
+    def look_at_report(self, step: int, state: Any, extras: Mapping[str, Any]) -> None:
         """Look at a report, before anything is done with it; raise StateError if no resume could restore the state."""
         self._reports, self._extras = self._reports + 1, extras
         if not self._looks:
@@ -127,14 +127,10 @@ class FirstSteps:
                 logger.warning(_LEFT_OUT, *(look.step for look in self._looks))
             self._looks, self._sampler = [], Sampler()  # The sampler keeps the memory of what it has seen.
 
-    def save(
+    def look_at_save(
         self, step: int, state: Any, metrics: Mapping[str, Any], refused: Callable[[], list[str]], *, is_live: bool
     ) -> bool:
-        """Look at the last report, which is about to be saved, and at what a resume from it would refuse.
-
-        Returns:
-            Whether there is nothing more to look at.
-        """
+        """Look at a report that is about to be saved, and at what a resume refuses; return whether that was all."""
         self._saves, extras = self._saves + 1, self._extras
         if self._saves == 1:
             self._check_place(step, state)

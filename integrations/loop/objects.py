@@ -105,10 +105,10 @@ class ObjectsAdapter(StateAdapter):
 
         return GraphCheckpointHandler(compression=options.compression)
 
-    def begin(self, state: Any) -> None:
+    def note_fresh(self, state: Any) -> None:
         from ..graph import FreshObjects
 
-        super().begin(state)
+        super().note_fresh(state)
         self._fresh = FreshObjects.of(self._graph(state))
 
     def refused(self, state: Any) -> list[str]:
@@ -197,7 +197,7 @@ class ComponentAdapter(StateAdapter):
 
         return ComponentCheckpointHandler(compression=options.compression)
 
-    def begin(self, state: Any) -> None:
+    def note_fresh(self, state: Any) -> None:
         from ..components import fresh_components
 
         self._fresh = fresh_components(state)
@@ -250,7 +250,7 @@ class VersionCounters:
         self._tensors = named_tensors(roots)
         self._noted, self._samples = self._now(), self._sample()
 
-    def note(self, roots: Mapping[str, Any]) -> None:
+    def note_step(self, roots: Mapping[str, Any]) -> None:
         """Store the counters after a step."""
         parts = [part for root in roots.values() for _, part in located(root, _is_watched)]
         if len(parts) != len(self._parts) or any(map(operator.is_not, parts, self._parts)):

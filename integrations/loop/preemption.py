@@ -102,7 +102,7 @@ class PreemptionSignal:
         """Set the flag as the signal does, for tests and for other sources of preemptions."""
         if self._received is None:
             self._received, self._since = number, time.monotonic()
-        elif time.monotonic() - self._since >= _ONE_CTRL_C:
+        elif self.age >= _ONE_CTRL_C:
             self.again = True
 
     @property
@@ -111,10 +111,8 @@ class PreemptionSignal:
         return time.monotonic() - self._since
 
     def hand_on(self) -> None:
-        """Send the signal to the handler that was there before, if a program has set one; after :meth:`restore`.
-
-        A later handler stays in place, and would pass the signal on to this one, which is no longer active.
-        """
+        """Send the signal to the handler that was there before, if a program has set one; after :meth:`restore`."""
+        # A later handler stays in place, and would pass the signal on to this one, which is no longer active.
         handler, previous = signal.getsignal(self.number), self._previous.get(self.number)
         if callable(handler) and handler is previous and handler is not signal.default_int_handler:
             signal.raise_signal(self.number)
@@ -123,7 +121,7 @@ class PreemptionSignal:
         """Return the seconds left of ``grace`` since the signal, minus a reserve."""
         if grace is None:
             return WITHOUT_GRACE
-        return max(0.0, 0.9 * (seconds(grace) - (time.monotonic() - self._since)))
+        return max(0.0, 0.9 * (seconds(grace) - self.age))
 
     def add(self, number: signal.Signals, status: int) -> None:
         """Add a signal with an exit status of its own; to be called before :meth:`install`."""
@@ -132,10 +130,7 @@ class PreemptionSignal:
             self.signals = (*self.signals, number)
 
     def reached(self) -> bool:
-        """Return whether to save and stop now, the same on every process of a ``jax.distributed`` run.
-
-        In such a run, every process must call this after every step.
-        """
+        """Return whether to stop now; in a ``jax.distributed`` run, every process asks after every step, and agrees."""
         if not self.received and self.is_agreed and _jax_agreement.reached():
             self.request()
         self._asked += 1
@@ -189,10 +184,7 @@ class PreemptionSignal:
         return True
 
     def restore(self) -> None:
-        """Restore the previous handlers, except where a later handler has replaced this one.
-
-        A later handler that calls this one then reaches the previous handler.
-        """
+        """Restore the previous handlers; a later handler that calls this one then reaches the previous one."""
         _watchers.discard(self)
         if not _watchers and multiprocessing.process.BaseProcess.start is _start:
             multiprocessing.process.BaseProcess.start = _original_start  # type: ignore[method-assign]
@@ -223,7 +215,7 @@ class PreemptionSignal:
                 silence_lost_streams()  # The terminal may be closed, and the next line of the program would end it.
             # Python's own handler of Ctrl-C would raise before the step is saved, so it is called at the second Ctrl-C.
             # A terminal and a launcher may both forward the same Ctrl-C.
-            if previous is signal.default_int_handler and time.monotonic() - self._since < _ONE_CTRL_C:
+            if previous is signal.default_int_handler and self.age < _ONE_CTRL_C:
                 return
         if callable(previous):
             previous(number, frame)

@@ -72,11 +72,9 @@ def all_steps(directory: Location, prefix: str | None = None, manager: Checkpoin
 
 
 def unfinished_neighbour(directory: Location) -> str:
-    """Return the end of a sentence that names an unfinished run whose path differs only in a time or a counter, or "".
-
-    Hydra puts the time of the start into the path, Lightning's loggers a counter: a program that is started again saves
-    to another directory, and so starts fresh.
-    """
+    """Return the end of a sentence on an unfinished run whose path differs only in a time or a counter, or ""."""
+    # Hydra puts the time of the start into the path, Lightning's loggers a counter: a program that is started again
+    # saves to another directory, and so starts fresh.
     if not directory.is_local:
         return ""
     parts = directory.path.parts
@@ -106,10 +104,8 @@ def check_resume(
     option: str = "resume={!r}",
     elsewhere: str = "choose another directory, delete this one",
 ) -> None:
-    """Check that a directory fits ``resume``: ``"must"`` needs a checkpoint, also a damaged one, ``"never"`` none.
-
-    ``option`` and ``elsewhere`` tell, for messages, how the user writes the option and begins another run.
-    """
+    """Check that a directory fits ``resume``: ``"must"`` needs a checkpoint, also a damaged one, ``"never"`` none."""
+    # For messages: how the user writes the option, and begins another run elsewhere.
     auto = option.format("auto")
     if resume == "must" and not steps:
         raise CheckpointNotFoundError(

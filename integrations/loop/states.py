@@ -60,7 +60,7 @@ class StateAdapter:
         """Return the template that the handler restores a state with."""
         return self.to_tree(state)
 
-    def begin(self, state: Any) -> None:
+    def note_fresh(self, state: Any) -> None:
         """Note the initial state, perhaps abstract; raise UnsupportedLeafError for leaves that cannot be saved."""
         self.empty = empty_dicts(state)
 
@@ -83,7 +83,7 @@ class StateAdapter:
         """Return the state from what the handler has restored; live objects are updated in place."""
         return restored
 
-    def note(self, state: Any) -> None:
+    def note_step(self, state: Any) -> None:
         """Remember the state of the step that was just reported."""
 
     def why_lost(self, state: Any) -> str | None:

@@ -110,7 +110,7 @@ class Positions:
         self._slow: list[float] | None = []  # the seconds of slow steps in a row; None after the warning
         self._clock = time.thread_time
 
-    def take(self, extras: Mapping[str, Any]) -> None:
+    def take_states(self, extras: Mapping[str, Any]) -> None:
         passed = [(name, type(extra)) for name, extra in extras.items()]
         if passed != self._passed:
             self._passed = passed
@@ -195,7 +195,7 @@ class StepSaver:
         self._start = StartValues(self._adapter, state, extras, began)
         first = self._first_steps = FirstSteps(self._adapter)
         self._templates = [name for name, extra in extras.items() if is_template(extra)]
-        self._ask(lambda: first.begin(state, last, extras, grows=grows))
+        self._ask(lambda: first.look_at_start(state, last, extras, grows=grows))
         self._versions.watch(self._live(state, {name: one for name, one in extras.items() if is_versioned(one)}))
 
     def _live(self, state: Any, extras: Mapping[str, Any]) -> dict[str, Any]:
@@ -214,14 +214,14 @@ class StepSaver:
     def update(self, report: Report) -> None:
         """Note a step that the loop has finished, and compare it with the step before the stop."""
         if (first := self._first_steps) is not None:
-            self._ask(lambda: first.report(report.step, report.state, report.extras))
+            self._ask(lambda: first.look_at_report(report.step, report.state, report.extras))
         is_first = self.step is None
         # The next batch may need the memory of this one.
         self._report = report if report.batch is None else replace(report, batch=None)
-        self._adapter.note(report.state)
-        self._positions.take(report.extras)
+        self._adapter.note_step(report.state)
+        self._positions.take_states(report.extras)
         if live := self._live(report.state, {name: report.extras[name] for name in self._positions.watched}):
-            self._versions.note(live)
+            self._versions.note_step(live)
         if is_first:
             self._check_savable()  # The first save may be an hour away.
         if self._witness.watches:
@@ -240,9 +240,7 @@ class StepSaver:
         return self._manager.decide(step, metrics=self._report.metrics)
 
     def why_lost(self) -> str | None:
-        """Return why the last step cannot be saved any more, or None when it can."""
-        if self.step is None:
-            return None
+        """Return why the last step, if one was reported, cannot be saved any more, or None when it can."""
         if (lost := self._versions.why_lost() or self._adapter.why_lost(self._report.state)) is not None:
             return lost
         if is_deleted([extra for name, extra in self._report.extras.items() if name not in self._positions.taken]):
@@ -258,7 +256,7 @@ class StepSaver:
             if (first := self._first_steps) is not None:
                 step, state = self._report.step, self._report.state
                 metrics, is_live = taken["metrics"] or {}, self._adapter.is_live
-                self._ask(lambda: first.save(step, state, metrics, self._refused, is_live=is_live))
+                self._ask(lambda: first.look_at_save(step, state, metrics, self._refused, is_live=is_live))
         try:
             if not self._manager.save(self.step, force=True, reason=reason, **taken):
                 return False

@@ -53,8 +53,8 @@ class TreeAdapter(StateAdapter):
     def to_tree(self, state: Any) -> Any:
         return to_tree(state)
 
-    def begin(self, state: Any) -> None:
-        super().begin(state)
+    def note_fresh(self, state: Any) -> None:
+        super().note_fresh(state)
         self._fresh = fresh_types(to_tree(state))
 
     def refused(self, state: Any) -> list[str]:
@@ -73,7 +73,7 @@ class TreeAdapter(StateAdapter):
     def from_tree(self, state: Any, restored: Any) -> Any:
         return from_tree(state, restored)
 
-    def note(self, state: Any) -> None:
+    def note_step(self, state: Any) -> None:
         if type(state) is not self._kind:  # The state is searched once, not at every step.
             self._kind, self._optimizer = type(state), _optimizer_in(state)
         self._count = None if self._optimizer is None else self._updates_of(state)

@@ -63,13 +63,7 @@ class Proof:
 
 
 class Witness:
-    """Follows one run: each report of a step, each save, and a resume at the start.
-
-    Args:
-        manager: The manager whose steps get a record.
-        enabled: Whether anything is recorded and compared.
-        on_inexact: What follows a difference: a warning, an error as well, or nothing.
-    """
+    """Follows one run of a manager, if ``enabled``: each report of a step, each save, and a resume at the start."""
 
     def __init__(self, manager: CheckpointManager, *, enabled: bool, on_inexact: OnInexact) -> None:
         self.proof = Proof()
@@ -114,13 +108,7 @@ class Witness:
                 self._recorder = Recorder(seen)
 
     def resume(self, step: int, seen: Seen, why_not: str = "") -> None:
-        """Begin from a checkpoint: compare what was restored with the record of its save.
-
-        Args:
-            step: The step of the checkpoint.
-            seen: What the program shows right after the restore.
-            why_not: Why the steps that follow are not comparable with those before the stop, or an empty text.
-        """
+        """Compare what a program shows right after a restore with the record of the save; ``why_not`` forbids more."""
         with self._only_logged():
             if self._enabled:
                 self._begin_from(step, seen, why_not)
@@ -146,15 +134,9 @@ class Witness:
         self._compare_restored(records.by_k.get(0, {}), now.finish())
 
     def note(self, look: Callable[[], Seen], mark: Any = None) -> None:
-        """Note the report of a step, before it is decided whether to save it.
-
-        Args:
-            look: Returns what the program shows; called only if the step is recorded or compared.
-            mark: The epoch or epochs of the step; the first step with another one is recorded as well.
-
-        Raises:
-            StateError: The resume is not exact, with ``on_inexact="raise"``.
-        """
+        """Note the report of a step before a save of it is decided; raise StateError if ``on_inexact`` asks for it."""
+        # The program is looked at only if the step is recorded or compared. ``mark`` has the epoch or epochs of the
+        # step: the first step with another one is recorded as well.
         if self._error is not None:
             raise self._error
         self._k += 1
@@ -182,16 +164,8 @@ class Witness:
         return self._last
 
     def save(self, step: int, look: Callable[[], Seen], *, reported: bool = False) -> None:
-        """Note that the present step is about to be saved: it is the last one that is compared with the save before.
-
-        Args:
-            step: The step.
-            look: Returns what the program shows.
-            reported: Whether nothing has changed since :meth:`note`, so that the record of that serves again.
-
-        Raises:
-            StateError: The resume is not exact, with ``on_inexact="raise"``.
-        """
+        """Note the save of a step, the last to be compared with the save before; raise StateError as :meth:`note`."""
+        # If it was just ``reported``, nothing has changed since, and the record of the report serves again.
         with self._only_logged():
             if self._recorder is None:
                 return
@@ -287,8 +261,6 @@ class Witness:
 
     def _rounding(self, k: int, saved: Record, now: Record, differs: Mapping[str, str]) -> float | None:
         """Return the size of a difference that another processor explains, or None."""
-        if self.proof.rounding is not None:
-            return self.proof.rounding
         bitwise = {"batch", "generators", "counters"}
         is_other = self._records.key.get("processor") != self._key.get("processor")
         on_cpu = str(self._records.key.get("devices", "cpu")).startswith("cpu")

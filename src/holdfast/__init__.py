@@ -57,7 +57,7 @@ def __getattr__(name):  # type checkers read __init__.pyi
 
 def _instead_of(name):
     """Return what is here instead of a name of Orbax, for the end of a message."""
-    return _importlib.import_module("holdfast.engine.peer_names").object_instead_of(name)
+    return _importlib.import_module("holdfast.engine.foreign_arguments").object_instead_of(name)
 
 
 class _PeerModules:

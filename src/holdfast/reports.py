@@ -2,10 +2,10 @@
 
 from .engine.arrays import Problem
 from .engine.checkpoint import SaveReport
-from .engine.clock import Progress
 from .engine.inspection import CheckpointVerification, LeafSummary, VerifyReport
 from .engine.listing import CheckpointSummary
 from .engine.manager import CopyReport, Decision, LocalStatus, MirrorStatus, Moment, Restored, StepInfo
+from .engine.progress import Progress
 from .engine.pytree import LeafMetadata
 from .engine.sources import ArrayHandle, OpenCheckpoint
 from .integrations.formats.convert import Conversion

@@ -116,15 +116,7 @@ def test_the_same_array_in_many_places(place: str, assert_same: Same) -> None:
     assert_same(hf.load(place), {"a": [A, A], "b": [A, A], "c": A})
 
 
-def test_containers_within_themselves_and_very_deep_ones(place: str) -> None:
-    circle: dict[str, Any] = {"a": 1}
-    circle["self"] = [circle]
-    deep: Any = 1
-    for _ in range(5000):
-        deep = [deep]
-    for tree, says in ((circle, "contains itself"), ({"deep": deep}, "deeper than")):
-        with pytest.raises(hf.errors.UnsupportedLeafError, match=says):
-            hf.save(place, tree)
+def test_many_containers_within_each_other(place: str) -> None:
     ample: Any = A
     for _ in range(130):
         ample = {"k": [ample]} if isinstance(ample, list) else [ample]

@@ -21,8 +21,7 @@ from tests.events import heard
 import holdfast as hf
 from holdfast.engine.arrays.snapshot import StagingBuffer
 from holdfast.engine.distributed import ProcessInfo
-from holdfast.engine.pytree import Piece, default_pinned_bytes, device_arrays, jax_leaves, torch_leaves
-from holdfast.engine.pytree.leaves import torch as used_torch
+from holdfast.engine.pytree import Piece, default_pinned_bytes, device_arrays, jax_leaves, leaves, torch_leaves
 from holdfast.engine.storage import DataFile, Location
 
 torch = pytest.importorskip("torch")
@@ -72,7 +71,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Take the CPU for a GPU."""
     gpu = fakes.FakeGpu()
     monkeypatch.setattr(device_arrays, "ACCELERATORS", {"cpu"})
-    monkeypatch.setattr(used_torch, "cpu", gpu)  # the module with streams and events
+    monkeypatch.setattr(leaves.torch, "cpu", gpu)  # the module with streams and events
     monkeypatch.setattr(torch_leaves, "HOST_DEVICES", {"meta"})
     monkeypatch.setattr(torch.Tensor, "record_stream", fakes.record_stream)
     with gpu:

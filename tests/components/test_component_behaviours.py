@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import shutil
@@ -109,6 +110,17 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.fixture
+def trainer() -> Trainer:
+    return trained()
+
+
+@pytest.fixture
+def path(trainer: Trainer, place: str) -> str:
+    """Where the trainer is saved."""
+    return trainer.save_to_path(place)
+
+
 def everything(trainer: Trainer) -> list[Any]:
     """Returns all that a trainer's future depends on."""
     kept = trainer.learner.optimizer.state_dict()
@@ -155,9 +167,7 @@ def test_a_new_instance_continues_bit_for_bit(place: str, base: type[Checkpointa
     assert everything(found) == everything(trainer)
 
 
-def test_a_part_is_made_alone(place: str) -> None:
-    trainer = trained()
-    path = trainer.save_to_path(place)
+def test_a_part_is_made_alone(trainer: Trainer, path: str) -> None:
     policy = Policy.from_checkpoint(f"{path}/{CUSTOM}")
     assert same(weights(policy), weights(trainer.policy("p1")))
     learner = Learner.from_checkpoint(f"{path}/learner")
@@ -219,9 +229,7 @@ def test_constructor_arguments_are_overridden(place: str) -> None:
 # ---- restoring into what runs
 
 
-def test_objects_stay_the_objects_they_are(place: str) -> None:
-    trainer = trained()
-    path = trainer.save_to_path(place)
+def test_objects_stay_the_objects_they_are(trainer: Trainer, path: str) -> None:
     running = trained(1)
     before = [running.learner, running.runner.mean, *running.learner.rl_module.parameters()]
     report = running.restore_from_path(path, strict=True)
@@ -250,15 +258,16 @@ def test_one_part_is_swapped(place: str) -> None:
     assert after == slots
 
 
-def test_an_unknown_part_is_an_error(place: str) -> None:
-    running = trained()
-    path = running.save_to_path(place)
-    before = everything(running)
+def test_an_unknown_part_is_an_error(trainer: Trainer, path: str) -> None:
+    before = everything(trainer)
     with pytest.raises(hf.TreeMismatchError, match=r"no component 'learner/p1'; it has 'learner', .*learner/rl_module"):
-        running.restore_from_path(path, component="learner/p1")
+        trainer.restore_from_path(path, component="learner/p1")
     with pytest.raises(hf.CheckpointNotFoundError, match="no such component"):
-        running.restore_from_path(f"{path}/learner/typo")
-    assert everything(running) == before
+        trainer.restore_from_path(f"{path}/learner/typo")
+    assert everything(trainer) == before
+    for arguments in ({"components": "leaner"}, {"not_components": ["learner", "typo"]}, {"components": "x/*"}):
+        with pytest.raises(hf.TreeMismatchError, match="Trainer has no component"):
+            trainer.get_state(**arguments)
 
 
 # ---- parts of states, missing parts, parts born from states
@@ -304,29 +313,18 @@ def test_a_state_that_is_given_is_what_is_saved(place: str) -> None:
     assert hf.load(Trainer().save_to_path(f"{place}/empty", state={})) == {}
 
 
-def test_unknown_parts_are_errors() -> None:
-    for arguments in ({"components": "leaner"}, {"not_components": ["learner", "typo"]}, {"components": "x/*"}):
-        with pytest.raises(hf.TreeMismatchError, match="Trainer has no component"):
-            Trainer().get_state(**arguments)
-
-
-def test_a_state_of_some_parts_leaves_the_others() -> None:
-    trainer, other = trained(), trained(1)
-    before = weights(other.policy("p0"))
-    state = trainer.get_state(CUSTOM)
+def test_a_state_is_a_snapshot_and_one_of_some_parts_leaves_the_others(trainer: Trainer) -> None:
+    other = trained(1)
+    before, after = weights(other.policy("p0")), weights(trainer.policy("p1"))
+    state, whole, expected = trainer.get_state(CUSTOM), trainer.get_state(), everything(trainer)
+    trainer.train()
     kept = leaves(state)
     other.set_state({"learner": {"rl_module": state["learner"]["rl_module"]}})
     assert leaves(state) == kept, "the caller's dictionary is not changed"
-    assert same(weights(other.policy("p1")), weights(trainer.policy("p1")))
+    assert same(weights(other.policy("p1")), after)
     assert same(weights(other.policy("p0")), before)
     assert (other.iterations, other.learner.updates) == (1, 1)
-
-
-def test_a_state_is_a_snapshot() -> None:
-    trainer, other = trained(), Trainer()
-    state, expected = trainer.get_state(), everything(trainer)
-    trainer.train()
-    other.set_state(state)
+    other.set_state(whole)
     assert everything(other) == expected
 
 
@@ -406,16 +404,13 @@ def test_wrong_and_unknown_classes_are_refused(place: str) -> None:
     gone = saved_by_a_class_that_is_gone()
     saved = hf.load(gone)
     assert saved["weights"].tolist() == [7, 7]
-    name = "test_component_behaviours:test_wrong_and_unknown_classes_are_refused.<locals>"
-    import gc
-
     gc.collect()  # the class is only reachable by itself
     with pytest.raises(
         hf.errors.NotAllowedError, match=r"saved_by_a_class_that_is_gone.*not allowed: nothing was imported"
     ):
         Here.from_checkpoint(gone)
-    old = f"{name}.saved_by_a_class_that_is_gone.<locals>.Gone"
-    full = next(key for key in (old, f"{Here.__module__}:{old.partition(':')[2]}") if key.startswith(Here.__module__))
+    here = "test_wrong_and_unknown_classes_are_refused.<locals>"
+    full = f"{__name__}:{here}.saved_by_a_class_that_is_gone.<locals>.Gone"
     assert Here.from_checkpoint(gone, renamed={full: Here}).weights.tolist() == [7, 7]
     assert Here.from_checkpoint(gone, fallback=True, size=2).weights.tolist() == [7, 7]
 
@@ -522,9 +517,7 @@ def test_saving_again_leaves_nothing_of_the_old(tmp_path: Path) -> None:
     running.restore_from_path(path, strict=True)
     assert everything(running) == everything(again)
     assert not (tmp_path / "x" / "learner" / "rl_module" / "p2").exists()
-    assert [file for file in os.listdir(path) if file.startswith("state")] == [
-        next(file for file in os.listdir(path) if file.startswith("state"))
-    ]
+    assert sum(file.startswith("state") for file in os.listdir(path)) == 1
     assert hf.verify(path).ok
     assert same(weights(Policy.from_checkpoint(f"{path}/{CUSTOM}")), weights(again.policy("p1")))
 

@@ -217,20 +217,6 @@ class Configured(Checkpointable):
     __untracked__ = ("given",)
 
 
-def test_plain_values(place: str) -> None:
-    one = Statistics()
-    one.total += 3
-    one.history += [1.0, 2.0]
-    one.random.random()
-    one.by_agent[0][:] = 7
-    path = one.save_to_path(place)
-    found = Statistics.from_checkpoint(path)
-    assert found.total.tolist() == [3, 3]
-    assert found.history == [1.0, 2.0]
-    assert found.random.random() == one.random.random()
-    assert found.by_agent[0].tolist() == [7]
-
-
 class One(Checkpointable):
     def __init__(self, value: Any = None) -> None:
         self.value = value

@@ -10,12 +10,15 @@ import numpy as np
 import torch
 from tests.processes.harness import Process, run_outcomes, run_processes
 from torch import nn
-from torch.distributions import Categorical
 
 import holdfast as hf
 from holdfast.components import Checkpointable, ComponentCheckpointHandler
 
 ENVS, STEPS, MINIBATCHES, UPDATES = 4, 8, 4, 6
+
+
+def log_prob(logits: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
+    return logits.log_softmax(1).gather(1, actions[:, None])[:, 0]
 
 
 class Agent(Checkpointable, nn.Module):
@@ -60,7 +63,7 @@ class Actor(Checkpointable):
             observations = self.envs.observe()
             logits = self.agent.actor(observations)
             actions = torch.multinomial(logits.softmax(1), 1, generator=self.generator)[:, 0]
-            rows.append((observations, actions, Categorical(logits=logits).log_prob(actions), self.envs.step(actions)))
+            rows.append((observations, actions, log_prob(logits, actions), self.envs.step(actions)))
         return [torch.cat(column) for column in zip(*rows, strict=True)]
 
 
@@ -76,7 +79,7 @@ class Learner(Checkpointable):
         for rows in np.split(self.shuffle.permutation(ENVS * STEPS), MINIBATCHES):
             observations, actions, before, rewards = (values[torch.from_numpy(rows)] for values in batch)
             advantages = rewards - self.agent.critic(observations)[:, 0]
-            ratio = (Categorical(logits=self.agent.actor(observations)).log_prob(actions) - before).exp()
+            ratio = (log_prob(self.agent.actor(observations), actions) - before).exp()
             loss = (
                 -torch.min(advantages * ratio, advantages * ratio.clamp(0.8, 1.2)).mean() + advantages.square().mean()
             )

@@ -168,6 +168,7 @@ class Trainer(Checkpointable):
 
     policies: tuple[str, ...] = ("policy",)
     holder = "learner"
+    itself = property(lambda self: self)
 
     def __init__(self, library: str, seed: int = 0) -> None:
         self.library, self.steps = library, 0
@@ -177,7 +178,7 @@ class Trainer(Checkpointable):
         raise NotImplementedError
 
     def train(self, steps: int) -> list[Any]:
-        library, holder = LIBRARIES[self.library], attrgetter(self.holder)(self) if self.holder else self
+        library, holder = LIBRARIES[self.library], attrgetter(self.holder)(self)
         for _ in range(steps):
             inputs = np.random.default_rng(self.steps).normal(size=(5, 3)).astype(np.float32)
             library.update(attrgetter(self.policies[-1])(self), holder, inputs)
@@ -202,7 +203,7 @@ class LearnerAndParent(ParentAndLearner):
 
 
 class Alias(Trainer):
-    policies, holder = ("policy", "behaviour"), ""
+    policies, holder = ("policy", "behaviour"), "itself"
 
     def build(self, policy: Any) -> None:
         self.policy = self.behaviour = policy
@@ -242,7 +243,7 @@ class OptimizerBesideActor(Trainer):
 
 
 class OptimizerInParent(Trainer):
-    policies, holder = ("actor.policy",), ""
+    policies, holder = ("actor.policy",), "itself"
 
     def build(self, policy: Any) -> None:
         self.actor = Actor(policy)
@@ -500,11 +501,11 @@ def test_a_shared_component_is_saved_under_its_first_path_and_known_by_all(tmp_p
     assert not (tmp_path / "one/policy").exists()
     for name in ("policy", "actor/policy"):
         made = TorchPolicy.from_checkpoint(tmp_path / "one" / name, seed=5)
-        assert torch.equal(made.net[0].weight, one.policy.net[0].weight)
+        assert all(map(torch.equal, made.parameters(), one.policy.parameters()))
         assert list(one.get_state(components=name)["actor"]["policy"]) == ["net"]
         again = Program(2)
         again.restore_from_path(tmp_path / "one" / name, component=name)
-        assert torch.equal(again.policy.net[0].weight, one.policy.net[0].weight)
+        assert all(map(torch.equal, again.policy.parameters(), one.policy.parameters()))
     with pytest.raises(hf.CheckpointNotFoundError, match="has no such component"):
         TorchPolicy.from_checkpoint(tmp_path / "one" / "other")
 

@@ -244,9 +244,19 @@ def test_export_for_orbax_and_back(tmp_path: Path) -> None:
     assert_same(hf.load(tmp_path / "back"), hf.load(tmp_path / "ckpt"))
 
 
-def test_export_to_something_unknown(tmp_path: Path) -> None:
-    with pytest.raises(hf.errors.OptionError, match="one of 'safetensors', 'orbax', 'torch', 'dcp'"):
-        export_checkpoint(tmp_path, tmp_path / "x", "onnx")  # type: ignore[arg-type]  # what is tested
+@pytest.mark.parametrize(
+    ("to", "name", "options", "message"),
+    [
+        ("onnx", "x", {}, "to='onnx' is not one of 'safetensors', 'orbax', 'torch', 'dcp'"),
+        ("torch", "x.safetensors", {}, "to='torch' does not fit .*x.safetensors: other programs read"),
+        ("orbax", "x", {"root": "model"}, "root= does not apply to Orbax, which restores the whole tree"),
+        ("orbax", "x", {"overwrite": True}, "overwrite= does not apply to Orbax: remove the destination"),
+    ],
+    ids=["unknown format", "name of another format", "a part for Orbax", "a directory that is there"],
+)
+def test_exports_that_are_refused(tmp_path: Path, to: Any, name: str, options: Any, message: str) -> None:
+    with pytest.raises(hf.errors.OptionError, match=message):
+        export_checkpoint(tmp_path, tmp_path / name, to, **options)
 
 
 # ---- state dicts in the files of each library

@@ -311,13 +311,13 @@ def test_compressed_entries(tmp_path: Path, ending: bytes) -> None:
         "turned": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3).t(),
         "empty": torch.ones(0, 3),
     }
-    state = {**tensors, "step": 7, "set": {"a"}}
+    state = {**tensors, "step": 7, "set": {"a"}, "pair": (1, {"t": torch.ones(2)})}
     writer = FileSystemWriter(tmp_path / "dcp", _extensions=[Zstd(ending)])
     cast("Any", dcp).save(state, storage_writer=writer)
 
     found = loaded(tmp_path / "dcp", like={**state, "set": ...})
 
-    assert (found["step"], found["set"]) == (7, {"a"})
+    assert (found["step"], found["set"], found["pair"][1]["t"].tolist()) == (7, {"a"}, [1, 1])
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
     with hf.open(tmp_path / "dcp") as tree:
         assert tree["x"][3, 10:12].tolist() == [310, 311]

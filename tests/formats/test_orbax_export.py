@@ -123,7 +123,7 @@ def test_a_train_state_with_its_keys(tmp_path: Path, export: Export) -> None:
 
 
 def test_a_run_becomes_that_of_a_manager(tmp_path: Path) -> None:
-    with hf.CheckpointManager(tmp_path / "ours") as manager:
+    with hf.CheckpointManager(tmp_path / "ours", metadata={"name": "a run"}) as manager:
         for step in (3, 10):
             manager.save(step, {"w": jnp.full(4, float(step)), "n": step}, metrics={"loss": step / 2})
     exported = export_orbax(tmp_path / "ours", tmp_path / "theirs")
@@ -133,6 +133,7 @@ def test_a_run_becomes_that_of_a_manager(tmp_path: Path) -> None:
         assert manager.all_steps() == [3, 10]
         assert manager.best_step() == 3
         assert manager.metrics(10) == {"loss": 5.0}
+        assert manager.metadata().custom_metadata == {"name": "a run"}
         like = {"w": jnp.zeros(4), "n": 0}
         assert manager.restore(10, args=ocp.args.StandardRestore(like))["w"].tolist() == [10] * 4
         assert manager.restore(3)["n"] == 3
@@ -185,6 +186,7 @@ def test_a_run_stays_ours_when_its_steps_are_made_readable(tmp_path: Path) -> No
         for step in (1, 2):
             manager.save(step, {"n": step, "w": np.ones(2)}, metrics={"loss": 0.5})
     before = hf.list_checkpoints(tmp_path / "run")
+    assert [place.name for place in add_orbax_metadata(tmp_path / "run", step=2)] == ["2"]
     assert len(add_orbax_metadata(tmp_path / "run")) == 2
     assert len(add_orbax_metadata(tmp_path / "run")) == 2  # once more changes nothing
     assert hf.list_checkpoints(tmp_path / "run") == before

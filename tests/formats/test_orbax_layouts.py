@@ -18,6 +18,7 @@ from tests.formats.orbax_files import DIRECTORIES, copied, edit, ocp, save
 import holdfast as hf
 from holdfast.engine.pytree import Box, whole
 from holdfast.engine.storage import as_location
+from holdfast.integrations.formats.orbax import arrays as orbax_arrays
 from holdfast.integrations.formats.orbax.arrays import cut, gather
 from holdfast.integrations.formats.orbax.tree import OrbaxTree
 
@@ -282,14 +283,21 @@ def test_every_dtype(tmp_path: Path, use_zarr3: bool) -> None:
 
 @pytest.mark.parametrize("use_zarr3", [False, True], ids=["zarr2", "zarr3"])
 @pytest.mark.parametrize("use_ocdbt", [False, True], ids=["directories", "ocdbt"])
-def test_arrays_in_many_chunks_and_files(tmp_path: Path, use_zarr3: bool, use_ocdbt: bool) -> None:
+def test_arrays_in_many_chunks_and_files(
+    tmp_path: Path, use_zarr3: bool, use_ocdbt: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(orbax_arrays, "_UNDER_WAY", 1)  # one array is read after the other
     array = np.random.default_rng(0).random((64, 64)).astype(np.float32)
     arguments: dict[str, Any] = {"ocdbt_target_data_file_size": 4096} if use_ocdbt else {}
     handler = ocp.PyTreeCheckpointHandler(use_zarr3=use_zarr3, use_ocdbt=use_ocdbt)
     with ocp.Checkpointer(handler) as checkpointer:
-        save_args = {"w": ocp.SaveArgs(chunk_byte_size=2048)}
-        checkpointer.save(tmp_path / "one", args=ocp.args.PyTreeSave({"w": array}, save_args=save_args, **arguments))
-    np.testing.assert_array_equal(hf.load(tmp_path / "one")["w"], array)
+        save_args = {name: ocp.SaveArgs(chunk_byte_size=2048) for name in "wv"}
+        checkpointer.save(
+            tmp_path / "one", args=ocp.args.PyTreeSave({"w": array, "v": array + 1}, save_args=save_args, **arguments)
+        )
+    found = hf.load(tmp_path / "one")
+    np.testing.assert_array_equal(found["w"], array)
+    np.testing.assert_array_equal(found["v"], array + 1)
     assert hf.verify(tmp_path / "one").ok
 
 

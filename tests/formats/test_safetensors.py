@@ -116,13 +116,24 @@ def test_an_exported_tree_comes_back_whole(tmp_path: Path) -> None:
     }
 
 
-def test_a_note_that_fits_no_more_is_ignored(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("names", "change"),
+    [
+        pytest.param(["a.0", "b"], lambda note: note, id="a tensor has another name"),
+        pytest.param(["a.0", "a.1", "b"], lambda note: note, id="a tensor was added"),
+        pytest.param(["a.0", "a.1"], lambda note: note[:-1], id="the note is cut off"),
+        pytest.param(["a.0", "a.1"], lambda note: note.replace('"numpy"', "NaN"), id="the note is not JSON"),
+    ],
+)
+def test_a_note_that_fits_no_more_is_ignored(tmp_path: Path, names: list[str], change: Any) -> None:
     path = exported(tmp_path, {"a": [np.ones(1), np.ones(2)]})
     with safetensors.safe_open(path, "np") as file:
-        note = file.metadata()
-    safetensors.numpy.save_file({"a.0": np.ones(1), "b": np.ones(3)}, path, note)
+        note = {name: change(text) for name, text in file.metadata().items()}
+    assert type(loaded(opened(path))["a"]) is list
+    safetensors.numpy.save_file({name: np.ones(1) for name in names}, path, note)
 
-    assert set(loaded(opened(path))) == {"a", "b"}
+    found = loaded(opened(path))
+    assert (set(found), type(found["a"])) == ({name[0] for name in names}, dict)
 
 
 def test_every_leaf_that_does_not_fit_is_named(tmp_path: Path) -> None:
@@ -265,6 +276,7 @@ def described(shape: object = (2,), offsets: object = (0, 2), dtype: object = "U
         ({"a": described(dtype="X")}, b"12", "dtype 'X'"),
         ({"a": described(dtype=["U8"])}, b"12", "dtype"),
         ({"a": described(offsets=(2, 0))}, b"12", "takes"),
+        ({"a": described(dtype="F4", shape=(3, 3), offsets=(0, 5))}, b"12345", "does not fill whole bytes"),
     ],
 )
 def test_damaged_headers(tmp_path: Path, header: object, data: bytes, message: str) -> None:

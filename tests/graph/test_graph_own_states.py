@@ -19,7 +19,7 @@ from holdfast.components import Checkpointable
 Program = dict[str, Any]
 
 
-def resumed(path: Path, make: Callable[[], Program], train: Callable[[Program], None]) -> tuple[Program, Program]:
+def resumed(path: Path, make: Callable[[], Any], train: Callable[[Any], None]) -> tuple[Any, Any]:
     """Returns the objects of a run that was saved after its training, and those of the next start."""
     with hf.CheckpointCallback(path, save_interval_steps=1) as checkpoint:
         before, _ = checkpoint.restore_or_initialize(make())
@@ -358,42 +358,6 @@ def test_an_optimizer_is_restored_although_another_one_loads_it_meanwhile(tmp_pa
     assert other.outer.count == 3
 
 
-class Rotating(torch.optim.SGD):
-    """Keeps a matrix in the order of Fortran, as SOAP does: a product with it rounds otherwise in the order of C."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step(closure)
-        for group in self.param_groups:
-            for one in group["params"]:
-                self.state[one]["Q"] = torch.arange(6.0).reshape(3, 2).T
-
-
-def test_tensors_come_back_with_their_strides(tmp_path: Path) -> None:
-    def make() -> Program:
-        model: Any = torch.nn.Conv2d(2, 3, 2)
-        model.to(memory_format=torch.channels_last)
-        return {"model": model, "optimizer": Rotating(model.parameters(), 0.1)}
-
-    def train(program: Program) -> None:
-        program["model"](torch.ones(1, 2, 4, 4)).sum().backward()
-        program["optimizer"].step()
-
-    before, after = resumed(tmp_path, make, train)
-    strides = [
-        [
-            one.stride()
-            for one in (*program["model"].state_dict().values(), *map(q_of, program["optimizer"].state.values()))
-        ]
-        for program in (before, after)
-    ]
-    assert strides[0] == strides[1]
-    assert (1, 2) in strides[0]
-
-
-def q_of(state: dict[str, torch.Tensor]) -> torch.Tensor:
-    return state["Q"]
-
-
 # ---- metrics, whose state_dict() lacks what they have accumulated
 
 
@@ -433,46 +397,31 @@ class Holder(Checkpointable):
 # ---- modes
 
 
-def test_frozen_parameters_and_modes_are_those_of_the_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def freeze(program: Program) -> None:
-        program["model"][0].requires_grad_(False)
-        program["model"][1].eval()
-
-    def make() -> Program:
-        return {"model": torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))}
-
-    with caplog.at_level(logging.INFO, "holdfast"):
-        _, after = resumed(tmp_path, make, freeze)
-    first, second = after["model"]
-    assert [one.requires_grad for one in after["model"].parameters()] == [False, False, True, True]
-    assert (after["model"].training, first.training, second.training) == (True, True, False)
-    (line,) = [record.getMessage() for record in caplog.records if "as at the save" in record.getMessage()]
-    assert "model/0/weight.requires_grad = False" in line
-    assert "model/1.training = False" in line
-
-
-def test_frozen_parameters_and_modes_of_components(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def make() -> Holder:
+@pytest.mark.parametrize("component", [False, True], ids=["objects", "component"])
+def test_frozen_parameters_and_modes_are_those_of_the_save(
+    component: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def make() -> Any:
         holder = Holder()
         model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 2))
         model[2].requires_grad_(False)
         holder.objects = {"model": model}
-        return holder
+        return holder if component else holder.objects
 
-    with hf.CheckpointCallback(tmp_path) as checkpoint:
-        before, _ = checkpoint.restore_or_initialize(make())
-        first, second, third = before.objects["model"]
+    def change(state: Any) -> None:
+        first, second, third = (state.objects if component else state)["model"]
         first.requires_grad_(False)
         second.eval()
         third.requires_grad_(True)
-        checkpoint.on_step(1, before)
-    with caplog.at_level(logging.INFO, "holdfast"), hf.CheckpointCallback(tmp_path) as checkpoint:
-        after, _ = checkpoint.restore_or_initialize(make())
-    model = after.objects["model"]
+
+    caplog.set_level(logging.INFO, "holdfast")
+    _, after = resumed(tmp_path, make, change)
+    model = (after.objects if component else after)["model"]
     assert [one.requires_grad for one in model.parameters()] == [False, False, True, True, True, True]
     assert [one.training for one in model.modules()] == [True, True, False, True]
     (line,) = [record.getMessage() for record in caplog.records if "as at the save" in record.getMessage()]
-    assert "objects/model/1.training = False" in line
+    assert "model/0/weight.requires_grad = False" in line
+    assert "model/1.training = False" in line
 
 
 # ---- containers of arrays that grow
@@ -500,18 +449,16 @@ def test_containers_of_arrays_are_as_long_as_they_were(component: bool, tmp_path
         found: Replay = (state.objects if component else state)["replay"]
         return found
 
-    with hf.CheckpointCallback(tmp_path) as checkpoint:
-        before, _ = checkpoint.restore_or_initialize(make())
-        replay = replay_of(before)
+    def play(state: Any) -> None:
+        replay = replay_of(state)
         replay.seen = [np.ones(3), torch.ones(2)]
         replay.pairs = [(np.ones(1), 2, {"done": np.zeros(1)})]
         replay.window += [np.ones(2), np.full(2, 2.0)]
         replay.named = {"a": np.ones(2)}
         replay.best = {"weights": {"w": torch.full((2,), 3.0)}, "loss": 0.5}
-        checkpoint.on_step(1, before)
-    with hf.CheckpointCallback(tmp_path) as checkpoint:
-        after, _ = checkpoint.restore_or_initialize(make())
-    assert repr(vars(replay_of(after))) == repr(vars(replay))
+
+    before, after = resumed(tmp_path, make, play)
+    assert repr(vars(replay_of(after))) == repr(vars(replay_of(before)))
 
 
 class Environment:

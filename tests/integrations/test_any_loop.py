@@ -6,7 +6,6 @@ import copy
 import inspect
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -319,11 +318,15 @@ def test_a_resumed_loop_ends_with_the_same_bits(kind: str, how: str, place: str)
     assert hf.verify(f"{place}/run").ok
 
 
-def test_what_is_saved_reads_without_the_program(place: str) -> None:
-    run(KINDS["dict of torch"], place, 2)
-    found = hf.load(place, item="state")
-    assert found["net"]["first"]["weight"].shape == (4, 3)
-    assert (found["done"], found["seen"]) == (2, [0, 1])
+def test_what_is_saved_reads_without_the_program(place: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Also what a resumed run has saved; neither run has said anything."""
+    caplog.set_level(logging.WARNING, "holdfast")
+    for last in (2, 5):
+        run(KINDS["dict of torch"], place, last)
+        found = hf.load(place, item="state")
+        assert found["net"]["first"]["weight"].shape == (4, 3)
+        assert (found["done"], found["seen"]) == (last, [*range(last)])
+    assert caplog.messages == []
 
 
 class Other(torch.nn.Module):
@@ -402,36 +405,36 @@ def test_an_optimizer_as_an_extra(place: str, caplog: pytest.LogCaptureFixture) 
     assert not caplog.records
 
 
-@pytest.mark.parametrize("modules", [0, 2])
-def test_weights_of_another_checkpoint_need_one_module(place: str, modules: int) -> None:
+class Bare(Checkpointable):
+    """A component without a module."""
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (lambda: graph.Node(a=graph.Value(1)), "needs one torch module in the state, and this is 0 torch modules"),
+        (lambda: {"0": Net(0), "1": Net(1)}, "needs one torch module in the state, and this is 2 torch modules"),
+        (Bare, "needs a state with params, and this is a tree of components without a torch module"),
+    ],
+    ids=["none", "two", "a component"],
+)
+def test_weights_of_another_checkpoint_need_one_module(place: str, state: Any, message: str) -> None:
     hf.save(f"{place}/weights", dict(Net(3).state_dict()))
     net = Net(1)
     with hf.CheckpointCallback(f"{place}/run", init_from=f"{place}/weights", save_at_end=False) as checkpoint:
         checkpoint.restore_or_initialize({"net": net, "optimizer": torch.optim.SGD(net.parameters(), lr=1.0)})
     assert all(map(torch.equal, net.state_dict().values(), Net(3).state_dict().values()))
-    state: Any = {str(number): Net(number) for number in range(modules)} if modules else graph.Node(a=graph.Value(1))
     with (
         hf.CheckpointCallback(f"{place}/other", init_from=f"{place}/weights", save_at_end=False) as checkpoint,
-        pytest.raises(
-            hf.errors.OptionError, match=f"needs one torch module in the state, and this is {modules} torch modules"
-        ),
+        pytest.raises(hf.errors.OptionError, match=message),
     ):
-        checkpoint.restore_or_initialize(state)
+        checkpoint.restore_or_initialize(state())
 
 
 def test_the_callback_of_flax_is_the_same_class() -> None:
     from holdfast.integrations.flax import CheckpointCallback
 
     assert CheckpointCallback is hf.CheckpointCallback
-
-
-def test_messages_of_a_run_of_torch(place: str, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, "holdfast")
-    for last in (3, 6):
-        run(KINDS["dict of torch"], place, last)
-    assert caplog.messages == []
-    mapping: Mapping[str, Any] = hf.load(place, item="state")
-    assert mapping["done"] == 6
 
 
 @pytest.mark.parametrize("name", ["partial", "max_to_keep", "resume", "best_fn", "global_generators"])
@@ -575,6 +578,8 @@ def torch_state(rate: float, schedule: str) -> dict[str, Any]:
     state = {"net": net, "optimizer": optimizer}
     if schedule == "step":
         state["schedule"] = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    elif schedule == "a tensor":
+        optimizer.param_groups[0]["lr"] = torch.tensor(rate)
     elif schedule == "one cycle":
         state["schedule"] = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=9)
     return state
@@ -598,6 +603,8 @@ def rate_after(directory: Path, rate: float, schedule: str, step: int, **options
     [
         ("none", "saved", (0.1, 0.1)),
         ("none", "program", (0.4, 0.4)),
+        ("a tensor", "saved", (0.1, 0.1)),
+        ("a tensor", "program", (0.4, 0.4)),
         ("step", "saved", (0.05, 0.025)),
         ("step", "program", (0.2, 0.1)),
     ],

@@ -515,6 +515,9 @@ def test_the_options_are_those_of_every_callback(driver: Driver) -> None:
         ({"save_interval_steps": 0}, "save_interval_steps"),
         ({"best_fn": "loss", "best_mode": "lowest"}, "best_mode"),
         ({"save_interval_secs": "soon"}, "save_interval_secs"),
+        ({"partial": "some"}, "partial='some' must be \"initialize\" or None"),
+        ({"on_inexact": "stop"}, "on_inexact='stop' is not one of 'warn', 'raise', 'ignore'"),
+        ({"replicated": "data"}, "replicated='data' must be the names of extras"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(

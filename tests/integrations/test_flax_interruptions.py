@@ -245,18 +245,22 @@ def test_interrupted_twice_in_a_row(directory: Path, uninterrupted: dict[str, An
 # What the objects of Flax need besides
 
 
-def test_a_loop_that_donated_the_last_reported_state_says_what_is_lost(
-    directory: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("what", ["its arrays", "arrays of its extras"])
+def test_a_loop_that_donated_what_it_has_reported_last_says_what_is_lost(
+    what: str, directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     donating = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + 1, tree), donate_argnums=0)
-    state = {"w": jnp.zeros(1000)}
+    donated = {"w": jnp.zeros(1000)}
     with CheckpointCallback(directory, save_interval_steps=2) as checkpoint:
         for step in range(1, 4):
-            state = donating(state)
-            checkpoint.on_step(step, state)
-        state = donating(state)
+            donated = donating(donated)
+            if what == "its arrays":
+                checkpoint.on_step(step, donated)
+            else:
+                checkpoint.on_step(step, {"n": step}, average=donated)
+        donating(donated)
     assert checkpoint.manager.all_steps() == [2]
-    assert "step 3 is not saved at the end: its arrays were donated" in caplog.text
+    assert f"step 3 is not saved at the end: {what} were donated" in caplog.text
 
 
 def test_nnx_objects_that_were_trained_further_are_not_saved_under_an_older_step(

@@ -264,6 +264,22 @@ def test_an_abstract_state_needs_a_checkpoint(tmp_path: Path) -> None:
     assert leaves(state) == leaves(dict_update(dict_update(dict_update(dict_state()))))
 
 
+def test_a_function_makes_what_the_checkpoint_lacks(tmp_path: Path) -> None:
+    def grown() -> Any:
+        return {**dict_state(), "more": jnp.full(3, 7.0)}
+
+    train(dict_state(), dict_update, str(tmp_path), 3)
+    with hf.CheckpointCallback(tmp_path, partial="initialize", save_at_end=False) as checkpoint:
+        state, _ = checkpoint.restore_or_initialize(grown)
+    whole = dict_update(dict_update(dict_update(dict_state())))
+    assert leaves(state) == leaves({**whole, "more": jnp.full(3, 7.0)})
+    with (
+        hf.CheckpointCallback(tmp_path, partial="initialize") as checkpoint,
+        pytest.raises(hf.TreeMismatchError, match=r"these leaves are not in the checkpoint, and the state .* abstract"),
+    ):
+        checkpoint.restore_or_initialize(jax.eval_shape(grown))
+
+
 # A state that has changed since the last run
 
 ADAM = optax.adam(0.1)

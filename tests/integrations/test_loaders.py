@@ -615,6 +615,8 @@ def test_loaders_that_would_go_on_with_others() -> None:
             hf.skip_to(loader)  # type: ignore[arg-type]
     with pytest.raises(hf.errors.OptionError, match="number of batches"):
         hf.skip_to([1], -1)
+    with pytest.raises(hf.errors.OptionError, match="global_batch_size=0 must be a number of samples, from 1"):
+        hf.skip_to([1], global_batch_size=0)
     with pytest.raises(hf.errors.OptionError, match=r"draws its order from a random generator of each \(RandomSampler"):
         hf.skip_to(DataLoader(DATA, shuffle=True), global_batch_size=1)
     fabric = pytest.importorskip("lightning.fabric").Fabric(accelerator="cpu", devices=1)
@@ -811,7 +813,7 @@ def loop_over_epochs(directory: Path, stop: int = 0, *, first: int | None = None
     torch.manual_seed(0)
     loader, taken = stateful_loader(**options), []
     with CheckpointCallback(directory, save_interval_steps=1 if stop in (0, 3, 6) else stop) as checkpoint:
-        counter = {} if first is None else {"epoch": first}
+        counter: dict[str, Any] = {} if first is None else {"epoch": first}
         state, step = checkpoint.restore_or_initialize({"w": 0}, data=loader, **counter)
         is_stream = issubclass(options.get("dataset", Samples), Stream)
         begin, end = step // 4, 4 if is_stream else 3

@@ -52,67 +52,35 @@ PLACES: dict[str, Callable[..., hf.CheckpointManagerOptions]] = {
 }
 LOCAL = hf.Local("/nowhere/memory", every=5)  # made at the first save
 LOSS = {"best_fn": "loss", "best_mode": "max"}
-EFFECTS: dict[str, tuple[dict[str, Any], tuple[Any, ...], tuple[Any, ...]]] = {
-    "steps": ({"save_interval_steps": 7}, (Every(steps=7),), (KeepPinned(), KeepAll())),
-    "seconds": ({"save_interval_secs": "1h"}, (Every(secs=3600),), (KeepPinned(), KeepAll())),
-    "learned": ({"save_interval_secs": "auto"}, (LearnedInterval(60, 3600),), (KeepPinned(), KeepAll())),
-    "learned in bounds": (
-        {"save_interval_secs": "auto 30s to 2h"},
-        (LearnedInterval(30, 7200),),
-        (KeepPinned(), KeepAll()),
-    ),
-    "both": (
-        {"save_interval_steps": 7, "save_interval_secs": 60},
-        (Every(steps=7), Every(secs=60)),
-        (KeepPinned(), KeepAll()),
-    ),
-    "best": ({"save_on_best": True, **LOSS}, (OnBest("loss"),), (KeepBest(1, "loss"), KeepPinned(), KeepAll())),
+EVERY_STEP, ALL = (Every(steps=1),), (KeepPinned(), KeepAll())
+RULES: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
+    "newest": ({"max_to_keep": 3}, (KeepLatest(3),)),
+    "best and newest": ({**LOSS, "max_to_keep": 2, "keep_latest": 3}, (KeepBest(2, "loss"), KeepLatest(3))),
+    "period": ({"max_to_keep": 1, "keep_period": 5}, (KeepLatest(1), Every(steps=5))),
+    "time": ({"keep_latest": 1, "keep_time_interval": "30m"}, (KeepLatest(1), Every(secs=1800))),
+    "chosen": ({"max_to_keep": 1, "keep_steps": [2, 5]}, (KeepLatest(1), KeepSteps(frozenset({2, 5})))),
+}
+Effect = tuple[dict[str, Any], tuple[Any, ...], tuple[Any, ...]]  # options, and the triggers and rules that they make
+EFFECTS: dict[str, Effect] = {
+    "steps": ({"save_interval_steps": 7}, (Every(steps=7),), ALL),
+    "seconds": ({"save_interval_secs": "1h"}, (Every(secs=3600),), ALL),
+    "learned": ({"save_interval_secs": "auto"}, (LearnedInterval(60, 3600),), ALL),
+    "learned in bounds": ({"save_interval_secs": "auto 30s to 2h"}, (LearnedInterval(30, 7200),), ALL),
+    "both": ({"save_interval_steps": 7, "save_interval_secs": 60}, (Every(steps=7), Every(secs=60)), ALL),
+    "best": ({"save_on_best": True, **LOSS}, (OnBest("loss"),), (KeepBest(1, "loss"), *ALL)),
     "least": (
         {"save_on_best": True, **LOSS, "best_mode": "min", "max_to_keep": 3},
         (OnBest("loss", "min"),),
         (KeepBest(3, "loss", "min"), KeepPinned()),
     ),
-    "newest": ({"save_interval_steps": 1, "max_to_keep": 3}, (Every(steps=1),), (KeepLatest(3), KeepPinned())),
-    "best and newest": (
-        {"save_interval_steps": 1, **LOSS, "max_to_keep": 2, "keep_latest": 3},
-        (Every(steps=1),),
-        (KeepBest(2, "loss"), KeepLatest(3), KeepPinned()),
-    ),
-    "period": (
-        {"save_interval_steps": 1, "max_to_keep": 1, "keep_period": 5},
-        (Every(steps=1),),
-        (KeepLatest(1), Every(steps=5), KeepPinned()),
-    ),
-    "time": (
-        {"save_interval_steps": 1, "keep_latest": 1, "keep_time_interval": "30m"},
-        (Every(steps=1),),
-        (KeepLatest(1), Every(secs=1800), KeepPinned()),
-    ),
-    "chosen": (
-        {"save_interval_steps": 1, "max_to_keep": 1, "keep_steps": [2, 5]},
-        (Every(steps=1),),
-        (KeepLatest(1), KeepSteps(frozenset({2, 5})), KeepPinned()),
-    ),
-    "mirror": (
-        {"save_interval_steps": 1, "mirror": "memory://tests/options"},
-        (Every(steps=1),),
-        (KeepPinned(), KeepAll()),
-    ),
-    "local": (
-        {"save_interval_steps": 1, "local": LOCAL},
-        (Every(steps=1),),
-        (KeepPinned(), KeepAll()),
-    ),
-    "unchanged": (
-        {"save_interval_steps": 1, "reuse_unchanged": False},
-        (Every(steps=1),),
-        (KeepPinned(), KeepAll()),
-    ),
-    "names": (
-        {"save_interval_steps": 1, "step_name_width": 8},
-        (Every(steps=1),),
-        (KeepPinned(), KeepAll()),
-    ),
+    **{
+        name: ({"save_interval_steps": 1, **given}, EVERY_STEP, (*rules, KeepPinned()))
+        for name, (given, rules) in RULES.items()
+    },
+    "mirror": ({"save_interval_steps": 1, "mirror": "memory://tests/options"}, EVERY_STEP, ALL),
+    "local": ({"save_interval_steps": 1, "local": LOCAL}, EVERY_STEP, ALL),
+    "unchanged": ({"save_interval_steps": 1, "reuse_unchanged": False}, EVERY_STEP, ALL),
+    "names": ({"save_interval_steps": 1, "step_name_width": 8}, EVERY_STEP, ALL),
 }
 REFUSED: dict[str, dict[str, Any]] = {
     "steps": {"save_interval_steps": 0},

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import holdfast as hf
@@ -31,18 +30,6 @@ def test_a_recipe_begins_from_a_step(tmp_path: Path) -> None:
         train(resume=9)
     with pytest.raises(hf.errors.OptionError, match=r"checkpoint\.resume: resume='best' needs best_fn="):
         train(resume="best", best_fn="null")
-
-
-def test_extras_beside_a_trainer(tmp_path: Path) -> None:
-    trainer, rng = Trainer(5, [6], games=6), np.random.default_rng(3)
-    with hf.CheckpointCallback(tmp_path, save_interval_steps=1) as checkpoint:
-        checkpoint.restore_or_initialize(trainer, rng=rng)
-        trainer.train_step()
-        checkpoint.on_step(1, trainer, rng=rng)
-    expected, rng = rng.random(), np.random.default_rng(4)
-    with hf.CheckpointCallback(tmp_path) as checkpoint:
-        assert checkpoint.restore_or_initialize(trainer, rng=rng) == (trainer, 1)
-    assert rng.random() == expected
 
 
 def test_a_trainer_that_has_gone_on_is_not_saved_under_an_older_step(

@@ -99,11 +99,6 @@ def test_unflatten_wants_as_many_values_as_leaves(count: int) -> None:
         unflatten(flatten({"a": 1, "b": 2}).structure, [0] * count)
 
 
-def test_shared_containers_are_no_cycles() -> None:
-    shared = [np.ones(2)]
-    assert flatten({"a": shared, "b": shared}).names == ["a.0", "b.0"]
-
-
 def test_a_cycle_is_an_error_that_names_both_places() -> None:
     tree: dict[str, Any] = {"a": {"b": [1]}, "fine": 2}
     tree["a"]["b"].append(tree["a"])

@@ -11,7 +11,7 @@ from tests.versions import enable_x64, nnx_value, unchecked_shard_map
 
 import holdfast as hf
 from holdfast.engine.errors import UnsupportedLeafError
-from holdfast.engine.pytree import ArrayLeaf, Saved, compare, describe, describe_template, flatten
+from holdfast.engine.pytree import ArrayLeaf, Saved, compare, describe, describe_template, flatten, materialize
 
 jax = pytest.importorskip("jax")
 jnp: Any = jax.numpy
@@ -71,6 +71,12 @@ def test_arrays_over_several_devices_come_in_pieces(spec: Any, pieces: int, told
         "kind": "jax",
         "sharding": {"type": "NamedSharding", "mesh": {"axes": [["x", 2], ["y", 2]]}, "spec": told},
     }
+
+
+def test_a_whole_array_in_memory_is_spread_as_a_template_asks(mesh: Any) -> None:
+    array = jax.device_put(jnp.arange(64.0).reshape(8, 8), jax.sharding.NamedSharding(mesh, PartitionSpec("x", "y")))
+    [again] = materialize([*describe_template(["w"], [array])], [Saved.of(leaf_of(array))], [np.asarray(array)], ["w"])
+    assert_same(again, array)
 
 
 def test_an_array_on_another_device_goes_back_there(save: Any) -> None:

@@ -50,6 +50,8 @@ class Run:
             w, self.done = state["w"], start
             epoch = 0 if self.hidden == "counters" else start // 5
             lr = 1.0 if self.hidden == "state" else 0.9**start
+            if self.hidden == "a draw" and start:
+                rng.normal()
             for step in range(start + 1, last + 1):
                 batch = {"x": order.normal(size=3)}
                 lr *= 0.9
@@ -96,37 +98,50 @@ def test_a_resume_that_is_exact_says_what_was_compared(directory: str, caplog: p
         assert [(one["saved_step"], one["step"], one["exact"]) for one in proofs] == [(8, 10, True)]
 
 
-@pytest.mark.parametrize("hidden", ["batch", "generators", "state", "counters"])
+@pytest.mark.parametrize(
+    ("hidden", "cause"),
+    [
+        ("batch", "The data does not continue where it stopped: pass the iterator or loader"),
+        ("a draw", "A random generator was drawn from or seeded in another way: pass it as an extra"),
+        ("generators", "Either the loop changes the state after on_step"),
+        ("state", "Either the loop changes the state after on_step"),
+        ("counters", "The run counts its steps or epochs in another way: pass the counter as an extra"),
+    ],
+)
 def test_each_layer_that_differs_is_named_at_the_first_step(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, hidden: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, hidden: str, cause: str
 ) -> None:
     crashed(tmp_path, hidden)
     run = Run(tmp_path, hidden)(last=14)
     proof = run.checkpoint.proof
     assert (proof.exact, proof.steps) == (False, ())
-    found = {"generators": "metrics"}.get(hidden, hidden)  # Its generator is not handed over, and so not compared.
-    assert found in proof.differs
+    # A generator that is not handed over is not compared.
+    assert {"generators": "metrics", "a draw": "generators"}.get(hidden, hidden) in proof.differs
     (warning,) = [text for text in caplog.messages if text.startswith("not exact from step 9 on: ")]
+    assert cause in warning
     assert "Or the program or its data have changed" in warning
     assert "holdfast drill" in warning
+
+
+def count(
+    directory: Path, last: int, rise: Callable[[int], float], *, loss: float | None = None, **options: Any
+) -> Proof:
+    """Add to a state in each step, report a loss, by default of the state, and wait for each save."""
+    with hf.CheckpointCallback(directory, save_at_end=False, **options) as checkpoint:
+        state, start = checkpoint.restore_or_initialize({"w": np.zeros(50)})
+        for step in range(start + 1, last + 1):
+            state = {"w": state["w"] + rise(step)}
+            checkpoint.on_step(step, state, metrics={"loss": float(state["w"][0]) if loss is None else loss})
+            checkpoint.manager.wait_until_finished()
+    return checkpoint.proof
 
 
 def test_a_later_difference_is_named_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Steps after those of the line are compared until the next save."""
     caplog.set_level(logging.INFO, "holdfast")
 
-    def train(last: int, change: int) -> Proof:
-        with hf.CheckpointCallback(tmp_path, save_interval_steps=20, save_at_end=False) as checkpoint:
-            state, start = checkpoint.restore_or_initialize({"w": np.zeros(50)})
-            for step in range(start + 1, last + 1):
-                state = {"w": state["w"] + (2 if step == change else 1)}
-                checkpoint.on_step(step, state, metrics={"loss": 1.0})
-                checkpoint.manager.wait_until_finished()
-        proof: Proof = checkpoint.proof
-        return proof
-
-    train(30, 0)
-    proof = train(30, 27)
+    count(tmp_path, 30, lambda step: 1, loss=1.0, save_interval_steps=20)
+    proof = count(tmp_path, 30, lambda step: 2 if step == 27 else 1, loss=1.0, save_interval_steps=20)
     assert (proof.exact, proof.steps, proof.differs) == (False, (21, 22, 24), ("state",))
     said = [text.partition(" (")[0] for text in caplog.messages if "exact" in text]
     assert said == ["exact: steps 21, 22 and 24 are those of before the stop", "not exact from step 28 on: state"]
@@ -194,6 +209,11 @@ def test_nothing_is_saved_after_a_difference_with_raise(tmp_path: Path) -> None:
     with pytest.raises(hf.errors.StateError, match=r"not exact from step 9 on: .*on_inexact='raise'"):
         run()
     assert (run.done, run.checkpoint.proof.exact) == (9, False)
+    with hf.CheckpointCallback(tmp_path, save_interval_steps=1, on_inexact="raise") as checkpoint:
+        checkpoint.restore_or_initialize({"w": np.zeros(100)})
+        for step in (9, 10):  # A loop that goes on hears it at each step.
+            with pytest.raises(hf.errors.StateError, match="not exact from step 9 on"):
+                checkpoint.on_step(step, {"w": np.ones(100)})
     assert [entry.step for entry in hf.list_checkpoints(tmp_path)] == [4, 8]
 
 
@@ -253,20 +273,12 @@ def test_a_difference_that_another_processor_rounds(tmp_path: Path, caplog: pyte
     """The records are those of another model of processor; the noise is a part of the update."""
     caplog.set_level(logging.INFO, "holdfast")
 
-    def train(last: int, noise: float, **options: Any) -> Any:
-        with hf.CheckpointCallback(tmp_path, save_interval_steps=2, save_at_end=False, **options) as checkpoint:
-            state, start = checkpoint.restore_or_initialize({"w": np.zeros(50)})
-            for step in range(start + 1, last + 1):
-                state = {"w": state["w"] + 1 + noise}
-                checkpoint.on_step(step, state, metrics={"loss": float(state["w"][0])})
-                checkpoint.manager.wait_until_finished()
-        return checkpoint.proof
-
-    train(3, 0.0)
+    count(tmp_path, 3, lambda step: 1, save_interval_steps=2)
     path = tmp_path / "2" / "witness.jsonl"
     path.write_text("\n".join(rewritten(line, "processor") for line in path.read_text().splitlines()) + "\n")
-    proof = train(3, 1e-6, on_inexact="raise")
+    proof = count(tmp_path, 3, lambda step: 1 + 1e-6, save_interval_steps=2, on_inexact="raise")
     assert (proof.exact, proof.differs) == (None, ())
+    assert proof.rounding is not None
     assert 0 < proof.rounding < 1e-4
     assert [text for text in caplog.messages if "as another processor rounds" in text]
 
@@ -402,6 +414,9 @@ def test_no_step_follows_the_end_of_an_epoch(tmp_path: Path) -> None:
                 os.kill(os.getpid(), signal.SIGTERM)
             if checkpoint.on_step(step, {"w": 1.0}, data=data).should_stop:
                 break
+            if step > 4:
+                outcome = checkpoint.on_eval(step, {"loss": 1.0})
+                assert (outcome.saved, outcome.reason) == (False, "preempted; the step is recorded and not saved")
     assert step == 6
 
 

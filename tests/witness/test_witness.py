@@ -246,7 +246,8 @@ def test_the_leaves_of_a_batch() -> None:
 
 def seen(step: int, w: float = 1.0, **layers: Any) -> Seen:
     root = {"state": {"w": np.full(100, w), "frozen": np.ones(3)}}
-    return Seen(**{"step": step, "root": root, "metrics": {"loss": 0.5}, "counters": {"step": step}, **layers})
+    metrics = {"loss": 0.5, "val": {"accuracy": 0.75}}
+    return Seen(**{"step": step, "root": root, "metrics": metrics, "counters": {"step": step}, **layers})
 
 
 def record(k: int, shown: Seen) -> Record:
@@ -260,6 +261,7 @@ DIFFERENT: dict[str, tuple[dict[str, Any], str]] = {
     "loader": ({"checksums": {"data": 6}}, "batch"),
     "generators": ({"generators": {"rng": {"words": np.ones(3)}}}, "generators"),
     "metrics": ({"metrics": {"loss": 0.25}}, "metrics"),
+    "nested metrics": ({"metrics": {"val": {"accuracy": 0.25}}}, "metrics"),
     "counters": ({"counters": {"step": 1, "epoch": 2}}, "counters"),
     "state": ({"w": 2.0}, "state"),
 }

@@ -14,10 +14,10 @@ from typing import Any
 
 from ....engine.arrays import SavedLeaf, TreeSource
 from ....engine.checkpoint import deleted_on_interrupt
-from ....engine.clock import Portion, Progress
 from ....engine.distributed import Coordinator, run_on_primary
 from ....engine.errors import CheckpointExistsError, OptionError, StorageError, UnsupportedLeafError
 from ....engine.format import RECORD, storage_dtype
+from ....engine.progress import Progress, Share
 from ....engine.pytree import NAME_ONLY, Patterns, TreeDef, format_path, materialize
 from ....engine.sources import (
     JSON,
@@ -29,8 +29,8 @@ from ....engine.sources import (
     find_steps,
     is_run,
     open_at,
-    portions_of,
     selected,
+    shares_of,
 )
 from ....engine.steps import StepEntry
 from ....engine.storage import Location, Place, as_location
@@ -225,10 +225,10 @@ def export_orbax(
     made: list[Location] = []
     done = []
     with deleted_on_interrupt(target, made):
-        for (place, entry), portion in zip(entries.items(), portions_of(progress, [*entries.values()]), strict=True):
+        for (place, entry), share in zip(entries.items(), shares_of(progress, [*entries.values()]), strict=True):
             made.append(place)
             checkpoint = open_at(entry.location)
-            trees = _export(checkpoint, place, item, select, portion, write, managed=managed)
+            trees = _export(checkpoint, place, item, select, share, write, managed=managed)
             done.append((checkpoint, place, entry.step if managed else None, trees))
         if metadata:
             document = {"custom_metadata": dict(metadata)}
@@ -325,7 +325,7 @@ def _export(
     target: Location,
     item: str | None,
     select: Patterns | None,
-    portion: Portion,
+    share: Share,
     write: WriteArrays,
     *,
     managed: bool,
@@ -345,13 +345,13 @@ def _export(
         files = plan.files() | checkpoint_document(TREE_HANDLER, checkpoint.time, checkpoint.custom_metadata)
     else:
         files = _files(checkpoint, places, plans)
-    portion.work(sum(leaf.nbytes for plan in plans.values() for leaf in plan.arrays.values()))
-    with portion, _finished(target) as folder:
+    share.expect(sum(leaf.nbytes for plan in plans.values() for leaf in plan.arrays.values()))
+    with share, _finished(target) as folder:
         for name, plan in plans.items():
             place = folder if is_one_tree else folder / places[name]
             place.make_directory()
             if plan.arrays:
-                write(place, trees[name], plan.arrays, portion.advance)
+                write(place, trees[name], plan.arrays, share.advance)
         _write_files(folder, files)
     return [*trees.values()]
 

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....engine.arrays import MANIFEST, TREE, Problem, SavedLeaf, TreeSource, damaged_leaves, naming
-from ....engine.clock import UNHEARD
 from ....engine.errors import DamagedCheckpointError, UnsupportedLeafError, itemized, shortened
+from ....engine.progress import NULL
 from ....engine.pytree import PLACEHOLDER, Box, Details, Saved, format_path, number_kind, whole
 from ....engine.sources import (
     OPTIONAL,
@@ -228,7 +228,7 @@ class OrbaxTree(OtherTree):
         name = self._names[leaf.name]
         return super().chunks(leaf) if leaf.name in self._values else self._arrays.chunks(name)
 
-    def verify(self, advance: Callable[[int], None] = UNHEARD.advance) -> list[Problem]:
+    def verify(self, advance: Callable[[int], None] = NULL.advance) -> list[Problem]:
         parts = [(leaf, None) for leaf in self.leaves if leaf.name not in self._foreign]
         return self._read_parts(parts, lambda _index, array: advance(array.nbytes))
 

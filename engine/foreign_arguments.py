@@ -12,7 +12,7 @@ from .errors import UnknownArgumentError
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
-_PEER_NAMES: Mapping[str, str] = {
+_FOREIGN: Mapping[str, str] = {
     # Arguments of Lightning's ModelCheckpoint:
     "every_n_train_steps": "here it is save_interval_steps",
     "every_n_epochs": "use save_interval_steps with the number of updates in an epoch",
@@ -72,7 +72,7 @@ _PEER_NAMES: Mapping[str, str] = {
 
 
 # Names of Orbax that holdfast does not have.
-_PEER_OBJECTS: Mapping[str, str] = {
+_FOREIGN_OBJECTS: Mapping[str, str] = {
     "args": "managers take trees and dictionaries of items, without args",
     "StandardCheckpointer": "here it is hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler()), or hf.save and hf.load",
     "StandardCheckpointHandler": "here it is hf.PyTreeCheckpointHandler",
@@ -112,7 +112,7 @@ _PEER_OBJECTS: Mapping[str, str] = {
 
 def object_instead_of(name: str) -> str:
     """Return what is here instead of a name of Orbax, for the end of a message; "" for other names."""
-    return f": {_PEER_OBJECTS[name]}" if name in _PEER_OBJECTS else ""
+    return f": {_FOREIGN_OBJECTS[name]}" if name in _FOREIGN_OBJECTS else ""
 
 
 class ExplainsNames:
@@ -126,14 +126,14 @@ class ExplainsNames:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}", **about)
 
 
-def peer_hint(name: str) -> str:
+def foreign_hint(name: str) -> str:
     """Return what to write instead of an argument of another library, for the end of a message; "" for others."""
-    return f": {_PEER_NAMES[name]}" if name in _PEER_NAMES else ""
+    return f": {_FOREIGN[name]}" if name in _FOREIGN else ""
 
 
 def instead_of(name: str, known: Collection[str]) -> str:
     """Return what to write instead of an unknown argument, for the end of a message."""
-    if hint := peer_hint(name):
+    if hint := foreign_hint(name):
         return hint
     import difflib  # for an error only
 

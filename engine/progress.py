@@ -1,0 +1,83 @@
+"""How far a long call is: the protocol that programs implement, and the shares of a call in it."""
+
+from __future__ import annotations
+
+from typing import Protocol, Self
+
+from .forks import Lock
+
+
+class Progress(Protocol):
+    """Receives the progress of a long call in bytes; several threads of the call use it at the same time, and often.
+
+    An exception of a method ends the call, as an interrupt would. When a call returns, it has advanced by all the bytes
+    that it has expected.
+
+    >>> import tempfile, numpy as np
+    >>> import holdfast as hf
+    >>> class Percent:
+    ...     expected = done = 0
+    ...     def expect(self, nbytes: int) -> None:
+    ...         self.expected += nbytes
+    ...     def advance(self, nbytes: int) -> None:
+    ...         self.done += nbytes
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     report = hf.save(f"{directory}/a", {"w": np.arange(3)})
+    ...     percent = Percent()
+    ...     hf.verify(f"{directory}/a", progress=percent).ok, percent.done == percent.expected > 24
+    (True, True)
+    """
+
+    def expect(self, nbytes: int) -> None:
+        """Add to the bytes that the call will process; called before they are, and perhaps several times."""
+
+    def advance(self, nbytes: int) -> None:
+        """Add to the bytes that the call has processed."""
+
+
+class _Null:
+    """Ignores the progress of a call."""
+
+    def expect(self, nbytes: int) -> None:
+        return
+
+    def advance(self, nbytes: int) -> None:
+        return
+
+
+NULL: Progress = _Null()
+
+
+class Share:
+    """The share of a call that processes ``nbytes``: its work has other units, and it reports all bytes at its end."""
+
+    def __init__(self, progress: Progress, nbytes: int, units: int = 0) -> None:
+        self._progress = progress
+        self._nbytes = nbytes
+        self._units = units
+        self._done = self._reported = 0
+        self._lock = Lock()
+
+    def expect(self, units: int) -> None:
+        """Add to the work that will be done."""
+        with self._lock:
+            self._units += units
+
+    def advance(self, units: int) -> None:
+        """Add to the work that is done."""
+        with self._lock:
+            self._done = min(self._done + units, self._units)
+            self._report(self._nbytes * self._done // max(1, self._units))
+
+    def _report(self, reached: int) -> None:
+        if reached > self._reported:
+            new, self._reported = reached - self._reported, reached
+            self._progress.advance(new)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is None:
+            with self._lock:
+                self._report(self._nbytes)
