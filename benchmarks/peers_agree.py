@@ -151,8 +151,12 @@ def orbax_transforms(rng: random.Random, _: Path) -> None:
                 {"value_fn": np.negative},
             ]
         )
-        # Orbax ignores a transformation that matches no key of the new tree; here it is an error.
-        table |= {key: entry} if any(re.fullmatch(key, name) for name in names) else {}
+        # Orbax ignores a transformation that matches no key of the new tree; here it is an error. Of several that match
+        # a key, Orbax applies all in turn; here the most specific one counts.
+        matched = {name for name in names if re.fullmatch(key, name)}
+        others = (other for other in table if other != key)
+        if matched and not any(re.fullmatch(other, name) for other in others for name in matched):
+            table[key] = entry
 
     def result(transform: Any, apply: Any) -> Any:
         made = {key: transform(**arguments) for key, arguments in table.items()}
