@@ -265,6 +265,20 @@ class Accumulating(Raw):
     every = 2
 
 
+class Later(Raw):
+    """Steps with Lightning's optimizers in the first epoch, and with the one that they wrap after it."""
+
+    def optimizer(self) -> Any:
+        return self.optimizers(use_pl_optimizer=self.current_epoch == 0)
+
+
+class Sooner(Later):
+    """The other way round."""
+
+    def optimizer(self) -> Any:
+        return self.optimizers(use_pl_optimizer=self.current_epoch > 0)
+
+
 class Own(Raw):
     """Keeps the optimizer from Lightning, and saves its state as the pages of Lightning have it."""
 
@@ -296,18 +310,29 @@ def raw_fit(directory: str, kind: type[Raw], seed: int = 1, signal_at: int | Non
 
 
 @pytest.mark.parametrize(
-    ("kind", "saved", "after_signal", "at_end"),
-    [(Raw, [3], 5, 12), (Own, [3], 5, 12), (Accumulating, [], 3, 6)],
+    ("kind", "signal_at", "saved", "after_signal", "at_end"),
+    [
+        (Raw, 5, [3], 5, 12),
+        (Own, 5, [3], 5, 12),
+        (Later, 8, [3, 6], 8, 12),
+        (Sooner, 8, [3, 6], 8, 12),
+        (Accumulating, 5, [], 3, 6),
+    ],
 )
 def test_batches_are_steps_where_no_optimizer_of_lightning_steps(
-    caplog: pytest.LogCaptureFixture, kind: type[Raw], saved: list[int], after_signal: int, at_end: int
+    caplog: pytest.LogCaptureFixture,
+    kind: type[Raw],
+    signal_at: int,
+    saved: list[int],
+    after_signal: int,
+    at_end: int,
 ) -> None:
     whole = raw_fit(new_directory(), kind)
     directory = new_directory()
     caplog.set_level(logging.INFO, "holdfast")
     caplog.clear()
     with pytest.raises(Preempted):
-        raw_fit(directory, kind, signal_at=5, save_interval_steps=3)
+        raw_fit(directory, kind, signal_at=signal_at, save_interval_steps=3)
     assert caplog.text.count(SAID) == 1
     assert [entry.step for entry in hf.list_checkpoints(directory)] == [*saved, after_signal]
     assert raw_fit(directory, kind, seed=2) == whole
