@@ -296,8 +296,7 @@ class PendingCheckpoint(ABC):
     def _confirm(self, record: CheckpointRecord) -> None:
         """Give way if another save has begun, or a sweep may have removed files; then the checkpoint exists."""
         is_overtaken = not self._is_own()
-        is_new = self._old_record is None
-        gives_way = is_overtaken and is_new and self._guard is Guard.MARKER and not self._is_alone
+        gives_way = is_overtaken and not self.replaces and self._guard is Guard.MARKER and not self._is_alone
         # A copy that continues has a new marker, but a sweep may have listed the files that it goes on with.
         is_doubtful = is_overtaken or (self.continues and not self._lock.tells)
         if is_doubtful and (gives_way or not self._is_intact(record)):

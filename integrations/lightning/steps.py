@@ -9,13 +9,27 @@ from typing import Any
 
 from ...engine.sources import Misfits
 from ...engine.witness import Seen
-from ..loop import PreemptionSignal, Witness, announce, why_not_comparable
+from ..loop import HandingOver, PreemptionSignal, Witness, announce, why_not_comparable
 from .io import ResumePath
 from .loader_states import capture_generators
 from .private_api import loaders_of
 from .store import CallbackArguments, RunStore
 
 _NOTHING: Any = object()
+
+_IN_HOOKS = "save {} in on_save_checkpoint of the module or data module, and set {} in on_load_checkpoint"
+_IN_TRAINERS = HandingOver(
+    data="give the loader state_dict and load_state_dict (such as StatefulDataLoader of torchdata), or "
+    + _IN_HOOKS.format("the place", "it"),
+    generator=_IN_HOOKS.format("its state", "it"),
+    counter=_IN_HOOKS.format("the counter", "it"),
+    attribute=_IN_HOOKS.format("it", "it"),
+    state=lambda _: (
+        "The steps depend on something that no checkpoint has. "
+        "Register what a module holds (register_buffer), give a callback state_dict and load_state_dict, or "
+        + _IN_HOOKS.format("the rest", "it")
+    ),
+)
 
 
 class StepCount:
@@ -87,7 +101,13 @@ class FitWitness:
     """Shows the witness of a run what each step of one ``fit`` gave."""
 
     def __init__(self, fit: Fit, misfits: Misfits | None) -> None:
-        self.run = Witness(fit.store.manager, enabled=fit.options.witness, on_inexact=fit.options.on_inexact)
+        options = fit.options
+        self.run = Witness(
+            fit.store.manager,
+            enabled=options.witness,
+            on_inexact=options.on_inexact,
+            handing_over=_IN_TRAINERS,
+        )
         self._fit = fit
         self._misfits = misfits
         self._batch: Any = _NOTHING  # the batch that is under way, if it is compared

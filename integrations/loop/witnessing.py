@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...engine.errors import StateError, shortened
 from ...engine.format import CheckpointRecord
@@ -62,11 +62,34 @@ class Proof:
     why: str = ""
 
 
+class HandingOver(NamedTuple):
+    """How the program of an integration hands over what a resume lacks: endings of advice."""
+
+    data: str
+    generator: str
+    counter: str
+    attribute: str
+    state: Callable[[Seen | None], str]  # a whole advice, for what the program shows
+
+
+IN_LOOPS = HandingOver(
+    data="pass the iterator or loader to restore_or_initialize and on_step (data=...), with a state of its own or "
+    "through hf.skip_to; a batch that was fetched ahead is state",
+    generator="pass it as an extra, such as rng=generator",
+    counter="pass the counter as an extra",
+    attribute="hand it over as an extra",
+    state=cause_in_state,
+)
+
+
 class Witness:
     """Follows one run of a manager, if ``enabled``: each report of a step, each save, and a resume at the start."""
 
-    def __init__(self, manager: CheckpointManager, *, enabled: bool, on_inexact: OnInexact) -> None:
+    def __init__(
+        self, manager: CheckpointManager, *, enabled: bool, on_inexact: OnInexact, handing_over: HandingOver = IN_LOOPS
+    ) -> None:
         self.proof = Proof()
+        self._handing_over = handing_over
         self._manager = manager
         self._processes = manager.processes
         self._on_inexact = on_inexact
@@ -227,7 +250,7 @@ class Witness:
             moves = any(moves for _, _, moves in attributes.values())
             text = "resumed from step %d: as saved, except %s, which steps before the stop had changed and no save has"
             if moves and self._on_inexact != "ignore":
-                text += ". If later steps depend on it, hand it over as an extra"
+                text += f". If later steps depend on it, {self._handing_over.attribute}"
                 logger.warning(text, self._resumed, shortened(shown))
             else:
                 self._say(text, self._resumed, shortened(shown))
@@ -284,7 +307,7 @@ class Witness:
         )
         where = f"not exact from step {step} on" if k else f"not exact: step {step} was not restored as it was saved"
         agrees = f". The same as before the stop: {', '.join(same)}" if same else ""
-        text = f"{where}: {what}{agrees}. {advice(differs, look)}"
+        text = f"{where}: {what}{agrees}. {advice(differs, look, self._handing_over)}"
         if self._on_inexact == "raise":
             self._error = StateError(f"{text} (on_inexact='raise': nothing is saved after this)")
             raise self._error
@@ -327,21 +350,18 @@ class Witness:
         announce(text, *args, shown=self._processes.is_primary and self._on_inexact != "ignore")
 
 
-def advice(differs: Mapping[str, str], look: Callable[[], Seen] | None) -> str:
+def advice(differs: Mapping[str, str], look: Callable[[], Seen] | None, how: HandingOver) -> str:
     """Return the likely cause of a difference and what to hand over, with what the program holds in reach."""
     from ...engine.fingerprints import not_handed_over  # It imports what few runs need.
 
     if "batch" in differs:
-        cause = (
-            "The data does not continue where it stopped: pass the iterator or loader to restore_or_initialize and "
-            "on_step (data=...), with a state of its own or through hf.skip_to; a batch that was fetched ahead is state"
-        )
+        cause = f"The data does not continue where it stopped: {how.data}"
     elif "generators" in differs:
-        cause = "A random generator was drawn from or seeded in another way: pass it as an extra, such as rng=generator"
+        cause = f"A random generator was drawn from or seeded in another way: {how.generator}"
     elif "counters" in differs:
-        cause = "The run counts its steps or epochs in another way: pass the counter as an extra"
+        cause = f"The run counts its steps or epochs in another way: {how.counter}"
     else:
-        cause = cause_in_state(look and look())
+        cause = how.state(look and look())
     held = not_handed_over()
     reach = f" In reach of the program: {shortened(held, 4)}." if held else ""
     return f"{cause}. Or the program or its data have changed.{reach} `holdfast drill` looks for the cause"
