@@ -31,9 +31,7 @@ GLOBAL_GENERATORS = "global_generators"
 
 def tree_of(extra: Any) -> Any:
     """Return the tree of one extra for a checkpoint: a snapshot of a stateful object, otherwise its values."""
-    if is_nnx(extra):
-        return to_tree(extra)
-    return state_of(extra) if is_stateful(extra) or is_plain(extra) else extra
+    return to_tree(extra) if is_template(extra) else state_of(extra)
 
 
 def changes_in_place(extra: Any) -> bool:

@@ -26,15 +26,15 @@ from ...engine.generators import DRAWN, IDLE, is_generator, same_state
 from ...engine.handlers import SavedShares
 from ...engine.loaders import is_torchdata_loader
 from ...engine.manager import EVENTS, CheckpointManager, Peek, Restored, elsewhere, has_finished, note_resume
-from ...engine.pytree import decode_state, encode_state, is_nnx, is_plain
+from ...engine.pytree import decode_state, encode_state
 from ...engine.sources import Misfits
-from ...engine.stateful import begins_epoch, is_elastic, is_stateful, is_stream, restore_loader, restore_state
+from ...engine.stateful import begins_epoch, is_elastic, is_stream, restore_loader, restore_state
 from ...engine.steps import list_steps, newest_step, series_of
 from ...engine.storage import Location, as_location
 from ..hugging_face import as_start
 from ..options import Resume
 from .announce import announce
-from .extras import CHECKSUMS, GLOBAL_GENERATORS, GRADIENTS, is_own, templates_of
+from .extras import CHECKSUMS, GLOBAL_GENERATORS, GRADIENTS, is_own, is_template, templates_of
 from .initial import HYPERPARAMETERS, Hyperparameters, InitialState
 from .objects import set_gradients
 from .states import STATE, LoopArguments, StateAdapter
@@ -319,12 +319,12 @@ def _restore_extras(
         )
     values = {name: saved[name] for name in extras}
     for name, extra in sorted(extras.items(), key=lambda item: not begins_epoch(item[1])):
-        if is_nnx(extra):
+        if is_template(extra):
             values[name] = from_tree(extra, saved[name])
         elif is_torchdata_loader(extra):
             values[name] = extra
             if note := restore_loader(extra, saved[name], as_start, extras.get(GLOBAL_GENERATORS)):
                 announce("%s= %s", name, note, shown=manager.processes.is_primary)
-        elif is_stateful(extra) or is_plain(extra):
+        else:
             values[name] = restore_state(extra, saved[name], as_start)
     return {**values, **kept}, saved.get(GRADIENTS)

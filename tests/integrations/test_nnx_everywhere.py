@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,10 @@ class Model(nnx.Module):
 class Line(nnx.Module):
     def __init__(self, rngs: Any) -> None:
         self.inner = nnx.Linear(2, 2, rngs=rngs)
+
+
+class Parts(NamedTuple):
+    model: Any
 
 
 def pure(module: Any) -> Any:
@@ -255,3 +260,42 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
 
 
 WRT: dict[str, Any] = {"wrt": nnx.Param}
+
+
+def first_in(value: Any) -> Any:
+    """Return the object in containers that hold nothing else."""
+    while not isinstance(value, nnx.Module):
+        (value,) = value.values() if isinstance(value, dict) else value
+    return value
+
+
+@pytest.mark.parametrize("as_extra", [False, True])
+@pytest.mark.parametrize(
+    ("hold", "is_kept"),
+    [
+        pytest.param(lambda model: model, True, id="alone"),
+        pytest.param(lambda model: {"model": model}, True, id="dict"),
+        pytest.param(lambda model: [(model,)], True, id="list and tuple"),
+        pytest.param(Parts, False, id="named tuple"),
+        pytest.param(lambda model: OrderedDict(model=model), False, id="OrderedDict"),
+        pytest.param(lambda model: deque([model]), False, id="deque"),
+    ],
+)
+def test_an_object_comes_back_in_its_container(
+    tmp_path: Path, hold: Callable[[Model], Any], is_kept: bool, as_extra: bool
+) -> None:
+    def given(held: Any) -> tuple[Any, dict[str, Any]]:
+        return ({"w": jnp.zeros(2)}, {"held": held}) if as_extra else (held, {})
+
+    saved = trained()
+    with hf.CheckpointCallback(tmp_path, save_interval_steps=1) as checkpoint:
+        state, extras = given(hold(saved))
+        checkpoint.restore_or_initialize(state, **extras)
+        checkpoint.on_step(1, state, **extras)
+    with hf.CheckpointCallback(tmp_path) as checkpoint:
+        fresh = Model(9)
+        state, extras = given(hold(fresh))
+        state, step = checkpoint.restore_or_initialize(state, **extras)
+        found = first_in(checkpoint.extras["held"] if as_extra else state)
+        assert (step, bits(found)) == (1, bits(saved))
+        assert (found is fresh) is is_kept
