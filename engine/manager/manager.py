@@ -509,8 +509,8 @@ class CheckpointManager(ExplainsNames):
         self._pin(step, False)
 
     def _pin(self, step: int, pinned: bool) -> None:
-        self._saves.join_save_of(step)  # a save that replaces the step commits a new record
-        self._run.change(f"{'' if pinned else 'un'}pin {step}", partial(self._steps.change, step, pinned=pinned))
+        with self._saves.apart_from_save_of(step):  # a save that replaces the step commits a new record
+            self._run.change(f"{'' if pinned else 'un'}pin {step}", partial(self._steps.change, step, pinned=pinned))
 
     def delete(self, step: int, *, mirror: bool = True) -> None:
         """Delete a step.
@@ -524,7 +524,6 @@ class CheckpointManager(ExplainsNames):
             CheckpointNotFoundError: There is no such step.
         """
         self._run.check_writable()
-        self._saves.join_save_of(step)
         if self._local is not None:
             self._background.join()  # saves note the history of the steps of the hosts
             self._run.wait_for_places()
@@ -556,7 +555,8 @@ class CheckpointManager(ExplainsNames):
 
     def _delete(self, what: str, work: Callable[..., T], step: int, *inputs: Any, everywhere: bool) -> T:
         """Delete in the directory, which leaves a tombstone; ``everywhere`` lets the places obey it now."""
-        deleted: T = self._run.change(f"{what} {step}", work, step, *inputs)
+        with self._saves.apart_from_save_of(step):
+            deleted: T = self._run.change(f"{what} {step}", work, step, *inputs)
         self._saves.deleted()
         if everywhere:
             self._run.tell("deleted", step)

@@ -115,9 +115,12 @@ class Run:
 
     def _drain(self) -> None:
         """Wait until no thread begins a save, and none is under way: a newer manager takes over."""
-        with self.changing:
-            self.background.join()
-            self.wait_for_places()
+        while True:
+            self.background.join()  # without the lock, which listeners may need
+            with self.changing:
+                if not self.background.running:
+                    self.wait_for_places()
+                    return
 
     def compare_options(self) -> None:
         """Compare, once, the options that decide which calls the processes make together."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -268,14 +269,20 @@ class SaveQueue:
         """Count the next save from the newest step that is left."""
         self.decisions.deleted(max(self.run.steps.steps(), default=0))
 
-    def join_save_of(self, step: int) -> None:
-        pending = self._pending
-        if pending is not None and pending.step == step:
-            self.run.background.join()
+    @contextlib.contextmanager
+    def apart_from_save_of(self, step: int) -> Iterator[None]:
+        """Wait for the save of a step, and let no other thread begin one during a block, which changes the step."""
+        while True:
+            with self.run.changing:
+                pending = self._pending
+                if pending is None or pending.step != step or not self.run.background.running:
+                    yield
+                    return
+            self.run.background.join()  # without the lock, which listeners may need
 
     def _change_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self.join_save_of(step)
-        self.run.steps.add_late_metrics()
-        self.run.steps.change(step, metrics=metrics)
+        with self.apart_from_save_of(step):
+            self.run.steps.add_late_metrics()
+            self.run.steps.change(step, metrics=metrics)
         self.run.events.write("metrics", step=step, metrics=few(metrics))
         self.run.tell("changed", step)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from tests.events import heard
-from tests.manager.runs import HeldHandler, reading, saved, tree
+from tests.manager.runs import HeldHandler, let_go, reading, saved, tree
 
 import holdfast as hf
 from holdfast.cli.main import main
@@ -519,6 +519,37 @@ def test_the_loop_goes_on_while_saving(tmp_path: Path) -> None:
         assert not manager.is_saving_in_progress()
         assert manager.all_steps() == [0, 1]
         assert manager.metrics(0) == manager.metrics(1) == {"loss": 0.5}
+
+
+@pytest.mark.parametrize("change", ["pin", "delete"])
+def test_a_step_is_changed_once_no_thread_replaces_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    handler, editions = let_go(), [3]
+    with hf.CheckpointManager(tmp_path, hf.AsyncCheckpointer(handler)) as manager:
+        manager.save(1, tree(1))
+        manager.wait_until_finished()
+        join = manager._background.join
+
+        def join_and_replace() -> None:
+            handler.written.set()
+            join()
+            while editions:  # another thread begins to save the step before it is changed
+                handler.written.clear()
+                with monkeypatch.context() as patch:
+                    patch.setattr(manager._background, "join", join)
+                    manager.save(1, tree(editions.pop()), force=True)
+
+        handler.written.clear()
+        manager.save(1, tree(2), force=True)
+        monkeypatch.setattr(manager._background, "join", join_and_replace)
+        getattr(manager, change)(1)
+        manager.wait_until_finished()
+        if change == "delete":
+            assert manager.all_steps() == []
+        else:
+            assert "pinned" in manager.why_kept(1)
+            assert manager.restore(1)["a"] == 3
 
 
 def test_a_save_that_hangs_is_named(tmp_path: Path) -> None:

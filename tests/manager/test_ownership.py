@@ -211,6 +211,27 @@ def test_a_newer_manager_waits_for_a_save_that_another_thread_begins(tmp_path: P
     assert hf.verify(tmp_path).ok
 
 
+def test_a_newer_manager_waits_for_a_save_whose_listener_pins_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handler = HeldHandler()
+    handler.snapshot.set()
+    options = hf.CheckpointManagerOptions(save_timeout_secs=5)
+    older = hf.CheckpointManager(tmp_path, hf.AsyncCheckpointer(handler), options)
+    older.save(1, {"a": 1})
+    join = older._background.join
+
+    def join_and_let_go() -> None:
+        handler.written.set()
+        join()
+
+    monkeypatch.setattr(older._background, "join", join_and_let_go)
+    older.events.add_listener(lambda event: older.pin(event["step"]) if event["event"] == "saved" else None)
+    with hf.CheckpointManager(tmp_path) as newer:
+        newer.acquire()
+        assert newer.all_steps() == [1]
+
+
 def test_nothing_is_saved_after_another_thread_has_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = HeldHandler()
     manager = hf.CheckpointManager(tmp_path, hf.AsyncCheckpointer(slow))
