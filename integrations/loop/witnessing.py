@@ -286,7 +286,8 @@ class Witness:
         """Return the size of a difference that another processor explains, or None."""
         bitwise = {"batch", "generators", "counters"}
         is_other = self._records.key.get("processor") != self._key.get("processor")
-        on_cpu = str(self._records.key.get("devices", "cpu")).startswith("cpu")
+        devices = str(self._records.key.get("devices") or "cpu")  # A state of numpy alone has none.
+        on_cpu = all(one.startswith("cpu") for one in devices.split(", "))
         if k != 1 or bitwise & differs.keys() or (on_cpu and not is_other) or 0 not in self._records.by_k:
             return None
         return is_rounding(saved, now, self._records.by_k[0])

@@ -283,6 +283,17 @@ def test_a_difference_that_another_processor_rounds(tmp_path: Path, caplog: pyte
     assert [text for text in caplog.messages if "as another processor rounds" in text]
 
 
+@pytest.mark.parametrize(("devices", "exact"), [("", False), ("cpu", False), ("cpu x 4", False), ("cpu, cuda", None)])
+def test_only_accelerators_round_on_the_same_processor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: str, exact: bool | None
+) -> None:
+    """A state of numpy has no devices, and one on a GPU may have counters on the CPU."""
+    monkeypatch.setattr("holdfast.engine.pytree.Samples.devices", lambda samples, count: devices)
+    count(tmp_path, 3, lambda step: 1, save_interval_steps=2)
+    proof = count(tmp_path, 3, lambda step: 1 + 1e-6, save_interval_steps=2, on_inexact="ignore")
+    assert (proof.exact, proof.rounding is None) == (exact, exact is False)
+
+
 KILLED = """
 import os, signal, sys
 import holdfast as hf
