@@ -119,7 +119,8 @@ class Recorder:
 
     def _checksums(self, generators: Mapping[str, Any]) -> dict[str, int]:
         """Return checksums of states of generators; that of Python is compared first, as few programs draw from it."""
-        tuples = {name: state for name, state in generators.items() if type(state) is tuple}
+        # That of a RandomState is a tuple with an array.
+        tuples = {name: one for name, one in generators.items() if type(one) is tuple and type(one[1]) is tuple}
         last = self._generators
         found = {name: last[name][1] for name, state in tuples.items() if name in last and state == last[name][0]}
         found |= checksums({name: state for name, state in generators.items() if name not in found})

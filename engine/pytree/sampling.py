@@ -179,8 +179,9 @@ class Sampler:
                     _add_array(runs, place, np.asarray(part))
                 elif part.size:
                     of_jax.setdefault(device, []).append((place, part))
-            elif kind == "array":
-                _add_array(runs, place, leaf)
+            elif kind == "array":  # A restore may give a leaf another order in memory.
+                is_other = place < len(leaves) and not leaf.flags.c_contiguous
+                _add_array(runs, place, leaf.flat[:: _stride(leaf.size)] if is_other else leaf)
             elif kind == "number":  # numpy makes an object of a longer integer.
                 is_long = isinstance(leaf, int) and leaf.bit_length() > 63
                 _add_array(runs, place, np.asarray(hash(leaf) if is_long else leaf))
@@ -254,8 +255,8 @@ def _view_of(tensor: Any) -> Any:
         return None
     flat = local.detach() if local.requires_grad else local
     stride = _stride(size)
-    flat = flat if flat.is_contiguous() else _memory_of(flat)
-    return flat.as_strided((-(-size // stride),), (stride,))
+    # What is flat need not be dense: the elements of a column lie apart, and those of an expanded number are one.
+    return flat.as_strided((-(-size // stride),), (stride,)) if flat.is_contiguous() else _memory_of(flat)[::stride]
 
 
 def _first_part(array: Any) -> tuple[Any, Any, str]:

@@ -155,7 +155,7 @@ class Ways:
                     queue.append((name, below, child.value, (*above, id(value))))
         self.total = len(leaves)
         if names is None:
-            leaves.sort(key=lambda leaf: (leaf[2], zlib.crc32(leaf[0].encode())))
+            leaves.sort(key=lambda leaf: (leaf[2], zlib.crc32(leaf[0].encode(errors="replace"))))
             self._leaves: dict[str, _Way | None] = {name: way for name, way, _ in leaves[:most]}
         else:
             known = {name: way for name, way, _ in leaves}

@@ -163,4 +163,4 @@ def is_deleted(tree: Any) -> bool:
     jax = loaded("jax")
     if jax is None:
         return False
-    return any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(tree))
+    return any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in flatten(tree).values)

@@ -216,13 +216,13 @@ class Component(Kind):
 
 class Numpy(Kind):
     def make(self, seed: int) -> Any:
-        return {"w": np.full(3, seed, np.float32), "t": 0}
+        return {"w": np.full(3, seed, np.float32), "t": 0, 7: np.full(2, seed)}  # keys that jax does not sort
 
     def update(self, state: Any, x: Any) -> Any:
-        return {"w": state["w"] + np.float32(0.1) * x.numpy().mean(0), "t": state["t"] + 1}
+        return {"w": state["w"] + np.float32(0.1) * x.numpy().mean(0), "t": state["t"] + 1, 7: state[7] + 1}
 
     def values(self, state: Any) -> Any:
-        return [state["w"], state["t"]]
+        return [state["w"], state["t"], state[7]]
 
 
 class Jax(Kind):

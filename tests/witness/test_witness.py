@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,6 +45,23 @@ def test_digests_do_not_depend_on_the_library(dtype: str) -> None:
     digests, values = Sampler().take(leaves).fetch(4)
     assert len({*digests.tolist()}) == 1
     assert (values == values[0]).all()
+
+
+ORDERS: dict[str, tuple[Any, Any]] = {
+    "Fortran": (np.asfortranarray(np.arange(200.0).reshape(20, 10)), np.arange(200.0).reshape(20, 10)),
+    "reversed": (np.arange(10.0)[::-1], np.arange(9.0, -1, -1)),
+    "a column": (torch.arange(200.0).view(20, 10)[:, 3], torch.arange(3.0, 200, 10)),
+    "an expanded number": (torch.ones(1).expand(5), torch.ones(5)),
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_digests_are_of_the_elements_wherever_they_lie(name: str) -> None:
+    sampler = Sampler()
+    for _ in range(3):  # The sampler keeps views of tensors from the second time on.
+        digests, values = sampler.take(ORDERS[name]).fetch(3)
+        assert digests[0] == digests[1]
+        np.testing.assert_array_equal(*values)
 
 
 def test_a_change_of_any_sampled_element_changes_the_digest() -> None:
@@ -190,6 +208,7 @@ LEAVES: dict[str, tuple[Callable[[], Any], set[str]]] = {
     ),
     "nnx": (lambda: {"m": nnx.Linear(2, 2, rngs=nnx.Rngs(0))}, {"m.kernel.value", "m.bias.value"}),
     "an object": (lambda: {"plain": Plain()}, {"plain.array"}),
+    "a name that is no text": (lambda: {"\udc80": np.ones(2)}, {"\udc80"}),
     "a value of a graph": (lambda: {"n": graph.Value(np.ones(2))}, {"n.value"}),
 }
 
@@ -319,6 +338,17 @@ def test_a_step_that_is_saved_is_sampled_once(metrics: dict[str, float] | None) 
     first = recorder.take(0, table, last)
     assert first.samples is last.samples
     assert {"full": {}} | first.finish() == alone.take(0, table).finish()
+
+
+@pytest.mark.parametrize("generator", [random.Random(0), np.random.RandomState(0)], ids=["Python", "numpy"])
+def test_a_generator_that_steps_draw_from_is_recorded_at_each(generator: Any) -> None:
+    recorder, found = Recorder(seen(0)), []
+    for k, draws in enumerate((False, False, True), start=1):
+        if draws:
+            generator.random_sample() if hasattr(generator, "random_sample") else generator.random()
+        state = generator.getstate() if hasattr(generator, "getstate") else generator.get_state()
+        found.append(recorder.take(k, seen(k, generators={"rng": state})).finish()["generators"])
+    assert found[0] == found[1] != found[2]
 
 
 @pytest.mark.parametrize(
