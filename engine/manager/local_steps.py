@@ -387,8 +387,7 @@ class LocalHosts:
 
     def forget(self) -> None:
         """Forget the steps that were found."""
-        for found in (self.unused, self.further, self.left):
-            found.clear()
+        self.unused, self.further, self.left = {}, set(), set()  # Other threads may go through those before.
 
     def _newest_in_directory(self) -> int:
         return max(self._run.steps(), default=-1)

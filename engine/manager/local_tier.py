@@ -79,7 +79,6 @@ class LocalTier(StepPlace):
         self._kept: dict[str, int] = {}  # the local steps that count, by their folder, in ascending order
         self._space: Location | None = None  # the folder of the run; None until this run has its directory
         self._hosts = LocalHosts(options, run.steps, run.processes)
-        self.unused = self._hosts.unused
         self._sequence = self._hosts.sequence
         self._history = LocalHistory(0, ())
         self._continue_after(-1, ())
@@ -94,6 +93,10 @@ class LocalTier(StepPlace):
     def bytes_from_peers(self) -> int:
         """Bytes that this process has read from other hosts."""
         return sum(peer.bytes_read for peer in self._hosts.peers.values())
+
+    @property
+    def unused(self) -> Mapping[int, str]:
+        return self._hosts.unused
 
     def steps(self) -> Collection[int]:
         return self._hosts.further

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from types import MappingProxyType
 from typing import Any, Literal
 
 from ..storage import Place
@@ -21,8 +20,12 @@ class StepPlace:
     shown = ""  # how messages name it
     url: Place = ""
     writes_directory = False  # whether a fetch copies a step into the directory, which the run must own then
-    unused: Mapping[int, str] = MappingProxyType({})  # steps that are damaged, or perhaps of this run, and why
     identity = RunIdentity()  # what this place knows of the identity of the run
+
+    @property
+    def unused(self) -> Mapping[int, str]:
+        """Return the steps that are damaged, or perhaps of this run, and why."""
+        return {}
 
     def reached(self, point: Point, step: int) -> None:
         """Follow what happens in the directory."""
