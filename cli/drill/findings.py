@@ -303,6 +303,8 @@ def _likeliest(values: list[tuple[str, Fact, Fact]]) -> list[tuple[str, Fact, Fa
 def _not_restored(
     kind: str, found: Sequence[tuple[str, Fact, Fact]], step: int, restored: int | None, *, in_lightning: bool
 ) -> Finding:
+    from ...integrations.loop import IN_TRAINERS  # imported lazily: a rehearsal that finds nothing does not need it
+
     found = [entry for entry in found if not any(entry[0].startswith((f"{name}.", f"{name}[")) for name, _, _ in found)]
     names = tuple(name for name, _, _ in found)
     after = f"after step {step}" + ("" if restored is None else f", the run having resumed from step {restored}")
@@ -313,9 +315,7 @@ def _not_restored(
     text = f"{what} is not saved, or not restored: {listed}{more} differs from the undisturbed run {after}"
     if kind == "generator":
         if in_lightning:
-            advice = (
-                "save its state in on_save_checkpoint of the module or data module, and set it in on_load_checkpoint"
-            )
+            advice = IN_TRAINERS.generator
         elif all(fact.where for _, fact, _ in found):
             advice = f"pass it to restore_or_initialize and on_step as an extra, such as {plain}={names[0]}"
         else:
@@ -331,10 +331,7 @@ def _not_restored(
             "gives them to a loader that yields the same batches each time"
         )
         if in_lightning:
-            advice = (
-                "give the loader state_dict and load_state_dict (such as StatefulDataLoader of torchdata), or save the "
-                "place in on_save_checkpoint of the data module, and set it in on_load_checkpoint"
-            )
+            advice = IN_TRAINERS.data
     elif kind == "loader":
         advice = (
             f"wrap it, {plain} = hf.resumable({plain}), and pass it to restore_or_initialize and on_step as an extra, "

@@ -9,27 +9,13 @@ from typing import Any
 
 from ...engine.sources import Misfits
 from ...engine.witness import Seen
-from ..loop import HandingOver, PreemptionSignal, Witness, announce, why_not_comparable
+from ..loop import IN_TRAINERS, PreemptionSignal, Witness, announce, why_not_comparable
 from .io import ResumePath
 from .loader_states import capture_generators
 from .private_api import loaders_of
 from .store import CallbackArguments, RunStore
 
 _NOTHING: Any = object()
-
-_IN_HOOKS = "save {} in on_save_checkpoint of the module or data module, and set {} in on_load_checkpoint"
-_IN_TRAINERS = HandingOver(
-    data="give the loader state_dict and load_state_dict (such as StatefulDataLoader of torchdata), or "
-    + _IN_HOOKS.format("the place", "it"),
-    generator=_IN_HOOKS.format("its state", "it"),
-    counter=_IN_HOOKS.format("the counter", "it"),
-    attribute=_IN_HOOKS.format("it", "it"),
-    state=lambda _: (
-        "The steps depend on something that no checkpoint has. "
-        "Register what a module holds (register_buffer), give a callback state_dict and load_state_dict, or "
-        + _IN_HOOKS.format("the rest", "it")
-    ),
-)
 
 
 class StepCount:
@@ -106,7 +92,7 @@ class FitWitness:
             fit.store.manager,
             enabled=options.witness,
             on_inexact=options.on_inexact,
-            handing_over=_IN_TRAINERS,
+            handing_over=IN_TRAINERS,
         )
         self._fit = fit
         self._misfits = misfits

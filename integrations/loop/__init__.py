@@ -9,15 +9,15 @@ from .preemption import WITHOUT_GRACE, PreemptionSignal, grace_check
 from .resuming import all_steps, check_resume, resume_step, unfinished_neighbour, warn_of_misfits
 from .states import LoopArguments, StateAdapter
 from .stopping import AgreedStop, StepsAfterSignal, Stop, barrier_exit, stop_of
-from .witnessing import HandingOver, Proof, Witness, why_not_comparable
+from .witnessing import IN_TRAINERS, Proof, Witness, why_not_comparable
 
 __all__ = [
     "HYPERPARAMETERS",
+    "IN_TRAINERS",
     "WITHOUT_GRACE",
     "AgreedStop",
     "CheckpointCallback",
     "Ending",
-    "HandingOver",
     "Hyperparameters",
     "LoopArguments",
     "PreemptionSignal",

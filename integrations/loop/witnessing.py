@@ -80,6 +80,18 @@ IN_LOOPS = HandingOver(
     attribute="hand it over as an extra",
     state=cause_in_state,
 )
+_HOOKS = "in on_save_checkpoint of the module or data module, and set it in on_load_checkpoint"
+IN_TRAINERS = HandingOver(
+    data="give the loader state_dict and load_state_dict (such as StatefulDataLoader of torchdata), or save the place "
+    "in on_save_checkpoint of the data module, and set it in on_load_checkpoint",
+    generator=f"save its state {_HOOKS}",
+    counter=f"save the counter {_HOOKS}",
+    attribute=f"save it {_HOOKS}",
+    state=lambda _: (
+        "The steps depend on something that no checkpoint has. Register what a module holds (register_buffer), give a "
+        f"callback state_dict and load_state_dict, or save the rest {_HOOKS}"
+    ),
+)
 
 
 class Witness:
