@@ -258,7 +258,7 @@ def rllib_part() -> Any:
 
 
 def component_spec(rng: random.Random, names: Iterator[int], depth: int = 2) -> Any:
-    """Return a tree of components, each with a name of its own."""
+    """Return a tree of components, whose names are all different."""
     parts = {f"p{next(names)}": component_spec(rng, names, depth - 1) for _ in range(rng.randrange(3) if depth else 0)}
     values = {name: array(rng) for name in rng.sample("abc", rng.randrange(1, 3))}
     # RLlib pickles the class of bfloat16, which is not numpy's, and which holdfast does not read.

@@ -171,7 +171,7 @@ class Run:
 
 
 def run(faults: int, seed: int) -> tuple[Counter[str], list[str]]:
-    """Let so many requests fail; return how often what happened, and the promises that were broken."""
+    """Let a number of requests fail; return the count of each outcome, and the promises that were broken."""
     with LyingServer() as server, mock.patch.dict(os.environ):
         server.buckets[BUCKET] = {}
         for name in [name for name in os.environ if name.startswith("AWS_")]:

@@ -32,7 +32,7 @@ def _prefixed(name: str, store: Any) -> Any:
 
 def _is_polled(store: Any) -> bool:
     """Return whether waits of a store would poll, block the process group, or not end when they are given up."""
-    while hasattr(store, "underlying_store"):  # those of prefixes
+    while hasattr(store, "underlying_store"):  # a PrefixStore wraps another store
         store = store.underlying_store
     is_file = isinstance(store, sys.modules["torch.distributed"].FileStore)
     return is_file or not hasattr(store, "clone") or not getattr(store, "libuvBackend", True)
@@ -256,7 +256,7 @@ _made: weakref.WeakSet[TorchCoordinator] = weakref.WeakSet()
 _calling: set[int] = set()  # the threads that are in a store, by their identifiers
 _ends = threading.Event()  # whether this process calls no store any more
 _imported = time.time()
-_names: set[str] = set()  # those of starts that this process has been told
+_names: set[str] = set()  # the names of the starts that this process has been told
 
 
 @contextlib.contextmanager

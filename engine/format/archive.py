@@ -93,5 +93,5 @@ def decode_archive(data: bytes, *, source: str) -> dict[str, bytes]:
 
 
 def is_our_archive(data: bytes) -> bool:
-    """True if the first and last bytes are those of a zip file that holdfast writes."""
+    """True if data begins and ends as a zip file that holdfast writes."""
     return data[:2] == b"PK" and data.endswith(_COMMENT)

@@ -254,7 +254,7 @@ class StepIndex:
         return read_entry(StepEntry(step, self.step_location(step), self._series))
 
     def _look_again(self, step: int) -> None:
-        """Read the commit record of a step anew; raise the error if it is damaged."""
+        """Read the commit record of a step again; raise the error if it is damaged."""
         found = self._look(step)
         if found is not None and found.error is not None:
             raise found.error

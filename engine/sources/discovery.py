@@ -137,7 +137,7 @@ def recognise(location: Location) -> CheckpointSource | None:
 
 
 def _is_archive_of_ours(location: Location) -> bool:
-    """True if the first and last bytes are those of a zip file in which holdfast stores an item."""
+    """True if a file begins and ends as a zip file in which holdfast stores an item."""
     if not location.name.endswith(ARCHIVE) or not location.is_there() or location.is_directory():
         return False
     with location.open_data() as file:
