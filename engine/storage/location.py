@@ -305,7 +305,7 @@ class Location:
 
     def joinpath(self, *names: str | os.PathLike[str]) -> Location:
         """Return a location below this one."""
-        return functools.reduce(Location.__truediv__, map(os.fspath, names), self)
+        return functools.reduce(Location.__truediv__, (os.fspath(name) for name in names), self)
 
     def is_file(self) -> bool:
         """Return whether this is a file or an object."""

@@ -182,8 +182,8 @@ def _aws_credentials() -> Callable[[], S3Credential] | None:
             raise ConnectionError(f"the login service does not answer: {error}") from None
         except (BotoCoreError, ClientError) as error:
             raise CredentialsError(f"no credentials: {error}") from None
-        for name in ("access_key_id", "secret_access_key", "token"):
-            check_header("S3", f"a key or a token of the profile {profile!r}", credentials.get(name) or "")
+        for value in (credentials["access_key_id"], credentials["secret_access_key"], credentials["token"]):
+            check_header("S3", f"a key or a token of the profile {profile!r}", value or "")
         return credentials
 
     try:
