@@ -1,7 +1,6 @@
 from .all_gather import AllGather as AllGather
 from .all_gather import Teams as Teams
 from .all_gather import Transport as Transport
-from .all_gather import transport_of as transport_of
 from .coordinators import Alone as Alone
 from .coordinators import BoundedCoordinator as BoundedCoordinator
 from .coordinators import Coordinator as Coordinator

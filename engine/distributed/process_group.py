@@ -103,7 +103,13 @@ class ProcessGroup:
         with contextlib.closing(rendezvous):
             if not self.is_primary:
                 if arguments is not None:
-                    self._check_arguments(what, arguments, rendezvous)
+                    theirs = json.loads(rendezvous.broadcast("arguments", None, self.timeout))
+                    if theirs != json.loads(json.dumps(arguments)):
+                        raise StateError(
+                            f"{what}: process {self.index} was asked for {arguments}, and process 0 for {theirs}; all "
+                            "processes must ask for the same, or each works alone, with "
+                            "coordinator=hf.processes.Alone()"
+                        )
                 answer: _T = json.loads(rendezvous.broadcast("answer", None, work_timeout))
                 return answer
             try:
@@ -115,14 +121,6 @@ class ProcessGroup:
                 rendezvous.fail(error)
                 raise
             return result
-
-    def _check_arguments(self, what: str, arguments: Sequence[Any], rendezvous: Rendezvous) -> None:
-        theirs = json.loads(rendezvous.broadcast("arguments", None, self.timeout))
-        if theirs != json.loads(json.dumps(arguments)):
-            raise StateError(
-                f"{what}: process {rendezvous.index} was asked for {arguments}, and process 0 for {theirs}; all "
-                "processes must ask for the same, or each works alone, with coordinator=hf.processes.Alone()"
-            )
 
     def barrier(self, what: str) -> None:
         """Wait until all processes have called this."""

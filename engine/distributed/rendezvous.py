@@ -334,8 +334,8 @@ class Rendezvous:
 
         with self._connected():
             groups = itertools.groupby(keys, key=lambda key: key.rpartition("/")[0])
-            found = [self.coordinator.run(partial(search, group=list(group))) for _, group in groups]
-            return list(itertools.chain.from_iterable(found))
+            missing = [self.coordinator.run(partial(search, group=list(group))) for _, group in groups]
+            return list(itertools.chain.from_iterable(missing))
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[None]:

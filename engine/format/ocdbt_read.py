@@ -247,10 +247,9 @@ class Database:
         self._read_parts: dict[str, list[tuple[int, int]]] = {}
         self._nodes: list[Entries] = []  # the content of leaf nodes that `entries` does not have yet
 
-    def decode(self, read_nodes: ReadNodes, ranges: Iterable[KeyRange] | None = None) -> None:
+    def decode(self, read_nodes: ReadNodes, ranges: Sequence[KeyRange] | None = None) -> None:
         """Decode the entries with keys in some ranges, or all, and other entries of the same nodes."""
-        joined = None if ranges is None else _joined(ranges)
-        while positions := self._unread_nodes(joined):
+        while positions := self._unread_nodes(ranges):
             self._decode_nodes(positions, read_nodes)
         if not self._nodes:
             return
@@ -273,7 +272,7 @@ class Database:
         self._nodes = []
 
     def _unread_nodes(self, ranges: Sequence[KeyRange] | None) -> list[int]:
-        """Return the positions of the unread nodes that may have keys in sorted ranges, or of all."""
+        """Return the positions of the unread nodes that may have keys in some ranges, or of all."""
         if ranges is None:
             return list(range(len(self._unread)))
         positions = set()
@@ -424,17 +423,6 @@ class Database:
         return [_Reference(node.height - 1, *facts) for facts in zip(*places, *bounds, strict=True)]
 
 
-def _joined(ranges: Iterable[KeyRange]) -> list[KeyRange]:
-    """Sort ranges, and join those that overlap."""
-    joined: list[KeyRange] = []
-    for first, end in sorted(ranges):
-        if joined and first <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(joined[-1][1], end)
-        else:
-            joined.append((first, end))
-    return joined
-
-
 def decode_frame(magic: int, frame: bytes, source: str) -> Cursor:
     """Verify a frame and return a cursor at its body, decompressed if needed."""
     if len(frame) < SHORTEST_FRAME:
@@ -496,20 +484,15 @@ def decode_files(cursor: Cursor, base: bytes) -> list[DataFile]:
         path_base = path[: bases[i]]
         if prefixes[i] > min(bases[i], len(previous_base)) and path_base != previous_base:
             cursor.fail(f"path {i} of its file table does not share the base path it announces")
-        files.append(DataFile(_safe_path(cursor, base + path), base + path_base))
+        try:
+            text = (base + path).decode()
+        except UnicodeDecodeError:
+            cursor.fail(f"the path {base + path!r} in its file table is not UTF-8")
+        if text and not is_inside(text):  # an empty database refers to its missing root by the empty path
+            cursor.fail(f"the path {text!r} in its file table leads out of the directory")
+        files.append(DataFile(text, base + path_base))
         previous, previous_base = path, path_base
     return files
-
-
-def _safe_path(cursor: Cursor, path: bytes) -> str:
-    try:
-        text = path.decode()
-    except UnicodeDecodeError:
-        cursor.fail(f"the path {path!r} in its file table is not UTF-8")
-    # The empty path is how an empty database refers to its missing root.
-    if text and not is_inside(text):
-        cursor.fail(f"the path {text!r} in its file table leads out of the directory")
-    return text
 
 
 def decode_keys(

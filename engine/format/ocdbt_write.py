@@ -203,24 +203,24 @@ def _parents(
 
 
 def _parent(nodes: Sequence[_Node], offsets: Sequence[int], height: int, node_file: str) -> _Node:
-    shared, sizes, text = encode_keys([node.key for node in nodes])
+    shared, sizes, text = key_columns([node.key for node in nodes])
     counts = [np.array(column, np.int64) for column in zip(*(node[2:5] for node in nodes), strict=True)]
     lengths = np.array([len(node.frame) for node in nodes], np.int64)
     count = len(nodes)
     # The zeros are the common prefixes of the keys below each child, and the numbers of the files.
-    body = (bytes([height]), encode_files([node_file]), encode_varint(count), shared, sizes, bytes(count), text)
+    head = (bytes([height]), encode_files([node_file]), encode_varint(count))
+    keys = (encode_varints(shared[1:]), encode_varints(sizes), bytes(count), text)
     columns = map(encode_varints, (np.array(offsets, np.int64), lengths, *counts))
-    frame = encode_frame(NODE_MAGIC, *body, bytes(count), *columns)
+    frame = encode_frame(NODE_MAGIC, *head, *keys, bytes(count), *columns)
     key_count, tree_bytes, value_bytes = (int(column.sum()) for column in counts)
     return _Node(frame, nodes[0].key, key_count, tree_bytes + len(frame), value_bytes)
 
 
-def encode_keys(keys: list[bytes]) -> tuple[bytes, bytes, bytes]:
-    """Encode keys as columns: the numbers of bytes shared with the previous key, and the suffixes' sizes and bytes."""
+def key_columns(keys: list[bytes]) -> tuple[NDArray[np.int64], NDArray[np.int64], bytes]:
+    """Return the numbers of bytes that keys share with the previous key, and the sizes and bytes of their suffixes."""
     shared = shared_prefixes(keys)
     suffixes = [key[size:] for key, size in zip(keys, shared.tolist(), strict=True)]
-    sizes = np.array([len(suffix) for suffix in suffixes], np.int64)
-    return encode_varints(shared[1:]), encode_varints(sizes), b"".join(suffixes)
+    return shared, np.array([len(suffix) for suffix in suffixes], np.int64), b"".join(suffixes)
 
 
 def encode_frame(magic: int, *body: bytes) -> bytes:
@@ -234,9 +234,9 @@ def encode_files(paths: Sequence[str]) -> bytes:
     longest = max(map(len, encoded), default=0)
     if longest > PATH_LIMIT:
         raise ValueError(f"the path of a data file has {longest} bytes; the limit is {PATH_LIMIT}")
-    shared, sizes, text = encode_keys(encoded)
+    shared, sizes, text = key_columns(encoded)
     bases = bytes(len(encoded))  # varints: no base path
-    return b"".join((encode_varint(len(encoded)), shared, sizes, bases, text))
+    return encode_varint(len(encoded)) + encode_varints(shared[1:]) + encode_varints(sizes) + bases + text
 
 
 _LOWEST_BITS = np.uint64(1) << np.arange(0, 64, 8, dtype=np.uint64)
@@ -390,7 +390,4 @@ class _Template:
         self.keys = [*(keys[number] for number in order), *metadata_keys([""])]
         self.longest = max(map(len, self.keys))
         self.order: NDArray[Any] = np.array(order, np.int64)  # the chunk of each key but the last
-        self.shared = shared_prefixes(self.keys)
-        suffixes = [key[size:] for key, size in zip(self.keys, self.shared.tolist(), strict=True)]
-        self.sizes = np.array([len(suffix) for suffix in suffixes], np.int64)
-        self.text = b"".join(suffixes)
+        self.shared, self.sizes, self.text = key_columns(self.keys)

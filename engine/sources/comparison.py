@@ -47,8 +47,8 @@ class LeafDifference:
 
 
 def compare_checkpoints(
-    one: CheckpointSource,
-    other: CheckpointSource,
+    first: CheckpointSource,
+    second: CheckpointSource,
     *,
     rtol: float = 0.0,
     atol: float = 0.0,
@@ -63,28 +63,28 @@ def compare_checkpoints(
     |a|``, and NaN equals NaN. Sharding, the library of an array, and metrics are not compared. ``progress`` counts the
     bytes of the first checkpoint's leaves.
     """
-    trees, others = dict(trees_of(one)), dict(trees_of(other))
+    trees, others = dict(trees_of(first)), dict(trees_of(second))
     progress.expect(sum(leaf.nbytes for tree in trees.values() for leaf in tree.leaves))
-    values = {name: kind for name, kind in one.items.items() if kind not in (TREE, METRICS)}
+    values = {name: kind for name, kind in first.items.items() if kind not in (TREE, METRICS)}
     for name in [*trees, *values]:
         kind = values.get(name, TREE)
-        if name not in (others if kind == TREE else other.items):
+        if name not in (others if kind == TREE else second.items):
             yield LeafDifference(name, "", "missing", "the second checkpoint lacks this item")
             progress.advance(sum(leaf.nbytes for leaf in trees[name].leaves) if kind == TREE else 0)
         elif kind == TREE:
             yield from _compare_trees(name, trees[name], others[name], (rtol, atol), progress)
-        elif kind == JSON and other.items[name] == JSON:
-            expected, found = one.value(name), other.value(name)
+        elif kind == JSON and second.items[name] == JSON:
+            expected, found = first.value(name), second.value(name)
             if repr(expected) != repr(found):
                 yield LeafDifference(name, "", "values", f"expected {_short(expected)}, found {_short(found)}")
         else:
-            files = one.files(name)
+            files = first.files(name)
             has_checksums = files is not None and all(record.crc32c is not None for record in files.values())
-            if not has_checksums or files != other.files(name):
+            if not has_checksums or files != second.files(name):
                 detail = f"an item of the kind {kind!r}, whose files differ or carry no checksum"
                 yield LeafDifference(name, "", "unknown", detail)
     compared = trees.keys() | values.keys()
-    for name in [*others, *(name for name, kind in other.items.items() if kind not in (TREE, METRICS))]:
+    for name in [*others, *(name for name, kind in second.items.items() if kind not in (TREE, METRICS))]:
         if name not in compared:
             yield LeafDifference(name, "", "added", "the first checkpoint lacks this item")
 
@@ -172,11 +172,11 @@ class _Difference:
         self._greatest = self._magnitude = 0.0
         self._values: tuple[Any, Any] = (None, None)
 
-    def add(self, one: NDArray[Any], other: NDArray[Any], box: Box) -> None:
-        different = _bits_differ(one, other)
+    def add(self, part: NDArray[Any], other: NDArray[Any], box: Box) -> None:
+        different = _bits_differ(part, other)
         if not different.any():
             return
-        numbers = _as_numbers(one, other)
+        numbers = _as_numbers(part, other)
         if numbers is not None:
             a, b = numbers
             with np.errstate(all="ignore"):
@@ -193,7 +193,7 @@ class _Difference:
             self._greatest = math.nan
         if self._first is None:
             index = np.unravel_index(int(np.flatnonzero(different)[0]), different.shape) if different.shape else ()
-            self._values = one[index], other[index]
+            self._values = part[index], other[index]
             self._first = tuple(int(i) + low for i, low in zip(index, box.start, strict=True))
         self._differing += int(different.sum())
 
@@ -211,19 +211,19 @@ class _Difference:
         )
 
 
-def _bits_differ(one: NDArray[Any], other: NDArray[Any]) -> NDArray[np.bool_]:
-    if one.dtype.itemsize == 0 or one.size == 0:
-        return np.zeros(one.shape, np.bool_)
-    if one.dtype.char in "gG":  # the elements have unused bytes
-        return np.asarray(~((one == other) | ((one != one) & (other != other))))
-    ours, theirs = (np.ascontiguousarray(part).reshape(-1, 1).view(np.uint8) for part in (one, other))
-    return np.asarray((ours != theirs).any(axis=1)).reshape(one.shape)
+def _bits_differ(part: NDArray[Any], other: NDArray[Any]) -> NDArray[np.bool_]:
+    if part.dtype.itemsize == 0 or part.size == 0:
+        return np.zeros(part.shape, np.bool_)
+    if part.dtype.char in "gG":  # the elements have unused bytes
+        return np.asarray(~((part == other) | ((part != part) & (other != other))))
+    ours, theirs = (np.ascontiguousarray(array).reshape(-1, 1).view(np.uint8) for array in (part, other))
+    return np.asarray((ours != theirs).any(axis=1)).reshape(part.shape)
 
 
-def _as_numbers(one: NDArray[Any], other: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]] | None:
-    dtype = np.complex128 if one.dtype.kind == "c" else np.float64
+def _as_numbers(part: NDArray[Any], other: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]] | None:
+    dtype = np.complex128 if part.dtype.kind == "c" else np.float64
     try:
-        return one.astype(dtype), other.astype(dtype)
+        return part.astype(dtype), other.astype(dtype)
     except (TypeError, ValueError):
         return None
 

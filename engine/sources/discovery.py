@@ -188,27 +188,29 @@ def check_unclaimed(location: Location, series: str, *, begun: bool) -> bool:
     """Refuse a directory with steps of another run only; return False if it has steps of this run by now."""
     # If a run has ``begun`` here before, files may come from another callback, such as Lightning's ModelCheckpoint,
     # which share no name with its steps. Single checkpoints of hf.save and of graphs are no run.
-    found = find_steps(location)
-    if found.is_native and any(entry.series == series for entry in found.entries):
+    all_steps = find_steps(location)
+    if all_steps.is_native and any(entry.series == series for entry in all_steps.entries):
         return False
     # hf.save records no reason, and Checkpoint.save pins its checkpoints.
     steps = [
         entry
-        for entry in found.entries
-        if not found.is_native or entry.record is None or (entry.record.reason and not entry.record.pinned)
+        for entry in all_steps.entries
+        if not all_steps.is_native or entry.record is None or (entry.record.reason and not entry.record.pinned)
     ]
-    newest = found.noted or newest_step(steps)
+    newest = all_steps.noted or newest_step(steps)
     if newest is None:
         return True
     number = f"{len(steps)} checkpoint{'s' if len(steps) > 1 else ''}"
-    if found.is_native:
+    if all_steps.is_native:
         raise CheckpointExistsError(
             f"{location} holds {number} of another name, the newest {newest.location.name}; a run that saves "
             f"{series}<step> would not resume from them, and start from 0 beside them. Go on from them with "
             f"{_prefix_option(newest.series)}, or choose another directory (init_from={str(location)!r} of a callback "
             "takes their weights)"
         )
-    content = f"{location} holds {number} of {found.format}, the newest {newest.location.name} of step {newest.step}"
+    content = (
+        f"{location} holds {number} of {all_steps.format}, the newest {newest.location.name} of step {newest.step}"
+    )
     if begun and not newest.location.is_directory():
         _logger.warning("%s, and none of this run, which does not resume from them", content)
         return True

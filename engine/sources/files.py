@@ -15,32 +15,32 @@ from ..storage import TEMPORARY_PREFIX, Entry, Location
 _JSON_LIMIT = 512 << 20  # bytes
 
 
-def read_json(place: Location, content: bytes | None = None) -> Any:
+def read_json(location: Location, content: bytes | None = None) -> Any:
     """Read a JSON file; ``content`` is its content if the caller has read it."""
-    content = read_checked(place, None, limit=_JSON_LIMIT) if content is None else content
+    content = read_checked(location, None, limit=_JSON_LIMIT) if content is None else content
     try:
         return json.loads(content.decode("utf-8"))
     except RecursionError as error:
-        raise DamagedCheckpointError(f"{place} is damaged: it is nested too deeply") from error
+        raise DamagedCheckpointError(f"{location} is damaged: it is nested too deeply") from error
     except ValueError as error:
-        raise DamagedCheckpointError(f"{place} is damaged: it is not JSON ({error})") from error
+        raise DamagedCheckpointError(f"{location} is damaged: it is not JSON ({error})") from error
 
 
-def read_object(place: Location, content: bytes | None = None) -> dict[str, Any]:
+def read_object(location: Location, content: bytes | None = None) -> dict[str, Any]:
     """Read a JSON file that holds an object."""
-    document = read_json(place, content)
+    document = read_json(location, content)
     if not isinstance(document, dict):
-        raise DamagedCheckpointError(f"{place} is damaged: expected a JSON object, found {type(document).__name__}")
+        raise DamagedCheckpointError(f"{location} is damaged: expected a JSON object, found {type(document).__name__}")
     return document
 
 
-def read_optional(place: Location) -> dict[str, Any]:
+def read_optional(location: Location) -> dict[str, Any]:
     """Read a JSON file that holds an object; one that is missing or empty is ``{}``."""
     try:
-        content = place.read_bytes(limit=_JSON_LIMIT)
+        content = location.read_bytes(limit=_JSON_LIMIT)
     except ObjectNotFoundError:
         return {}
-    return read_object(place, content) if content else {}
+    return read_object(location, content) if content else {}
 
 
 def total_bytes(location: Location) -> int:
@@ -67,15 +67,15 @@ def entry_size(folder: Location, entry: Entry) -> int:
         return file.size
 
 
-def first_bytes(place: Location, count: int) -> bytes:
+def first_bytes(location: Location, count: int) -> bytes:
     """Return the first ``count`` bytes of a file, or all if it is shorter."""
-    with place.open_data() as file:
+    with location.open_data() as file:
         return file.read(0, min(count, file.size)).tobytes()
 
 
-def last_bytes(place: Location, count: int) -> bytes:
+def last_bytes(location: Location, count: int) -> bytes:
     """Return the last ``count`` bytes of a file, or all if it is shorter."""
-    with place.open_data() as file:
+    with location.open_data() as file:
         start = max(0, file.size - count)
         return file.read(start, file.size - start).tobytes()
 

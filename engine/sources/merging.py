@@ -24,8 +24,8 @@ def read_merged(places: Mapping[str, Place], item: str | None, read: Callable[[C
 
     def read_next(opened: Sequence[CheckpointSource]) -> T:
         if len(opened) < len(places):
-            place = as_location([*places.values()][len(opened)])
-            return read_checkpoint(place, lambda checkpoint: read_next([*opened, checkpoint]))
+            location = as_location([*places.values()][len(opened)])
+            return read_checkpoint(location, lambda checkpoint: read_next([*opened, checkpoint]))
         trees = [checkpoint.tree(checkpoint.only_tree(item)) for checkpoint in opened]
         first, nbytes = opened[0], sum(checkpoint.nbytes for checkpoint in opened)
         return read(SingleTree(first.format, first.location, _merged(list(places), trees), nbytes))

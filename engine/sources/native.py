@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..arrays import TreeReader, TreeSource, naming, open_folder
 from ..errors import CheckpointNotFoundError, DamagedCheckpointError, HoldfastError, OptionError
-from ..forks import cached_property
 from ..format import OWN_FOLDER, CheckpointRecord, FileRecord, ItemRecord, own_shares
 from ..progress import NULL, Progress, Share
 from ..pytree import Patterns, format_path, unescape_key
@@ -36,15 +35,11 @@ class NativeCheckpoint(CheckpointSource):
         with naming(location):
             self.parts = self.record.parts()  # an item with a tree for each process has one part for each
         self.items = {name: item.kind for name, item in self.parts.items()}
-        self.step = self.record.step
-        self.reason = self.record.reason
+        self.nbytes = self.record.nbytes
+        self.step, self.reason = self.record.step, self.record.reason
         self.time, self.metrics = self.record.time, self.record.metrics
         self.custom_metadata = self.record.custom_metadata
         self._opened: tuple[str, Location, Files] | None = None  # the item that was opened last
-
-    @cached_property
-    def nbytes(self) -> int:
-        return self.record.nbytes
 
     def has_changed(self) -> bool:
         return has_changed(self.location, self.record)

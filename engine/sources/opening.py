@@ -117,7 +117,6 @@ class _OpenTree:
 
     @cached_property
     def leaves(self) -> dict[str, SavedLeaf]:
-        """The leaves by their names."""
         return {} if self._reads is None else {leaf.name: leaf for leaf in self._reads[1].leaves}
 
     @contextlib.contextmanager

@@ -205,13 +205,13 @@ class CloudBackend(ObjectStoreBackend):
             return [meta["path"] async for page in obstore.list(store, key or None, offset=last) for meta in page]
 
         names += self._ask(key, "list", below)
-        own = [key] if itself and key and self.has_object(key) else []  # obstore lists only objects below a prefix
+        exact = [key] if itself and key and self.has_object(key) else []  # obstore lists only objects below a prefix
         # A proxy's page looks like the end of a list: a list that is empty or ends with a full page is requested again.
-        if not names and not own:
+        if not names and not exact:
             names += self._ask(key, "list", below)
         while names and not len(names) % _LIST_PAGE and (more := self._ask(key, "list", below)):
             names += more
-        return sorted(own + names)
+        return sorted(exact + names)
 
     # ---- writes
 
@@ -295,7 +295,7 @@ class CloudBackend(ObjectStoreBackend):
     def can_share(self) -> bool:
         return "copy" not in self._lacks
 
-    def share(self, key: str, target: str, known: FileIdentity) -> FileIdentity:
+    def share(self, key: str, target: str, expected: FileIdentity) -> FileIdentity:
         if self.can_share() and self._is_copied(key, target):
             return BY_NAME
         raise OSError(errno.EAGAIN, "the service did not copy it", self.url(key))

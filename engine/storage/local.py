@@ -229,9 +229,9 @@ class LocalBackend:
     def identity(self, key: str) -> FileIdentity:
         return _identity(os.lstat(key))
 
-    def share(self, key: str, target: str, known: FileIdentity) -> FileIdentity:
+    def share(self, key: str, target: str, expected: FileIdentity) -> FileIdentity:
         """Link or clone a file; a linked file becomes read-only, as a change through one name would affect all."""
-        if self.identity(key) != known:
+        if self.identity(key) != expected:
             raise OSError(errno.ESTALE, "it was changed after it was written", key)
         try:
             os.link(key, target, follow_symlinks=False)
@@ -240,9 +240,9 @@ class LocalBackend:
         except OSError as refusal:
             if refusal.errno in (errno.ENOENT, errno.EEXIST):
                 raise
-            return self._cloned(key, target, known, refusal)
+            return self._cloned(key, target, expected, refusal)
         if (
-            self.identity(target)[:3] != known[:3]
+            self.identity(target)[:3] != expected[:3]
         ):  # replaced meanwhile; or a file system that copies instead of linking
             os.unlink(target)
             raise OSError(errno.ESTALE, "the link leads to another file", target)
@@ -250,7 +250,7 @@ class LocalBackend:
             os.chmod(target, 0o444 & stat.S_IMODE(os.stat(target).st_mode))
         return self.identity(target)
 
-    def _cloned(self, source: str, target: str, known: FileIdentity, refusal: OSError) -> FileIdentity:
+    def _cloned(self, source: str, target: str, expected: FileIdentity, refusal: OSError) -> FileIdentity:
         """Clone a file durably if the file system can; otherwise raise the error of the link."""
         with open(open_own(source, os.O_RDONLY), "rb", buffering=0) as read:
             written = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -264,7 +264,7 @@ class LocalBackend:
             finally:
                 os.close(written)
         clone = self.identity(target)
-        if _identity(status) != known or clone.size != known.size:
+        if _identity(status) != expected or clone.size != expected.size:
             os.unlink(target)
             raise OSError(errno.ESTALE, "the clone differs from the file", target)
         return clone

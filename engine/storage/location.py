@@ -66,20 +66,15 @@ def as_location(
     Location('memory://runs/x/1200')
     """
     if filesystem is not None:
-        place = _within(filesystem, place)
+        from .fsspec_store import open_filesystem
+
+        if isinstance(place, Location) and not place.is_local:
+            raise OptionError(f"{place} is not a path in filesystem={filesystem!r}; leave filesystem= out")
+        opened = open_filesystem(filesystem, os.fspath(place))
+        place = opened if isinstance(opened, str) else Location(*opened)
     location = place if isinstance(place, Location) else _parsed(place)
     target = (observer or process_observer()).place(location.url, writes=writes)
     return location if target == location.url else _parsed(target)
-
-
-def _within(filesystem: Any, place: Place) -> Place:
-    """Return the location of a path in a file system of fsspec or pyarrow; a path if that is a local one."""
-    from .fsspec_store import open_filesystem
-
-    if isinstance(place, Location) and not place.is_local:
-        raise OptionError(f"{place} is not a path in filesystem={filesystem!r}; leave filesystem= out")
-    opened = open_filesystem(filesystem, os.fspath(place))
-    return opened if isinstance(opened, str) else Location(*opened)
 
 
 def _parsed(place: str | os.PathLike[str]) -> Location:
@@ -110,7 +105,10 @@ def _parsed(place: str | os.PathLike[str]) -> Location:
             raise InvalidLocationError(f"{shown!r} does not name an absolute path: write file:///path")
         return Location(_local, os.path.abspath(path))
     backend, path = _opened(_SYNONYMS.get(scheme, scheme), path, shown)
-    return Location(backend, _object_key(shown, path))
+    segments = [segment for segment in path.split("/") if segment]
+    if not {".", ".."}.isdisjoint(segments):
+        raise InvalidLocationError(f"{shown!r} holds '.' or '..', which object stores do not resolve")
+    return Location(backend, "/".join(segments))
 
 
 def _checked_path(text: str) -> str:
@@ -172,21 +170,14 @@ def _opened(scheme: str, path: str, shown: str) -> tuple[ObjectStoreBackend, str
         raise InvalidLocationError(f"{error}: expected {_KNOWN}") from None
 
 
-def sync_all(places: Sequence[Location]) -> None:
+def sync_all(locations: Sequence[Location]) -> None:
     """Make files, and the names in directories, durable on a disk, all at the same time; objects are durable anyway."""
-    local.sync_all([os.fspath(place) for place in places if place.is_local])
+    local.sync_all([os.fspath(location) for location in locations if location.is_local])
 
 
-def max_concurrency(place: Location) -> int:
+def max_concurrency(location: Location) -> int:
     """Return how many small requests may run at a time: 1 on a disk, whose requests wait for no network."""
-    return 1 if place.is_local else REQUESTS
-
-
-def _object_key(text: str, path: str) -> str:
-    segments = [segment for segment in path.split("/") if segment]
-    if any(segment in (".", "..") for segment in segments):
-        raise InvalidLocationError(f"{text!r} holds '.' or '..', which object stores do not resolve")
-    return "/".join(segments)
+    return 1 if location.is_local else REQUESTS
 
 
 class Location:
@@ -465,7 +456,7 @@ class Location:
         """
         backend = self._writing()
         if isinstance(backend, LocalBackend):
-            backend.write_bytes(self._key, data, atomic=atomic, sync=sync, before=[place._key for place in before])
+            backend.write_bytes(self._key, data, atomic=atomic, sync=sync, before=[path._key for path in before])
         else:
             backend.write_bytes(self._key, bytes(data), atomic=atomic)
 
@@ -655,16 +646,16 @@ class _Upload(io.BytesIO):
         self._send(content)
 
 
-def _open_object(place: Location, mode: str, **text: Any) -> IO[Any]:
+def _open_object(location: Location, mode: str, **text: Any) -> IO[Any]:
     """Open an object as the builtin ``open`` opens a file; ``text`` has its arguments for text."""
     action = "".join(sorted(mode)).replace("t", "", 1).replace("b", "", 1)
     if action not in ("r", "w", "x", "a"):
-        raise OptionError(f"{place}: mode={mode!r} opens no object of a store: read it (r), or write it (w, x, a)")
-    exists = action in "xa" and place.is_there()
+        raise OptionError(f"{location}: mode={mode!r} opens no object of a store: read it (r), or write it (w, x, a)")
+    exists = action in "xa" and location.is_there()
     if action == "x" and exists:
-        raise FileExistsError(f"{place} exists")
-    content = place.read_bytes() if action == "r" or (action == "a" and exists) else b""
-    raw = io.BytesIO(content) if action == "r" else _Upload(place.write_bytes, content)
+        raise FileExistsError(f"{location} exists")
+    content = location.read_bytes() if action == "r" or (action == "a" and exists) else b""
+    raw = io.BytesIO(content) if action == "r" else _Upload(location.write_bytes, content)
     return raw if "b" in mode else io.TextIOWrapper(raw, **{**text, "encoding": text.get("encoding") or "utf-8"})
 
 

@@ -28,8 +28,8 @@ class FileLock:
 
     handover: ClassVar[Lock] = Lock()  # held while one thread passes a lock on to another
 
-    def __init__(self, place: Location) -> None:
-        self._place = place
+    def __init__(self, file: Location) -> None:
+        self._file = file
         self._close: weakref.finalize[..., FileLock] | None = None
         self.descriptor: int | None = None  # descriptor of the open file
         self.obstacle: OSError | None = None  # why the file system did not lock the file
@@ -41,8 +41,8 @@ class FileLock:
         StoragePermissionError: it cannot be opened, so whether it is locked is unknown.
         """
         self.release()  # an interrupted attempt may have locked it
-        with _descriptors, os_errors(self._place.url, "open"):
-            descriptor = self.descriptor = open_own(self._place, flags)
+        with _descriptors, os_errors(self._file.url, "open"):
+            descriptor = self.descriptor = open_own(self._file, flags)
             self._close = weakref.finalize(self, os.close, descriptor)  # runs even when the holder is garbage
             _held.add(self)
         try:
@@ -54,17 +54,17 @@ class FileLock:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self.release()
-            raise StorageConflictError(f"{self._place}: another process has locked this file") from error
+            raise StorageConflictError(f"{self._file}: another process has locked this file") from error
         except OSError as error:
             self.obstacle = error
 
     def is_current(self) -> bool:
         """Return whether the locked file still has its name: another process may have replaced or removed it."""
         try:
-            with _descriptors, os_errors(self._place.url, "access"):
+            with _descriptors, os_errors(self._file.url, "access"):
                 if self.descriptor is None:
                     return False
-                locked, named = os.fstat(self.descriptor), os.stat(self._place)
+                locked, named = os.fstat(self.descriptor), os.stat(self._file)
                 # A server of NFS, whose locks may hold on one host only, gives a new file the number of a removed one.
                 return os.path.samestat(locked, named) and locked.st_mtime_ns == named.st_mtime_ns
         except ObjectNotFoundError:
@@ -87,7 +87,7 @@ class FileLock:
     def write(self, content: bytes, *, sync: bool) -> None:
         """Fill the empty file that is locked, durably if ``sync``."""
         assert self.descriptor is not None
-        with os_errors(self._place.url, "write"):
+        with os_errors(self._file.url, "write"):
             written = 0
             while written < len(content):  # a disk that becomes full takes a part, and refuses the rest
                 written += os.pwrite(self.descriptor, content[written:], written)
@@ -97,16 +97,16 @@ class FileLock:
     def content(self, size: int | None = None) -> dict[str, Any]:
         """Return the JSON document in the file; an empty dictionary if it is missing or damaged."""
         try:
-            document = json.loads(self._place.read_own(limit=1 << 24, size=size))
+            document = json.loads(self._file.read_own(limit=1 << 24, size=size))
         except (ObjectNotFoundError, DamagedCheckpointError, ValueError, RecursionError):
             return {}
         return document if isinstance(document, dict) else {}
 
 
-def locked_elsewhere(place: Location) -> bool:
+def locked_elsewhere(location: Location) -> bool:
     """Return whether another process has locked a local file; False if that is unknown."""
     try:
-        descriptor = open_own(place, os.O_RDONLY)
+        descriptor = open_own(location, os.O_RDONLY)
     except OSError:
         return False
     try:
@@ -128,21 +128,21 @@ class SaveLock(FileLock):
     @property
     def shows_life(self) -> bool:
         """Whether the lock shows if a save is alive: object stores and some file systems have no locks."""
-        return self._place.is_local and self.obstacle is None
+        return self._file.is_local and self.obstacle is None
 
     def make(self) -> None:
         """Make the file, empty, and lock it; the memory of this process has no locks."""
-        if self._place.is_local:
+        if self._file.is_local:
             # Another save may have taken the new file for the marker of a dead save, and replaced it.
             is_made = self._acquire(os.O_RDWR | os.O_CREAT | os.O_EXCL)
         else:
-            is_made = self._place.write_bytes_if(b"", None)
+            is_made = self._file.write_bytes_if(b"", None)
         if not is_made:
             raise self.conflict()
 
     def write(self, content: bytes, *, sync: bool) -> None:
         if self.descriptor is None:
-            self._place.write_bytes(content, atomic=False, sync=sync)
+            self._file.write_bytes(content, atomic=False, sync=sync)
         else:
             super().write(content, sync=sync)
 
@@ -159,7 +159,7 @@ class SaveLock(FileLock):
             return False
         except StoragePermissionError as error:
             refusal = StoragePermissionError(
-                f"{self._place.parent}: the marker of another save ({self._place.name}) cannot be opened, so whether "
+                f"{self._file.parent}: the marker of another save ({self._file.name}) cannot be opened, so whether "
                 f"that save is alive is unknown ({error}). Remove what it left as its owner, or save to another path"
             )
             refusal.errno = error.errno
@@ -173,13 +173,13 @@ class SaveLock(FileLock):
     def conflict(self) -> StorageConflictError:
         """Return the error for a save that another save to the same path prevents."""
         return StorageConflictError(
-            f"{self._place.parent}: another save to the same path has begun; only one at a time can be committed. "
+            f"{self._file.parent}: another save to the same path has begun; only one at a time can be committed. "
             "Wait for it to end; if this is a program of several processes, connect them before they save"
         )
 
     def _acquire(self, flags: int) -> bool:
         """Lock the file; return whether it still has its name."""
-        if not self._place.is_local:
+        if not self._file.is_local:
             return True
         try:
             self.acquire(flags)

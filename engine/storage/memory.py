@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from ..errors import DamagedCheckpointError, ObjectNotFoundError
 from ..forks import Lock, cached_property
-from .backend import DataReader, Segment
+from .backend import DataReader
 from .location import Location
-from .object_store import ObjectStoreBackend, file_parts
+from .object_store import ObjectStoreBackend
 
 if TYPE_CHECKING:
     import tensorstore
@@ -34,7 +33,6 @@ def shared_context() -> tensorstore.Context:
 
 @functools.cache
 def open_memory() -> MemoryBackend:
-    """Return the backend of the memory of this process."""
     return MemoryBackend("memory://", is_remote=False)
 
 
@@ -62,13 +60,6 @@ class MemoryBackend(ObjectStoreBackend):
 
     def write_bytes(self, key: str, data: bytes, *, atomic: bool) -> None:
         self.request(key, "write", lambda: self._store.write(key, data))
-
-    def write_data(self, key: str, size: int, segments: Sequence[Segment]) -> None:
-        # The stream returns its bytes without a copy, because they have their final length from the start.
-        stream = io.BytesIO(bytes(size))
-        for part in file_parts(size, segments):
-            stream.write(part.data)
-        self.write_bytes(key, stream.getvalue(), atomic=True)
 
     def remove(self, key: str) -> None:
         self.request(key, "remove", lambda: self._store.write(key, None))
@@ -117,9 +108,6 @@ class FolderInMemory(ObjectStoreBackend):
 
     def write_bytes(self, key: str, data: bytes, *, atomic: bool) -> None:
         self.files[key] = data
-
-    def write_data(self, key: str, size: int, segments: Sequence[Segment]) -> None:
-        self.files[key] = b"".join(part.tobytes() for part in file_parts(size, segments))
 
     def remove(self, key: str) -> None:
         self.files.pop(key, None)

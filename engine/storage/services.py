@@ -247,13 +247,11 @@ class Google(CloudBackend):
 
         try:
             account = google.auth.default(scopes=[_GOOGLE_SCOPE])[0]
-        except DefaultCredentialsError as error:
-            if "GOOGLE_APPLICATION_CREDENTIALS" in os.environ:
-                raise CredentialsError(f"no credentials: {error}") from None
-            return None
         except TransportError as error:
             raise ConnectionError(f"the login service does not answer: {error}") from None
         except GoogleAuthError as error:
+            if isinstance(error, DefaultCredentialsError) and "GOOGLE_APPLICATION_CREDENTIALS" not in os.environ:
+                return None
             raise CredentialsError(f"no credentials: {error}") from None
         return GoogleCredentialProvider(account)
 

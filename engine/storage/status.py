@@ -168,14 +168,14 @@ def is_strange(error: StorageError) -> bool:
 
 
 @contextlib.contextmanager
-def unreadable_as_damage(place: object) -> Iterator[None]:
+def unreadable_as_damage(path: object) -> Iterator[None]:
     """Convert errors for which :func:`is_unreadable` is true to DamagedCheckpointError."""
     try:
         yield
     except StorageError as error:
         if not is_unreadable(error):
             raise
-        raise DamagedCheckpointError(f"{place} cannot be read: {error}", unreadable=True) from error
+        raise DamagedCheckpointError(f"{path} cannot be read: {error}", unreadable=True) from error
 
 
 def map_os_error(error: OSError, path: str, action: str) -> StorageError:
@@ -224,11 +224,11 @@ def explain_failure(cls: type[E], action: str, path: str, reason: str) -> E:
     return cls(without_secrets(f"cannot {action} {path}: {reason}") + (f"; {advice}" if advice else ""))
 
 
-def check_header(place: str, name: str, value: str) -> None:
+def check_header(service: str, name: str, value: str) -> None:
     """Raise StoragePermissionError if a value cannot go into a header, for which clients would end the process."""
     if not (value.isascii() and value.isprintable()):
         raise StoragePermissionError(
-            f"cannot reach {place}: the value of {name} holds a character that no header can have, perhaps a line "
+            f"cannot reach {service}: the value of {name} holds a character that no header can have, perhaps a line "
             "break at its end; set it again without"
         )
 
