@@ -8,10 +8,10 @@ https://flax.readthedocs.io/en/latest/api_reference/flax.serialization.html
 from __future__ import annotations
 
 import importlib
-import io
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from .zarr import dtype_from_name, dtype_name
 ARRAY_EXTENSION = 1  # type of the extension that holds an array
 
 _DEPTH = 200  # levels of containers
+_PART = 1 << 20  # bytes that the library gets at a time
 _AXES = 64  # numpy makes no array of more axes
 _LISTS = frozenset({*range(0x90, 0xA0), 0xDC, 0xDD})  # first bytes
 _DICTIONARIES = frozenset({*range(0x80, 0x90), 0xDE, 0xDF})
@@ -75,17 +76,23 @@ def array_of(shape: Any, dtype: np.dtype[Any], data: Any) -> NDArray[Any]:
         raise DamagedCheckpointError(f"an array of {dtype}{shape} is damaged: {error}") from error
 
 
+class _Extended(NamedTuple):
+    code: int
+    data: bytes
+
+
 class _Reader:
     """Reads values; lists and dictionaries, for which msgpack allocates what they claim, grow by their elements."""
 
     def __init__(self, content: bytes, extension: Extension | None, mapping: Mapper | None) -> None:
         self._msgpack: Any = importlib.import_module("msgpack")  # imported lazily: few programs read msgpack
+        parts = (content[start : start + _PART] for start in range(0, len(content), _PART))
+        file = SimpleNamespace(read=lambda _: next(parts, b""))
         limit = max(len(content), 1 << 32)  # bytes of a value; the format allows no more
-        self._unpacker = self._msgpack.Unpacker(io.BytesIO(content), ext_hook=self._extended, max_buffer_size=limit)
+        self._unpacker = self._msgpack.Unpacker(file, read_size=_PART, max_buffer_size=limit, ext_hook=_Extended)
         self._content = content
         self._extension = extension
         self._mapping = mapping
-        self._depth = 0  # containers around the value that is read
 
     def whole(self, depth: int) -> Any:
         try:
@@ -111,10 +118,11 @@ class _Reader:
             return [self.value(depth + 1) for _ in range(self._unpacker.read_array_header())]
         if code in _DICTIONARIES:
             return self._dictionary(self._unpacker.read_map_header(), depth)
-        self._depth = depth
         value = self._unpacker.unpack()
-        if isinstance(value, self._msgpack.Timestamp):  # an extension that the library reads itself
-            raise DamagedCheckpointError("it holds a timestamp")
+        if isinstance(value, _Extended) and self._extension is not None:
+            return self._extension(*value, depth + 1)
+        if isinstance(value, _Extended | self._msgpack.Timestamp):
+            raise DamagedCheckpointError(f"it holds the unknown type {code:#04x} at byte {position}")
         return value
 
     def _dictionary(self, size: int, depth: int) -> Any:
@@ -125,8 +133,3 @@ class _Reader:
                 raise DamagedCheckpointError(f"a dictionary has the key {key!r:.80} twice, or it is not a key")
             members[key] = self.value(depth + 1)
         return members if self._mapping is None else self._mapping(members)
-
-    def _extended(self, code: int, data: bytes) -> Any:
-        if self._extension is None:
-            raise DamagedCheckpointError(f"it holds the unknown type {code & 0xFF:#04x} of extensions")
-        return self._extension(code, data, self._depth + 1)

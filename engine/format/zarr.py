@@ -124,9 +124,9 @@ def zarr_dtype(data_type: str) -> DType | None:
 @lru_cache(maxsize=1024)
 def storage_dtype(dtype: DType) -> Stored:
     dtype_name(dtype)  # refuses a dtype without a name
-    little = None if dtype.name in _NOT_IN_ZARR else _plain_or_ml(dtype.name)
-    if little is not None and dtype.newbyteorder("=") == little:
-        return Stored(dtype.name, little.newbyteorder("<"), None)
+    little = zarr_dtype(dtype.name)
+    if little is not None and dtype.newbyteorder("<") == little:
+        return Stored(dtype.name, little, None)
     return Stored("uint8", np.dtype(np.uint8), dtype.itemsize)
 
 

@@ -124,8 +124,8 @@ class CloudBackend(ObjectStoreBackend):
     # ---- reads
 
     def object_size(self, key: str) -> int:
-        async def ask(store: Any, obstore: Any) -> int:
-            return int(_checked(await obstore.head_async(store, key))["size"])
+        async def ask(store: Any) -> int:
+            return int(_checked(await store.head_async(key))["size"])
 
         return self._ask(key, "access", ask)
 
@@ -137,8 +137,8 @@ class CloudBackend(ObjectStoreBackend):
             self.object_size(key)
             return b""
 
-        async def read(store: Any, obstore: Any) -> bytes:
-            answer = await obstore.get_async(store, key, options={"range": (start, stop)})
+        async def read(store: Any) -> bytes:
+            answer = await store.get_async(key, options={"range": (start, stop)})
             _checked(answer.meta)
             return bytes(await answer.bytes_async())
 
@@ -151,8 +151,8 @@ class CloudBackend(ObjectStoreBackend):
         if not size:
             return False
 
-        async def receive(store: Any, obstore: Any) -> bool:
-            answer = await obstore.get_async(store, key, options={"range": (offset, offset + size)})
+        async def receive(store: Any) -> bool:
+            answer = await store.get_async(key, options={"range": (offset, offset + size)})
             _checked(answer.meta)
             answered()
             first, last = answer.range
@@ -176,7 +176,7 @@ class CloudBackend(ObjectStoreBackend):
         except DamagedCheckpointError:
             return False
 
-    def _ask_range(self, key: str, start: int, stop: int, read: Callable[[Any, Any], Awaitable[T]]) -> T:
+    def _ask_range(self, key: str, start: int, stop: int, read: Callable[[Any], Awaitable[T]]) -> T:
         """Request a range of an object, unless the service has shown that it serves none."""
         if "range" in self._lacks:
             raise DamagedCheckpointError(f"cannot read {self.url(key)} from byte {start}: no ranges are served")
@@ -190,8 +190,8 @@ class CloudBackend(ObjectStoreBackend):
     def _read(self, key: str) -> tuple[bytes, dict[str, Any]]:
         """Return the content of an object, and the facts that identify its version."""
 
-        async def read(store: Any, obstore: Any) -> tuple[bytes, dict[str, Any]]:
-            answer = await obstore.get_async(store, key)
+        async def read(store: Any) -> tuple[bytes, dict[str, Any]]:
+            answer = await store.get_async(key)
             meta = _checked(answer.meta)
             return bytes(await answer.bytes_async()), {name: meta[name] for name in ("e_tag", "version") if meta[name]}
 
@@ -200,9 +200,9 @@ class CloudBackend(ObjectStoreBackend):
     def list_objects(self, key: str, *, itself: bool) -> list[str]:
         names: list[str] = []
 
-        async def below(store: Any, obstore: Any) -> list[str]:
+        async def below(store: Any) -> list[str]:
             last = names[-1] if names else None
-            return [meta["path"] async for page in obstore.list(store, key or None, offset=last) for meta in page]
+            return [meta["path"] async for page in store.list(key or None, offset=last) for meta in page]
 
         names += self._ask(key, "list", below)
         exact = [key] if itself and key and self.has_object(key) else []  # obstore lists only objects below a prefix
@@ -222,7 +222,7 @@ class CloudBackend(ObjectStoreBackend):
         self._ask(
             key,
             "write",
-            lambda store, obstore: obstore.put_async(store, key, body, use_multipart=False, **options),
+            lambda store: store.put_async(key, body, use_multipart=False, **options),
             size,
             attempts=1 if options else GARBLED,  # a condition is met once
         )
@@ -266,7 +266,7 @@ class CloudBackend(ObjectStoreBackend):
         self._ask(
             key,
             "write",
-            lambda store, obstore: obstore.put_async(store, key, given(), use_multipart=True, **options),
+            lambda store: store.put_async(key, given(), use_multipart=True, **options),
             size,
             attempts=1,
             meanwhile=give,
@@ -274,7 +274,7 @@ class CloudBackend(ObjectStoreBackend):
 
     def remove(self, key: str) -> None:
         try:
-            self._ask(key, "remove", lambda store, obstore: obstore.delete_async(store, key))
+            self._ask(key, "remove", lambda store: store.delete_async(key))
         except ObjectNotFoundError as error:
             if re.search("ContainerNotFound|NoSuchBucket", str(error)):
                 raise
@@ -283,7 +283,7 @@ class CloudBackend(ObjectStoreBackend):
         if "remove" in self._lacks:
             return False
         try:
-            self._try(names[0], "remove", lambda store, obstore: obstore.delete_async(store, list(names)))
+            self._try(names[0], "remove", lambda store: store.delete_async(list(names)))
         except HoldfastError as error:
             if _UNKNOWN_REQUEST.search(str(error)) and not isinstance(error, ObjectNotFoundError):
                 self._lacks.add("remove")
@@ -302,7 +302,7 @@ class CloudBackend(ObjectStoreBackend):
 
     def _is_copied(self, key: str, target: str) -> bool:
         try:
-            self._try(key, "copy", lambda store, obstore: obstore.copy_async(store, key, target))
+            self._try(key, "copy", lambda store: store.copy_async(key, target))
             # Some services answer an error with the status of success, or take the request for an empty upload.
             if self.object_size(target):
                 return True
@@ -364,22 +364,21 @@ class CloudBackend(ObjectStoreBackend):
         self,
         key: str,
         action: str,
-        start: Callable[[Any, Any], Awaitable[T]],
+        start: Callable[[Any], Awaitable[T]],
         nbytes: int = 0,
         *,
         attempts: int = GARBLED,
         once: bool = False,
         meanwhile: Callable[[Future[Any], asyncio.AbstractEventLoop], None] | None = None,
     ) -> T:
-        """Start a request with the store and the module obstore, and wait for its answer."""
-        import obstore
+        """Start a request of the store, and wait for its answer."""
 
         def begin() -> Future[T]:
             loop = _running_loop(self.url(key))
             store = self._store(once)
 
             async def answer() -> T:
-                return await start(store, obstore)
+                return await start(store)
 
             future = asyncio.run_coroutine_threadsafe(answer(), loop)
             if meanwhile is not None:
@@ -393,7 +392,7 @@ class CloudBackend(ObjectStoreBackend):
         # obstore repeats no request whose answer ends half-way.
         return self.request(key, action, begin, nbytes, attempts=attempts)
 
-    def _try(self, key: str, action: str, start: Callable[[Any, Any], Awaitable[Any]]) -> None:
+    def _try(self, key: str, action: str, start: Callable[[Any], Awaitable[Any]]) -> None:
         """Make a request only once, since its work can be done in another way."""
         self._ask(key, action, start, UNKNOWN_SIZE, once=True)
 

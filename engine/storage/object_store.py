@@ -378,7 +378,8 @@ class ObjectReader(DataReader):
                 check_extent(url, size, offset, length)
             memory = aligned_empty(length) if buffer is None else buffer.view(length)
             if not self.read_into(offset, [memory]):
-                whole = self._read_whole()
+                with self._lock:
+                    whole = self._whole = self._whole or self._backend.read_range(self._key, None)
                 check_extent(url, len(whole), offset, length)
                 memory.data[:] = memoryview(whole)[offset : offset + length]
         except ObjectNotFoundError as error:
@@ -399,12 +400,6 @@ class ObjectReader(DataReader):
 
     def close(self) -> None:
         self._whole = None
-
-    def _read_whole(self) -> bytes:
-        with self._lock:
-            if self._whole is None:
-                self._whole = self._backend.read_range(self._key, None)
-            return self._whole
 
 
 def file_parts(size: int, segments: Sequence[Segment]) -> Iterator[NDArray[np.uint8]]:
