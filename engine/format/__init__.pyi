@@ -30,7 +30,6 @@ from .ocdbt_read import Entries as Entries
 from .ocdbt_read import KeyRange as KeyRange
 from .ocdbt_read import NodePlace as NodePlace
 from .ocdbt_read import add_early_checksums as add_early_checksums
-from .ocdbt_read import decode_database as decode_database
 from .ocdbt_write import ArrayIndex as ArrayIndex
 from .ocdbt_write import key_order as key_order
 from .record import COMPONENT as COMPONENT

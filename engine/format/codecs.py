@@ -245,10 +245,6 @@ class Cursor:
     def byte(self) -> int:
         return self.take(1)[0]
 
-    def column(self, count: int) -> NDArray[np.uint8]:
-        """Read `count` unsigned bytes, one number each."""
-        return np.frombuffer(self.take(count), np.uint8)
-
     def varint(self, limit: int = INT64_MAX) -> int:
         data, position = self.data, self.position
         end = min(len(data), position + _MAX_BYTES)

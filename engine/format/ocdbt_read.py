@@ -116,19 +116,6 @@ ReadNodes = Callable[[Sequence[NodePlace]], Iterable[bytes]]
 KeyRange = tuple[bytes, bytes]  # the first key, and the one after the last
 
 
-def decode_database(
-    manifest: bytes,
-    read_node: Callable[[str, int, int], bytes],
-    *,
-    memory_limit: int = _MEMORY_LIMIT,
-    checksums: bool = True,
-) -> Entries:
-    """Decode the newest version of a database; ``read_node`` takes a file, an offset and the most bytes to return."""
-    database = Database(manifest, memory_limit=memory_limit, checksums=checksums)
-    database.decode(lambda places: (read_node(*place) for place in places))
-    return database.entries
-
-
 def add_early_checksums(nodes: bytes, entries: Entries, source: str) -> None:
     """Read the checksums of all values from the end of a node file, where earlier versions wrote them."""
     if nodes.endswith(CHECKSUMS_MAGIC) and entries.checksums.size and entries.checksums.max() < 0:
@@ -173,7 +160,7 @@ def _decode_versions(cursor: Cursor, arity: int) -> Root | None:
     generations = cursor.varints(count)
     if generations[0] < 1 or (generations[1:] <= generations[:-1]).any():
         cursor.fail("the generations of its versions are not increasing")
-    heights = cursor.column(count)
+    heights = cursor.take(count)
     file_ids = cursor.varints(count, len(files) - 1)
     places = [cursor.wide_varints(count) for _ in range(2)]
     statistics = [int(cursor.wide_varints(count)[-1]) for _ in range(3)]
@@ -192,7 +179,7 @@ def _decode_versions(cursor: Cursor, arity: int) -> Root | None:
     if offset + length > INT64_MAX:
         cursor.fail(f"its root lies at offset {offset}, where no file reaches")
     file = files[int(file_ids[-1])]
-    return Root(int(heights[-1]), file.path, file.base, offset, length, *statistics)
+    return Root(heights[-1], file.path, file.base, offset, length, *statistics)
 
 
 _ENTRY_BYTES = 100  # approximate memory of one entry without its key and value
@@ -359,7 +346,7 @@ class Database:
     def _decode_values(self, cursor: Cursor, keys: list[bytes], files: list[DataFile], following: bytes) -> None:
         count = len(keys)
         lengths = cursor.varints(count)
-        kinds = cursor.column(count)
+        kinds = np.frombuffer(cursor.take(count), np.uint8)
         if kinds.max() > 1:
             cursor.fail(f"the value kind {kinds.max()} is not one of 0 (inline) and 1 (in a data file)")
         outside = np.flatnonzero(kinds)

@@ -50,11 +50,6 @@ _REPLACING = frozenset({"sftp", "ssh"})  # systems whose rename replaces a file 
 # Systems that rename in one step, but never to an existing file.
 _RENAMING = frozenset({"hdfs", "arrow_hdfs", "webhdfs", "viewfs", "smb"})
 
-_NOT_ALONE = "two saves to one path at the same time are not kept apart"
-_NOT_DURABLE = "what was written may be lost if the machines that keep it lose power"
-_NOT_REPLACED = "a crash while a checkpoint is replaced may leave neither the old nor the new one"
-_NOT_ATOMIC = "a crash may leave half of a commit record, and readers may see one"
-
 # Options with secrets.
 _SECRET = re.compile(r"pass|pwd|secret|key|token|cred|^auth$|authorization|sas|connection_string", re.IGNORECASE)
 
@@ -235,14 +230,15 @@ class FsspecBackend(ObjectStoreBackend):
         self._renames = protocol in _RENAMING or self._replaces
         self._connected: tuple[int, Any, str, Any] | None = None  # process, file system, prefix, lock
         self._connecting = Lock()
-        missing = [_NOT_ALONE]
-        if not self._whole:
-            missing.append(_NOT_DURABLE)
-            if not self._renames:
-                missing.append(_NOT_ATOMIC)
-            if not self._replaces:
-                missing.append(_NOT_REPLACED)
-        _logger.warning("%s is reached through fsspec (%s). Not promised there: %s", root, protocol, "; ".join(missing))
+        in_one_step = self._whole or self._replaces
+        risks = {  # and whether the system avoids each
+            "two saves to one path at the same time are not kept apart": False,
+            "what was written may be lost if the machines that keep it lose power": self._whole,
+            "a crash may leave half of a commit record, and readers may see one": self._whole or self._renames,
+            "a crash while a checkpoint is replaced may leave neither the old nor the new one": in_one_step,
+        }
+        missing = "; ".join(risk for risk, is_avoided in risks.items() if not is_avoided)
+        _logger.warning("%s is reached through fsspec (%s). Not promised there: %s", root, protocol, missing)
 
     def object_size(self, key: str) -> int:
         info = self._do(key, "access", lambda fs, path: fs.info(path))

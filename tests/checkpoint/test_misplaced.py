@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.format.ocdbt_entries import decode_database
 from tests.processes.threads import together, unwrap
 
 import holdfast as hf
-from holdfast.engine.format import Entries, decode_database
+from holdfast.engine.format import Entries
 
 LAYOUT = hf.Layout(chunk_bytes=4096, segment_bytes=8192)
 

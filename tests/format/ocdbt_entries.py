@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from holdfast.engine.format import Entries
+from holdfast.engine.format import Database, Entries
 from holdfast.engine.format.ocdbt_write import Rows, encode_database, shared_prefixes
 
 
 def encode_entries(entries: Entries, **options: Any) -> tuple[bytes, bytes]:
     """Encodes a database that holds some entries."""
     return encode_database([rows_of(entries)] if entries.keys else [], **options)
+
+
+def decode_database(manifest: bytes, read_node: Callable[[str, int, int], bytes], **options: Any) -> Entries:
+    """Decodes a database whose nodes are read by their file, offset and length."""
+    database = Database(manifest, **options)
+    database.decode(lambda places: (read_node(*place) for place in places))
+    return database.entries
 
 
 def are_equal(one: Entries, other: Entries) -> bool:

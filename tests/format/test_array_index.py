@@ -12,6 +12,7 @@ import pytest
 import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.format.ocdbt_entries import decode_database
 
 from holdfast.engine.errors import DamagedCheckpointError
 from holdfast.engine.format import (
@@ -21,7 +22,6 @@ from holdfast.engine.format import (
     Entries,
     NodePlace,
     chunk_keys,
-    decode_database,
     encode_array_metadata,
     key_order,
     metadata_keys,

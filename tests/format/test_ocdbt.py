@@ -11,9 +11,9 @@ import pytest
 import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.format.ocdbt_entries import are_equal, encode_entries
+from tests.format.ocdbt_entries import are_equal, decode_database, encode_entries
 
-from holdfast.engine.format import Entries, decode_database
+from holdfast.engine.format import Entries
 from holdfast.engine.format.ocdbt_read import NODE_MAGIC
 
 DATABASE_ID = bytes(range(16))

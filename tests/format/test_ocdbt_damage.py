@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.format.ocdbt_entries import are_equal, encode_entries
+from tests.format.ocdbt_entries import are_equal, decode_database, encode_entries
 
 from holdfast.engine.errors import DamagedCheckpointError, FormatVersionError, HoldfastError
-from holdfast.engine.format import Entries, crc32c, decode_database
+from holdfast.engine.format import Entries, crc32c
 from holdfast.engine.format.codecs import encode_varint, encode_varints
 from holdfast.engine.format.ocdbt_read import MANIFEST_MAGIC, NODE_MAGIC, Root
 from holdfast.engine.format.ocdbt_write import encode_frame, encode_manifest

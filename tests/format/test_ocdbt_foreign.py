@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import tensorstore as ts
+from tests.format.ocdbt_entries import decode_database
 
 from holdfast.engine.errors import DamagedCheckpointError, FormatVersionError
-from holdfast.engine.format import Entries, decode_database
+from holdfast.engine.format import Entries
 from holdfast.engine.format.codecs import encode_varint
 from holdfast.engine.format.ocdbt_read import MANIFEST_MAGIC, NODE_MAGIC
 from holdfast.engine.format.ocdbt_write import encode_frame

@@ -28,7 +28,7 @@ from ....engine.errors import (
     StoragePermissionError,
     StorageUnavailableError,
 )
-from ....engine.format import MANIFEST_NAME, Entries, decode_database
+from ....engine.format import MANIFEST_NAME, Database, Entries, NodePlace
 from ....engine.pytree import Box
 from ....engine.storage import (
     Location,
@@ -271,9 +271,10 @@ def _size(place: Location) -> float | str:
 
 
 def read_database(location: Location) -> Entries:
-    def node(path: str, offset: int, length: int) -> bytes:
-        with (location / path).open_data() as file:
-            return file.read(offset, length).tobytes()
+    def read(place: NodePlace) -> bytes:
+        with (location / place.file).open_data() as file:
+            return file.read(place.offset, place.length).tobytes()
 
-    manifest = (location / MANIFEST_NAME).read_bytes(limit=_MANIFEST_LIMIT)
-    return decode_database(manifest, node, checksums=False)
+    database = Database((location / MANIFEST_NAME).read_bytes(limit=_MANIFEST_LIMIT), checksums=False)
+    database.decode(lambda places: map(read, places))
+    return database.entries
