@@ -40,6 +40,7 @@ _ARITY_LIMIT = 1 << 20  # maximum number of entries of a node that TensorStore a
 _INLINE_BYTES = 100
 _NODE_BYTES = 8 << 20
 _ARITY_LOG2 = 4
+_NO_ROOT = Root(0, "", b"", MISSING, MISSING, 0, 0, 0)  # of an empty database
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +70,7 @@ def encode_database(
     """Encode a database with one version; return its manifest and its node file."""
     level = [node for rows in batches for node in encode_leaves(rows, node_limit)]
     if not level:
-        return encode_manifest(None, database_id, created_ns), b""
+        return encode_manifest(_NO_ROOT, database_id, created_ns), b""
     parts: list[bytes] = []
     height = size = 0
     while True:
@@ -83,36 +84,26 @@ def encode_database(
         height += 1
         level = _parents(level, offsets, height, node_file, node_limit)
     (top,) = level
-    root = Root(height, node_file, b"", offsets[0], len(top.frame), top.key_count, top.tree_bytes, top.value_bytes)
+    root = Root(height, node_file, b"", offsets[0], len(top.frame), *top[2:5])
     return encode_manifest(root, database_id, created_ns), b"".join(parts)
 
 
-def encode_manifest(root: Root | None, database_id: bytes, created_ns: int) -> bytes:
+def encode_manifest(root: Root, database_id: bytes, created_ns: int) -> bytes:
     if len(database_id) != 16:
         raise ValueError(f"a database id has 16 bytes, not {len(database_id)}")
-    if root is None:
-        root = Root(0, "", b"", MISSING, MISSING, 0, 0, 0)
     configuration = (
         database_id,
-        encode_varint(SINGLE),
-        encode_varint(_INLINE_BYTES),
-        encode_varint(_NODE_BYTES),
+        *map(encode_varint, (SINGLE, _INLINE_BYTES, _NODE_BYTES)),
         bytes([_ARITY_LOG2]),
-        encode_varint(0),  # nodes are not compressed
+        b"\0",  # nodes are not compressed
     )
     versions = (
         encode_files([root.file]),
-        encode_varint(1),  # one version
-        encode_varint(1),  # the generation of the version
-        bytes([root.height]),
-        encode_varint(0),
-        encode_varint(root.offset),
-        encode_varint(root.length),
-        encode_varint(root.key_count),
-        encode_varint(root.tree_bytes),
-        encode_varint(root.value_bytes),
+        b"\1\1",  # one version, of generation 1
+        bytes([root.height, 0]),
+        *map(encode_varint, root[3:]),  # offset, length and statistics
         struct.pack("<Q", created_ns),
-        encode_varint(0),  # no nodes of older versions
+        b"\0",  # no nodes of older versions
     )
     return encode_frame(MANIFEST_MAGIC, *configuration, *versions)
 
