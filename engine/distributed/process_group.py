@@ -179,5 +179,4 @@ def run_on_primary(
     start_secs: float = 600.0,
 ) -> Any:
     """Do long work on process 0, even if no other calls this; the others wait up to ``start_secs`` until it begins."""
-    group = ProcessGroup("holdfast", coordinator, start_secs)
-    return group.decide(what, work, arguments=arguments, work_timeout=_WORK)
+    return ProcessGroup("holdfast", coordinator, start_secs).decide(what, work, arguments=arguments, work_timeout=_WORK)

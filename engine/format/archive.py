@@ -74,8 +74,6 @@ def decode_archive(data: bytes, *, source: str) -> dict[str, bytes]:
             name = data[begin - length : begin].decode()
         except UnicodeDecodeError:
             break
-        if name in files:
-            break
         if not is_inside(name):
             raise DamagedCheckpointError(f"{source} holds a file with the path {name!r:.80}")
         files[name] = data[begin : begin + size]
