@@ -107,7 +107,7 @@ class Rendezvous:
         self._closed = False
 
     def broadcast(self, topic: str, value: bytes | None, timeout: float, *, gathered: bool = False) -> bytes:
-        """Return the value of process 0, which may have waited for a process itself if it has ``gathered`` before."""
+        """Return the value of process 0; with ``gathered``, process 0 waits for other processes before it sends it."""
         self.check()
         key = self._key("broadcast", topic, 0)
         if self.index == 0:

@@ -41,7 +41,7 @@ def extend(crc: int, data: Data) -> int:
 
 
 class ContentDigest:
-    """The 128-bit digest of bytes that come in pieces."""
+    """Incremental 128-bit digest."""
 
     def __init__(self) -> None:
         self._hash = xxhash.xxh3_128()

@@ -25,7 +25,7 @@ from .archive import ARCHIVE, is_inside, offsets_in_archive
 FORMAT = "holdfast"
 VERSION = 3  # the newest version of the format that is read
 _ARCHIVES_VERSION = 2  # of commit records with items that are zip files, which earlier versions do not read
-_PACKS_VERSION = 3  # of commit records with zip files that contain those of several processes
+_PACKS_VERSION = 3  # of commit records whose zip files contain the zip files of several processes
 
 DOCUMENT_LIMIT = 128 << 20  # bytes of the largest document that is read or written
 

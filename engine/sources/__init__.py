@@ -1,4 +1,4 @@
-"""Checkpoints of any library, read as trees: the one that a path stands for, and its contents."""
+"""Checkpoints of any library, read as trees."""
 
 import lazy_loader
 

@@ -27,7 +27,7 @@ from .protocol import TREE, CheckpointSource
 
 
 class OpenCheckpoint:
-    """An open checkpoint; a context manager that gives the tree and closes the checkpoint at its end.
+    """An open checkpoint: a context manager that returns its tree and closes the checkpoint at the end.
 
     Attributes:
         tree: The saved containers, with an :class:`ArrayHandle` in the place of every array. Values that are no arrays
@@ -253,7 +253,7 @@ class ArrayHandle:
         return type(self), (self._leaf, self._address, None, self.chunks)
 
     def __dask_tokenize__(self) -> tuple[str, ...]:
-        """Return names for dask, which are the same for the same bytes of the same checkpoint."""
+        """Return a tuple that identifies the bytes of the array to dask."""
         location, item, identity, _ = self._address
         return "holdfast", str(location), item, self._leaf.name, identity
 

@@ -27,7 +27,7 @@ class Misfits:
 
     kept: dict[str, str] = field(default_factory=dict)  # lines about values that the checkpoint has in another form
     absent: list[str] = field(default_factory=list)  # values that the checkpoint does not have
-    moved: dict[str, str] = field(default_factory=dict)  # other paths in the checkpoint
+    moved: dict[str, str] = field(default_factory=dict)  # paths in the checkpoint of values with another path there
     left: list[str] = field(default_factory=list)  # values that only the checkpoint has
 
     def missing(self, paths: Iterable[str]) -> None:

@@ -20,7 +20,7 @@ class Entry(NamedTuple):
     # Length in bytes; None for directories, broken links, and stores whose listings have no sizes.
     size: int | None = None
     links: int = 1  # number of names of its file; its space is freed with the last of them
-    identity: tuple[int, int] | None = None  # the same for all names of a file, if the caller has requested it
+    identity: tuple[int, int] | None = None  # equal for all names of a file; None unless the listing determines it
 
 
 class Segment(NamedTuple):

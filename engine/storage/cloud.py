@@ -303,7 +303,7 @@ class CloudBackend(ObjectStoreBackend):
     def _is_copied(self, key: str, target: str) -> bool:
         try:
             self._try(key, "copy", lambda store: store.copy_async(key, target))
-            # Some services answer an error with the status of success, or take the request for an empty upload.
+            # Some services report an error with a status of success, or treat the request as an empty upload.
             if self.object_size(target):
                 return True
             self._lacks.add("copy")

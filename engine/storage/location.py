@@ -470,7 +470,7 @@ class Location:
         return not self.is_local and self._object_store().honours_conditions(self._key, data)
 
     def write_bytes_if(self, data: bytes, expected: bytes | None) -> bool:
-        """Write a small object, only while its content is ``expected``, or while it is missing if that is None.
+        """Write a small object only if its content is ``expected`` or, for None, if it is missing.
 
         Returns:
             Whether the object has the new content; another process may have written the same content.
