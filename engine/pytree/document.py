@@ -122,11 +122,14 @@ class _Lookup:
         """Return a container, which ``number`` leaves precede, with its leaves that match, or None without any."""
         children, stored = node["children"], node.get("keys")
         segments = [*map(str, range(len(children)))] if stored is None else stored
-        if not set(map(type, segments)) <= {str}:
+        try:
+            text = "".join(segments)
+        except TypeError:  # Some keys are not text.
             segments = _decode_keys(stored, "", {})[1]
+            text = "".join(segments)
         keys = [one.literal(before) for one, before in places]
         indices: Iterable[int] = range(len(children))
-        if None not in keys and "%2E" not in "".join(segments):  # which may be several keys of a pattern
+        if None not in keys and "%2E" not in text:  # which may be several keys of a pattern
             wanted = {key for some in keys for key in some or ()}
             indices = compress(indices, map(wanted.__contains__, segments))  # no line of Python for each child
         kept: dict[int, Any] = {}
