@@ -127,7 +127,7 @@ class CopiedFiles:
 
     def note(self, files: Iterable[_File]) -> None:
         """Note the files of a copy that is committed."""
-        self._copies.append({file.key: file for file in files if file.check.known.size > SMALL_BYTES})
+        self._copies.append({file.key: file for file in files if file.check.record.size > SMALL_BYTES})
 
     def give(self, file: _File) -> bool:
         """Let the store make a file out of one that it has; return whether it did."""
@@ -261,16 +261,16 @@ class _Copy:
             return
         at_once = 1
         if not files[0].destination.is_local:
-            largest = max(file.check.known.size for file in files)
+            largest = max(file.check.record.size for file in files)
             at_once = max(1, min(_UPLOADS, _IN_MEMORY // max(1, largest)))
         for folder in dict.fromkeys(file.destination.parent for file in files):
             folder.make_directory(sync=False)
         # Small files are copied first: they show soonest that the destination cannot be written.
-        ordered = sorted(files, key=lambda file: file.check.known.size)
+        ordered = sorted(files, key=lambda file: file.check.record.size)
         parallel_map(lambda file: self._copy(file, continues), ordered, at_once, name="holdfast-copy")
 
     def _copy(self, file: _File, continues: bool) -> None:
-        size = file.check.known.size
+        size = file.check.record.size
         if continues and self._is_there(file):
             self._passed(size, arrived=False, sent=False)
             return
@@ -307,7 +307,7 @@ class _Copy:
     def _is_there(self, file: _File) -> bool:
         if file.destination.is_local:
             return file.check.is_met(file.destination)
-        return file.destination.is_there() and file.destination.has_size(file.check.known.size)
+        return file.destination.is_there() and file.destination.has_size(file.check.record.size)
 
     def _passed(self, count: int, *, arrived: bool = True, sent: bool = True) -> None:
         with self._lock:
