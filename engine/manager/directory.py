@@ -309,7 +309,7 @@ class RunDirectory(StepIndex):
         """Remove what interrupted saves left in a step's folder; ``listing`` is the folder in a listing of the run."""
         lock = SaveLock(location / PARTIAL)
         try:
-            if location.is_link() or is_swept(entry.name for entry in (listing or location).entries()):
+            if location.is_link() or is_swept([entry.name for entry in (listing or location).entries()]):
                 return
             try:
                 found = lock.take_over()
