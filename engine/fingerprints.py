@@ -67,7 +67,7 @@ _CLOSED = (type, ModuleType, FunctionType, FrameType)
 
 
 class Fingerprints:
-    """Takes fingerprints again and again, and returns what has changed."""
+    """Takes fingerprints at step after step, and returns the changes."""
 
     def __init__(self) -> None:
         self._last: dict[str, Fact] = {}
@@ -82,7 +82,7 @@ class Fingerprints:
 
 
 def facts() -> dict[str, Fact]:
-    """Return the fingerprints of everything in reach of the functions that are running, by its name in the program."""
+    """Return the fingerprints of all objects that the running functions and modules reach, by name."""
     found = dict(_global_generators())
     # A program has many modules, whose variables must not hide what the running functions hold.
     groups = [list(_functions()), list(_modules())]
@@ -106,7 +106,7 @@ def facts() -> dict[str, Fact]:
 
 
 def not_handed_over() -> list[str]:
-    """Return the generators and iterators in reach, handed over or not, except the global ones."""
+    """Describe the generators and iterators in reach, except the global generators."""
     return [
         f"{name} ({fact.type}; {fact.where})"
         for name, fact in facts().items()
@@ -115,7 +115,7 @@ def not_handed_over() -> list[str]:
 
 
 def _look(spaces: list[_Space], found: dict[str, Fact], known: set[int], looked: list[tuple[str, Any]]) -> None:
-    """Add the fingerprints of objects that variables lead to, the nearest first."""
+    """Add the fingerprints of the objects that variables refer to, the nearest first."""
     queue: deque[tuple[str, str, Any, int, type]] = deque()  # name, place, object, depth, type of its owner
     for prefix, where, space in spaces:
         named = ((name, value) for name, value in space.items() if isinstance(name, str) and name[:2] != "__")
@@ -147,7 +147,7 @@ def _look(spaces: list[_Space], found: dict[str, Fact], known: set[int], looked:
 
 
 def _functions() -> Iterator[_Space]:
-    """Generate the variables of the program's functions that are running on this thread, the inner first."""
+    """Generate the variables of the program's functions on the stack of this thread, the innermost first."""
     frame = inspect.currentframe()
     while frame is not None:
         code = frame.f_code
@@ -160,7 +160,6 @@ def _functions() -> Iterator[_Space]:
 
 
 def _modules() -> Iterator[_Space]:
-    """Generate the variables of the program's modules."""
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if isinstance(file, str) and _is_own(file):
@@ -176,7 +175,7 @@ def _is_own(file: str) -> bool:
 
 
 def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
-    """Generate the parts of an object, each with the end of its name."""
+    """Generate the parts of an object, each with the suffix of its name."""
     if isinstance(thing, dict):
         for key, value in itertools.islice(list(thing.items()), _ITEMS):
             yield f"[{key!r:.40}]", value
@@ -202,7 +201,7 @@ def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_open(kind: type) -> bool:
-    """Return whether the objects of a class are looked into: those of the program, and loaders of data."""
+    """Return whether to visit the attributes of a class: one of the program, or a data loader."""
     module = sys.modules.get(kind.__module__)
     if kind.__module__.startswith(_OPEN):
         return True
@@ -231,7 +230,7 @@ def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _fact(thing: Any, *, with_arrays: bool) -> tuple[Kind, str] | None:
-    """Return the kind of an object and a digest of its state; None for one without a state of its own."""
+    """Return the kind of an object and a digest of its state; None if it has no state."""
     if isinstance(thing, bool | int | float) or (isinstance(thing, str) and len(thing) <= _TEXT):
         return "value", repr(thing)
     if isinstance(thing, random.SystemRandom):
@@ -291,7 +290,7 @@ def _fact_of_jax(jax: Any, array: Any, *, with_arrays: bool) -> tuple[Kind, str]
 
 
 def _is_position(kind: type) -> bool:
-    """Return whether the plain attributes of a class say where it is in some data."""
+    """Return whether plain attributes of a class hold a position in data."""
     names = {one.__name__ for one in kind.__mro__}
     if names & {"Module", "Optimizer"}:
         return False

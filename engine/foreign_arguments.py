@@ -111,12 +111,12 @@ _FOREIGN_OBJECTS: Mapping[str, str] = {
 
 
 def object_instead_of(name: str) -> str:
-    """Return what is here instead of a name of Orbax, for the end of a message; "" for other names."""
+    """Return the equivalent of a name of Orbax, as the end of a message; "" for other names."""
     return f": {_FOREIGN_OBJECTS[name]}" if name in _FOREIGN_OBJECTS else ""
 
 
 class ExplainsNames:
-    """Base of classes whose errors about an unknown attribute have the name that an attribute of Orbax has here."""
+    """Base of classes whose AttributeError gives the equivalent of an attribute of Orbax."""
 
     if not TYPE_CHECKING:
 
@@ -127,12 +127,12 @@ class ExplainsNames:
 
 
 def foreign_hint(name: str) -> str:
-    """Return what to write instead of an argument of another library, for the end of a message; "" for others."""
+    """Return the equivalent of another library's argument, as the end of a message; "" without one."""
     return f": {_FOREIGN[name]}" if name in _FOREIGN else ""
 
 
 def instead_of(name: str, known: Collection[str]) -> str:
-    """Return what to write instead of an unknown argument, for the end of a message."""
+    """Return the equivalent of an unknown argument, or the closest name, as the end of a message."""
     if hint := foreign_hint(name):
         return hint
     import difflib  # for an error only
@@ -144,7 +144,7 @@ def instead_of(name: str, known: Collection[str]) -> str:
 def refuse_unknown(
     taker: str, unknown: Mapping[str, object], function: Callable[..., Any], hidden: Collection[str] = ()
 ) -> None:
-    """Raise UnknownArgumentError, with those that a function takes by name only, if there are unknown arguments."""
+    """Raise UnknownArgumentError if there are unknown arguments; list the keyword-only ones of the function."""
     if unknown:
         parameters = inspect.signature(function).parameters.values()
         known = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY and one.name not in hidden]
@@ -160,7 +160,7 @@ def refuse_unexpected(taker: str, unknown: Iterable[str], known: Collection[str]
 
 
 def explains_arguments(function: F, refuse: Callable[..., None] = refuse_unexpected) -> F:
-    """Make a function explain the names of arguments that it does not know."""
+    """Decorate a function so that its error about an unknown argument gives the equivalent."""
     known = inspect.signature(function).parameters
 
     @functools.wraps(function)
@@ -173,6 +173,6 @@ def explains_arguments(function: F, refuse: Callable[..., None] = refuse_unexpec
 
 
 def explains_unknown_names(options: type[T], refuse: Callable[..., None] = refuse_unexpected) -> type[T]:
-    """Make a dataclass of options explain names that it does not know."""
+    """Decorate a dataclass of options so that its error about an unknown option gives the equivalent."""
     type.__setattr__(options, "__init__", explains_arguments(vars(options)["__init__"], refuse))
     return options

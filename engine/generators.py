@@ -29,7 +29,7 @@ _EXACT = {int, str, bytes}
 
 
 def capture() -> dict[str, Any]:
-    """Return the states of the global generators by name, in the form that is fastest to copy."""
+    """Return the states of the global generators by name, in the form that is cheapest to copy."""
     found: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
     torch: Any = loaded("torch")
     if torch is None:
@@ -45,7 +45,7 @@ def capture() -> dict[str, Any]:
 
 
 def as_tree(states: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what :func:`capture` has returned as a tree with one array for each generator."""
+    """Convert the result of :func:`capture` to a tree with one array for each generator."""
     return {name: _array_of(name, state) for name, state in states.items()}
 
 
@@ -62,7 +62,7 @@ def _array_of(name: str, state: Any) -> Any:
 
 
 def _packed(words: Any, counter: int, has_gauss: bool, gauss: float) -> NDArray[np.uint32]:
-    """Return the state of a Mersenne Twister as one array, with the second number of a pair of normal ones."""
+    """Return the state of a Mersenne Twister as one array, with its cached normal deviate."""
     last = np.array([gauss], np.float64).view(np.uint32)
     return np.concatenate([np.array(words, np.uint32), np.array([counter, has_gauss], np.uint32), last])
 
@@ -73,7 +73,7 @@ def _unpacked(packed: Any) -> tuple[NDArray[np.uint32], int, bool, float]:
 
 
 def restore(states: Mapping[str, Any]) -> list[str]:
-    """Set the generators to states from :func:`as_tree`; return the names of those that this process does not have."""
+    """Set the generators to states from :func:`as_tree`; return the names that this process lacks."""
     try:
         return _restore(states)
     except (LookupError, TypeError, ValueError, RuntimeError) as error:
@@ -124,7 +124,7 @@ def _state_of_numpy(saved: Any) -> Any:
 
 
 def checksums(states: Mapping[str, Any]) -> dict[str, int]:
-    """Return checksums of snapshots of states: of all their plain values and of all bytes of their arrays."""
+    """Return a checksum of each state, over its plain values and the bytes of its arrays."""
     found = {}
     for name, state in states.items():
         arrays, text = leaves_of(state)
@@ -138,7 +138,7 @@ def checksums(states: Mapping[str, Any]) -> dict[str, int]:
 
 
 class GlobalGenerators:
-    """The global generators as an object with a state, set after all objects whose restoring may draw from them."""
+    """The global generators as a stateful object; set after all objects whose restoring may draw from them."""
 
     def __init__(self) -> None:
         self._begun: dict[str, Any] = {}
@@ -146,11 +146,10 @@ class GlobalGenerators:
         self._restored: dict[str, Any] | None = None
 
     def get_state(self) -> dict[str, Any]:
-        """Return the states as they are now."""
         return self.state_of(capture())
 
     def state_of(self, states: Mapping[str, Any]) -> dict[str, Any]:
-        """Return states that :func:`capture` has returned as what :meth:`set_state` takes."""
+        """Convert states from :func:`capture` to the form that :meth:`set_state` takes."""
         drawn = self._drawn | {name for name, one in states.items() if not same_state(self._begun.get(name), one)}
         tree = as_tree(states)
         return {
@@ -159,13 +158,13 @@ class GlobalGenerators:
         }
 
     def set_state(self, state: Any) -> None:
-        """Note saved states for :meth:`begin`."""
+        """Keep saved states until :meth:`begin`."""
         if not isinstance(state, dict) or not all(isinstance(state.get(part), dict) for part in (DRAWN, IDLE)):
             raise DamagedCheckpointError(f"global_generators: expected drawn and idle ones, found {state!r:.80}")
         self._restored = state
 
     def begin(self) -> list[str]:
-        """Set the generators to the restored states, if any; return the names of drawn ones that this process lacks."""
+        """Set the generators to the restored states, if any; return the drawn ones that this process lacks."""
         missing: list[str] = []
         if self._restored is not None:
             self._drawn = set(self._restored[DRAWN])
@@ -179,7 +178,7 @@ class GlobalGenerators:
 
 
 def same_state(one: Any, other: Any) -> bool:
-    """Return whether two states of a loader are equal, or nothing tells that they differ."""
+    """Return whether two states are equal; True also if that cannot be decided."""
     try:
         return _equal(one, other)
     except Exception:  # The state may hold any objects, whose comparison may fail in any way.
@@ -208,7 +207,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def differing_parts(one: Any, other: Any) -> str:
-    """Return the paths of the parts of states that differ, for messages."""
+    """Return the paths at which two states differ, for messages."""
     return shortened(sorted(_differing(one, other)))
 
 
@@ -225,7 +224,7 @@ def _differing(one: Any, other: Any, path: str = "") -> Iterator[str]:
 
 
 def is_idle(item: str, leaf: str) -> bool:
-    """Return whether a leaf (``global_generators.idle.python``) is of a generator that no step has drawn from."""
+    """Return whether a leaf (``global_generators.idle.python``) belongs to a generator that no step has drawn from."""
     return item.partition("/")[0] in ("extras", "process") and leaf.startswith(f"global_generators.{IDLE}.")
 
 
@@ -233,7 +232,6 @@ def is_idle(item: str, leaf: str) -> bool:
 
 
 def is_generator(thing: object) -> bool:
-    """Return whether an object is a generator of random numbers."""
     torch: Any = loaded("torch")
     kinds = (random.Random, np.random.Generator, np.random.RandomState)
     # Not isinstance for torch's, which answers in Python: loops ask at every step.
@@ -241,7 +239,6 @@ def is_generator(thing: object) -> bool:
 
 
 def generator_state(generator: Any) -> Any:
-    """Return a snapshot of the state of a generator."""
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     if isinstance(generator, random.SystemRandom):
@@ -259,7 +256,7 @@ def generator_state(generator: Any) -> Any:
 
 
 def set_generator_state(generator: Any, state: Any) -> None:
-    """Set a generator to a state that :func:`generator_state` returned, even if it was saved and loaded."""
+    """Set a generator to a state from :func:`generator_state`, perhaps saved and loaded since."""
     if isinstance(generator, np.random.Generator):
         # Some bit generators of numpy accept their words as arrays only; loading keeps them arrays.
         generator.bit_generator.state = state

@@ -104,7 +104,7 @@ def _leaf_summary(item: str, leaf: SavedLeaf) -> LeafSummary:
 
 
 def _value_text(leaf: SavedLeaf) -> str:
-    """Write a value that is no array as Python would, shortened."""
+    """Return the repr of a plain value, shortened."""
     value = decode_value(leaf.saved.details, leaf.name)
     try:
         text = hex(value) if leaf.saved.kind == "int" else repr(value)
@@ -221,7 +221,7 @@ def _verify(location: Location, step: int | None, share: Share) -> CheckpointVer
 
 
 def _verify_foreign(location: Location, step: int | None, share: Share) -> CheckpointVerification:
-    """Read every item of a checkpoint of another library that holdfast can read."""
+    """Read every readable item of a checkpoint of another library."""
     problems: list[Problem] = []
     size = 0
     try:

@@ -26,7 +26,7 @@ def install_command(*extras: str) -> str:
 
 
 def _origin() -> dict[str, Any]:
-    """Return what pip notes about a distribution that it has not taken from an index (PEP 610); empty if it has."""
+    """Return pip's record of a distribution not installed from an index (PEP 610), or an empty dictionary."""
     folder = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
     if os.path.exists(os.path.join(folder, "pyproject.toml")):  # a checkout on the path, perhaps not installed
         return {"url": f"file://{folder}", "dir_info": {"editable": True}}
@@ -41,7 +41,7 @@ def _origin() -> dict[str, Any]:
 
 
 def tell_of_stranger(found: str) -> None:
-    """Write a line about another project's distribution ``holdfast``, which has the same folder, to stderr."""
+    """Warn on stderr that another project's distribution ``holdfast`` is in the same folder."""
     if sys.stderr is None:
         return
     with contextlib.suppress(OSError), open(os.path.join(found, "entry_points.txt"), encoding="utf-8") as entries:

@@ -84,7 +84,7 @@ def list_checkpoints(directory: Place) -> list[CheckpointSummary]:
 
 
 def _native_summary(entry: StepEntry, kept: tuple[str, ...], seen: set[tuple[int, int]]) -> CheckpointSummary:
-    """Describe a step; ``seen`` has the files of the steps before it that have several names, and gets its own."""
+    """Describe a step; ``seen`` collects the hard-linked files of the steps so far."""
     record = entry.record
     if record is None:
         return CheckpointSummary(step=entry.step, path=str(entry.location), damage=str(entry.error))
@@ -128,7 +128,6 @@ def _foreign_summary(entry: StepEntry, format_name: str) -> CheckpointSummary:
 
 
 def _file_problems(listed: Iterable[tuple[str, FileRecord, Entry | None]]) -> Iterator[str]:
-    """Compare the sizes of a checkpoint's files with its record."""
     for path, known, found in listed:
         if found is None:
             yield f"{path}: missing"

@@ -31,7 +31,7 @@ def is_torchdata_loader(thing: object) -> bool:
 
 
 def nodes_of(thing: Any) -> list[Any]:
-    """Return the nodes of a ``Loader`` of torchdata.nodes, from its root on; none of other objects."""
+    """Return the nodes of a ``Loader`` of torchdata.nodes, the root first; [] for other objects."""
     kind: Any = type(thing)
     found: list[Any] = []
     left = [thing.root] if derives(kind, "Loader", "torchdata.nodes.") else []
@@ -45,14 +45,14 @@ def nodes_of(thing: Any) -> list[Any]:
 
 
 def is_accelerate_loader(thing: object) -> bool:
-    """Return whether an object is a loader that ``Accelerator.prepare`` has made, which passes for the one in it."""
+    """Return whether ``Accelerator.prepare`` made a loader, which looks like the one that it wraps."""
     kind: Any = type(thing)
     return derives(kind, "DataLoaderAdapter", "accelerate.")
 
 
 @functools.lru_cache(maxsize=256)  # Every step asks.
 def derives(kind: Any, name: str, package: str) -> bool:
-    """Return whether a class is one of a package, by its name, or derived from it."""
+    """Return whether a class has this name and is in this package, or derives from such a class."""
     return any(one.__name__ == name and one.__module__.startswith(package) for one in kind.__mro__)
 
 
@@ -81,7 +81,7 @@ Announce = Callable[..., object]  # takes a text and its arguments, as loggers d
 
 
 class LoaderPosition:
-    """A place in the batches of a loader: what :func:`skip_to` and ``resumable`` have in common."""
+    """A position in the batches of a loader: the common base of :func:`skip_to` and ``resumable``."""
 
     _function = "skip_to"  # which the program calls, for messages
 
@@ -123,15 +123,15 @@ class LoaderPosition:
         return max(0, self._length() - self._taken) if self._length() else None
 
     def begin_run(self, announce: Announce) -> None:
-        """Begin a run, whether or not it has restored a state; ``announce`` shows a line to the user."""
+        """Begin a run, resumed or not; ``announce`` logs a line for the user."""
         self._exit_status, self._refused = None, 0
 
     def end_run(self, exit_status: int) -> None:
-        """Give no more batches, as the run was stopped; ``exit_status`` is what the program is to end with."""
+        """Give no more batches, as the run was stopped; ``exit_status`` is for a program that does not stop."""
         self._exit_status = exit_status
 
     def _is_stopped(self) -> bool:
-        """Return whether the run was stopped; a program that never leaves its loop ends here."""
+        """Return whether the run was stopped; exit if the program keeps asking for batches."""
         if self._exit_status is None:
             return False
         self._refused += 1
@@ -147,7 +147,7 @@ class LoaderPosition:
             return 0
 
     def _beginning(self) -> dict[str, Any]:
-        """Return the part of the state that tells how the epoch began, or at its end how the next one will begin."""
+        """Return the state with which this epoch began; at its end, the state with which the next begins."""
         if self._restored:
             return {name: self._restored[name] for name in _PARTS if name in self._restored}
         found: dict[str, Any] = {TAKEN: [self._epoch, self._taken]}
@@ -178,7 +178,7 @@ class LoaderPosition:
             self._state[1](copy.deepcopy(saved[_ORDER]))
 
     def _take_restored(self) -> tuple[Mapping[str, Any], bool]:
-        """Set what the order depends on, except global generators; return the state, and whether a part is missing."""
+        """Restore what the order depends on, except global generators; return the state, and if parts are missing."""
         saved, self._restored = self._restored, {}
         told = self._warn_of_other_parts(saved, known={*capture(), *self._generators})
         self._set_own_states(saved.get(_BEGUN, {}))
@@ -186,7 +186,7 @@ class LoaderPosition:
         return saved, told
 
     def _go_to(self, epoch: int, taken: int) -> None:
-        """Draw the batches of the epoch before a place again; then, global generators are as they were before."""
+        """Draw the earlier batches of the epoch again, then set the global generators back."""
         states = self._restored.get(_BEGUN, {})
         workers = getattr(self._loader, "num_workers", 0)
         lasts = bool(workers and epoch and getattr(self._loader, "persistent_workers", False))
@@ -207,7 +207,7 @@ class LoaderPosition:
             self._warn_of_other_batches(taken)
 
     def _redraw(self, count: int) -> tuple[int | None, bool]:
-        """Draw batches again; return a checksum of the last one, and whether the dataset draws random numbers."""
+        """Draw batches again; return the checksum of the last one, and whether the dataset draws random numbers."""
         batch, at_first, began = None, None, time.monotonic()
         for done in range(1, count + 1):
             batch = self._draw()
@@ -238,7 +238,7 @@ class LoaderPosition:
         self._drawn = [name for name, one in now.items() if not same_state(self._begun.get(name), one)]
 
     def _draw(self) -> list[Any]:
-        """Return the next batch of the epoch, in a list that is empty at its end."""
+        """Return a list of the next batch of the epoch, empty at its end."""
         if self._batches is None or (self._most is not None and self._taken >= self._most):
             return []
         found, self._next = self._next or list(islice(self._batches, 1)), []
@@ -257,7 +257,7 @@ class LoaderPosition:
         return found
 
     def _warn_of_other_parts(self, saved: Mapping[str, Any], known: Collection[str]) -> bool:
-        """Warn of what was saved and is not understood, and of what is handed over now and was not saved, if any."""
+        """Warn of parts that were saved and are unknown now, or are given now and were not saved; return if any."""
         states = saved.get(_BEGUN, {})
         parts = [f"{name} (saved)" for name in (*states, *saved.get(_VALUES, ())) if name not in known]
         if _ORDER in saved and self._state is None:
@@ -293,7 +293,7 @@ class LoaderPosition:
 
 
 class SkippedLoader(LoaderPosition, Iterator[Any]):
-    """The batches of a loader, epoch after epoch, from one of them on; see :func:`skip_to`."""
+    """The batches of a loader, epoch after epoch, from a position on; see :func:`skip_to`."""
 
     def __init__(
         self,
@@ -322,7 +322,7 @@ class SkippedLoader(LoaderPosition, Iterator[Any]):
 
     @property
     def replicated_state(self) -> bool:
-        """Whether the position is one of all processes: the number of global samples before it."""
+        """Whether the position is one of all processes, counted in global samples."""
         return self._global_batch_size is not None
 
     def get_state(self) -> dict[str, Any]:
@@ -343,7 +343,7 @@ class SkippedLoader(LoaderPosition, Iterator[Any]):
         self._batches = None
 
     def _position_of(self, epoch: int, samples: int) -> int:
-        """Return the number of batches before a position that is one of all processes."""
+        """Convert a global position in samples to a number of batches."""
         size = self._global_batch_size
         if size is None:
             raise StateError(
@@ -365,7 +365,7 @@ class SkippedLoader(LoaderPosition, Iterator[Any]):
         return epoch * length + batches
 
     def go_to_position(self) -> None:
-        """Go to the position at once, if it is within an epoch; otherwise the next batch begins the next epoch."""
+        """Go to the position now if it is within an epoch; otherwise the next batch begins the next epoch."""
         length = self._length()
         if self.position % length if length else self.position:
             self._skip()
@@ -454,7 +454,7 @@ def skip_to(
 
 
 def _check_loader(loader: Any, function: str, *, has_state: bool) -> None:
-    """Raise OptionError for a loader whose batches would be others after a resume."""
+    """Raise OptionError for a loader whose batches would differ after a resume."""
     name = type(loader).__qualname__
     if isinstance(loader, Iterator) or not isinstance(loader, Iterable):
         raise OptionError(
@@ -477,7 +477,7 @@ def _check_loader(loader: Any, function: str, *, has_state: bool) -> None:
 
 
 def _check_handed(generators: Any, state: Any) -> None:
-    """Raise OptionError for arguments that are no generators, or no functions for a state."""
+    """Raise OptionError if an item is no generator, or the state is no pair of functions."""
     if isinstance(generators, str | Mapping) or not isinstance(generators, Sequence):
         raise OptionError(f"generators={generators!r:.60} must be a sequence of generators, such as [rng]")
     for index, one in enumerate(generators):
@@ -496,7 +496,7 @@ def _check_handed(generators: Any, state: Any) -> None:
 
 
 def fingerprint(batch: Any) -> int:
-    """Return a checksum of the plain values of a batch, and of some values of its arrays in host memory."""
+    """Return a checksum of the plain values of a batch, and of samples of its arrays in host memory."""
     found, left = 0, deque([batch])
     for _ in range(_MOST_VALUES):
         if not left:
@@ -517,7 +517,7 @@ def fingerprint(batch: Any) -> int:
 
 
 def _check_global(loader: Any, global_batch_size: int, *, hands_over: bool) -> None:
-    """Raise OptionError if the loader shows that one position cannot stand for all processes."""
+    """Raise OptionError if one position cannot stand for the loaders of all processes."""
     if hands_over:
         raise OptionError(
             "global_batch_size= makes the position one of all processes, and generators= and state= belong to one "
@@ -548,7 +548,7 @@ def _position(value: Any) -> int:
 
 
 def without_generators(thing: object, state: Any) -> Any:
-    """Return what :func:`state_of` returned, without states of generators that differ between processes."""
+    """Return a state from :func:`state_of` without the generator states that differ between processes."""
     if not isinstance(thing, LoaderPosition) or not isinstance(state, dict):
         return state
     # Each process draws other seeds for its workers. What the program hands over is declared to be the same.
@@ -560,7 +560,7 @@ def without_generators(thing: object, state: Any) -> Any:
 
 
 def drawing_sampler(loader: Any) -> str | None:
-    """Return the name of a sampler that draws a loader's order, which no state can bring back, or None."""
+    """Return the name of a sampler that draws the loader's order and has no state to restore, or None."""
     # The iterators of samplers of torchdata have states, which its nodes do not save.
     packages = ("torch.", "torchdata.") if nodes_of(loader) else "torch."
     for sampler in samplers_of(loader):
@@ -570,7 +570,7 @@ def drawing_sampler(loader: Any) -> str | None:
 
 
 def generators_of(loader: Any) -> dict[str, Any]:
-    """Return the generators in the public attribute ``generator`` of a loader and its samplers, each once, by name."""
+    """Return the generators in the attribute ``generator`` of a loader and its samplers, each once, by name."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     owners = {
         "loader": loader,

@@ -108,7 +108,7 @@ def check_write(url: str) -> None:
 
 @functools.cache
 def _check_no_stray() -> None:
-    """Raise StateError if a rehearsed program has started this process without the variable of the rehearsal."""
+    """Raise StateError if a rehearsed program started this process without the variable of the rehearsal."""
     parent, found = os.getppid(), b""
     while parent > 1 and DRILL not in os.environ and not found:
         try:

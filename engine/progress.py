@@ -36,8 +36,6 @@ class Progress(Protocol):
 
 
 class _Null:
-    """Ignores the progress of a call."""
-
     def expect(self, nbytes: int) -> None:
         return
 

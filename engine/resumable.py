@@ -109,7 +109,7 @@ class ResumableLoader(LoaderPosition):
                 self._move(self._epoch + 1, 0)
 
     def get_state(self) -> dict[str, Any]:
-        """Return the epoch, the number of its batches that were taken, and what its order was drawn from."""
+        """Return the epoch, the number of its batches taken, and the states from which its order was drawn."""
         self._reported = self._turn
         if self._batches is not None and self._loops is not None and len(self._loops) == 2:
             self._loops = None
@@ -213,7 +213,7 @@ def resumable(
 
 
 class _Indices:
-    """The order of a sampler, as its own iterator, which leaves out as many entries as it is told."""
+    """The indices of a sampler, as an iterator that skips as many as it is told."""
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
@@ -235,14 +235,14 @@ class _Indices:
 
 
 def _has_indices(loader: Any) -> bool:
-    """Return whether a loader is one of torch, not of a subclass, that loads items by their indices."""
+    """Return whether a loader is torch's own DataLoader, not a subclass, over a dataset with indices."""
     torch: Any = loaded("torch")
     data = None if torch is None else torch.utils.data
     return data is not None and type(loader) is data.DataLoader and not isinstance(loader.dataset, data.IterableDataset)
 
 
 def _with_order(loader: Any, order: _Indices) -> Any:
-    """Return a DataLoader that is like another one, with the order of another object."""
+    """Return a copy of a DataLoader with another order."""
     names = (
         *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
         *("generator", "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order"),

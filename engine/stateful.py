@@ -51,7 +51,7 @@ def is_stateful(thing: object) -> bool:
 
 
 def is_stream(thing: object) -> bool:
-    """Return whether each process needs its own object, as for generators and positions in data, but not schedulers."""
+    """Return whether each process needs its own object: a generator or a position in data, not a scheduler."""
     methods = _methods(adapted(thing))
     if methods is None:
         return is_generator(thing) or _writes_files(thing)
@@ -91,7 +91,7 @@ def state_of(thing: object) -> Any:
 
 
 def begins_epoch(thing: object) -> bool:
-    """Return whether restoring an object draws from torch's global generator, so that it has to come before others."""
+    """Return whether restoring an object draws from torch's global generator, so that it must come first."""
     kind = type(thing)
     is_iterable = hasattr(kind, "__iter__") and not hasattr(kind, "__next__")
     return isinstance(thing, SkippedLoader) or (is_iterable and _methods(thing) == METHODS[1])
@@ -101,7 +101,7 @@ Prepare = Callable[[Any, Any], Any]  # returns what is passed to an object, give
 
 
 def restore_state(thing: object, state: Any, prepare: Prepare = lambda _, state: state) -> Any:
-    """Restore the state that :func:`state_of` returned, and return the object, or plain data itself."""
+    """Restore a state from :func:`state_of`; return the object, or plain data itself."""
     if is_actor(thing):
         restore_state(adapted(thing), state)
         return thing
@@ -154,7 +154,7 @@ _STILL_WAITING = 20.0  # seconds after which the log names an actor that does no
 
 
 class ActorState:
-    """Gets and sets the state of an actor of Ray by the methods of its class; made by :func:`adapted`."""
+    """Gets and sets the state of an actor of Ray by its methods; made by :func:`adapted`."""
 
     __remote__ = True  # for components: the states of several actors are requested at the same time
 
@@ -176,7 +176,7 @@ _actors: WeakValueDictionary[Any, ActorState] = WeakValueDictionary()  # by the 
 
 
 def adapted(thing: object) -> Any:
-    """Return what has the methods of an object for its state: for all handles of an actor of Ray, one `ActorState`."""
+    """Return the object with the state methods of another: the `ActorState` of a Ray actor, else itself."""
     if type(thing).__module__ != "ray.actor" or type(thing).__name__ != "ActorHandle":
         return thing
     for pair in METHODS:
@@ -186,12 +186,12 @@ def adapted(thing: object) -> Any:
 
 
 def is_actor(thing: object) -> bool:
-    """Return whether an object is a handle of an actor of Ray whose class has methods that get and set its state."""
+    """Return whether an object is the handle of a Ray actor with methods for its state."""
     return adapted(thing) is not thing
 
 
 def answer_of_actor(handle: Any, reference: Any) -> Any:
-    """Wait for the result of a call of an actor, and return it; the log says for which actor this waits."""
+    """Return the result of an actor's call; log which actor keeps it waiting."""
     ray: Any = sys.modules["ray"]  # It has made the handle.
     waited, pause = 0.0, _STILL_WAITING
     while not ray.wait([reference], timeout=pause)[0]:
@@ -217,7 +217,7 @@ def _writes_files(thing: object) -> bool:
 
 
 def _takes_one(method: object) -> bool:
-    """Return whether a method takes one argument, such as a path; other iterators return the state that they save."""
+    """Return whether a method takes one argument, such as a path; other iterators' ``save`` returns the state."""
     if not callable(method):
         return False
     try:
@@ -265,7 +265,7 @@ _KNOWN_ORDER = ("SequentialSampler", "DistributedSampler", "_InfiniteConstantSam
 
 
 class _LoaderState(dict[str, Any]):
-    """A restored state, with which a loader of torchdata begins its next iterator, when the program requests it."""
+    """A restored state, with which a torchdata loader begins its next iterator."""
 
     # Only then has the program set the epoch. The iterator draws a seed, and its sampler an order, which the run has
     # drawn before the stop: so everything is set back when the iterator asks for the last part of the state.
@@ -285,7 +285,7 @@ class _LoaderState(dict[str, Any]):
 
 
 def _state_of_loader(loader: Any) -> Any:
-    """Return a state with that of the loader's generators: torchdata does not count the seeds that epochs draw."""
+    """Return the loader's state and its generators' states: torchdata ignores the seeds that epochs draw."""
     if isinstance(restored := loader.next_iter_state, _LoaderState):
         restored.has_reported = True
         return restored.saved
@@ -300,7 +300,7 @@ def restore_loader(
     prepare: Prepare = lambda _, state: state,
     global_generators: GlobalGenerators | None = None,
 ) -> str:
-    """Restore the position of a loader of torchdata, and return what users have to know of the next loop over it."""
+    """Restore the position of a torchdata loader; return what users must know about the next loop over it."""
     # If the next loop begins before the next step, the global generators are set back when it has begun.
     own, generators = state, {}
     if isinstance(state, dict) and state.keys() == {_OWN_STATE, _GENERATORS}:  # earlier versions had no generators
@@ -339,14 +339,14 @@ def restore_loader(
 
 
 def _yielded(state: Mapping[str, Any]) -> int:
-    """Return how many batches of its epoch a loader of torchdata had given."""
+    """Return how many batches of its epoch a torchdata loader has given."""
     if "_num_yielded" in state:
         return int(state["_num_yielded"])
     return int(state["_snapshot"]["_snapshot_step"]) + int(state["_steps_since_snapshot"])
 
 
 def _length(loader: Any) -> int | None:
-    """Return the number of batches of an epoch, or None for an iterable dataset, which can only guess it."""
+    """Return the number of batches of an epoch; None for an iterable dataset, which can only guess it."""
     torch: Any = loaded("torch")
     if isinstance(loader.dataset, torch.utils.data.IterableDataset):
         return None
@@ -357,7 +357,7 @@ def _length(loader: Any) -> int | None:
 
 
 def warn_of_lost_draws(loader: Any, state: Mapping[str, Any]) -> None:
-    """Warn of random numbers that will differ when a loader of torchdata continues in the middle of an epoch."""
+    """Warn of random numbers that will differ if a torchdata loader continues within an epoch."""
     ended = state.get(_FINISHED) or _yielded(state) in (0, _length(loader))
     if loader.num_workers and (not ended or loader.persistent_workers):
         warn_of_new_workers(loader)
@@ -366,7 +366,7 @@ def warn_of_lost_draws(loader: Any, state: Mapping[str, Any]) -> None:
 
 
 def warn_of_samplers(loader: Any) -> None:
-    """Warn of a sampler without a state, whose order may be another one after a resume in the middle of an epoch."""
+    """Warn of a sampler without a state, whose order may differ after a resume within an epoch."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     is_torchs = type(batch_sampler).__module__.startswith(("torch.", "torchdata."))
     for sampler in [*samplers_of(loader), *([] if is_torchs else [batch_sampler])]:

@@ -78,7 +78,7 @@ Added = tuple[str, float, dict[str, Any]]
 
 
 def write_late(directory: Location, folder: str, record: CheckpointRecord, metrics: dict[str, Any], now: float) -> None:
-    """Add metrics to the checkpoint of a record, in a folder of a directory."""
+    """Add metrics to a checkpoint, given its record and the name of its folder."""
     document = {"checkpoint": record.identity, "time": now, "metrics": encode_metrics(metrics)}
     (directory / LATE).check_not_link()
     (directory / LATE).make_directory()
@@ -94,7 +94,7 @@ class LateMetrics:
         self._files: dict[str, dict[str, Added]] = {}  # by the folder of the step, and by the name of the file
 
     def refresh(self, exists: Callable[[str], bool]) -> set[str]:
-        """Read the metrics added to steps in existing folders since the last call; return these folders."""
+        """Read the metrics added since the last call to steps whose folders exist; return the folders."""
         names = set(_names(self._directory))
         known = {name for folder in [*self._files] for name in self.files_of(folder)}
         self._forget(known - names)
@@ -111,11 +111,11 @@ class LateMetrics:
         return list(self._files.get(folder, {}).values())  # a copy, as another thread may refresh meanwhile
 
     def files_of(self, folder: str) -> list[str]:
-        """Return the names of the files that were read of metrics added to the checkpoint in a folder."""
+        """Return the names of the metrics files that were read for the checkpoint in a folder."""
         return list(self._files.get(folder, ()))
 
     def remove_files(self, names: Sequence[str]) -> None:
-        """Remove files whose metrics the commit record has."""
+        """Remove files whose metrics are in the commit record."""
         if names:
             with contextlib.suppress(StorageError):
                 self._remove(names)
@@ -129,7 +129,7 @@ class LateMetrics:
             self._remove(name for name in known if _folder(name) == folder)
 
     def remove_stray(self, listing: Location) -> None:
-        """Remove the metrics of checkpoints that a listing of the directory does not have."""
+        """Remove the metrics of checkpoints that are not in a listing of the directory."""
         folders = {entry.name for entry in listing.entries() if entry.is_directory}
         with contextlib.suppress(StorageError):
             stray = [entry.name for entry in (listing / LATE).entries() if _folder(entry.name) not in {"", *folders}]
@@ -192,7 +192,6 @@ RECORD_LIMIT = 256 << 20  # bytes; a record names files, not leaves
 
 
 def read_record(location: Location) -> CheckpointRecord:
-    """Read the commit record of a checkpoint."""
     place = location / RECORD
     for left in reversed(range(attempts_at(location))):
         try:
@@ -208,12 +207,12 @@ def read_record(location: Location) -> CheckpointRecord:
 
 
 def attempts_at(location: Location) -> int:
-    """Return how often to read damaged data before it counts as damaged: a network may garble an answer once."""
+    """Return how often to read data before it counts as damaged: a network may garble an answer once."""
     return 3 if location.is_remote else 1
 
 
 def has_record(location: Location) -> bool:
-    """Whether a commit record lies here, perhaps one that the disk fails to read."""
+    """Return whether a commit record is here, perhaps one that the disk fails to read."""
     try:
         return (location / RECORD).is_there()
     except StorageError as error:
@@ -226,12 +225,12 @@ MOST_CHANGES = 100  # times that a checkpoint is read again because it has chang
 
 
 def read_steadily(location: Location, read: Callable[[CheckpointRecord], T]) -> T:
-    """Read a checkpoint by its record; where another process replaces it meanwhile, read the new one."""
+    """Read a checkpoint by its record; if another process replaces it meanwhile, read the new one."""
     return read_again(location, partial(read_record, location), read, partial(has_changed, location))
 
 
 def read_again(location: Location, look: Callable[[], S], read: Callable[[S], T], changed: Callable[[S], bool]) -> T:
-    """Read what ``look`` finds at a location; read it again if it is damaged because another process has changed it."""
+    """Read the result of ``look``; look and read again if it is damaged because another process changed it."""
     least = attempts_at(location)
     for attempt in range(1, MOST_CHANGES + 1):
         found = look()
@@ -244,7 +243,7 @@ def read_again(location: Location, look: Callable[[], S], read: Callable[[S], T]
 
 
 def restless(location: Location) -> DamagedCheckpointError:
-    """Return the error of a place that was another one each time that it was read."""
+    """Return the error about a location that changed each time that it was read."""
     advice = "look which programs write there, or copy it to another place first"
     return DamagedCheckpointError(
         f"{location}: it was replaced each of {MOST_CHANGES} times that it was read; {advice}"
@@ -252,7 +251,7 @@ def restless(location: Location) -> DamagedCheckpointError:
 
 
 def has_changed(location: Location, record: CheckpointRecord) -> bool:
-    """True if a checkpoint is known to have been replaced or deleted since its record was read."""
+    """Return whether a checkpoint was certainly replaced or deleted since its record was read."""
     try:
         return read_record(location).identity != record.identity
     except CheckpointNotFoundError:
@@ -269,7 +268,7 @@ _FILE = "data.json"
 
 
 def stored_metadata(location: Location) -> Mapping[str, Any] | None:
-    """Return the facts about the run in a directory; None without any, or after a warning that they are damaged."""
+    """Return the facts about the run; None without any, or, with a warning, if they are damaged."""
     place = location / METADATA / _FILE
     found: Mapping[str, Any] | None = None
     try:
@@ -284,7 +283,7 @@ def stored_metadata(location: Location) -> Mapping[str, Any] | None:
 
 
 def store_metadata(location: Location, metadata: Mapping[str, Any] | None) -> None:
-    """Store the facts about a run, if there are any; warn if something else lies in the place of their file."""
+    """Store the facts about a run, if any; warn if something else is at the path of their file."""
     if metadata is None:
         return
     (location / METADATA).check_not_link()
@@ -305,8 +304,6 @@ _MANY = 64  # number of steps from which their records are read on several threa
 
 
 class StepEntry(NamedTuple):
-    """One step of a directory."""
-
     step: int  # its number
     location: Location  # its folder
     series: str = ""  # what the folder's name begins with: ``""``, ``"ckpt_"`` or ``"ckpt-"``
@@ -316,22 +313,22 @@ class StepEntry(NamedTuple):
 
 
 def series_of(prefix: str | None) -> str:
-    """Return the series that a ``step_prefix`` names."""
+    """Return the series of a ``step_prefix``."""
     return "" if prefix is None else prefix if prefix.endswith("-") else f"{prefix}_"
 
 
 def prefix_of(series: str) -> str | None:
-    """Return the ``step_prefix`` that names a series."""
+    """Return the ``step_prefix`` of a series."""
     return series if series.endswith("-") else series.removesuffix("_") or None
 
 
 def step_folder(series: str, step: int, width: int | None = None) -> str:
-    """Return the name of the folder of a new step, with at least ``width`` digits."""
+    """Return the name for the folder of a new step, with at least ``width`` digits."""
     return f"{series}{step:0{width or 1}}"
 
 
 def series_and_step(folder: str) -> tuple[str, int] | None:
-    """Return the series and the step that a folder name stands for, or None."""
+    """Return the series and the step that a folder name means, or None."""
     match = None if folder.startswith(TEMPORARY_PREFIX) else STEP_FOLDER.fullmatch(folder)
     return (match[1] or "", int(match[2])) if match else None
 
@@ -339,7 +336,7 @@ def series_and_step(folder: str) -> tuple[str, int] | None:
 def step_folders(
     directory: Location, series: str | None = None, entries: Sequence[Entry] | None = None, *, padded: bool = False
 ) -> Iterator[StepEntry]:
-    """Generate the folders of steps, committed or not; leading zeros count where the run has them, or if ``padded``."""
+    """Generate the folders of steps, committed or not; leading zeros need the run's marker, or ``padded``."""
     entries = directory.entries() if entries is None else entries
     padded = padded or any(entry.name == PADDED for entry in entries)
     for entry in entries:
@@ -355,7 +352,7 @@ def list_steps(
     *,
     late: LateMetrics | None = None,
 ) -> list[StepEntry]:
-    """Return the steps with a commit record of one series, or of all; ``late`` remembers metrics that were read."""
+    """Return the steps of one series, or of all, that have a commit record; ``late`` caches metrics files."""
     entries = directory.entries() if entries is None else entries
     folders = list(step_folders(directory, series, entries, padded=True))
     names = {entry.name for entry in entries}
@@ -415,7 +412,7 @@ LEFT_BEHIND = "holdfast.left_behind"  # key in the metadata of a step: [number, 
 
 
 def left_behind(records: Iterable[CheckpointRecord | None]) -> list[Any]:
-    """Return number and time of the steps that a run has left for an earlier one; these are not the newest."""
+    """Return number and time of each step that a run abandoned for an earlier one; none of them is the newest."""
     found = [(record.custom_metadata or {}).get(LEFT_BEHIND) for record in records if record is not None]
     return [pair for listed in found if isinstance(listed, list) for pair in listed]
 
@@ -425,7 +422,7 @@ def was_left(step: int, record: CheckpointRecord, left: Sequence[Any]) -> bool:
 
 
 def _listed_record(location: Location) -> CheckpointRecord | None:
-    """Read the commit record in a folder, None without one; a record that a store lists but withholds is damaged."""
+    """Read the commit record in a folder; None without one. One that a store lists but withholds is damaged."""
     for _ in range(_ATTEMPTS):
         try:
             return read_record(location)
@@ -442,7 +439,7 @@ def _listed_record(location: Location) -> CheckpointRecord | None:
 
 
 def read_entry(folder: StepEntry) -> StepEntry | None:
-    """Add the commit record, or its damage, to the entry of a folder; None if there is no record."""
+    """Add the commit record, or its damage, to the entry of a folder; None without a record."""
     try:
         record = _listed_record(folder.location)
     except (DamagedCheckpointError, FormatVersionError) as error:
@@ -464,7 +461,7 @@ def read_entry(folder: StepEntry) -> StepEntry | None:
 
 
 def shared_bytes(location: Location) -> int:
-    """Return the bytes of those files of a checkpoint that have names elsewhere, too, as other steps share them."""
+    """Return the bytes of a checkpoint's files that other steps share by hard links."""
     return shared_by_links(files_of(location, read_record(location))) if has_record(location) else 0
 
 
@@ -473,7 +470,7 @@ def shared_by_links(listed: Iterable[tuple[str, FileRecord, Entry | None]]) -> i
 
 
 def files_of(location: Location, record: CheckpointRecord) -> list[tuple[str, FileRecord, Entry | None]]:
-    """Return the path, the record and the entry of every file that a commit record names; None if it is missing."""
+    """Return path, record and entry of every file in a commit record; the entry is None if the file is missing."""
     listed: list[tuple[str, FileRecord, Entry | None]] = []
     for item in record.items.values():
         paths = item.paths
@@ -488,7 +485,7 @@ def files_of(location: Location, record: CheckpointRecord) -> list[tuple[str, Fi
 
 
 def _local_files(folder: Location, files: Iterable[str]) -> dict[str, Entry]:
-    """Return the files that exist; without a size where the system does not show it."""
+    """Return the files that exist, without a size if the system does not show it."""
     root, found = os.fspath(folder), dict[str, Entry]()
     for file in files:
         try:

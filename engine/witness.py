@@ -64,7 +64,7 @@ Record = dict[str, Any]
 
 
 class Recorder:
-    """Takes records of steps; the leaves that it samples are chosen once, as the run begins."""
+    """Takes records of steps; it chooses the leaves to sample once, as the run begins."""
 
     def __init__(self, seen: Seen, names: tuple[str, ...] | None = None) -> None:
         self._names = names  # of the leaves that a resume is compared in until its next save
@@ -75,7 +75,7 @@ class Recorder:
         self._begun = self.attributes = self._attributes(seen)  # as the run began, and at the last save
 
     def take(self, k: int, seen: Seen, same: Pending | None = None) -> Pending:
-        """Begin the record of a step, with k = 0 of a save, perhaps with the samples of the ``same`` step."""
+        """Begin the record of a step; k = 0 is a save. ``same`` is a record of this step whose samples are reused."""
         leaves = self._ways.follow(seen.root)
         self._saves += k == 0
         # The first steps of a run make leaves, such as the state of an optimizer; later ones hardly do.
@@ -118,7 +118,7 @@ class Recorder:
         return Pending(record, ways.names, ways.total, samples, {layer: [*names] for layer, names in layers.items()})
 
     def _checksums(self, generators: Mapping[str, Any]) -> dict[str, int]:
-        """Return checksums of states of generators; that of Python is compared first, as few programs draw from it."""
+        """Return checksums of generators' states; Python's is compared first, as few programs draw from it."""
         # That of a RandomState is a tuple with an array.
         tuples = {name: one for name, one in generators.items() if type(one) is tuple and type(one[1]) is tuple}
         last = self._generators
@@ -128,12 +128,12 @@ class Recorder:
         return found
 
     def _attributes(self, seen: Seen) -> dict[str, str]:
-        """Return the plain attributes of the objects that a program shows as texts, by name."""
+        """Return the plain attributes of the program's objects as texts, by name."""
         return self._ways.attributes(seen.root) | Ways(seen.objects, 0).attributes(seen.objects)
 
 
 class RecordFile:
-    """The records of the steps after one save, in a file beside that of the step."""
+    """The records of the steps after one save, in a file in the step's folder."""
 
     def __init__(
         self, step: int, process: int, key: Mapping[str, Any], first: Pending | None, records: Records | None = None
@@ -161,7 +161,7 @@ class RecordFile:
                     self._flush(self._file, wait=False)
 
     def commit(self, place: Location, checkpoint: str) -> None:
-        """Write the records that there are, now that the commit of the step is known."""
+        """Write the records so far, now that the step is committed."""
         with self._lock:
             if self._file is None:
                 first, self._file = self._waiting[0], place / self._name
@@ -171,7 +171,7 @@ class RecordFile:
                 self._flush(self._file, wait=True)
 
     def finish(self) -> None:
-        """Write what is left, as the next step is saved or the run ends; in a store, the object is replaced."""
+        """Write the rest, as the next step is saved or the run ends; in a store, the object is replaced."""
         with self._lock:
             if self._file is not None:
                 self._flush(self._file, wait=True)
@@ -181,7 +181,7 @@ class RecordFile:
         self._size += len(line) + 1
 
     def _flush(self, file: Location, *, wait: bool) -> None:
-        """Write records in their order; nothing depends on the file, so no error goes further."""
+        """Write records in order, and raise nothing: no other file depends on this one."""
         while self._waiting and (wait or self._waiting[0].samples.is_ready):
             with contextlib.suppress(RuntimeError):  # The computation on the device has failed.
                 line = _line(self._waiting.pop(0).finish())
@@ -200,7 +200,7 @@ class RecordFile:
 
 @dataclass
 class Pending:
-    """A record whose samples may still be on their way from a device."""
+    """A record whose samples may still be in transfer from a device."""
 
     record: Record
     names: tuple[str, ...]
@@ -210,7 +210,7 @@ class Pending:
     _finished: bool = False
 
     def finish(self) -> Record:
-        """Return the whole record; waits for what has not arrived."""
+        """Return the whole record; wait for its samples."""
         if not self._finished:
             self._finished, record, begin = True, self.record, 0
             digests, values = self.samples.fetch(max(1, min(16, _NUMBERS // max(1, len(self.names)))))
@@ -228,7 +228,7 @@ class Pending:
 
 @dataclass(frozen=True)
 class Records:
-    """The records of a save that a run resumes from."""
+    """The records of the save that a run resumes from."""
 
     names: tuple[str, ...] = ()  # of the leaves whose samples they have
     total: int = 0  # leaves of the state
@@ -244,7 +244,7 @@ def file_name(process: int) -> str:
 
 
 def read_records(place: Location, process: int, checkpoint: str) -> Records:
-    """Read the records beside a checkpoint; none if there is no whole file that belongs to it."""
+    """Read the records of a checkpoint; none without a whole file that belongs to it."""
     try:
         content = (place / file_name(process)).read_own(WITNESS_LIMIT)
     except (OSError, HoldfastError):
@@ -268,7 +268,7 @@ def read_records(place: Location, process: int, checkpoint: str) -> Records:
 
 
 def compare(saved: Record, now: Record, names: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
-    """Return the layers in which two records of a step agree, and those that differ with their differences."""
+    """Return the layers in which two records of a step agree, and the differences by layer."""
     same: list[str] = []
     differs: dict[str, str] = {}
     for layer in ("batch", "generators", "counters", "metrics", "gradients"):
@@ -300,7 +300,7 @@ def compare(saved: Record, now: Record, names: tuple[str, ...]) -> tuple[list[st
 
 
 def _compared(saved: Record, now: Record, layer: str) -> tuple[list[str], list[str]]:
-    """Return the names that both records have in a layer, without measures of the machine, and those that differ."""
+    """Return the names that both records have in a layer, except measures of the machine, and those that differ."""
     one, other = saved.get(layer) or {}, now.get(layer) or {}
     both = sorted(name for name in one.keys() & other.keys() if layer != "metrics" or not is_time(name))
     # Metrics have a digest, which has to be equal, and a value.
@@ -313,7 +313,7 @@ def _value(entry: Any) -> str:
 
 
 def is_rounding(saved: Record, now: Record, first: Record) -> float | None:
-    """Return the greatest relative difference of metrics and update at k = 1 if rounding explains it, or None."""
+    """Return the greatest relative difference of metrics and update at k = 1 if rounding explains it, else None."""
     pairs = [(saved["metrics"][name][1], now["metrics"][name][1]) for name in _compared(saved, now, "metrics")[1]]
     found = [abs(value - other) / max(abs(value), 1e-30) for value, other in pairs]
     before, one, other = (_values(record) for record in (first, saved, now))
@@ -326,7 +326,7 @@ def is_rounding(saved: Record, now: Record, first: Record) -> float | None:
 
 
 def changed_attributes(saved: Record, own: Mapping[str, str]) -> dict[str, tuple[str, str, bool]]:
-    """Return attributes that steps had changed, and that differ: at the save, now, and whether two saves showed it."""
+    """Return changed attributes that differ: at the save, now, and whether two saves showed a change."""
     # What first steps make once, such as a cache, is not there yet; what steps change again and again is missed.
     return {
         shown_name(name): (text, own.get(name, "not there"), bool(moves))
@@ -340,7 +340,7 @@ def shown_name(name: str) -> str:
 
 
 def _named_numbers(metrics: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Return the metrics, which may be nested, by names; what is no number or array is left out later."""
+    """Return metrics by name, nested ones with a path; entries that are no numbers are dropped later."""
     found: dict[str, Any] = {}
     for name, value in metrics.items():
         if isinstance(value, Mapping):
@@ -351,12 +351,12 @@ def _named_numbers(metrics: Mapping[str, Any], path: str = "") -> dict[str, Any]
 
 
 def is_time(name: str) -> bool:
-    """Return whether a metric measures the machine, by a word in its name; it is recorded, and decides nothing."""
+    """Return whether a metric measures the machine, by a word in its name; it is recorded but decides nothing."""
     return not _TIMES.isdisjoint(re.split(r"[^a-z]+", name.lower()))
 
 
 def _gradients(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the gradients of parameters of torch, by the names of their leaves."""
+    """Return the gradients of torch parameters, by the names of their leaves."""
     torch: Any = loaded("torch")
     if torch is None:
         return {}
@@ -369,7 +369,7 @@ def _gradients(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _leaves_to_sum(leaves: Mapping[str, Any], k: int) -> dict[str, Any]:
-    """Return as many leaves as a record may add up whole, from another one on at each k if these are not all."""
+    """Return the leaves that a record can sum in full; if not all fit, the choice rotates with k."""
     sizes = {name: size_of(leaf) for name, leaf in leaves.items()}
     first = k.bit_length() * 7 % len(leaves) if sum(sizes.values()) > _FULL else 0
     found, left = {}, _FULL

@@ -1,4 +1,4 @@
-"""Copy checkpoints of holdfast between places: one of them, or a whole run with its steps."""
+"""Copies of checkpoints at other places: of one, or of a run with all its steps."""
 
 from __future__ import annotations
 
@@ -107,8 +107,8 @@ def copy_checkpoint(
         return list(map(asdict, _Copy(overwrite, Throttle(rate), progress or NULL).run(origin, target)))
 
     about = [origin.url, target.url, overwrite]
-    found = run_on_primary("copy_checkpoint", about, work, coordinator)
-    return [CopyReport(**report) for report in found]
+    reports = run_on_primary("copy_checkpoint", about, work, coordinator)
+    return [CopyReport(**report) for report in reports]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +124,9 @@ class _Copy:
         try:
             record = read_record(source)
         except CheckpointNotFoundError:
-            steps = list_steps(source)
-            if not steps:
-                raise
-            return self._copy_steps(source, destination, steps)
+            if steps := list_steps(source):
+                return self._copy_steps(source, destination, steps)
+            raise
         self.progress.expect(record.nbytes)
         with Share(self.progress, record.nbytes, record.nbytes) as share:
             return [self._copy_one(source, destination, share)]
@@ -165,7 +164,7 @@ class _Copy:
         ownership = Ownership(destination, SystemClock())
         ownership.take()
         done, damaged = [], []
-        there = {(one.series, one.step): one.location.name for one in step_folders(destination)}
+        there = {(folder.series, folder.step): folder.location.name for folder in step_folders(destination)}
         sizes = [0 if entry.record is None else entry.record.nbytes for entry in steps]
         self.progress.expect(sum(sizes))
         try:
@@ -196,14 +195,14 @@ class _Copy:
 
 
 def found_at(location: Location) -> CheckpointRecord | None:
-    """Return the commit record of the checkpoint at a location; None if there is none, or a damaged one."""
+    """Return the commit record at a location; None if it is missing or damaged."""
     with contextlib.suppress(CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError):
         return read_record(location)
     return None
 
 
 def follow(location: Location, record: CheckpointRecord, original: CheckpointRecord) -> CheckpointRecord:
-    """Give a copy the metrics and the pin that its original has by now; return its record."""
+    """Copy the current metrics and pin of the original to a copy; return its record."""
     changed = replace(record, metrics=original.metrics, pinned=original.pinned)
     if changed != record:
         location.check_not_link()

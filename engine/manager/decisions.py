@@ -167,7 +167,7 @@ class SyncSchedule:
         self._last: tuple[int, float] | None = None  # the step and the monotonic clock of the last agreement
 
     def asks(self, step: int, metrics: Mapping[str, Any] | None, previous: int | None) -> bool:
-        """Whether time, metrics or the end of the last save may decide at this step."""
+        """Return whether time, metrics or the end of the last save may decide at this step."""
         if self.reads_metrics and metrics is not None:
             return True
         if self._timed and (self._next is None or step >= self._next):
@@ -192,7 +192,6 @@ class SyncSchedule:
         return step + max(1, int((interval - since) / pace / 2))
 
     def agreed(self, step: int, decision: Decision, following: int | None, *, ended: bool) -> None:
-        """Note an agreement, and whether the last save has ended."""
         self._next = following
         self._answer = step, decision
         if ended:
@@ -202,7 +201,6 @@ class SyncSchedule:
             self._outcome = step + gap, 4 * gap
 
     def answer(self, step: int) -> Decision | None:
-        """Return the agreement at a step; None if there was none."""
         return self._answer[1] if self._answer is not None and self._answer[0] == step else None
 
 
@@ -231,7 +229,7 @@ class StepPace:
         self._during = []
 
     def slowed(self, duration: float) -> float | None:
-        """Return how many seconds of a save of this duration its steps took longer; None without enough steps."""
+        """Return the seconds by which a save of this duration slowed its steps; None without enough steps."""
         during = sorted(self._during)
         if min(len(self._usual), len(during)) < self._FEWEST:
             return None
@@ -267,7 +265,7 @@ class SaveDecisions:
         self._last = self._before = step, self._last[1]
 
     def deleted(self, newest: int) -> None:
-        """Note that steps were deleted, and ``newest`` is left: a save counts from there."""
+        """Count the next save from ``newest``, the newest step left after a deletion."""
         previous, now = self._last
         if previous is not None and previous > newest:
             self._last = self._before = newest, now
@@ -281,7 +279,7 @@ class SaveDecisions:
         self._schedule.save_began(step)
 
     def save_ended(self, *, failed: bool) -> None:
-        """Note how the save ended; on the thread that wrote it."""
+        """Note how the save ended; called on the thread that wrote it."""
         if failed and self._processes.alone:
             self._last = self._before
         self._failed = failed
@@ -303,7 +301,7 @@ class SaveDecisions:
         return answer if answer is not None and answer.save and not saved else decision
 
     def _starts_at(self, step: int) -> None:
-        """Take the first step that is asked about or saved as the next one after the beginning of the run."""
+        """Let the run begin at the first step that is asked about or saved."""
         if self._last[0] is None:
             self._last = step - 1, self._last[1]
 
@@ -328,7 +326,7 @@ class SaveDecisions:
 
 
 class AbandonedSteps:
-    """The later steps of a run that has resumed from an earlier one, until it has replaced or passed them."""
+    """The later steps of a run that resumed from an earlier one, until it has replaced or passed them."""
 
     # Only the memory of this run holds them: another run cannot tell which steps belong together, hence the warning.
 
@@ -341,16 +339,16 @@ class AbandonedSteps:
         self.resumed_from: int | None = None  # the step of the last restore, if nothing was saved since
 
     def restored(self, step: int, later: Sequence[int]) -> None:
-        """Note that the run may resume from a restored step, which has later ones."""
+        """Note a restored step, from which the run may resume, and the later steps."""
         self.resumed_from = step
         self._origin, self._left, self._began = step, frozenset(later), True
 
     def replaces(self, step: int) -> bool:
-        """Whether an existing step belongs to the branch that was left, and is to be saved again."""
+        """Return whether an existing step belongs to the abandoned branch, so that a save replaces it."""
         return step in self._left
 
     def saving(self, step: int, later: Sequence[int], *, leaves: bool = False) -> None:
-        """Note that a step is about to be saved; warn, once, if there are later ones, unless it leaves them behind."""
+        """Note that a step is about to be saved; warn, once, of later steps unless the save ``leaves`` them."""
         self.resumed_from = None
         if leaves:
             self._left &= {step}

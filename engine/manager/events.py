@@ -83,11 +83,11 @@ class RunEvents:
         self._listeners.append(guarded(listener))
 
     def earlier(self) -> list[dict[str, Any]]:
-        """Return the events that are in the file, in their order; none for a run in an object store."""
+        """Return the events in the file, in order; [] for a run in an object store."""
         return read_run_events(self._directory)
 
     def begin(self, newest: int | None) -> None:
-        """Note that the run has acquired its directory, in which ``newest`` is the newest step."""
+        """Note that the run has acquired its directory, whose newest step is ``newest``."""
         if self._file is not None:
             with self._only_logged():
                 _cut_torn_line(self._file)
@@ -139,7 +139,7 @@ class RunEvents:
 
 
 def slow_saves(limit: float, report: Callable[[Any, float], object]) -> Callable[[Event], None]:
-    """Return a listener that reports the first of several saves in a row that take longer than a limit, in seconds."""
+    """Return a listener that reports the first of consecutive saves that take longer than ``limit`` seconds."""
     was_slow = False
 
     def listen(event: Event) -> None:
@@ -157,7 +157,7 @@ def slow_saves(limit: float, report: Callable[[Any, float], object]) -> Callable
 
 
 def guarded(listener: Callable[[T], object], name: str | None = None) -> Callable[[T], None]:
-    """Return a listener whose errors are logged, the first one as a warning, and go no further."""
+    """Return a listener that logs its errors, the first one as a warning, and raises none."""
     warned = False
     shown = name or getattr(listener, "__qualname__", type(listener).__qualname__)
 
@@ -174,7 +174,6 @@ def guarded(listener: Callable[[T], object], name: str | None = None) -> Callabl
 
 
 def described(error: BaseException) -> str:
-    """Return the text of an error for an event."""
     return f"{type(error).__name__}: {error}"[:1000]
 
 
@@ -203,7 +202,7 @@ def event_scalars(event: Event) -> dict[str, float]:
 
 
 def few(metrics: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return metrics for an event, or None if there are none; the first ones if there are very many, no long lists."""
+    """Return the first metrics, without long lists, for an event; None without any."""
     short = [one for one in (metrics or {}).items() if not (isinstance(one[1], list) and len(one[1]) > _METRICS)]
     return dict(short[:_METRICS]) or None
 
@@ -212,7 +211,7 @@ _rotating = Lock()
 
 
 def _append(path: Path, event: Event) -> None:
-    """Append an event; a file beyond its limit is rotated, and one rotated file is kept."""
+    """Append an event; rotate a file beyond its limit, keeping one old file."""
     if _size(path) > _LIMIT and _rotating.acquire(blocking=False):
         try:
             if _size(path) > _LIMIT:  # unless another thread has rotated it meanwhile
@@ -223,7 +222,7 @@ def _append(path: Path, event: Event) -> None:
 
 
 def read_events(path: Path, offset: int = 0) -> tuple[list[dict[str, Any]], int]:
-    """Read the events in a file from an offset on, without an incomplete last line; return also the next offset."""
+    """Read the events of a file from an offset on, except an incomplete last line; return also the next offset."""
     try:
         with open(open_own(path, os.O_RDONLY), "rb") as file:
             offset = max(offset, os.fstat(file.fileno()).st_size - _MOST)
@@ -242,14 +241,14 @@ def read_events(path: Path, offset: int = 0) -> tuple[list[dict[str, Any]], int]
 
 
 def read_run_events(directory: Location) -> list[dict[str, Any]]:
-    """Return all events that are kept in the directory of a run, in their order."""
+    """Return all events in the directory of a run, in order."""
     if not directory.is_local:
         return []
     return [event for name in (ROTATED, EVENTS) for event in read_events(directory.path / name)[0]]
 
 
 def has_finished(path: Path) -> bool:
-    """Return whether training has finished, by the events in a file; commands may have changed the run since then."""
+    """Return whether training has finished, by its events; commands may have changed the run since."""
     for event in reversed(read_events(path)[0]):
         if event["event"] == "ended" and event.get("how") == "finished":
             return True
@@ -259,7 +258,6 @@ def has_finished(path: Path) -> bool:
 
 
 def append_after_death(path: Path, event: Event) -> None:
-    """Append an event to the file of a run whose process is dead."""
     _cut_torn_line(path)
     _append(path, event)
 
@@ -269,7 +267,7 @@ def _size(path: Path) -> int:
 
 
 def _cut_torn_line(path: Path) -> None:
-    """Remove a last line that a crash has cut off, so that the next event begins a new line."""
+    """Remove an incomplete last line that a crash left."""
     if not path.exists():
         return
     with open(open_own(path, os.O_RDWR), "r+b") as file:
@@ -281,7 +279,7 @@ def _cut_torn_line(path: Path) -> None:
 
 
 def finite(value: Any) -> Any:
-    """Return what strict JSON can hold: null for NaN and infinities."""
+    """Return a value for strict JSON: null for NaN and infinities."""
     if isinstance(value, Mapping):
         return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -290,5 +288,5 @@ def finite(value: Any) -> Any:
 
 
 def number_in_event(value: Any) -> float | None:
-    """Return a time, a duration, a step or a number of bytes; None for any other value."""
+    """Return a time, a duration, a step or a number of bytes as a float; None for any other value."""
     return float(value) if isinstance(value, int | float) and type(value) is not bool and 0 <= value < 2**63 else None

@@ -120,7 +120,7 @@ class Every(SavePolicy, KeepPolicy):
 
 
 def passes(n: int, step: int, previous: int | None) -> bool:
-    """Whether a multiple of ``n`` lies after the previous step, up to this one."""
+    """Return whether a multiple of ``n`` is after the previous step and not after this one."""
     if previous is None:
         return step % n == 0
     return step // n != previous // n
@@ -157,14 +157,13 @@ def save_interval(given: Duration, *, name: str = "save_interval_secs") -> float
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What an interval is expected to lose, in seconds a day."""
+    """The expected loss of an interval, in seconds a day."""
 
     saving: float  # the loop waits for saves, or is slowed down by them
     failing: float  # work that is done again after failures, and the time to resume
 
     @property
     def together(self) -> float:
-        """The sum of both."""
         return self.saving + self.failing
 
 
@@ -223,7 +222,7 @@ class Experience:
 
     @property
     def ran(self) -> float:
-        """The seconds that the program has run, each start until its last event."""
+        """The seconds that the program has run: of each start, until its last event."""
         return sum(max(0.0, start.last - start.began) for start in self._starts.values())
 
     @property
@@ -255,14 +254,13 @@ class Experience:
     # ---- conclusions
 
     def best(self, least: float = 0.0, greatest: float = math.inf) -> float:
-        """Return the interval between two bounds that loses least, in seconds; the least before the first save."""
+        """Return the interval within bounds that loses least, in seconds; the least one before the first save."""
         if (cost := self.cost) is None:
             return least
         # A save that comes earlier only waits until the one before it is durable.
         return min(max(least, self.durable, math.sqrt(2 * cost * self.between_failures)), greatest)
 
     def loss(self, interval: float) -> Loss:
-        """Return the expected loss of saving at an interval, in seconds."""
         # A save waits until the one before it is durable.
         waits = max(0.0, self.durable - interval)
         between = interval + waits
@@ -275,7 +273,7 @@ class Experience:
     # ---- reading the events
 
     def add(self, event: Mapping[str, Any]) -> None:
-        """Learn from an event of the run, in their order; ignore anything that is not an event of holdfast."""
+        """Learn from the next event of the run; ignore anything else."""
         when = number_in_event(event.get("time"))
         if when is None:
             return
@@ -303,7 +301,7 @@ class Experience:
                 start.word = start.word or "ended"
 
     def _start(self, run: str, when: float, program: Any) -> _Start:
-        """Return the start of the program that an event belongs to; a new one ends the one before."""
+        """Return the start of the program that an event belongs to; a new start ends the one before."""
         start = self._starts.get(run)
         if start is None:
             before = self._current
@@ -370,18 +368,17 @@ class LearnedInterval(SavePolicy):
         return f"every {_short(self.interval_secs)}, learned"
 
     def follow(self, events: RunEvents) -> None:
-        """Learn from the earlier events of the run, and from each one that comes."""
+        """Learn from the earlier events of the run, and from each new one."""
         self.learn(events.earlier())
         events.add_listener(lambda event: self.learn([event]))
 
     def learn(self, events: Iterable[Mapping[str, Any]]) -> None:
-        """Learn from events of the run, in their order."""
         for event in events:
             self.experience.add(event)
         self._now = Every(secs=self.experience.best(self.least, self.greatest))
 
     def report(self, events: RunEvents, directory: object) -> None:
-        """Report the interval in the log and in the events if it has changed since the last report."""
+        """Report the interval in the log and in an event if it has changed notably since the last report."""
         known, now = self.experience, self.interval_secs
         if known.cost is None or (self._told is not None and abs(now / self._told - 1) < _NOTABLE):
             return

@@ -42,7 +42,7 @@ COPIES = "copies"  # the folder of what other hosts have sent
 
 
 def neighbours(domains: Sequence[str], copies: int) -> list[list[int]]:
-    """Return for each host the ``copies`` other hosts that keep copies of its files, given the domain of each."""
+    """Return, for each host, the ``copies`` other hosts that keep copies of its files."""
     # Failure domains alternate in this ring. Each host sends to the next hosts in other domains, and to hosts of its
     # domain only if there are too few others.
     ring = sorted(range(len(domains)), key=lambda host: (domains[:host].count(domains[host]), host))
@@ -56,7 +56,7 @@ def neighbours(domains: Sequence[str], copies: int) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class HeldStep:
-    """What one host has of a local step: its files by path, each with its folder and size, and the commit record."""
+    """The part of a local step on one host: folder and size of each file by path, and the commit record."""
 
     files: Mapping[str, tuple[str, int]]
     record: CheckpointRecord | None = None
@@ -113,14 +113,14 @@ def gather(folder: str, held: Sequence[Mapping[str, HeldStep]]) -> WholeStep | s
 
 
 def whole_steps(held: Sequence[Mapping[str, HeldStep]]) -> list[WholeStep]:
-    """Return the steps of which every file is on some host, given the folders of each; the newest first."""
+    """Return the steps whose every file is on some host, the newest first."""
     gathered = [gather(folder, held) for folder in set().union(*held)]
     whole = [step for step in gathered if isinstance(step, WholeStep)]
     return sorted(whole, key=lambda step: (step.step, step.folder), reverse=True)
 
 
 def is_on_line(folder: str, step: int, branches: Sequence[LocalBranch]) -> bool:
-    """Return whether the history of a run, given its last branches, contains the local step of a folder."""
+    """Return whether the history given by its last branches contains the local step of a folder."""
     sequence, attempt = sequence_of(folder), folder.rpartition(".")[2]
     own = [n for n, branch in enumerate(branches) if branch.attempt == attempt and branch.sequence < sequence]
     return bool(own) and all(step <= later.after for later in branches[own[-1] + 1 :])
@@ -136,7 +136,7 @@ class _Host:
 
 @dataclass(frozen=True, slots=True)
 class _Program:
-    """What process 0 sends to all processes at the start."""
+    """The facts that process 0 sends to all processes at the start."""
 
     hosts: Sequence[_Host]
     run: str | None  # the folder of the run whose local steps count; None while the directory of the run is new
@@ -147,7 +147,7 @@ class _Program:
 
 
 class LocalHosts:
-    """The hosts of a program, what they have of the local steps of its run, and how a step is read from them."""
+    """The hosts of a program, and the local steps of its run on them."""
 
     def __init__(self, options: Local, run: RunDirectory, processes: ProcessGroup) -> None:
         self.root = as_location(options.url, writes=True)
@@ -235,7 +235,6 @@ class LocalHosts:
         }
 
     def _folder_name(self) -> str | None:
-        """Return the name of the folder of the run; None while the directory of the run is new."""
         run = self._run.identity.run
         return f"{run}.{self._place_name()}" if run and _TOKEN.fullmatch(run) else None
 
@@ -247,7 +246,7 @@ class LocalHosts:
     # ---- which step is whole
 
     def _check_places(self, name: str | None) -> None:
-        """Refuse folders in which another user of the host could have put, or could exchange, local steps."""
+        """Refuse folders in which another user of the host could have put, or could replace, local steps."""
         check_private(os.fspath(self.root), shared=True)
         if name is not None:
             check_private(os.fspath(self.root / name), shared=False)
@@ -280,7 +279,7 @@ class LocalHosts:
         return found
 
     def _steps_elsewhere(self, held: Mapping[str, HeldStep]) -> dict[int, str]:
-        """Return the local steps that this run may have saved under another identity or path, and why they are left."""
+        """Return the local steps of this run under another identity or path, and why they are not used."""
         found = {}
         for entry in self.root.entries():
             run, _, path = entry.name.partition(".")
@@ -326,7 +325,7 @@ class LocalHosts:
         }
 
     def _counts(self, folder: str, step: int) -> bool:
-        """Return whether the history that leads to the newest step goes through a local step; on process 0."""
+        """Return whether the history that leads to the newest step contains a local step; on process 0."""
         if self.program.branches:
             return is_on_line(folder, step, self.program.branches)
         return step > self._newest_in_directory()  # no history was noted: the directory is new
@@ -336,7 +335,7 @@ class LocalHosts:
         return [whole for whole in whole_steps(self._agreed_steps) if self._counts(whole.folder, whole.step)]
 
     def _choose(self, step: int | None) -> dict[str, Any]:
-        """Return the named step if it counts, or the newest that the directory lacks, and the unused steps."""
+        """Return the named step if it counts, or else the newest that the directory lacks; and the unused steps."""
         counting, unused = self._counting(), self._elsewhere.copy()
         for folder in set().union(*self._agreed_steps):
             why = gather(folder, self._agreed_steps)
@@ -352,7 +351,7 @@ class LocalHosts:
         return {"whole": chosen[0] if chosen else None, "unused": list(unused.items())}
 
     def _again(self, step: int | None, folder: str, processes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Choose again, without what the hosts have found damaged in a folder; on process 0."""
+        """Choose again, without the files of a folder that hosts found damaged; on process 0."""
         for steps, host in zip(self._agreed_steps, self.program.hosts, strict=True):
             if folder in steps:
                 held, damaged = steps[folder], processes[host.leader]
@@ -386,14 +385,13 @@ class LocalHosts:
         return step
 
     def forget(self) -> None:
-        """Forget the steps that were found."""
         self.unused, self.further, self.left = {}, set(), set()  # Other threads may go through those before.
 
     def _newest_in_directory(self) -> int:
         return max(self._run.steps(), default=-1)
 
     def _damaged(self, step: WholeStep, digested: bool) -> list[str]:
-        """Return the files of a step that are damaged here: of those with a digest in the record, or of the others."""
+        """Return the damaged files of a step on this host: those with a digest in the record, or the others."""
         try:
             checks = (
                 {path: FileCheck(known) for path, known in files_of(step.record) if known.crc32c is not None}
@@ -426,7 +424,7 @@ class LocalHosts:
         return damaged
 
     def opened(self, step: WholeStep) -> tuple[Location, CheckpointRecord]:
-        """Return the place from which a step is read, and its commit record."""
+        """Return the location from which a step is read, and its commit record."""
         having = {host for places in step.holders.values() for host, _ in places}
         missing = [host.name for number, host in enumerate(self.program.hosts) if number not in having]
         if self._processes.is_primary:
@@ -443,7 +441,7 @@ class LocalHosts:
         return self.root / self.program.run / where / folder
 
     def _location_of(self, step: WholeStep) -> Location:
-        """Return the folder of a step as one place, wherever its files are."""
+        """Return a location that presents the files of a step as one folder, whichever host has them."""
         sizes = {path: known.size for path, known in files_of(step.record)}
 
         def opened(path: str) -> DataReader:
@@ -487,7 +485,7 @@ class LocalHosts:
         return space
 
     def send(self, number: int, path: str, size: int, pieces: Callable[[], Iterable[memoryview]]) -> None:
-        """Send a file to another host, for a path in the folder of the run."""
+        """Send a file to another host; ``path`` is relative to the folder of the run."""
         self.peers[number].write(f"{self.program.run}/{path}", size, pieces)
 
     def disconnect(self) -> None:
@@ -498,7 +496,7 @@ class LocalHosts:
 
 
 def record_of(folder: Location) -> CheckpointRecord | None:
-    """Return the commit record of a local step; None if it cannot be read, as the record of another host may count."""
+    """Return the commit record of a local step; None if it cannot be read, as another host may have it."""
     try:
         return CheckpointRecord.decode((folder / RECORD).read_bytes(limit=RECORD_LIMIT), source=str(folder / RECORD))
     except ObjectNotFoundError:
@@ -509,7 +507,7 @@ def record_of(folder: Location) -> CheckpointRecord | None:
 
 
 def files_in(folder: Location, begin: str = "") -> Iterator[tuple[str, int]]:
-    """Generate the files below a folder, without links and files that only a save needs."""
+    """Generate the files below a folder, except links and the files of a save under way."""
     for entry in folder.entries():
         path = f"{begin}{entry.name}"
         if (folder / entry.name).is_link() or entry.name == PARTIAL or entry.name.startswith(TEMPORARY_PREFIX):

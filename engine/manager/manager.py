@@ -554,12 +554,12 @@ class CheckpointManager(ExplainsNames):
         return self._delete("delete after", self._steps.delete_after, step, everywhere=True)
 
     def _delete(self, what: str, work: Callable[..., T], step: int, *inputs: Any, everywhere: bool) -> T:
-        """Delete in the directory, which leaves a tombstone; ``everywhere`` lets the places obey it now."""
+        """Delete in the directory; ``everywhere`` lets the other places obey the tombstone now."""
         with self._saves.apart_from_save_of(step):
             deleted: T = self._run.change(f"{what} {step}", work, step, *inputs)
         self._saves.deleted()
         if everywhere:
-            self._run.tell("deleted", step)
+            self._run.notify("deleted", step)
         return deleted
 
     # ---- ownership, and the end
@@ -633,7 +633,7 @@ class CheckpointManager(ExplainsNames):
 
 
 def note_resume(manager: CheckpointManager, step: int) -> list[int]:
-    """Note that the run resumes from a step, warn at once of the later ones, and return these in ascending order."""
+    """Note that the run resumes from a step, warn of the later steps at once, and return them in ascending order."""
     # A restore notes it, and leaves the warning to the next save, as the caller may only inspect the step.
     later = manager._restorer.resumes_from(valid_step(step))
     manager._abandoned.warn(later)
@@ -641,12 +641,12 @@ def note_resume(manager: CheckpointManager, step: int) -> list[int]:
 
 
 def on_commit(manager: CheckpointManager, listener: Callable[[Location, CheckpointRecord], None]) -> None:
-    """Call a function with the place and the record of each step, also of the hosts, on the thread that commits it."""
+    """Call a function with the folder and record of each step, also local ones, on the thread that commits it."""
     manager._saves.committed = listener
 
 
 def whole_step(manager: CheckpointManager, step: int) -> tuple[Location, CheckpointRecord] | None:
-    """Return where this host has a step, and its record; None if it is not there, or damaged."""
+    """Return this host's folder of a step, and its record; None if it is missing or damaged."""
     borrowed = manager._steps.borrowed.get(step)
     if borrowed is not None and manager._local is not None:
         return manager._local.place_of(step), borrowed[1]
@@ -656,18 +656,17 @@ def whole_step(manager: CheckpointManager, step: int) -> tuple[Location, Checkpo
 
 
 def step_location(manager: CheckpointManager, step: int) -> Location:
-    """Return the folder of a step in the directory, whether it is there or not."""
     return manager._steps.step_location(step)
 
 
 def elsewhere(manager: CheckpointManager, step: object) -> str:
-    """Return the end of a sentence that says where the hosts have a step that the run cannot read; or ""."""
+    """Return the end of a message about a step that other places have and the run cannot read; else ""."""
     return manager._steps.elsewhere(step)
 
 
 @contextlib.contextmanager
 def part_of_save(manager: CheckpointManager, step: int, *, locally: bool = False) -> Iterator[None]:
-    """Tell the other processes at once if a block fails before it comes to a save of a step, or ``locally`` only."""
+    """Report to the other processes at once if the block fails before a save, or before a local one."""
     try:
         yield
     except BaseException as error:
@@ -679,7 +678,7 @@ def part_of_save(manager: CheckpointManager, step: int, *, locally: bool = False
 
 
 def settle_mirror(manager: CheckpointManager) -> bool:
-    """Bring deletions and pins, and nothing else, to the mirror that the run had; return whether that succeeded."""
+    """Bring only deletions and pins to the mirror that the run had; return whether that succeeded."""
     manager.acquire()
     url = manager._steps.identity.mirror
     if manager._mirror is not None or url is None or not manager.processes.is_primary:
@@ -704,7 +703,6 @@ def best_step_in(directory: Location) -> int:
 
 
 def valid_step(step: Any) -> int:
-    """Return a step as a plain int."""
     try:
         number = int(step.__index__())
     except AttributeError:

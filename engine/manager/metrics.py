@@ -43,7 +43,7 @@ def metric_value(metrics: Mapping[str, Any] | None, metric: Metric) -> float | N
 
 
 def metric_name(metric: Metric) -> str:
-    """Return the name of a metric for messages; a function has its own name."""
+    """Return the name of a metric for messages; for a function, its own name."""
     if isinstance(metric, str):
         return metric
     name = getattr(metric, "__name__", "")
@@ -51,17 +51,14 @@ def metric_name(metric: Metric) -> str:
 
 
 def shown_metric(name: str) -> str:
-    """Return how a sentence names a metric."""
     return "the metric that best_fn returns" if name == _NAMELESS else f"the metric {name}"
 
 
 def format_metric(value: float) -> str:
-    """Return a metric with at most six significant digits."""
     return f"{value:.6g}"
 
 
 def better(value: float, other: float, mode: Mode) -> bool:
-    """Return whether a value is strictly better than another."""
     return value > other if mode == "max" else value < other
 
 
@@ -108,7 +105,6 @@ def _rank(value: Any) -> float | None:
 
 
 def named(metrics: Any) -> Mapping[str, Any]:
-    """Return metrics as a mapping."""
     if isinstance(metrics, Mapping):
         return metrics
     fields = _fields(metrics)
@@ -116,18 +112,18 @@ def named(metrics: Any) -> Mapping[str, Any]:
 
 
 def as_given(metrics: Mapping[str, Any]) -> Any:
-    """Return metrics as the program gave them, which may be no dictionary."""
+    """Return metrics as the program gave them, perhaps not as a dictionary."""
     return metrics[_WHOLE] if metrics.keys() == {_WHOLE} else metrics
 
 
 def plain_metrics(metrics: Any, *, omitted: Callable[[str, Exception], None] | None = None) -> dict[str, Any]:
-    """Return metrics as plain numbers in dictionaries and lists; ``omitted`` takes the entries that are refused."""
+    """Convert metrics to plain numbers in dictionaries and lists; ``omitted`` receives refused entries."""
     found: dict[str, Any] = _plain(named(metrics), "", omitted)
     return found
 
 
 def plain_containers(metrics: Mapping[str, Any]) -> Any:
-    """Return metrics with the containers that they are stored with; values on a device stay there."""
+    """Convert the containers of metrics to those that are stored; values on a device stay there."""
     fields = _fields(metrics)
     if fields is not None:
         return {str(key): plain_containers(value) for key, value in fields.items()}
@@ -159,7 +155,7 @@ def _plain(value: Any, path: str, omitted: Callable[[str, Exception], None] | No
 
 
 def _entries(value: Any) -> dict[str, Any]:
-    """Return the entries of a container that is no mapping; lists and arrays have their indices as keys."""
+    """Return the entries of a container that is no mapping; the keys of lists and arrays are their indices."""
     fields = _fields(value)
     if fields is None and (isinstance(value, (list, tuple)) or bool(getattr(value, "shape", None))):
         fields = {str(place): inner for place, inner in enumerate(value)}
@@ -181,7 +177,7 @@ def _fields(value: Any) -> dict[Any, Any] | None:
 
 
 class MetricWatch:
-    """Warns, once, of reports without the metric that ranks checkpoints: most likely its name is misspelt."""
+    """Warns, once, of reports without the metric that ranks checkpoints: its name is probably misspelt."""
 
     def __init__(self, metric: Metric, where: str) -> None:
         self._metric = metric
@@ -190,7 +186,7 @@ class MetricWatch:
         self.ended = False  # whether the metric has come, or the warning was given
 
     def note(self, step: int, metrics: Mapping[str, Any] | None, saved: Iterable[float | None]) -> None:
-        """Note the metrics of a step, which stay on their device; ``saved`` has the metric of each saved step."""
+        """Note the metrics of a step, which stay on their device; ``saved`` are the values of the saved steps."""
         self._steps += 1
         if not metrics and self._steps < _PATIENCE:
             return
@@ -220,7 +216,7 @@ class MetricWatch:
 
 
 def _kind(value: Any) -> str:
-    """Return what a metric is that is no number, without its values."""
+    """Describe a metric that is no number, without its values."""
     if value is None or isinstance(value, str):
         return repr(value)[:60]
     shape = getattr(value, "shape", None)
@@ -228,7 +224,7 @@ def _kind(value: Any) -> str:
 
 
 def _missing(metrics: Mapping[str, Any], metric: Metric) -> tuple[str | None, Any]:
-    """Return the name of the metric that is no number, and its value or ``_ABSENT``; None as a name if it is one."""
+    """Return the metric's name and value, or ``_ABSENT``, if it is no number; None as its name if it is one."""
     name, value = metric_name(metric), _ABSENT
     try:
         value = _lookup(metrics, metric) if isinstance(metric, str) else metric(as_given(metrics))

@@ -76,7 +76,7 @@ class MirrorStatus:
 
 
 class _Copying:
-    """The copy of a step: its throttle, its progress, and its rate while no save makes it wait."""
+    """A copy of a step that is under way: its throttle, its progress, and its rate while no save delays it."""
 
     def __init__(self, record: CheckpointRecord, rate: float | None) -> None:
         self.record = record
@@ -119,7 +119,7 @@ def _mirror_options(mirror: Mirror, run: CheckpointManagerOptions) -> Checkpoint
 
 
 class RunMirror(StepPlace):
-    """The mirror of one run, which process 0 of its program reads and writes."""
+    """The mirror of a run; process 0 reads and writes it."""
 
     shown = "the mirror"
     writes_directory = True
@@ -170,7 +170,7 @@ class RunMirror(StepPlace):
         return newer
 
     def steps(self, *, required: bool = False) -> list[int]:
-        """Return the steps in the mirror, in ascending order; nothing, with a warning, if it cannot be read."""
+        """Return the steps in the mirror, in ascending order; [], with a warning, if it cannot be read."""
         try:
             far, tombstones = self._look(), self._run.tombstones
             self._check_same_run(far)
@@ -197,7 +197,7 @@ class RunMirror(StepPlace):
         return found
 
     def _copy_here(self, step: int, overwrite: bool) -> bool:
-        """Copy a step into the directory of the run, which this run owns; return whether it is there now."""
+        """Copy a step into the run's directory, which this run owns; return whether it is there."""
         run = self._run
         try:
             far = self._look()
@@ -264,7 +264,7 @@ class RunMirror(StepPlace):
         _logger.warning(text, self.location, self._run.tombstones, self._run.location, why)
 
     def settle(self) -> bool:
-        """Bring deletions and pins to the mirror on this thread, under its own rules; return whether that was done."""
+        """Bring deletions and pins to the mirror on this thread; return whether that succeeded."""
         stored = stored_options(self.location)
         if stored is not None:
             self._options = replace(stored, read_only=False, step_prefix=self._options.step_prefix)
@@ -300,7 +300,7 @@ class RunMirror(StepPlace):
             self.finish(None)
 
     def finish(self, timeout: float | None) -> bool:
-        """Copy the newest step, due or not, if it fits into ``timeout`` seconds; None waits for ``wait_secs``."""
+        """Copy the newest step, due or not, if that takes less than ``timeout`` seconds (None: ``wait_secs``)."""
         limit = self._limit if timeout is None else timeout
         if self._ending.is_set() and self._has_finished:  # steps after the save of a preemption were recorded since
             late = Helper(lambda: self._refresh(self._newest()), "holdfast-mirror", daemon=True)
@@ -325,7 +325,7 @@ class RunMirror(StepPlace):
         return self._lacking() is None
 
     def _stop(self, timeout: float = 60.0) -> None:
-        """Stop the thread, and wait for it for some seconds; after that, it commits nothing any more."""
+        """Stop the thread and wait for it; after that, it commits nothing more."""
         self._ending.set()
         self._changed()
         thread = self._thread
@@ -386,14 +386,14 @@ class RunMirror(StepPlace):
             self._changed()
 
     def _wait(self, pause: float | None) -> bool:
-        """Wait until there is something to do, after an error for its pause; return whether the run ends."""
+        """Wait for work, or after an error until its pause has passed; return whether the run ends."""
         with self._wake:
             self._wake.wait_for(lambda: self._ending.is_set() or self._final or (self._due and pause is None), pause)
             self._due = False
             return self._final
 
     def _changed(self) -> None:
-        """Wake all waiting threads; let the copy under way give way to a save, and end it if it is of no use."""
+        """Wake all waiting threads; let the current copy yield to a save, and end it if it is obsolete."""
         with self._wake:
             self._wake.notify_all()
             copying = self._copying
@@ -426,7 +426,7 @@ class RunMirror(StepPlace):
             self._refresh(self._newest())
 
     def _delete_covered(self, far: RunDirectory) -> None:
-        """Delete the steps that the run has deleted explicitly and not saved again, the latest first."""
+        """Delete the steps that the run deleted explicitly and has not saved again, the latest first."""
         tombstones = self._run.settled_tombstones()
         for step in reversed(far.steps_and_damaged()) if tombstones else ():
             record = far.record(step) if step in far else None
@@ -436,7 +436,7 @@ class RunMirror(StepPlace):
         self._changed()
 
     def _next(self, far: RunDirectory, final: bool) -> CheckpointRecord | None:
-        """Return the step to copy: the newest one, if it is due and not there."""
+        """Return the newest step if it is due and the mirror lacks it."""
         record = self._lacking()
         if record is None or record.fingerprint in self._refused:
             return None
@@ -480,7 +480,7 @@ class RunMirror(StepPlace):
             )
             return
         except BaseException:
-            far.keep_partial(step)
+            far.partial.add(step)
             raise
         finally:
             self._copying = None
@@ -495,7 +495,7 @@ class RunMirror(StepPlace):
         far.sweep_partial()
 
     def _follow(self, far: RunDirectory) -> None:
-        """Give the copies the metrics and pins that the steps of the run have by now."""
+        """Copy the current metrics and pins of the run's steps to their copies."""
         here = {info.step: info for info in self._run.infos()}
         for info in far.infos():
             if info.step in here and info != here[info.step]:
@@ -505,13 +505,13 @@ class RunMirror(StepPlace):
                     far.add(info.step, follow(far.step_location(info.step), copy, original))
 
     def _refresh(self, record: CheckpointRecord | None) -> None:
-        """Copy what the witness has recorded of the steps after one, since that was copied."""
+        """Copy the witness records that were added to a step since it was copied."""
         if self._far is not None and record is not None and self._far.has_copy(record):
             step = _step_of(record)
             copy_witness(self._run.step_location(step), self._far.step_location(step), again=True)
 
     def _look(self) -> RunDirectory:
-        """Return the steps in the mirror, read again unless this run writes there."""
+        """Return the mirror's directory, read again unless this run writes there."""
         with self._looking:
             if self._far is None:
                 self._far = RunDirectory(self.location, self._options, self._clock, self._stop)
@@ -520,7 +520,7 @@ class RunMirror(StepPlace):
             return self._far
 
     def _check_same_run(self, far: RunDirectory) -> None:
-        """Raise OptionError if the mirror belongs to another run; an empty directory takes its identity."""
+        """Raise OptionError if the mirror belongs to another run; an empty directory adopts its identity."""
         ours, theirs = self._run.identity.run, far.identity
         if ours is not None and theirs.run is not None:
             same = ours == theirs.run or not far.steps_and_damaged()
@@ -548,11 +548,11 @@ class RunMirror(StepPlace):
                 )
 
     def _is_lost(self) -> bool:
-        """Whether another run has taken the mirror over, or the mirror never belonged to this run."""
+        """Return whether another run has taken the mirror over, or it never belonged to this run."""
         return self._foreign or (self._changes and self._far is not None and not self._far.ownership.held)
 
     def _acquire(self) -> RunDirectory:
-        """Take ownership of the mirror; an interrupted copy of the newest step stays, and is completed."""
+        """Acquire the mirror; an interrupted copy of the newest step stays, and is completed."""
         if not self._changes:
             with self._looking:
                 far = self._look()
@@ -571,12 +571,12 @@ class RunMirror(StepPlace):
     # ---- the steps in both places
 
     def _newest(self) -> CheckpointRecord | None:
-        """Return the step that the run saved last, else its newest: later steps are of another branch."""
+        """Return the step that the run saved last, or else its newest: later steps are of another branch."""
         saved, newest = self._run.last_saved, max(self._run.steps(), default=-1)
         return (None if saved is None else self._run.known_record(saved)) or self._run.known_record(newest)
 
     def _lacking(self) -> CheckpointRecord | None:
-        """Return the newest step of the run, unless the mirror has it, as far as it is known."""
+        """Return the newest step of the run unless the mirror is known to have it."""
         newest = self._newest()
         return None if newest is not None and self._far is not None and self._far.has_copy(newest) else newest
 
@@ -624,7 +624,7 @@ def add_mirror(run: Run) -> RunMirror | None:
 
 
 def has_remote_mirror(options: CheckpointManagerOptions) -> bool:
-    """True if the mirror uploads the files of steps from the disk."""
+    """Return whether the mirror uploads the files of steps."""
     mirror = mirror_of(options)
     return mirror is not None and not as_location(mirror.url).is_local
 
@@ -634,7 +634,7 @@ _open: weakref.WeakSet[RunMirror] = weakref.WeakSet()
 
 @atexit.register
 def _tell_at_exit() -> None:
-    """Log which steps the mirrors of managers lack that were not closed."""
+    """Log the steps that are missing in mirrors whose managers were not closed."""
     for mirror in list(_open):
         if mirror.process == os.getpid():  # a forked child has no mirror
             mirror._tell()

@@ -46,12 +46,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def limits(least: int, greatest: int | None = None) -> dict[str, Any]:
-    """Return the metadata of an option that is a whole number: the least and the greatest one that it takes."""
+    """Return the metadata of an option that is a whole number: its least and its greatest value."""
     return {"least": least, "greatest": greatest}
 
 
 def option_texts(taker: type) -> dict[str, str]:
-    """Return the documentation of options by name, as the docstring of a class has it; nothing under ``python -OO``."""
+    """Return the text of each option in the docstring of a class; nothing under ``python -OO``."""
     text = inspect.cleandoc(taker.__doc__ or "")
     title = "Args" if "\nArgs:" in text else "Attributes"
     sections = re.findall(rf"^{title}:.*\n((?: {{4}}.*\n?|\n)+)", text, re.MULTILINE)
@@ -60,7 +60,7 @@ def option_texts(taker: type) -> dict[str, str]:
 
 
 def takes_texts_of(source: type) -> Callable[[type[T]], type[T]]:
-    """Fill in the options that the docstring of a class lists without a text from the docstring of ``source``."""
+    """Complete the options that a docstring lists without a text, from the docstring of ``source``."""
 
     def complete(taker: type[T]) -> type[T]:
         texts = option_texts(source)
@@ -85,14 +85,14 @@ def takes_texts_of(source: type) -> Callable[[type[T]], type[T]]:
 
 
 def shown_call(taker: object, directory: object, options: Any) -> str:
-    """Return the call that makes a manager or a callback: its directory, and the options that are no defaults."""
+    """Return the call that makes a manager or a callback: its directory, and the options that differ from defaults."""
     given = [one for one in fields(options) if one.default is not MISSING and getattr(options, one.name) != one.default]
     arguments = [repr(str(directory)), *(f"{one.name}={getattr(options, one.name)!r}" for one in given)]
     return f"{type(taker).__name__}({', '.join(arguments)})"
 
 
 def refuse_options(taker: str, unknown: Iterable[str], known: Collection[str]) -> None:
-    """Raise UnknownArgumentError for a name that is no option; suggest the equivalent of a name of another library."""
+    """Raise UnknownArgumentError for an unknown option, with the equivalent of another library's name."""
     for name in unknown:
         only = name in CheckpointManagerOptions.__dataclass_fields__
         hint = _ONLY_MANAGERS if only else instead_of(name, known)
@@ -100,12 +100,12 @@ def refuse_options(taker: str, unknown: Iterable[str], known: Collection[str]) -
 
 
 def explains_options(options: type[T]) -> type[T]:
-    """Make a dataclass of options explain names that it does not know."""
+    """Decorate a dataclass of options so that its error about an unknown option gives the equivalent."""
     return explains_unknown_names(options, refuse_options)
 
 
 def explains_its_options(function: F) -> F:
-    """Make a function that takes options explain names that it does not know."""
+    """Decorate a function that takes options so that its error about an unknown option gives the equivalent."""
     return explains_arguments(function, refuse_options)
 
 
@@ -280,11 +280,11 @@ class CheckpointOptions:
         return self.best_mode or "max"
 
     def _further_rules(self) -> tuple[KeepPolicy, ...]:
-        """Return what options of a subclass keep, for :func:`retention_rules`."""
+        """Return the rules from options of a subclass, for :func:`retention_rules`."""
         return ()
 
     def _time_rule(self, secs: float) -> KeepPolicy:
-        """Return what ``keep_time_interval`` keeps."""
+        """Return the rule of ``keep_time_interval``."""
         return Every(secs=secs)
 
     def policies(self) -> tuple[tuple[SavePolicy, ...], tuple[KeepPolicy, ...]]:
@@ -327,7 +327,7 @@ class ProgramPolicies(CheckpointOptions):
 
 
 def listed_policies(policies: Any) -> tuple[Any, ...]:
-    """Return the policies of ``save=`` or ``keep=``: one, several, or None."""
+    """Return the policies of ``save=`` or ``keep=`` as a tuple."""
     if policies is None:
         return ()
     return tuple(policies) if isinstance(policies, Iterable) else (policies,)
@@ -417,13 +417,12 @@ class CheckpointManagerOptions(ProgramPolicies):
 
 
 def mirror_of(options: CheckpointOptions) -> Mirror | None:
-    """Return the options of the mirror, or None."""
     mirror = options.mirror
     return mirror if mirror is None or isinstance(mirror, Mirror) else Mirror(mirror)
 
 
 def has_triggers(options: CheckpointOptions) -> bool:
-    """Return whether any option sets when to save; otherwise the default trigger holds."""
+    """Return whether any option says when to save; otherwise the default trigger applies."""
     has_period = any(getattr(options, name) is not None for name in _SAVE_PERIODS)
     return has_period or options.save_on_best or bool(options.policies()[0])
 
@@ -443,7 +442,7 @@ def save_triggers(options: CheckpointOptions) -> tuple[SavePolicy, ...]:
 
 
 def retention_rules(options: CheckpointOptions) -> tuple[KeepPolicy, ...]:
-    """Return what keeps a checkpoint; without ``max_to_keep``, ``keep_latest`` and policies, everything is kept."""
+    """Return the retention rules; everything is kept without ``max_to_keep``, ``keep_latest`` and policies."""
     found: list[KeepPolicy] = [*options.policies()[1]]
     is_limited = bool(found) or options.max_to_keep is not None or options.keep_latest is not None
     if options.best_fn is not None:
@@ -498,12 +497,12 @@ def options_from_document(document: Mapping[str, Any]) -> CheckpointManagerOptio
 
 
 def as_int(value: object) -> object:
-    """Convert a whole number of any library to an int; return anything else, also True, as it is."""
+    """Convert a whole number of any library to an int; return anything else, also True, unchanged."""
     return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
 
 
 def _check_limits(options: Any) -> None:
-    """Raise OptionError for a number that is not whole, or beyond its limits; make each a number of Python."""
+    """Raise OptionError for a number that is not whole or beyond its limits; convert each to an int."""
     for option in fields(options):
         value = as_int(getattr(options, option.name))
         if value is None or "least" not in option.metadata:

@@ -44,7 +44,7 @@ _PAUSE = 0.1  # seconds between them
 
 
 class Ownership:
-    """The ownership of one directory: the right to write to it."""
+    """The right to write to one directory."""
 
     def __init__(self, directory: Location, clock: Clock, drain: Callable[[], None] | None = None) -> None:
         self._directory = directory
@@ -64,7 +64,7 @@ class Ownership:
         return self._process == os.getpid() and not self._lost
 
     def check_usable(self) -> None:
-        """Raise OwnershipError if no save can ever succeed: what lies in the place of a file of the run is none."""
+        """Raise OwnershipError if no save can succeed, as something else is at the path of a file of the run."""
         if not self._directory.is_local:
             return
         owner, options = self._directory / OWNER, self._directory / OPTIONS
@@ -77,7 +77,6 @@ class Ownership:
             )
 
     def take(self) -> None:
-        """Take ownership, unless this run has it already."""
         self.check_not_lost()
         with FileLock.handover:
             if self._process is not None:  # another thread may have called this meanwhile
@@ -115,7 +114,7 @@ class Ownership:
             self.check_not_lost()
 
     def _is_taken_over(self) -> bool:
-        """True if two reads agree that another manager owns the file; a network may garble one of them."""
+        """Return whether two reads agree that another manager owns the file; a network may garble one of them."""
         earlier = None
         for look in range(_LOOKS):
             time.sleep(_PAUSE if look else 0.0)
@@ -140,7 +139,7 @@ class Ownership:
             return None
 
     def check_not_lost(self) -> None:
-        """Raise OwnershipError if a newer manager has taken over, or if this process is a fork of the owner's."""
+        """Raise OwnershipError if a newer manager took over, or this process is a fork of the owner's."""
         if self._lost or self._process not in (None, os.getpid()):
             raise OwnershipError(
                 f"{self._directory}: another manager has taken over this directory; this one may not write to it. "
@@ -209,7 +208,7 @@ OPTIONS = "options.json"  # name of the file that holds the retention options of
 
 
 class Tombstone(NamedTuple):
-    """A step, or all later ones, that the run has deleted, and the mirror may have; one saved again is not covered."""
+    """A deleted step, or all later ones, that the mirror may still have; a step saved again is not covered."""
 
     step: int
     later: bool = False  # whether it stands for the steps after this one
@@ -225,10 +224,8 @@ class Tombstone(NamedTuple):
 
 
 class Tombstones(frozenset[Tombstone]):
-    """The tombstones of one series of steps."""
-
     def cover(self, step: int, record: CheckpointRecord | None) -> bool:
-        """Return whether a step was deleted, given the record that the mirror has; None if that is damaged."""
+        """Return whether a step was deleted, given the mirror's record of it, or None if that is damaged."""
         return any(tombstone.covers(step, record) for tombstone in self)
 
     def __str__(self) -> str:
@@ -237,13 +234,13 @@ class Tombstones(frozenset[Tombstone]):
         return " and ".join(listed + ([] if after is None else [f"all steps after {after}"]))
 
     def numbers(self) -> tuple[list[int], int | None]:
-        """Return the single steps, and the one after which all were deleted."""
+        """Return the single steps, and the step after which all were deleted."""
         steps = sorted({tombstone.step for tombstone in self if not tombstone.later})
         return steps, min((tombstone.step for tombstone in self if tombstone.later), default=None)
 
 
 class LocalBranch(NamedTuple):
-    """A part of the history of a run: the local saves that one start of the program makes after a step."""
+    """A part of a run's history: the local saves that one start of the program makes after a step."""
 
     attempt: str  # text that no other start has
     sequence: int  # the number of the last local save before
@@ -267,7 +264,7 @@ class RunIdentity:
     branches: Mapping[str, tuple[LocalBranch, ...]] = field(default_factory=dict)
 
     def over(self, other: RunIdentity) -> RunIdentity:
-        """Return ``other`` with every field that this identity knows."""
+        """Return ``other``, with the fields that this identity has."""
         return replace(other, **{name: known for name in _NAMES if (known := getattr(self, name)) is not None})
 
     def with_tombstones(self, series: str, tombstones: Tombstones) -> RunIdentity:
@@ -278,12 +275,12 @@ class RunIdentity:
 
 
 def stored_options(location: Location) -> CheckpointManagerOptions | None:
-    """Return the retention options of the last run on a directory, or None if they are unknown."""
+    """Return the retention options of the last run in a directory, or None if they are unknown."""
     return stored_rules(location)[0]
 
 
 def stored_rules(location: Location) -> tuple[CheckpointManagerOptions | None, str | None]:
-    """Return the same, and the name of the function or policy of the program by which the run chose its steps."""
+    """Return these options, and the name of the program's function or policy that chose steps, if any."""
     try:
         document = _read(location)["options"]
         options = options_from_document(document)
@@ -294,7 +291,7 @@ def stored_rules(location: Location) -> tuple[CheckpointManagerOptions | None, s
 
 
 def stored_identity(location: Location) -> RunIdentity:
-    """Return the identity that is stored in a directory; without one, an identity without a token."""
+    """Return the identity stored in a directory; without one, an identity without a token."""
     try:
         found = _read(location).get("run")
     except (ObjectNotFoundError, DamagedCheckpointError, FormatVersionError):
@@ -313,7 +310,7 @@ def stored_identity(location: Location) -> RunIdentity:
 
 
 def store_identity(location: Location, options: Mapping[str, Any], identity: RunIdentity) -> None:
-    """Store the retention options of a run and its identity, in one file."""
+    """Store the retention options of a run and its identity in one file."""
     document = {
         **{name: getattr(identity, name) for name in _NAMES},
         "branches": {name: [list(one) for one in listed] for name, listed in sorted(identity.branches.items())},
@@ -327,7 +324,7 @@ def store_identity(location: Location, options: Mapping[str, Any], identity: Run
 
 
 def copy_options(source: Location, destination: Location) -> None:
-    """Give a copy of a run the retention options of the original; its identity and its mirror stay its own."""
+    """Copy the retention options of a run; identity and mirror of the copy stay its own."""
     options = stored_options(source)
     if options is not None:
         store_identity(destination, options_document(options), stored_identity(destination))

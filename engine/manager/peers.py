@@ -46,7 +46,7 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class PeerServer:
-    """Serves the files below a folder to peers that say the token first, and stores the files that they send."""
+    """Serves the files below a folder to peers that send the token first, and stores the files that they send."""
 
     def __init__(self, root: str, token: str, host: str, *, timeout: float = PATIENCE) -> None:
         self._root = root
@@ -109,7 +109,7 @@ class PeerServer:
                 self._connections.discard(connection)
 
     def _knows_token(self, connection: socket.socket) -> bool:
-        """Return whether the connection begins with the token, within the time that a stranger has for all of it."""
+        """Return whether the connection begins with the token, within the time that a stranger has."""
         try:
             hello, _ = _receive(connection, memoryview(b""), deadline=time.monotonic() + self._timeout)
             return hmac.compare_digest(str(hello.get("token")).encode(), self._token.encode())
@@ -137,7 +137,7 @@ class PeerServer:
             _send(connection, _failure(error))
 
     def _place(self, asked: Mapping[str, Any]) -> str:
-        """Return the path of a file that is asked for; raise ValueError unless it lies below the root."""
+        """Return the path of a requested file; raise ValueError unless it is below the root."""
         names = str(asked.get("path")).split("/")
         place = os.path.join(self._root, *names)
         if not {"", ".", ".."}.isdisjoint(names) or any("\0" in name for name in names):
@@ -158,7 +158,7 @@ class PeerServer:
 
 
 class Peer:
-    """Another host that serves files; several threads may use it at once, each on its own connection."""
+    """Another host that serves files; threads may use it at the same time, each on its own connection."""
 
     def __init__(self, name: str, address: tuple[str, int], token: str, *, timeout: float = PATIENCE) -> None:
         self._name = name
@@ -207,7 +207,7 @@ class Peer:
             one.close()
 
     def _do(self, work: Callable[[socket.socket], None]) -> None:
-        """Do work on a connection; retry on a fresh one if the kept connection has been closed meanwhile."""
+        """Do work on a connection; retry on a new one if the kept connection was closed meanwhile."""
         with self._lock:
             kept = self._idle.pop() if self._idle else None
         try:
@@ -239,7 +239,7 @@ class Peer:
 
 
 class RemoteReader(DataReader):
-    """A file on other hosts, read by ranges from the first of them that answers."""
+    """A file on other hosts, read by ranges from the first host that answers."""
 
     def __init__(self, path: str, size: int, holders: Sequence[tuple[Peer, str]]) -> None:
         self._path = path
@@ -267,7 +267,7 @@ class RemoteReader(DataReader):
 
 
 def check_private(path: str, *, shared: bool) -> None:
-    """Raise StoragePermissionError if another user of the host can put files into a folder, if that is there."""
+    """Raise StoragePermissionError if a folder exists in which another user of the host can put files."""
     # A shared folder may belong to root, and be one like /dev/shm, where users cannot exchange files of others.
     owners = {os.geteuid(), 0} if shared else {os.geteuid()}
     try:
@@ -287,7 +287,7 @@ def check_private(path: str, *, shared: bool) -> None:
 
 
 def own_address(towards: str | None) -> str:
-    """Return the address from which this host reaches another one, or with None the internet; nothing is sent."""
+    """Return the address from which this host reaches another one, or with None the internet; sends nothing."""
     found = "127.0.0.1"
     for target in (towards, "192.0.2.1"):  # an address for documentation, which no host has
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -311,7 +311,7 @@ def _send(connection: socket.socket, head: Mapping[str, Any], body: memoryview |
 def _receive(
     connection: socket.socket, memory: memoryview | None = None, *, deadline: float | None = None
 ) -> tuple[dict[str, Any], memoryview]:
-    """Return the head and the body of the next frame, which lies in ``memory`` if given; strangers have a deadline."""
+    """Return head and body of the next frame; the body is in ``memory`` if given. Strangers have a deadline."""
     fixed = _exactly(connection, memoryview(bytearray(_FRAME.size)), deadline)
     head_size, body_size, crc = _FRAME.unpack(fixed)
     limit = PIECE if memory is None else min(PIECE, len(memory))
@@ -378,6 +378,5 @@ def _failure(error: Exception) -> dict[str, Any]:
 
 
 def _check(head: Mapping[str, Any], name: str) -> None:
-    """Raise the error that a peer has reported."""
     if "error" in head:
         raise StorageError(f"{name}: {head['error']}")

@@ -94,16 +94,12 @@ class KeepPolicy(Protocol):
 
 @dataclass(frozen=True)
 class KeepAll:
-    """Keeps everything."""
-
     def kept(self, steps: Sequence[StepInfo]) -> dict[int, str]:
         return {info.step: "nothing limits what is kept" for info in steps}
 
 
 @dataclass(frozen=True)
 class KeepLatest:
-    """Keeps the ``n`` highest steps."""
-
     n: int
 
     def kept(self, steps: Sequence[StepInfo]) -> dict[int, str]:
@@ -113,7 +109,7 @@ class KeepLatest:
 
 @dataclass(frozen=True)
 class KeepBest:
-    """Keeps the ``n`` best steps by a metric, of equal ones the newer; the newest others fill up if too few have it."""
+    """Keeps the ``n`` best steps by a metric, newer ones first if equal; without enough of them, the newest others."""
 
     n: int
     metric: Metric
@@ -167,12 +163,12 @@ class KeepSteps:
 
 
 def kept_steps(steps: Sequence[StepInfo], rules: Sequence[KeepPolicy]) -> set[int]:
-    """Return the steps to keep: every step that a rule keeps, and the newest in any case."""
+    """Return the steps that a rule keeps, and the newest in any case."""
     return set().union(*_verdicts(steps, rules))
 
 
 def reasons(steps: Sequence[StepInfo], rules: Sequence[KeepPolicy]) -> dict[int, tuple[str, ...]]:
-    """Return the steps that :func:`kept_steps` returns, in ascending order, each with every reason."""
+    """Return the steps from :func:`kept_steps` in ascending order, each with every reason."""
     found: dict[int, list[str]] = {}
     for verdict in _verdicts(steps, rules):
         for step, reason in verdict.items():
@@ -187,12 +183,12 @@ def _verdicts(steps: Sequence[StepInfo], rules: Sequence[KeepPolicy]) -> Iterato
 
 
 def newest_with(item: str, steps: Sequence[StepInfo], before: float = math.inf) -> int | None:
-    """Return the newest step that has an item, of those before a step; None if none has. The steps are in order."""
+    """Return the newest step with an item, before a step; None without one. ``steps`` are in ascending order."""
     return next((info.step for info in reversed(steps) if item in info.items and info.step < before), None)
 
 
 def best(steps: Sequence[StepInfo], metric: Metric, mode: Mode = "max") -> int | None:
-    """Return the step with the best value of a metric; of several with the same value, the newest."""
+    """Return the step with the best value of a metric; the newest of equal ones."""
     ranked = _ranked(steps, metric, mode, 1)
     return ranked[0][0] if ranked else None
 

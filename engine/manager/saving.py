@@ -30,7 +30,7 @@ _logger = logging.getLogger("holdfast")
 
 @dataclass(slots=True)
 class SaveQueue:
-    """Saves steps one after the other, in the caller's thread or in the background."""
+    """Saves one step after the other, on the caller's thread or in the background."""
 
     run: Run
     items: ItemSet
@@ -47,7 +47,6 @@ class SaveQueue:
             self._watch = MetricWatch(best_fn, str(self.run.steps.location))
 
     def decide(self, step: int, metrics: Any) -> Decision:
-        """Return whether a save is due, and the reason."""
         self.run.observer.reached("step", step)
         if metrics is not None:
             metrics = named(metrics)
@@ -62,7 +61,7 @@ class SaveQueue:
         return decision
 
     def _is_saved(self, step: int) -> bool:
-        """Return whether a step is saved, or being saved, and not one to replace."""
+        """Return whether a step is saved or being saved, and is not to be replaced."""
         is_pending = self._pending is not None and self._pending.step == step
         return is_pending or (step in self.run.steps and not self.abandoned.replaces(step))
 
@@ -79,7 +78,7 @@ class SaveQueue:
         return interval is None or previous is None or passes(interval, step, previous)
 
     def _items_left_out(self, step: int) -> list[str]:
-        """Return the items that a save at a step leaves out; process 0 knows."""
+        """Return the items that are not due at a step; process 0 decides."""
         intervals = self.run.options.item_intervals
         if not intervals:
             return []
@@ -87,11 +86,11 @@ class SaveQueue:
         return self.run.processes.decide(what, lambda: [one for one in intervals if not self.item_due(one, step)])
 
     def due_items(self, content: StepContent) -> dict[str, ItemToSave]:
-        """Return the items of a step, without those that are left out, ready to be saved."""
+        """Return the items of a step that are due, ready to be saved."""
         return self.items.to_save(content, self._items_left_out(content.step))
 
     def _earlier(self) -> Sequence[StepInfo]:
-        """Return the steps that a new best must beat, the one that is being saved among them."""
+        """Return the steps that a new best must beat, including the one that is being saved."""
         pending = self._pending
         if pending is None or not self.run.options.save_on_best:
             return self.run.steps.infos()
@@ -127,7 +126,7 @@ class SaveQueue:
             try:
                 with failing_together(rendezvous):
                     # What fails on one process only comes after this, so that all can read the same steps.
-                    self.run.tell("saving", step)
+                    self.run.notify("saving", step)
                     self.run.steps.ownership.check(at_once=True)
                     self.run.steps.make_room(step, replaces=replaces)
                     pending = PendingSave(content, reason or decision.reason)
@@ -145,7 +144,7 @@ class SaveQueue:
                     timeout=self.run.processes.timeout,
                 )
             except BaseException:
-                self.run.tell("ended", step)
+                self.run.notify("ended", step)
                 raise
             if save.replaces and not replaces:
                 text = "%s: step %d was committed by another run since this one has looked, and is replaced"
@@ -175,7 +174,7 @@ class SaveQueue:
             return True
 
     def _complete(self, pending: PendingSave, save: Save, awaited: threading.Event | None = None) -> None:
-        """Write and commit a save, then delete what no rule keeps."""
+        """Write and commit a save, then delete the steps that no rule keeps."""
         step = pending.step
         try:
             with save.completing() as claimed:
@@ -192,7 +191,7 @@ class SaveQueue:
         slowed = self.decisions.pace.slowed(report.total_seconds - report.blocked_seconds)
         self.run.steps.add(step, record)
         self.run.steps.last_saved = step
-        self.run.tell("committed", step)
+        self.run.notify("committed", step)
         self.abandoned.saved(step)
         self._ended(pending, failed=False)
         _logger.info("%s", report)
@@ -214,7 +213,7 @@ class SaveQueue:
         try:
             with self.items.steps_deleted():
                 self.run.steps.collect()
-            self.run.tell("changed", step)
+            self.run.notify("changed", step)
         except Exception as error:
             raise SaveFailedError(
                 f"step {step} of {self.run.steps.location} is saved, but best_fn failed then: {error!r}",
@@ -222,16 +221,16 @@ class SaveQueue:
             ) from error
 
     def _record(self, pending: PendingSave, items: Mapping[str, ItemRecord]) -> CheckpointRecord:
-        """Make the commit record right before the commit, after a last check of the ownership."""
+        """Check the ownership once more, and make the commit record."""
         self.run.steps.ownership.check()
         if self.run.options.local is None:
             self.run.steps.note_branches(NO_LOCAL_STEPS)
-        self.run.tell("commit", pending.step)
+        self.run.notify("commit", pending.step)
         self.run.observer.reached("commit", pending.step)
         return pending.record(items, self.run.clock.now())
 
     def _ended(self, pending: PendingSave, *, failed: bool) -> None:
-        self.run.tell("ended", pending.step)
+        self.run.notify("ended", pending.step)
         self.decisions.save_ended(failed=failed)
         self._pending = None
         pending.close()
@@ -239,7 +238,6 @@ class SaveQueue:
     # ---- changes of what was saved
 
     def record_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Store metrics with a step that was saved or is being saved."""
         self.note_metrics(step, metrics)
         self.run.acquire()
         recorded = self.run.processes.decide(f"metrics of step {step}", self._add_metrics, step, metrics)
@@ -258,7 +256,7 @@ class SaveQueue:
                 changing.release()
 
     def _add_metrics(self, step: int, metrics: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Add metrics to a step; return None if the save that is under way will store them."""
+        """Add metrics to a step; return None if the save under way will store them."""
         pending = self._pending
         if pending is not None and pending.step == step and pending.add(metrics):
             return None
@@ -266,12 +264,12 @@ class SaveQueue:
         return metrics
 
     def deleted(self) -> None:
-        """Count the next save from the newest step that is left."""
+        """Count the next save from the newest remaining step."""
         self.decisions.deleted(max(self.run.steps.steps(), default=0))
 
     @contextlib.contextmanager
     def apart_from_save_of(self, step: int) -> Iterator[None]:
-        """Wait for the save of a step, and let no other thread begin one during a block, which changes the step."""
+        """Wait for the save of a step, and prevent another one during the block, which changes the step."""
         while True:
             with self.run.changing:
                 pending = self._pending
@@ -285,4 +283,4 @@ class SaveQueue:
             self.run.steps.add_late_metrics()
             self.run.steps.change(step, metrics=metrics)
         self.run.events.write("metrics", step=step, metrics=few(metrics))
-        self.run.tell("changed", step)
+        self.run.notify("changed", step)
