@@ -131,13 +131,13 @@ def foreign_hint(name: str) -> str:
     return f": {_FOREIGN[name]}" if name in _FOREIGN else ""
 
 
-def instead_of(name: str, known: Collection[str]) -> str:
+def instead_of(name: str, accepted: Collection[str]) -> str:
     """Return the equivalent of an unknown argument, or the closest name, as the end of a message."""
     if hint := foreign_hint(name):
         return hint
     import difflib  # for an error only
 
-    close = difflib.get_close_matches(name, known, n=1)
+    close = difflib.get_close_matches(name, accepted, n=1)
     return f"; did you mean {close[0]}?" if close else ""
 
 
@@ -146,27 +146,27 @@ def refuse_unknown(
 ) -> None:
     """Raise UnknownArgumentError if there are unknown arguments; list the keyword-only ones of the function."""
     if unknown:
-        parameters = inspect.signature(function).parameters.values()
-        known = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY and one.name not in hidden]
-        names = ", ".join(f"{name}{instead_of(name, known)}" for name in sorted(unknown))
-        takes = f"It takes {', '.join(known)}" if known else "It takes none"
+        parameters = inspect.signature(function).parameters.items()
+        accepted = [name for name, p in parameters if p.kind is p.KEYWORD_ONLY and name not in hidden]
+        names = ", ".join(f"{name}{instead_of(name, accepted)}" for name in sorted(unknown))
+        takes = f"It takes {', '.join(accepted)}" if accepted else "It takes none"
         raise UnknownArgumentError(f"{taker} does not take these arguments: {names}. {takes}")
 
 
-def refuse_unexpected(taker: str, unknown: Iterable[str], known: Collection[str]) -> None:
+def refuse_unexpected(taker: str, unknown: Iterable[str], accepted: Collection[str]) -> None:
     """Raise UnknownArgumentError for an unknown name, with the equivalent of another library's name."""
     for name in unknown:
-        raise UnknownArgumentError(f"{taker}() got an unexpected keyword argument {name!r}{instead_of(name, known)}")
+        raise UnknownArgumentError(f"{taker}() got an unexpected keyword argument {name!r}{instead_of(name, accepted)}")
 
 
 def explains_arguments(function: F, refuse: Callable[..., None] = refuse_unexpected) -> F:
     """Decorate a function so that its error about an unknown argument gives the equivalent."""
-    known = inspect.signature(function).parameters
+    parameters = inspect.signature(function).parameters
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        if not kwargs.keys() <= known.keys():
-            refuse(function.__qualname__, sorted(kwargs.keys() - known.keys()), known)
+        if not kwargs.keys() <= parameters.keys():
+            refuse(function.__qualname__, sorted(kwargs.keys() - parameters.keys()), parameters)
         return function(*args, **kwargs)
 
     return cast(F, checked)

@@ -30,18 +30,18 @@ _EXACT = {int, str, bytes}
 
 def capture() -> dict[str, Any]:
     """Return the states of the global generators by name, in the form that is cheapest to copy."""
-    found: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
+    states: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
     torch: Any = loaded("torch")
     if torch is None:
-        return found
-    found["torch"] = torch.get_rng_state()
+        return states
+    states["torch"] = torch.get_rng_state()
     for name in _DEVICES:
         device = getattr(torch, name, None)
         if device is not None and device.is_initialized():
-            found[name] = [generator.get_state() for generator in device.default_generators]
+            states[name] = [generator.get_state() for generator in device.default_generators]
     if torch.backends.mps.is_available():
-        found["mps"] = torch.mps.get_rng_state()
-    return found
+        states["mps"] = torch.mps.get_rng_state()
+    return states
 
 
 def as_tree(states: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def _array_of(name: str, state: Any) -> Any:
             return state
         twister = state["state"]
         return _packed(twister["key"], twister["pos"], state["has_gauss"], state["gauss"])
-    return [one.numpy() for one in state] if isinstance(state, list) else state.numpy()
+    return [tensor.numpy() for tensor in state] if isinstance(state, list) else state.numpy()
 
 
 def _packed(words: Any, counter: int, has_gauss: bool, gauss: float) -> NDArray[np.uint32]:
@@ -75,36 +75,31 @@ def _unpacked(packed: Any) -> tuple[NDArray[np.uint32], int, bool, float]:
 def restore(states: Mapping[str, Any]) -> list[str]:
     """Set the generators to states from :func:`as_tree`; return the names that this process lacks."""
     try:
-        return _restore(states)
+        if "python" in states:
+            random.setstate(_state_of_python(states["python"]))
+        if "numpy" in states:
+            np.random.set_state(_state_of_numpy(states["numpy"]))
+        torch: Any = loaded("torch")
+        return [] if torch is None else _restore_torch(torch, states)
     except (LookupError, TypeError, ValueError, RuntimeError) as error:
         raise DamagedCheckpointError(f"global_generators: not the states of random generators: {error}") from error
 
 
-def _restore(states: Mapping[str, Any]) -> list[str]:
-    if "python" in states:
-        random.setstate(_state_of_python(states["python"]))
-    if "numpy" in states:
-        np.random.set_state(_state_of_numpy(states["numpy"]))
-    torch: Any = loaded("torch")
-    if torch is None:
-        return []
+def _restore_torch(torch: Any, states: Mapping[str, Any]) -> list[str]:
     if "torch" in states:
         torch.set_rng_state(torch.tensor(np.asarray(states["torch"]), dtype=torch.uint8))
     missing = []
     for name in _DEVICES:
-        found = states.get(name, ())
-        count = getattr(torch, name).device_count() if found and hasattr(torch, name) else 0
-        for index, state in enumerate(found):
-            if index < count:
-                # Torch puts this off until the program uses the device.
-                getattr(torch, name).set_rng_state(torch.tensor(state, dtype=torch.uint8), index)
-            else:
-                missing.append(f"{name}:{index}")
-    if "mps" in states:
-        if torch.backends.mps.is_available():
-            torch.mps.set_rng_state(torch.tensor(states["mps"], dtype=torch.uint8))
-        else:
-            missing.append("mps")
+        saved = states.get(name, ())
+        count = getattr(torch, name).device_count() if saved and hasattr(torch, name) else 0
+        for index, state in enumerate(saved[:count]):
+            # Torch puts this off until the program uses the device.
+            getattr(torch, name).set_rng_state(torch.tensor(state, dtype=torch.uint8), index)
+        missing += [f"{name}:{index}" for index in range(count, len(saved))]
+    if "mps" in states and torch.backends.mps.is_available():
+        torch.mps.set_rng_state(torch.tensor(states["mps"], dtype=torch.uint8))
+    elif "mps" in states:
+        missing.append("mps")
     return missing
 
 
@@ -125,16 +120,16 @@ def _state_of_numpy(saved: Any) -> Any:
 
 def checksums(states: Mapping[str, Any]) -> dict[str, int]:
     """Return a checksum of each state, over its plain values and the bytes of its arrays."""
-    found = {}
+    sums = {}
     for name, state in states.items():
         arrays, text = leaves_of(state)
-        found[name] = zlib.crc32(text.encode("utf-8", "surrogatepass"))
+        sums[name] = zlib.crc32(text.encode("utf-8", "surrogatepass"))
         for array in arrays:
             # An array of jax that is not ready would have to be waited for; one on a device cannot be read.
             if not is_jax_array(array) or array.is_ready():
                 with contextlib.suppress(Exception):
-                    found[name] = zlib.crc32(np.asarray(array).tobytes(), found[name])
-    return found
+                    sums[name] = zlib.crc32(np.asarray(array).tobytes(), sums[name])
+    return sums
 
 
 class GlobalGenerators:
@@ -150,7 +145,7 @@ class GlobalGenerators:
 
     def state_of(self, states: Mapping[str, Any]) -> dict[str, Any]:
         """Convert states from :func:`capture` to the form that :meth:`set_state` takes."""
-        drawn = self._drawn | {name for name, one in states.items() if not same_state(self._begun.get(name), one)}
+        drawn = self._drawn | {name for name, state in states.items() if not same_state(self._begun.get(name), state)}
         tree = as_tree(states)
         return {
             DRAWN: {name: state for name, state in tree.items() if name in drawn},
@@ -177,47 +172,47 @@ class GlobalGenerators:
         restore(as_tree(self._begun))
 
 
-def same_state(one: Any, other: Any) -> bool:
+def same_state(left: Any, right: Any) -> bool:
     """Return whether two states are equal; True also if that cannot be decided."""
     try:
-        return _equal(one, other)
+        return _equal(left, right)
     except Exception:  # The state may hold any objects, whose comparison may fail in any way.
         return True
 
 
-def _equal(one: Any, other: Any) -> bool:
-    if type(one) in _PLAIN and type(other) in _PLAIN:
-        return bool(one == other or (one != one and other != other))  # NaN is the same as NaN.
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        if set(map(type, one)) <= _EXACT and one == other:  # the state of Python's generator has 625 numbers
+def _equal(left: Any, right: Any) -> bool:
+    if type(left) in _PLAIN and type(right) in _PLAIN:
+        return bool(left == right or (left != left and right != right))  # NaN is the same as NaN.
+    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        if set(map(type, left)) <= _EXACT and left == right:  # the state of Python's generator has 625 numbers
             return True
-        return len(one) == len(other) and all(map(_equal, one, other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items())
-    if one is None or other is None:
-        return one is other
-    if is_torch_tensor(one) and is_torch_tensor(other):
-        return bool(one.equal(other))
-    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
-        return np.array_equal(one, other) or np.asarray(one).tobytes() == np.asarray(other).tobytes()
+        return len(left) == len(right) and all(map(_equal, left, right))
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(_equal(value, right[key]) for key, value in left.items())
+    if left is None or right is None:
+        return left is right
+    if is_torch_tensor(left) and is_torch_tensor(right):
+        return bool(left.equal(right))
+    if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
+        return np.array_equal(left, right) or np.asarray(left).tobytes() == np.asarray(right).tobytes()
     without: Any = object.__eq__
-    if type(one).__eq__ is without and type(other).__eq__ is without:
+    if type(left).__eq__ is without and type(right).__eq__ is without:
         return True  # Identity does not tell whether such objects are equal.
-    return bool(one == other)
+    return bool(left == right)
 
 
-def differing_parts(one: Any, other: Any) -> str:
+def differing_parts(left: Any, right: Any) -> str:
     """Return the paths at which two states differ, for messages."""
-    return shortened(sorted(_differing(one, other)))
+    return shortened(sorted(_differing(left, right)))
 
 
-def _differing(one: Any, other: Any, path: str = "") -> Iterator[str]:
+def _differing(left: Any, right: Any, path: str = "") -> Iterator[str]:
     pairs: Iterable[tuple[Any, Any, Any]] = ()
-    if isinstance(one, dict) and isinstance(other, dict):
-        pairs = ((key, one.get(key), other.get(key)) for key in one.keys() | other.keys())
-    elif isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
-        pairs = ((index, *parts) for index, parts in enumerate(zip(one, other, strict=True)))
-    elif not same_state(one, other):
+    if isinstance(left, dict) and isinstance(right, dict):
+        pairs = ((key, left.get(key), right.get(key)) for key in left.keys() | right.keys())
+    elif isinstance(left, list | tuple) and isinstance(right, list | tuple) and len(left) == len(right):
+        pairs = ((index, *parts) for index, parts in enumerate(zip(left, right, strict=True)))
+    elif not same_state(left, right):
         yield path
     for key, first, second in pairs:
         yield from _differing(first, second, f"{path}.{key}" if path else str(key))
@@ -231,11 +226,11 @@ def is_idle(item: str, leaf: str) -> bool:
 # ---- single generators, of the program or of a loader
 
 
-def is_generator(thing: object) -> bool:
+def is_generator(obj: object) -> bool:
     torch: Any = loaded("torch")
     kinds = (random.Random, np.random.Generator, np.random.RandomState)
     # Not isinstance for torch's, which answers in Python: loops ask at every step.
-    return isinstance(thing, kinds) or (torch is not None and torch.Generator in type(thing).__mro__)
+    return isinstance(obj, kinds) or (torch is not None and torch.Generator in type(obj).__mro__)
 
 
 def generator_state(generator: Any) -> Any:
@@ -262,9 +257,9 @@ def set_generator_state(generator: Any, state: Any) -> None:
         generator.bit_generator.state = state
     elif isinstance(generator, random.Random):
         if not isinstance(state, dict) or state.keys() != {"version", "words", "gauss"}:
-            kind = type(generator).__qualname__
+            name = type(generator).__qualname__
             raise DamagedCheckpointError(
-                f"{kind}: expected the state of a random.Random, found {type(state).__qualname__}"
+                f"{name}: expected the state of a random.Random, found {type(state).__qualname__}"
             )
         generator.setstate((state["version"], tuple(int(word) for word in state["words"]), state["gauss"]))
     else:

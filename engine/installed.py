@@ -36,15 +36,15 @@ def _origin() -> dict[str, Any]:
         text = distribution(_NAME).read_text("direct_url.json")
     except PackageNotFoundError:
         text = None
-    found: dict[str, Any] = json.loads(text) if text else {}
-    return found
+    origin: dict[str, Any] = json.loads(text) if text else {}
+    return origin
 
 
-def tell_of_stranger(found: str) -> None:
+def tell_of_stranger(folder: str) -> None:
     """Warn on stderr that another project's distribution ``holdfast`` is in the same folder."""
     if sys.stderr is None:
         return
-    with contextlib.suppress(OSError), open(os.path.join(found, "entry_points.txt"), encoding="utf-8") as entries:
+    with contextlib.suppress(OSError), open(os.path.join(folder, "entry_points.txt"), encoding="utf-8") as entries:
         if "holdfast.cli" in entries.read():  # Ours had this name in earlier versions.
             return
     sys.stderr.write(

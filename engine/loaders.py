@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import logging
 import random
 import time
@@ -25,35 +24,31 @@ _logger = logging.getLogger("holdfast")
 # ---- loaders of other libraries
 
 
-def is_torchdata_loader(thing: object) -> bool:
-    kind: Any = type(thing)  # mypy does not take a class for hashable.
-    return derives(kind, "StatefulDataLoader", "torchdata.")
+def is_torchdata_loader(obj: object) -> bool:
+    return derives(obj, "StatefulDataLoader", "torchdata.")
 
 
-def nodes_of(thing: Any) -> list[Any]:
+def nodes_of(obj: Any) -> list[Any]:
     """Return the nodes of a ``Loader`` of torchdata.nodes, the root first; [] for other objects."""
-    kind: Any = type(thing)
-    found: list[Any] = []
-    left = [thing.root] if derives(kind, "Loader", "torchdata.nodes.") else []
+    nodes: list[Any] = []
+    left = [obj.root] if derives(obj, "Loader", "torchdata.nodes.") else []
     while left:
         node = left.pop()
-        kind = type(node)
-        if derives(kind, "BaseNode", "torchdata.nodes.") and not any(node is one for one in found):
-            found.append(node)
-            left += [part for one in vars(node).values() for part in (one.values() if isinstance(one, dict) else [one])]
-    return found
+        if derives(node, "BaseNode", "torchdata.nodes.") and not any(node is other for other in nodes):
+            nodes.append(node)
+            for value in vars(node).values():
+                left += value.values() if isinstance(value, dict) else [value]
+    return nodes
 
 
-def is_accelerate_loader(thing: object) -> bool:
+def is_accelerate_loader(obj: object) -> bool:
     """Return whether ``Accelerator.prepare`` made a loader, which looks like the one that it wraps."""
-    kind: Any = type(thing)
-    return derives(kind, "DataLoaderAdapter", "accelerate.")
+    return derives(obj, "DataLoaderAdapter", "accelerate.")
 
 
-@functools.lru_cache(maxsize=256)  # Every step asks.
-def derives(kind: Any, name: str, package: str) -> bool:
-    """Return whether a class has this name and is in this package, or derives from such a class."""
-    return any(one.__name__ == name and one.__module__.startswith(package) for one in kind.__mro__)
+def derives(obj: object, name: str, package: str) -> bool:
+    """Return whether the class of an object has this name and is in this package, or derives from such a class."""
+    return any(cls.__name__ == name and cls.__module__.startswith(package) for cls in type(obj).__mro__)
 
 
 # ---- loaders without a state
@@ -90,7 +85,7 @@ class LoaderPosition:
         self._loads_again = True  # whether a resume loads the earlier batches
         _check_loader(loader, self._function, has_state=state is not None)
         _check_handed(generators, state)
-        handed = {f"{_HANDED}{index}": one for index, one in enumerate(generators)}
+        handed = {f"{_HANDED}{index}": generator for index, generator in enumerate(generators)}
         self._generators = _each_once(generators_of(loader) | handed, besides=_global_generators())
         self._state = state
         self._batches: Iterator[Any] | None = None
@@ -150,20 +145,20 @@ class LoaderPosition:
         """Return the state with which this epoch began; at its end, the state with which the next begins."""
         if self._restored:
             return {name: self._restored[name] for name in _PARTS if name in self._restored}
-        found: dict[str, Any] = {TAKEN: [self._epoch, self._taken]}
-        found |= {} if self._last is None else {LAST: self._last}
-        own = self._own_states()
+        state: dict[str, Any] = {TAKEN: [self._epoch, self._taken]}
+        state |= {} if self._last is None else {LAST: self._last}
+        own_states = self._own_states()
         if self._batches is None or self._has_ended:
             # The next epoch draws from global generators as they are when it begins, which others save.
-            states, order = own, self._order_now()
-            found |= {ENDED: True} if self._has_ended else {}
+            states, order = own_states, self._order_now()
+            state |= {ENDED: True} if self._has_ended else {}
         else:
             states, order = {name: self._begun[name] for name in (*self._drawn, *self._generators)}, self._order
-            found |= {_NOW: own} if own else {}
-        return {**found, **({_BEGUN: states} if states else {}), **order}
+            state |= {_NOW: own_states} if own_states else {}
+        return {**state, **({_BEGUN: states} if states else {}), **order}
 
     def _own_states(self) -> dict[str, Any]:
-        return {name: generator_state(one) for name, one in self._generators.items()}
+        return {name: generator_state(generator) for name, generator in self._generators.items()}
 
     def _set_own_states(self, states: Mapping[str, Any]) -> None:
         for name in states.keys() & self._generators.keys():
@@ -180,7 +175,7 @@ class LoaderPosition:
     def _take_restored(self) -> tuple[Mapping[str, Any], bool]:
         """Restore what the order depends on, except global generators; return the state, and if parts are missing."""
         saved, self._restored = self._restored, {}
-        told = self._warn_of_other_parts(saved, known={*capture(), *self._generators})
+        told = self._warn_of_other_parts(saved, {*capture(), *self._generators})
         self._set_own_states(saved.get(_BEGUN, {}))
         self._set_order(saved)
         return saved, told
@@ -221,10 +216,10 @@ class LoaderPosition:
     def _begin(self, epoch: int) -> None:
         if epoch and not self._begun and getattr(self._loader, "persistent_workers", False):
             # Workers that last begin with the first epoch, and draw a seed: not from what this epoch is drawn from.
-            before, own, order = as_tree(capture()), self._own_states(), self._order_now()
+            before, own_states, order = as_tree(capture()), self._own_states(), self._order_now()
             self._open()
             restore(before)
-            self._set_own_states(own)
+            self._set_own_states(own_states)
             self._set_order(order)
         self._begun, self._order = as_tree(capture()) | self._own_states(), self._order_now()
         self._batches = self._open(self._taken)
@@ -235,14 +230,14 @@ class LoaderPosition:
 
     def _note_drawn(self) -> None:
         now = as_tree(capture())
-        self._drawn = [name for name, one in now.items() if not same_state(self._begun.get(name), one)]
+        self._drawn = [name for name, state in now.items() if not same_state(self._begun.get(name), state)]
 
     def _draw(self) -> list[Any]:
         """Return a list of the next batch of the epoch, empty at its end."""
         if self._batches is None or (self._most is not None and self._taken >= self._most):
             return []
-        found, self._next = self._next or list(islice(self._batches, 1)), []
-        if not found:
+        batch, self._next = self._next or list(islice(self._batches, 1)), []
+        if not batch:
             return []
         if not self._taken:
             self._note_drawn()
@@ -254,12 +249,12 @@ class LoaderPosition:
                 # What a loader does after its last batch belongs to this epoch: a resume begins with the next one.
                 self._next = list(islice(self._batches, 1))
             self._has_ended = not self._next
-        return found
+        return batch
 
-    def _warn_of_other_parts(self, saved: Mapping[str, Any], known: Collection[str]) -> bool:
+    def _warn_of_other_parts(self, saved: Mapping[str, Any], names: Collection[str]) -> bool:
         """Warn of parts that were saved and are unknown now, or are given now and were not saved; return if any."""
         states = saved.get(_BEGUN, {})
-        parts = [f"{name} (saved)" for name in (*states, *saved.get(_VALUES, ())) if name not in known]
+        parts = [f"{name} (saved)" for name in (*states, *saved.get(_VALUES, ())) if name not in names]
         if _ORDER in saved and self._state is None:
             parts.append("state (saved)")
         if saved.get("position") or any(saved.get(TAKEN, ())):
@@ -314,11 +309,11 @@ class SkippedLoader(LoaderPosition, Iterator[Any]):
             raise StopIteration("the run was stopped: leave the loop when should_stop is True")
         if self._batches is None:
             self._skip()
-        if not (found := self._draw()):
+        if not (batch := self._draw()):
             raise StopIteration
         self.position += 1
-        self._last = fingerprint(found[0])
-        return found[0]
+        self._last = fingerprint(batch[0])
+        return batch[0]
 
     @property
     def replicated_state(self) -> bool:
@@ -350,17 +345,17 @@ class SkippedLoader(LoaderPosition, Iterator[Any]):
                 f"the position was saved in samples of all processes ({samples} of epoch {epoch}): give skip_to the "
                 "global_batch_size, the number of samples that all processes take in a step"
             )
-        place = f"the position is {samples} samples after the start of epoch {epoch}"
+        where = f"the position is {samples} samples after the start of epoch {epoch}"
         batches, rest = divmod(samples, size)
         if rest:
             raise StateError(
-                f"{place}, which is no multiple of global_batch_size={size}: choose one that divides {samples}, or the "
+                f"{where}, which is no multiple of global_batch_size={size}: choose one that divides {samples}, or the "
                 "one of the save"
             )
         length = self._length()
         if batches > length and length:
             raise StateError(
-                f"{place}, and an epoch of this loader has {length} batches of {size}: give it the data of the save"
+                f"{where}, and an epoch of this loader has {length} batches of {size}: give it the data of the save"
             )
         return epoch * length + batches
 
@@ -376,8 +371,8 @@ class SkippedLoader(LoaderPosition, Iterator[Any]):
         self._go_to(epoch, taken)
 
     def _draw(self) -> list[Any]:
-        if (found := super()._draw()) or not self._taken:
-            return found
+        if (batch := super()._draw()) or not self._taken:
+            return batch
         self._begin(self._epoch + 1)
         return super()._draw()
 
@@ -480,13 +475,14 @@ def _check_handed(generators: Any, state: Any) -> None:
     """Raise OptionError if an item is no generator, or the state is no pair of functions."""
     if isinstance(generators, str | Mapping) or not isinstance(generators, Sequence):
         raise OptionError(f"generators={generators!r:.60} must be a sequence of generators, such as [rng]")
-    for index, one in enumerate(generators):
-        if not is_generator(one):
+    for index, generator in enumerate(generators):
+        if not is_generator(generator):
             raise OptionError(
-                f"generators[{index}] is a {type(one).__qualname__}, which is no generator: hand over objects such as "
-                "np.random.default_rng(), random.Random() or torch.Generator(), and other state as state=(get, set)"
+                f"generators[{index}] is a {type(generator).__qualname__}, which is no generator: hand over objects "
+                "such as np.random.default_rng(), random.Random() or torch.Generator(), and other state as "
+                "state=(get, set)"
             )
-        generator_state(one)  # This refuses one that has no state.
+        generator_state(generator)  # This refuses one that has no state.
     is_pair = isinstance(state, tuple | list) and len(state) == 2 and all(map(callable, state))
     if state is not None and not is_pair:
         raise OptionError(
@@ -497,7 +493,7 @@ def _check_handed(generators: Any, state: Any) -> None:
 
 def fingerprint(batch: Any) -> int:
     """Return a checksum of the plain values of a batch, and of samples of its arrays in host memory."""
-    found, left = 0, deque([batch])
+    checksum, left = 0, deque([batch])
     for _ in range(_MOST_VALUES):
         if not left:
             break
@@ -512,8 +508,8 @@ def fingerprint(batch: Any) -> int:
             elif not is_leaf(value) and (contents := expand(value)) is not None:
                 left.extend(islice(contents.values, _MOST_VALUES))
             if type(value) in PLAIN:
-                found = zlib.crc32(value if type(value) is bytes else repr(value).encode(), found)
-    return found
+                checksum = zlib.crc32(value if type(value) is bytes else repr(value).encode(), checksum)
+    return checksum
 
 
 def _check_global(loader: Any, global_batch_size: int, *, hands_over: bool) -> None:
@@ -547,14 +543,14 @@ def _position(value: Any) -> int:
     return int(value.__index__())
 
 
-def without_generators(thing: object, state: Any) -> Any:
+def without_generators(obj: object, state: Any) -> Any:
     """Return a state from :func:`state_of` without the generator states that differ between processes."""
-    if not isinstance(thing, LoaderPosition) or not isinstance(state, dict):
+    if not isinstance(obj, LoaderPosition) or not isinstance(state, dict):
         return state
     # Each process draws other seeds for its workers. What the program hands over is declared to be the same.
     kept = {name: part for name, part in state.items() if name not in (_BEGUN, _NOW, LAST)}
     for part in state.keys() & {_BEGUN, _NOW}:
-        if handed := {name: one for name, one in state[part].items() if name.startswith(_HANDED)}:
+        if handed := {name: saved for name, saved in state[part].items() if name.startswith(_HANDED)}:
             kept[part] = handed
     return kept
 
@@ -564,7 +560,7 @@ def drawing_sampler(loader: Any) -> str | None:
     # The iterators of samplers of torchdata have states, which its nodes do not save.
     packages = ("torch.", "torchdata.") if nodes_of(loader) else "torch."
     for sampler in samplers_of(loader):
-        if any(kind.__name__ in DRAWING and kind.__module__.startswith(packages) for kind in type(sampler).__mro__):
+        if any(cls.__name__ in DRAWING and cls.__module__.startswith(packages) for cls in type(sampler).__mro__):
             return type(sampler).__name__
     return None
 
@@ -577,15 +573,15 @@ def generators_of(loader: Any) -> dict[str, Any]:
         "sampler": getattr(loader, "sampler", None),
         "batch_sampler.sampler": getattr(batch_sampler, "sampler", None),
     }
-    found = {f"{name}.generator": getattr(owner, "generator", None) for name, owner in owners.items()}
-    return _each_once({name: one for name, one in found.items() if is_generator(one)})
+    generators = {f"{name}.generator": getattr(owner, "generator", None) for name, owner in owners.items()}
+    return _each_once({name: generator for name, generator in generators.items() if is_generator(generator)})
 
 
 def _each_once(generators: Mapping[str, Any], besides: Iterable[Any] = ()) -> dict[str, Any]:
-    found = {id(one): ("", one) for one in besides}
-    for name, one in generators.items():
-        found.setdefault(id(one), (name, one))
-    return {name: one for name, one in found.values() if name}
+    by_id = {id(generator): ("", generator) for generator in besides}
+    for name, generator in generators.items():
+        by_id.setdefault(id(generator), (name, generator))
+    return {name: generator for name, generator in by_id.values() if name}
 
 
 def _global_generators() -> list[Any]:
@@ -596,11 +592,12 @@ def _global_generators() -> list[Any]:
 
 
 def samplers_of(loader: Any) -> list[Any]:
-    found = [getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)]
+    samplers = [getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)]
     of_nodes = [getattr(node, "sampler", None) for node in nodes_of(loader)]
     # The BatchSampler of torch has the order of the sampler in it.
-    return found + [
-        getattr(one, "sampler", one) if type(one).__module__.startswith("torch.") else one for one in of_nodes
+    return samplers + [
+        getattr(sampler, "sampler", sampler) if type(sampler).__module__.startswith("torch.") else sampler
+        for sampler in of_nodes
     ]
 
 

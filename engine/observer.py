@@ -109,19 +109,19 @@ def check_write(url: str) -> None:
 @functools.cache
 def _check_no_stray() -> None:
     """Raise StateError if a rehearsed program started this process without the variable of the rehearsal."""
-    parent, found = os.getppid(), b""
-    while parent > 1 and DRILL not in os.environ and not found:
+    parent, folder, prefix = os.getppid(), b"", f"{DRILL}=".encode()
+    while parent > 1 and DRILL not in os.environ and not folder:
         try:
             with open(f"/proc/{parent}/environ", "rb") as environ, open(f"/proc/{parent}/stat", "rb") as status:
                 variables, stat = environ.read().split(b"\0"), status.read()
         except OSError:  # it is a process of another user, or there is no /proc
             return
-        found = next((one for one in variables if one.startswith(f"{DRILL}=".encode())), b"").partition(b"=")[2]
+        folder = next((text.removeprefix(prefix) for text in variables if text.startswith(prefix)), b"")
         rehearsed, parent = parent, int(stat.rpartition(b")")[2].split()[1])
-    if not found:
+    if not folder:
         return
     try:
-        with open(os.path.join(os.fsdecode(found), STRAYS), "a", encoding="utf-8") as file:
+        with open(os.path.join(os.fsdecode(folder), STRAYS), "a", encoding="utf-8") as file:
             file.write(json.dumps({"pid": os.getpid(), "command": sys.argv}) + "\n")
     except OSError:  # the rehearsal has ended
         pass

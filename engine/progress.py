@@ -75,7 +75,7 @@ class Share:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+    def __exit__(self, error_type: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
             with self._lock:
                 self._report(self._nbytes)

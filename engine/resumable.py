@@ -90,10 +90,10 @@ class ResumableLoader(LoaderPosition):
                 _logger.info(_NOTHING_LEFT, self._epoch)
             else:
                 self._go_to(self._epoch, self._taken)
-            while found := self._draw():
+            while batch := self._draw():
                 given = True
-                self._last = fingerprint(found[0])
-                yield found[0]
+                self._last = fingerprint(batch[0])
+                yield batch[0]
                 if turn != self._turn:
                     raise StateError(
                         "another loop over the same resumable loader has begun, or a state was restored, while this "
@@ -153,7 +153,7 @@ class ResumableLoader(LoaderPosition):
         return iter(self._source)
 
     def _length(self) -> int:
-        return min((one for one in (super()._length(), self._most) if one), default=0)
+        return min((length for length in (super()._length(), self._most) if length), default=0)
 
 
 def resumable(

@@ -82,8 +82,8 @@ def write_late(directory: Location, folder: str, record: CheckpointRecord, metri
     document = {"checkpoint": record.identity, "time": now, "metrics": encode_metrics(metrics)}
     (directory / LATE).check_not_link()
     (directory / LATE).make_directory()
-    place = directory / LATE / f"{folder}.{os.urandom(8).hex()}.json"
-    place.write_bytes(encode_document("metrics", document))
+    file = directory / LATE / f"{folder}.{os.urandom(8).hex()}.json"
+    file.write_bytes(encode_document("metrics", document))
 
 
 class LateMetrics:
@@ -96,11 +96,11 @@ class LateMetrics:
     def refresh(self, exists: Callable[[str], bool]) -> set[str]:
         """Read the metrics added since the last call to steps whose folders exist; return the folders."""
         names = set(_names(self._directory))
-        known = {name for folder in [*self._files] for name in self.files_of(folder)}
-        self._forget(known - names)
-        unread = [name for name in names - known if exists(_folder(name))]
-        place = self._directory / LATE
-        contents = parallel_map(lambda name: _read(place / name), unread, max_concurrency(self._directory))
+        read = {name for folder in [*self._files] for name in self.files_of(folder)}
+        self._forget(read - names)
+        unread = [name for name in names - read if exists(_folder(name))]
+        folder = self._directory / LATE
+        contents = parallel_map(lambda name: _read(folder / name), unread, max_concurrency(self._directory))
         for name, content in zip(unread, contents, strict=True):
             if content is not None:  # otherwise it may be readable the next time
                 self._files.setdefault(_folder(name), {})[name] = content
@@ -125,8 +125,8 @@ class LateMetrics:
         """Remove the metrics added to a deleted checkpoint; a file that remains has no effect."""
         with contextlib.suppress(StorageError):
             # In an object store, a list would take a request for each deletion.
-            known = _names(self._directory) if self._directory.is_local else self.files_of(folder)
-            self._remove(name for name in known if _folder(name) == folder)
+            names = _names(self._directory) if self._directory.is_local else self.files_of(folder)
+            self._remove(name for name in names if _folder(name) == folder)
 
     def remove_stray(self, listing: Location) -> None:
         """Remove the metrics of checkpoints that are not in a listing of the directory."""
@@ -155,16 +155,16 @@ def with_late(record: CheckpointRecord, added: Iterable[Added]) -> CheckpointRec
 
 
 def _names(directory: Location) -> list[str]:
-    place = directory / LATE
+    folder = directory / LATE
     if not directory.is_local:
-        return [entry.name for entry in place.entries()]
-    with os_errors(place.url, "list"):  # listdir does not ask for the sizes of thousands of files
+        return [entry.name for entry in folder.entries()]
+    with os_errors(folder.url, "list"):  # listdir does not ask for the sizes of thousands of files
         try:
-            return os.listdir(place)
+            return os.listdir(folder)
         except FileNotFoundError:
             return []
         except NotADirectoryError:
-            _warn_of_file(place.url)
+            _warn_of_file(folder.url)
             return []
 
 
@@ -177,9 +177,9 @@ def _folder(name: str) -> str:
     return name.removesuffix(".json").rpartition(".")[0] if name.endswith(".json") else ""
 
 
-def _read(place: Location) -> Added | None:
+def _read(file: Location) -> Added | None:
     try:
-        document = decode_document(place.read_bytes(limit=_LIMIT), "metrics", source=str(place))
+        document = decode_document(file.read_bytes(limit=_LIMIT), "metrics", source=str(file))
         return str(document["checkpoint"]), float(document["time"]), decode_metrics(document["metrics"])
     except (HoldfastError, KeyError, TypeError, ValueError):
         return None
@@ -192,12 +192,12 @@ RECORD_LIMIT = 256 << 20  # bytes; a record names files, not leaves
 
 
 def read_record(location: Location) -> CheckpointRecord:
-    place = location / RECORD
+    file = location / RECORD
     for left in reversed(range(attempts_at(location))):
         try:
-            with unreadable_as_damage(place):
-                data = place.read_bytes(limit=RECORD_LIMIT)
-            return CheckpointRecord.decode(data, source=str(place))
+            with unreadable_as_damage(file):
+                data = file.read_bytes(limit=RECORD_LIMIT)
+            return CheckpointRecord.decode(data, source=str(file))
         except ObjectNotFoundError as error:
             raise CheckpointNotFoundError(f"{location}: no checkpoint here (there is no {RECORD})") from error
         except DamagedCheckpointError:
@@ -233,11 +233,11 @@ def read_again(location: Location, look: Callable[[], S], read: Callable[[S], T]
     """Read the result of ``look``; look and read again if it is damaged because another process changed it."""
     least = attempts_at(location)
     for attempt in range(1, MOST_CHANGES + 1):
-        found = look()
+        state = look()
         try:
-            return read(found)
+            return read(state)
         except DamagedCheckpointError:
-            if not changed(found) and attempt >= least:
+            if not changed(state) and attempt >= least:
                 raise
     raise restless(location)
 
@@ -269,17 +269,17 @@ _FILE = "data.json"
 
 def stored_metadata(location: Location) -> Mapping[str, Any] | None:
     """Return the facts about the run; None without any, or, with a warning, if they are damaged."""
-    place = location / METADATA / _FILE
-    found: Mapping[str, Any] | None = None
+    file = location / METADATA / _FILE
+    metadata: Mapping[str, Any] | None = None
     try:
-        with unreadable_as_damage(place):
-            content = place.read_bytes(limit=_LIMIT)
-        found = decode_document(content, "json", source=str(place)).get("data")
+        with unreadable_as_damage(file):
+            content = file.read_bytes(limit=_LIMIT)
+        metadata = decode_document(content, "json", source=str(file)).get("data")
     except (DamagedCheckpointError, FormatVersionError, StoragePermissionError) as error:
         _logger.warning("the facts about the run are not used: %s; remove the file if the run needs none", error)
     except ObjectNotFoundError:
         pass
-    return found
+    return metadata
 
 
 def store_metadata(location: Location, metadata: Mapping[str, Any] | None) -> None:
@@ -358,29 +358,29 @@ def list_steps(
     names = {entry.name for entry in entries}
     # Several threads read thousands of small files, on a disk as well: they may not be in memory.
     threads = REQUESTS if len(folders) >= _MANY else max_concurrency(directory)
-    found = [entry for entry in parallel_map(read_entry, folders, threads) if entry is not None]
+    steps = [entry for entry in parallel_map(read_entry, folders, threads) if entry is not None]
     if LATE in names:
         late = late or LateMetrics(directory)
-        late.refresh({entry.location.name for entry in found}.__contains__)
-        found = [
+        late.refresh({entry.location.name for entry in steps}.__contains__)
+        steps = [
             entry._replace(record=with_late(entry.record, added))
             if entry.record and (added := late.of(entry.location.name))
             else entry
-            for entry in found
+            for entry in steps
         ]
-    found.sort(key=lambda entry: (entry.series, entry.step))
-    for one, other in pairwise(found):
-        if one[::2] == other[::2]:
+    steps.sort(key=lambda entry: (entry.series, entry.step))
+    for first, second in pairwise(steps):
+        if first[::2] == second[::2]:
             raise CheckpointExistsError(
-                f"{one.location} and {other.location.name} beside it are both step {one.step}, and nothing tells which "
-                "of them counts: move one of them out of the directory"
+                f"{first.location} and {second.location.name} beside it are both step {first.step}, and nothing tells "
+                "which of them counts: move one of them out of the directory"
             )
-    return found
+    return steps
 
 
-def stray_folders(directory: Location, series: str | None, known: Iterable[StepEntry]) -> list[StepEntry]:
+def stray_folders(directory: Location, series: str | None, checkpoints: Iterable[StepEntry]) -> list[StepEntry]:
     """Return the local folders with the name of a step and files, but no commit record and no marker of a save."""
-    records = {entry.location.name for entry in known}
+    records = {entry.location.name for entry in checkpoints}
     # In a store, the late requests of a save that has ended may leave files. Without a run, the folders are no steps.
     if not directory.is_local or not (records or (directory / OWNER).is_there()):
         return []
@@ -395,9 +395,9 @@ def _is_stray(names: set[str]) -> bool:
 def newest_step(entries: Iterable[StepEntry], *, whole: bool = False) -> StepEntry | None:
     """Return the newest step by the rule of this module, or None; damaged ones count as the latest unless ``whole``."""
     heads: dict[str, StepEntry] = {}
-    found = list(entries)
-    left = left_behind(entry.record for entry in found)
-    for entry in found:
+    listed = list(entries)
+    left = left_behind(entry.record for entry in listed)
+    for entry in listed:
         passed_over = (whole and entry.error) or (entry.record is not None and was_left(entry.step, entry.record, left))
         if not passed_over and (entry.series not in heads or entry.step > heads[entry.series].step):
             heads[entry.series] = entry
@@ -413,8 +413,8 @@ LEFT_BEHIND = "holdfast.left_behind"  # key in the metadata of a step: [number, 
 
 def left_behind(records: Iterable[CheckpointRecord | None]) -> list[Any]:
     """Return number and time of each step that a run abandoned for an earlier one; none of them is the newest."""
-    found = [(record.custom_metadata or {}).get(LEFT_BEHIND) for record in records if record is not None]
-    return [pair for listed in found if isinstance(listed, list) for pair in listed]
+    lists = [(record.custom_metadata or {}).get(LEFT_BEHIND) for record in records if record is not None]
+    return [pair for listed in lists if isinstance(listed, list) for pair in listed]
 
 
 def was_left(step: int, record: CheckpointRecord, left: Sequence[Any]) -> bool:
@@ -449,11 +449,11 @@ def read_entry(folder: StepEntry) -> StepEntry | None:
     if record.step is None:  # hf.save wrote it: no retention rule may delete it
         return folder._replace(record=replace(record, step=folder.step, pinned=True))
     if record.step != folder.step:
-        what = (
+        text = (
             f"{folder.location / RECORD}: written for step {record.step}, found in the directory of step "
             f"{folder.step}; give the step its name back, or load it by its own path"
         )
-        return folder._replace(error=DamagedCheckpointError(what))
+        return folder._replace(error=DamagedCheckpointError(text))
     return StepEntry(folder.step, folder.location, folder.series, record)
 
 
@@ -466,7 +466,7 @@ def shared_bytes(location: Location) -> int:
 
 
 def shared_by_links(listed: Iterable[tuple[str, FileRecord, Entry | None]]) -> int:
-    return sum(found.size or 0 for _, _, found in listed if found is not None and found.links > 1)
+    return sum(entry.size or 0 for _, _, entry in listed if entry is not None and entry.links > 1)
 
 
 def files_of(location: Location, record: CheckpointRecord) -> list[tuple[str, FileRecord, Entry | None]]:
@@ -475,34 +475,34 @@ def files_of(location: Location, record: CheckpointRecord) -> list[tuple[str, Fi
     for item in record.items.values():
         paths = item.paths
         if location.is_local:
-            found = _local_files(location, paths)
+            entries = _local_files(location, paths)
         elif item.is_archive:
-            found = {entry.name: entry for entry in location.entries()}
+            entries = {entry.name: entry for entry in location.entries()}
         else:
-            found = _files(location / item.folder, f"{item.folder}/")
-        listed += [(path, known, found.get(path)) for path, known in paths.items()]
+            entries = _files(location / item.folder, f"{item.folder}/")
+        listed += [(path, file, entries.get(path)) for path, file in paths.items()]
     return listed
 
 
 def _local_files(folder: Location, files: Iterable[str]) -> dict[str, Entry]:
     """Return the files that exist, without a size if the system does not show it."""
-    root, found = os.fspath(folder), dict[str, Entry]()
+    root, entries = os.fspath(folder), dict[str, Entry]()
     for file in files:
         try:
             status = os.stat(f"{root}/{file}")
-            found[file] = Entry(file, False, status.st_size, status.st_nlink, (status.st_dev, status.st_ino))
+            entries[file] = Entry(file, False, status.st_size, status.st_nlink, (status.st_dev, status.st_ino))
         except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError:
-            found[file] = Entry(file, False)
-    return found
+            entries[file] = Entry(file, False)
+    return entries
 
 
 def _files(folder: Location, prefix: str = "") -> dict[str, Entry]:
-    found: dict[str, Entry] = {}
+    entries: dict[str, Entry] = {}
     for entry in folder.entries():
         if entry.is_directory:
-            found.update(_files(folder / entry.name, f"{prefix}{entry.name}/"))
+            entries.update(_files(folder / entry.name, f"{prefix}{entry.name}/"))
         else:
-            found[prefix + entry.name] = entry
-    return found
+            entries[prefix + entry.name] = entry
+    return entries

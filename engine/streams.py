@@ -23,12 +23,12 @@ def silence_lost_streams() -> list[str]:
 
 def handlers_of(logger: logging.Logger, level: int) -> list[logging.Handler]:
     """Return the handlers that a logger passes records of a level to, regardless of their own levels."""
-    found: list[logging.Handler] = []
+    handlers: list[logging.Handler] = []
     owner: logging.Logger | None = logger if logger.isEnabledFor(level) else None
     while owner is not None:
-        found += owner.handlers
+        handlers += owner.handlers
         owner = owner.parent if owner.propagate else None
-    return found
+    return handlers
 
 
 def redirect(number: int) -> None:

@@ -120,12 +120,12 @@ class Recorder:
     def _checksums(self, generators: Mapping[str, Any]) -> dict[str, int]:
         """Return checksums of generators' states; Python's is compared first, as few programs draw from it."""
         # That of a RandomState is a tuple with an array.
-        tuples = {name: one for name, one in generators.items() if type(one) is tuple and type(one[1]) is tuple}
+        tuples = {name: state for name, state in generators.items() if type(state) is tuple and type(state[1]) is tuple}
         last = self._generators
-        found = {name: last[name][1] for name, state in tuples.items() if name in last and state == last[name][0]}
-        found |= checksums({name: state for name, state in generators.items() if name not in found})
-        self._generators = {name: (state, found[name]) for name, state in tuples.items()}
-        return found
+        sums = {name: last[name][1] for name, state in tuples.items() if name in last and state == last[name][0]}
+        sums |= checksums({name: state for name, state in generators.items() if name not in sums})
+        self._generators = {name: (state, sums[name]) for name, state in tuples.items()}
+        return sums
 
     def _attributes(self, seen: Seen) -> dict[str, str]:
         """Return the plain attributes of the program's objects as texts, by name."""
@@ -160,11 +160,11 @@ class RecordFile:
                 if self._file is not None and self._file.is_local:
                     self._flush(self._file, wait=False)
 
-    def commit(self, place: Location, checkpoint: str) -> None:
+    def commit(self, folder: Location, checkpoint: str) -> None:
         """Write the records so far, now that the step is committed."""
         with self._lock:
             if self._file is None:
-                first, self._file = self._waiting[0], place / self._name
+                first, self._file = self._waiting[0], folder / self._name
                 header = {"version": VERSION, "checkpoint": checkpoint, "names": first.names, "total": first.total}
                 key = {**self._key, "devices": first.samples.devices(len(first.names))}
                 self._append(_line({**header, "key": key}))
@@ -243,10 +243,10 @@ def file_name(process: int) -> str:
     return WITNESS if process == 0 else f"witness-{process}.jsonl"
 
 
-def read_records(place: Location, process: int, checkpoint: str) -> Records:
+def read_records(folder: Location, process: int, checkpoint: str) -> Records:
     """Read the records of a checkpoint; none without a whole file that belongs to it."""
     try:
-        content = (place / file_name(process)).read_own(WITNESS_LIMIT)
+        content = (folder / file_name(process)).read_own(WITNESS_LIMIT)
     except (OSError, HoldfastError):
         return Records(why="it has no record")
     entries, lines = [], []
@@ -262,7 +262,7 @@ def read_records(place: Location, process: int, checkpoint: str) -> Records:
             return Records(why="its record is of another checkpoint or version")
         by_k = {int(record["k"]): record for record in reversed(records)}
         names, total = tuple(header["names"]), int(header["total"])
-        return Records(names, total, by_k, "", header["key"], tuple(lines), place)
+        return Records(names, total, by_k, "", header["key"], tuple(lines), folder)
     except (ValueError, KeyError, TypeError, AttributeError):
         return Records(why="its record is damaged")
 
@@ -285,26 +285,26 @@ def compare(saved: Record, now: Record, names: tuple[str, ...]) -> tuple[list[st
         as_well = f", and so is the state of {shortened(moved, _SHOWN)}"
         differs["batch"] = as_well if moved else f", with the same state of {shortened(loaders)}" if loaders else ""
     first, second = (_unpacked(record.get("state", [""])[0], np.uint32) for record in (saved, now))
-    known = (first != 0) & (second != 0) if len(first) == len(second) == len(names) else np.zeros(0, bool)
-    leaves = [names[index] for index in np.flatnonzero(known & (first != second))] if known.any() else []
+    comparable = (first != 0) & (second != 0) if len(first) == len(second) == len(names) else np.zeros(0, bool)
+    leaves = [names[index] for index in np.flatnonzero(comparable & (first != second))] if comparable.any() else []
     if leaves := list(dict.fromkeys([*leaves, *_compared(saved, now, "full")[1]])):
-        one, other = _values(saved), _values(now)
+        before, after = _values(saved), _values(now)
         with np.errstate(all="ignore"):
-            apart = np.abs(one - other) / np.maximum(np.abs(one), 1e-30)
+            apart = np.abs(before - after) / np.maximum(np.abs(before), 1e-30)
         size = max(apart[np.isfinite(apart)], default=0.0)
-        text = f"{len(leaves)} of {int(known.sum())} leaves: {shortened(map(shown_name, leaves), _SHOWN)}"
+        text = f"{len(leaves)} of {int(comparable.sum())} leaves: {shortened(map(shown_name, leaves), _SHOWN)}"
         differs["state"] = text + (f"; relative difference {size:.1g}" if size else "")
-    elif known.any():
+    elif comparable.any():
         same.append("state")
     return same, differs
 
 
 def _compared(saved: Record, now: Record, layer: str) -> tuple[list[str], list[str]]:
     """Return the names that both records have in a layer, except measures of the machine, and those that differ."""
-    one, other = saved.get(layer) or {}, now.get(layer) or {}
-    both = sorted(name for name in one.keys() & other.keys() if layer != "metrics" or not is_time(name))
+    before, after = saved.get(layer) or {}, now.get(layer) or {}
+    both = sorted(name for name in before.keys() & after.keys() if layer != "metrics" or not is_time(name))
     # Metrics have a digest, which has to be equal, and a value.
-    bits = [[entry[0] if isinstance(entry, list) else entry for entry in (one[name], other[name])] for name in both]
+    bits = [[entry[0] if isinstance(entry, list) else entry for entry in (before[name], after[name])] for name in both]
     return both, [name for name, (first, second) in zip(both, bits, strict=True) if first != second]
 
 
@@ -315,23 +315,23 @@ def _value(entry: Any) -> str:
 def is_rounding(saved: Record, now: Record, first: Record) -> float | None:
     """Return the greatest relative difference of metrics and update at k = 1 if rounding explains it, else None."""
     pairs = [(saved["metrics"][name][1], now["metrics"][name][1]) for name in _compared(saved, now, "metrics")[1]]
-    found = [abs(value - other) / max(abs(value), 1e-30) for value, other in pairs]
-    before, one, other = (_values(record) for record in (first, saved, now))
-    if not all(size <= _LOSS for size in found) or not len(before) == len(one) == len(other):
+    differences = [abs(value - new) / max(abs(value), 1e-30) for value, new in pairs]
+    before, old, new = (_values(record) for record in (first, saved, now))
+    if not all(size <= _LOSS for size in differences) or not len(before) == len(old) == len(new):
         return None
     with np.errstate(all="ignore"):
-        moved, apart = (float(np.linalg.norm(np.nan_to_num(change))) for change in (one - before, other - one))
+        moved, apart = (float(np.linalg.norm(np.nan_to_num(change))) for change in (old - before, new - old))
     size = apart / max(moved, 1e-300)
-    return max([*found, size]) if size <= _UPDATE else None
+    return max([*differences, size]) if size <= _UPDATE else None
 
 
-def changed_attributes(saved: Record, own: Mapping[str, str]) -> dict[str, tuple[str, str, bool]]:
+def changed_attributes(saved: Record, current: Mapping[str, str]) -> dict[str, tuple[str, str, bool]]:
     """Return changed attributes that differ: at the save, now, and whether two saves showed a change."""
     # What first steps make once, such as a cache, is not there yet; what steps change again and again is missed.
     return {
-        shown_name(name): (text, own.get(name, "not there"), bool(moves))
+        shown_name(name): (text, current.get(name, "not there"), bool(moves))
         for name, (text, moves) in (saved.get("attributes") or {}).items()
-        if own.get(name) != text and (name in own or moves)
+        if current.get(name) != text and (name in current or moves)
     }
 
 
@@ -341,13 +341,13 @@ def shown_name(name: str) -> str:
 
 def _named_numbers(metrics: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     """Return metrics by name, nested ones with a path; entries that are no numbers are dropped later."""
-    found: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
     for name, value in metrics.items():
         if isinstance(value, Mapping):
-            found |= _named_numbers(value, f"{path}{name}/")
+            numbers |= _named_numbers(value, f"{path}{name}/")
         else:
-            found[f"{path}{name}"] = value
-    return found
+            numbers[f"{path}{name}"] = value
+    return numbers
 
 
 def is_time(name: str) -> bool:
@@ -372,11 +372,11 @@ def _leaves_to_sum(leaves: Mapping[str, Any], k: int) -> dict[str, Any]:
     """Return the leaves that a record can sum in full; if not all fit, the choice rotates with k."""
     sizes = {name: size_of(leaf) for name, leaf in leaves.items()}
     first = k.bit_length() * 7 % len(leaves) if sum(sizes.values()) > _FULL else 0
-    found, left = {}, _FULL
+    chosen, left = {}, _FULL
     for name in [*islice(leaves, first, None), *islice(leaves, first)]:
         if 512 < sizes[name] <= left:
-            found[name], left = leaves[name], left - sizes[name]
-    return found
+            chosen[name], left = leaves[name], left - sizes[name]
+    return chosen
 
 
 def _values(record: Record) -> NDArray[np.float64]:

@@ -157,10 +157,12 @@ class SyncSchedule:
 
     def __init__(self, triggers: Sequence[SavePolicy]) -> None:
         # The triggers that depend on the step alone.
-        self.certain = tuple(one for one in triggers if one.interval_secs is None and not one.reads_metrics)
-        self._counts_steps = any(not isinstance(one, Wanted) for one in self.certain)
+        self.certain = tuple(
+            trigger for trigger in triggers if trigger.interval_secs is None and not trigger.reads_metrics
+        )
+        self._counts_steps = any(not isinstance(trigger, Wanted) for trigger in self.certain)
         self.reads_metrics = any(trigger.reads_metrics for trigger in triggers)
-        self._timed = tuple(one for one in triggers if one.interval_secs is not None)
+        self._timed = tuple(trigger for trigger in triggers if trigger.interval_secs is not None)
         self._next: int | None = None
         self._outcome: tuple[int, int] | None = None  # the step at which to ask how the save ended, and the next gap
         self._answer: tuple[int, Decision] | None = None
@@ -182,7 +184,8 @@ class SyncSchedule:
 
     def next_step(self, step: int, now: float, since: float) -> int | None:
         """Return the step of the next agreement about time; on process 0."""
-        interval = min((one.interval_secs for one in self._timed if one.interval_secs is not None), default=None)
+        intervals = (trigger.interval_secs for trigger in self._timed)
+        interval = min((secs for secs in intervals if secs is not None), default=None)
         if interval is None:
             return None
         last, self._last = self._last, (step, now)
@@ -306,8 +309,8 @@ class SaveDecisions:
             self._last = step - 1, self._last[1]
 
     def _agree(self, moment: Moment) -> Decision:
-        what = f"decision at step {moment.step}"
-        save, reason, following, failed = self._processes.decide(what, self._decide_for_all, moment)
+        label = f"decision at step {moment.step}"
+        save, reason, following, failed = self._processes.decide(label, self._decide_for_all, moment)
         if failed:
             self._last = self._before
         decision = Decision(save, reason)
@@ -376,10 +379,10 @@ class AbandonedSteps:
                 origin,
             )
 
-    def _warn(self, what: str, origin: int | str = "step") -> None:
+    def _warn(self, message: str, origin: int | str = "step") -> None:
         if self._warns:
             text = (
                 "%s: %s. Until then they count as the newest, for retention and for the next resume. Delete them with "
                 "delete_after(%s) before the run continues, or use another directory to keep both"
             )
-            _logger.warning(text, self._directory, what, origin)
+            _logger.warning(text, self._directory, message, origin)

@@ -14,6 +14,7 @@ import math
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -193,18 +194,19 @@ def event_scalars(event: Event) -> dict[str, float]:
     """
     name = event["event"]
     if name == "saved":
-        found = {key: event.get(key) for key in ("bytes", "shared_bytes", "blocked_seconds", "total_seconds")}
+        scalars = {key: event.get(key) for key in ("bytes", "shared_bytes", "blocked_seconds", "total_seconds")}
     elif name == "restored":
-        found = {"restore_seconds": event.get("seconds"), "skipped": len(event.get("skipped") or ())}
+        scalars = {"restore_seconds": event.get("seconds"), "skipped": len(event.get("skipped") or ())}
     else:
-        found = {name: 1} if name in ("save_failed", "preempted", "failed") else {}
-    return {f"checkpoint/{key}": value for key, value in found.items() if isinstance(value, int | float)}
+        scalars = {name: 1} if name in ("save_failed", "preempted", "failed") else {}
+    return {f"checkpoint/{key}": value for key, value in scalars.items() if isinstance(value, int | float)}
 
 
 def few(metrics: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Return the first metrics, without long lists, for an event; None without any."""
-    short = [one for one in (metrics or {}).items() if not (isinstance(one[1], list) and len(one[1]) > _METRICS)]
-    return dict(short[:_METRICS]) or None
+    pairs = (metrics or {}).items()
+    short = ((name, value) for name, value in pairs if not isinstance(value, list) or len(value) <= _METRICS)
+    return dict(islice(short, _METRICS)) or None
 
 
 _rotating = Lock()
@@ -212,12 +214,9 @@ _rotating = Lock()
 
 def _append(path: Path, event: Event) -> None:
     """Append an event; rotate a file beyond its limit, keeping one old file."""
-    if _size(path) > _LIMIT and _rotating.acquire(blocking=False):
-        try:
-            if _size(path) > _LIMIT:  # unless another thread has rotated it meanwhile
-                path.replace(path.with_name(ROTATED))
-        finally:
-            _rotating.release()
+    with _rotating:
+        if path.exists() and path.stat().st_size > _LIMIT:
+            path.replace(path.with_name(ROTATED))
     append_line(path, json.dumps(finite(event), default=str))
 
 
@@ -231,13 +230,13 @@ def read_events(path: Path, offset: int = 0) -> tuple[list[dict[str, Any]], int]
     except OSError:
         return [], offset
     end = content.rfind(b"\n") + 1
-    found = []
+    events = []
     for line in content[:end].splitlines():
         with contextlib.suppress(ValueError, RecursionError):
             event = json.loads(line)
             if isinstance(event, dict) and isinstance(event.get("event"), str):
-                found.append(event)
-    return found, offset + end
+                events.append(event)
+    return events, offset + end
 
 
 def read_run_events(directory: Location) -> list[dict[str, Any]]:
@@ -260,10 +259,6 @@ def has_finished(path: Path) -> bool:
 def append_after_death(path: Path, event: Event) -> None:
     _cut_torn_line(path)
     _append(path, event)
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
 
 
 def _cut_torn_line(path: Path) -> None:

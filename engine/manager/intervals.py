@@ -85,9 +85,9 @@ class Every(SavePolicy, KeepPolicy):
     def kept(self, steps: Sequence[StepInfo]) -> dict[int, str]:
         """Return the steps to keep, each with the reason."""
         ordered = sorted(steps, key=operator.attrgetter("step"))
-        found = self._at_multiples(ordered) if self.steps is not None else self._apart(ordered)
+        reasons = self._at_multiples(ordered) if self.steps is not None else self._apart(ordered)
         why = "" if self.keep is None else f", one of the newest {self.keep}"
-        newest = list(found.items())[-self.keep if self.keep is not None else 0 :]
+        newest = list(reasons.items())[-self.keep if self.keep is not None else 0 :]
         return {step: f"{reason}{why}" for step, reason in newest}
 
     @property
@@ -379,16 +379,16 @@ class LearnedInterval(SavePolicy):
 
     def report(self, events: RunEvents, directory: object) -> None:
         """Report the interval in the log and in an event if it has changed notably since the last report."""
-        known, now = self.experience, self.interval_secs
-        if known.cost is None or (self._told is not None and abs(now / self._told - 1) < _NOTABLE):
+        experience, now = self.experience, self.interval_secs
+        if experience.cost is None or (self._told is not None and abs(now / self._told - 1) < _NOTABLE):
             return
         self._told = now
-        failures = "1 failure" if known.failures == 1 else f"{known.failures} failures"
+        failures = "1 failure" if experience.failures == 1 else f"{experience.failures} failures"
         why = (
-            f"a save costs {_short(known.cost)} and is durable after {_short(known.durable)}; {failures} in "
-            f"{_short(known.ran)}, so the next one is expected in {_short(known.between_failures)}"
+            f"a save costs {_short(experience.cost)} and is durable after {_short(experience.durable)}; {failures} in "
+            f"{_short(experience.ran)}, so the next one is expected in {_short(experience.between_failures)}"
         )
-        unbounded = known.best()
+        unbounded = experience.best()
         if abs(unbounded / now - 1) >= _NOTABLE:
             why += f"; {_short(unbounded)} would lose least, without the bounds"
         _logger.info("%s: saves every %s from now on: %s", directory, format_duration(round(now, 1)), why)
@@ -397,9 +397,9 @@ class LearnedInterval(SavePolicy):
             seconds=round(now, 3),
             least=self.least,
             greatest=self.greatest,
-            cost_seconds=round(known.cost, 6),
-            failures=known.failures,
-            between_failures_seconds=round(known.between_failures, 3),
+            cost_seconds=round(experience.cost, 6),
+            failures=experience.failures,
+            between_failures_seconds=round(experience.between_failures, 3),
             why=why,
         )
 

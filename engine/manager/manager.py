@@ -215,8 +215,8 @@ class CheckpointManager(ExplainsNames):
         """
         self._steps.listed_record(step)
         self._steps.add_late_metrics()
-        found = self._steps.listed_record(step).metrics
-        return None if found is None else as_given(found)
+        stored = self._steps.listed_record(step).metrics
+        return None if stored is None else as_given(stored)
 
     def custom_metadata(self, step: int) -> Mapping[str, Any] | None:
         """Return what was passed as ``custom_metadata`` when a step was saved, or None.
@@ -242,10 +242,10 @@ class CheckpointManager(ExplainsNames):
         Returns:
             The tree with a description of every leaf, or a dictionary of those by item if the manager has several.
         """
-        found = self.latest_step() if step is None else step
-        if found is None:
+        chosen = self.latest_step() if step is None else step
+        if chosen is None:
             raise CheckpointNotFoundError(f"{self.directory}: there is no checkpoint")
-        return self._restorer.structure(found)
+        return self._restorer.structure(chosen)
 
     def reload(self) -> None:
         """Read the directory again, to see what another process has done; waits for a save that is under way."""
@@ -553,10 +553,10 @@ class CheckpointManager(ExplainsNames):
         self.processes.barrier(f"before delete after {step}")  # others may still be restoring one of these steps
         return self._delete("delete after", self._steps.delete_after, step, everywhere=True)
 
-    def _delete(self, what: str, work: Callable[..., T], step: int, *inputs: Any, everywhere: bool) -> T:
+    def _delete(self, action: str, work: Callable[..., T], step: int, *inputs: Any, everywhere: bool) -> T:
         """Delete in the directory; ``everywhere`` lets the other places obey the tombstone now."""
         with self._saves.apart_from_save_of(step):
-            deleted: T = self._run.change(f"{what} {step}", work, step, *inputs)
+            deleted: T = self._run.change(f"{action} {step}", work, step, *inputs)
         self._saves.deleted()
         if everywhere:
             self._run.notify("deleted", step)

@@ -70,9 +70,9 @@ def _lookup(metrics: Mapping[str, Any], name: str) -> Any:
     while cut >= 0:
         inner = metrics.get(name[:cut])
         if isinstance(inner, Mapping) or (inner := _entries(inner)):
-            found = _lookup(inner, name[cut + 1 :])
-            if found is not _ABSENT:
-                return found
+            value = _lookup(inner, name[cut + 1 :])
+            if value is not _ABSENT:
+                return value
         cut = name.rfind("/", 0, cut)
     return _ABSENT
 
@@ -118,8 +118,8 @@ def as_given(metrics: Mapping[str, Any]) -> Any:
 
 def plain_metrics(metrics: Any, *, omitted: Callable[[str, Exception], None] | None = None) -> dict[str, Any]:
     """Convert metrics to plain numbers in dictionaries and lists; ``omitted`` receives refused entries."""
-    found: dict[str, Any] = _plain(named(metrics), "", omitted)
-    return found
+    plain: dict[str, Any] = _plain(named(metrics), "", omitted)
+    return plain
 
 
 def plain_containers(metrics: Mapping[str, Any]) -> Any:
@@ -133,15 +133,15 @@ def plain_containers(metrics: Mapping[str, Any]) -> Any:
 def _plain(value: Any, path: str, omitted: Callable[[str, Exception], None] | None) -> Any:
     fields = _fields(value)
     if fields is not None:
-        found: dict[str, Any] = {}
+        entries: dict[str, Any] = {}
         for key, inner in fields.items():
             try:
-                found[str(key)] = _plain(inner, f"{path}/{key}" if path else str(key), omitted)
+                entries[str(key)] = _plain(inner, f"{path}/{key}" if path else str(key), omitted)
             except (OptionError, RuntimeError) as error:  # for example, the computation of an array failed
                 if omitted is None:
                     raise
                 omitted(f"{path}/{key}" if path else str(key), error)
-        return found
+        return entries
     number = None if isinstance(value, (list, tuple)) else number_of(value)
     if number is not None:
         return number
@@ -151,14 +151,14 @@ def _plain(value: Any, path: str, omitted: Callable[[str, Exception], None] | No
     if math.prod(shape) > _MOST:
         raise OptionError(f"metric {path!r} has {math.prod(shape)} numbers, more than {_MOST}: save it as an item")
     values = value if isinstance(value, (list, tuple)) else value.tolist()
-    return [_plain(inner, f"{path}/{place}", None) for place, inner in enumerate(values)]
+    return [_plain(inner, f"{path}/{index}", None) for index, inner in enumerate(values)]
 
 
 def _entries(value: Any) -> dict[str, Any]:
     """Return the entries of a container that is no mapping; the keys of lists and arrays are their indices."""
     fields = _fields(value)
     if fields is None and (isinstance(value, (list, tuple)) or bool(getattr(value, "shape", None))):
-        fields = {str(place): inner for place, inner in enumerate(value)}
+        fields = {str(index): inner for index, inner in enumerate(value)}
     return fields or {}
 
 
@@ -169,7 +169,7 @@ def _fields(value: Any) -> dict[Any, Any] | None:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return dict(zip(value._fields, value, strict=True))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     return None
 
 
@@ -202,17 +202,17 @@ class MetricWatch:
             near = difflib.get_close_matches(missing, names, n=1)
             about = f"; reported: {shortened(names) or 'no metrics'}" + (f"; did you mean {near[0]}?" if near else "")
             if value is _ABSENT:
-                what = f"without {shown_metric(missing)}, by which best_fn ranks checkpoints"
+                problem = f"without {shown_metric(missing)}, by which best_fn ranks checkpoints"
             else:
                 computed = missing == _NAMELESS and callable(self._metric)
                 given = "metrics of which best_fn makes" if computed else f"a metric {missing} that is"
-                what = f"with {given} {_kind(value)}, and best_fn ranks checkpoints by a number"
+                problem = f"with {given} {_kind(value)}, and best_fn ranks checkpoints by a number"
                 about = about if computed and value is None else ""
             text = (
                 "%s: step %d was reported %s%s. A step without it is never the best, and save_on_best does not save "
                 "it. All is well if it comes later, such as from an evaluation"
             )
-            _logger.warning(text, self._where, step, what, about)
+            _logger.warning(text, self._where, step, problem, about)
 
 
 def _kind(value: Any) -> str:

@@ -104,9 +104,9 @@ class _Obsolete(Exception):  # noqa: N818 - no error
 
 
 def _mirror_options(mirror: Mirror, run: CheckpointManagerOptions) -> CheckpointManagerOptions:
-    own = {name: getattr(mirror, name) for name in KEEP_PERIODS}
-    is_limited = any(value is not None for value in own.values())
-    kept: dict[str, Any] = {**own, "keep_steps": (), "keep": None} if is_limited else {"keep": run.policies()[1]}
+    periods = {name: getattr(mirror, name) for name in KEEP_PERIODS}
+    is_limited = any(value is not None for value in periods.values())
+    kept: dict[str, Any] = {**periods, "keep_steps": (), "keep": None} if is_limited else {"keep": run.policies()[1]}
     return replace(
         run,
         mirror=None,
@@ -161,8 +161,8 @@ class RunMirror(StepPlace):
 
     def _newer_steps(self) -> list[int]:
         newest = max(self._run.steps(), default=-1)
-        found = self.steps(required=not self._run.steps_and_damaged())  # a run without any must read the mirror
-        newer = [step for step in reversed(found) if step > newest]
+        steps = self.steps(required=not self._run.steps_and_damaged())  # a run without any must read the mirror
+        newer = [step for step in reversed(steps) if step > newest]
         far = self._far
         for step in [] if far is None else set(far.steps_and_damaged()).difference(far.steps()):
             if step > max([newest, *newer]):
@@ -190,11 +190,11 @@ class RunMirror(StepPlace):
         return True
 
     def fetch(self, step: int, overwrite: bool) -> bool:
-        what = f"fetch step {step}"
-        found = self._processes.decide(what, self._copy_here, step, overwrite, work_timeout=_FETCH)
-        if found and not self._processes.is_primary:
+        label = f"fetch step {step}"
+        fetched = self._processes.decide(label, self._copy_here, step, overwrite, work_timeout=_FETCH)
+        if fetched and not self._processes.is_primary:
             self._run.reload()
-        return found
+        return fetched
 
     def _copy_here(self, step: int, overwrite: bool) -> bool:
         """Copy a step into the run's directory, which this run owns; return whether it is there."""
@@ -343,13 +343,13 @@ class RunMirror(StepPlace):
         if (record := self._lacking()) is None:
             return
         step = _step_of(record)
-        there, place = self.status().step, self._run.step_location(step)
+        there, folder = self.status().step, self._run.step_location(step)
         newest = "there is no step" if there is None else f"the newest is step {there}"
         why = f" ({self._error})" if self._error else ""
         text = (
-            f"step {step} is in {place}, and not in the mirror {self.location}, where {newest}{why}: "
+            f"step {step} is in {folder}, and not in the mirror {self.location}, where {newest}{why}: "
             f"{self._bytes_left()} of its {record.nbytes} bytes are missing there. Run the same program again in this "
-            f"directory, or copy it: holdfast cp {place} {self.location / place.name}"
+            f"directory, or copy it: holdfast cp {folder} {self.location / folder.name}"
         )
         _logger.warning("%s", text)
 
@@ -441,7 +441,7 @@ class RunMirror(StepPlace):
         if record is None or record.fingerprint in self._refused:
             return None
         step = _step_of(record)
-        before = max((one for one in far.steps() if one < step), default=None)
+        before = max((earlier for earlier in far.steps() if earlier < step), default=None)
         if final or before is None or step in far.steps_and_damaged():
             return record
         moment = Moment(step=step, previous=before, now=record.time, last=far.record(before).time)
@@ -592,20 +592,20 @@ class RunMirror(StepPlace):
 
     def _warn(self, error: Exception, then: str) -> None:
         """Log an error, each kind once until the mirror works again."""
-        kind, self._error = type(error).__name__, str(error) or type(error).__name__
+        name, self._error = type(error).__name__, str(error) or type(error).__name__
         self._changed()
         if self._is_lost():
             then = "another run writes there, so that this one copies nothing more"
         if self._foreign:
             then = "this run copies nothing there"
-        if kind in self._warned:
+        if name in self._warned:
             _logger.debug("%s: the mirror still fails: %s", self.location, error)
             return
-        self._warned.add(kind)
+        self._warned.add(name)
         self._events.write("mirror_failed", mirror=str(self.location), error=self._error)
-        what = "" if isinstance(error, (StorageError, OwnershipError, OptionError)) else f"{kind}: "
+        prefix = "" if isinstance(error, (StorageError, OwnershipError, OptionError)) else f"{name}: "
         text = "%s: the mirror failed, and %s; training continues, and its steps are in %s: %s%s"
-        _logger.warning(text, self.location, then, self._run.location, what, error)
+        _logger.warning(text, self.location, then, self._run.location, prefix, error)
 
 
 def _step_of(record: CheckpointRecord) -> int:

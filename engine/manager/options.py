@@ -86,16 +86,16 @@ def takes_texts_of(source: type) -> Callable[[type[T]], type[T]]:
 
 def shown_call(taker: object, directory: object, options: Any) -> str:
     """Return the call that makes a manager or a callback: its directory, and the options that differ from defaults."""
-    given = [one for one in fields(options) if one.default is not MISSING and getattr(options, one.name) != one.default]
-    arguments = [repr(str(directory)), *(f"{one.name}={getattr(options, one.name)!r}" for one in given)]
-    return f"{type(taker).__name__}({', '.join(arguments)})"
+    values = [(option.name, getattr(options, option.name), option.default) for option in fields(options)]
+    given = [f"{name}={value!r}" for name, value, default in values if default is not MISSING and value != default]
+    return f"{type(taker).__name__}({', '.join([repr(str(directory)), *given])})"
 
 
-def refuse_options(taker: str, unknown: Iterable[str], known: Collection[str]) -> None:
+def refuse_options(taker: str, unknown: Iterable[str], accepted: Collection[str]) -> None:
     """Raise UnknownArgumentError for an unknown option, with the equivalent of another library's name."""
     for name in unknown:
         only = name in CheckpointManagerOptions.__dataclass_fields__
-        hint = _ONLY_MANAGERS if only else instead_of(name, known)
+        hint = _ONLY_MANAGERS if only else instead_of(name, accepted)
         raise UnknownArgumentError(f"{taker}() got an unexpected keyword argument {name!r}{hint}")
 
 
@@ -190,10 +190,10 @@ class Local:
 
     def __post_init__(self) -> None:
         try:
-            place = as_location(self.url)
+            location = as_location(self.url)
         except InvalidLocationError as error:
             raise OptionError(f"Local({hidden_address(str(self.url))!r}): {error}") from error
-        if not place.is_local:
+        if not location.is_local:
             raise OptionError(
                 f"Local({self.url!r}): this is not a path of a host; local steps lie in its memory or on its disk, "
                 "such as in /dev/shm/holdfast. For a second place that all hosts share, use mirror="
@@ -301,15 +301,15 @@ class ProgramPolicies(CheckpointOptions):
 
     def __post_init__(self) -> None:
         saves, keeps = self.policies()
-        for name, given, kind, others in (
+        for name, given, protocol, others in (
             ("save", saves, SavePolicy, _SAVE_PERIODS),
             ("keep", keeps, KeepPolicy, KEEP_PERIODS),
         ):
             for policy in given:
-                if not isinstance(policy, kind) or isinstance(policy, type):
+                if not isinstance(policy, protocol) or isinstance(policy, type):
                     raise OptionError(
-                        f"{name}={policy!r} must be a hf.{kind.__name__}, such as hf.Every(steps=100, keep=5), or a "
-                        "list of them"
+                        f"{name}={policy!r} must be a hf.{protocol.__name__}, such as hf.Every(steps=100, keep=5), or "
+                        "a list of them"
                     )
             also = [f"{other}={value!r}" for other in others if (value := getattr(self, other)) is not None]
             if also and any(isinstance(policy, Every) for policy in given):
@@ -430,47 +430,47 @@ def has_triggers(options: CheckpointOptions) -> bool:
 def save_triggers(options: CheckpointOptions) -> tuple[SavePolicy, ...]:
     if not has_triggers(options):
         return save_triggers(replace(options, **options.DEFAULT_TRIGGER))
-    found: list[SavePolicy] = [*options.policies()[0]]
+    triggers: list[SavePolicy] = [*options.policies()[0]]
     if options.save_interval_steps is not None:
-        found.append(Every(steps=options.save_interval_steps))
+        triggers.append(Every(steps=options.save_interval_steps))
     if options.save_interval_secs is not None:
         interval = save_interval(options.save_interval_secs)
-        found.append(LearnedInterval(*interval) if isinstance(interval, tuple) else Every(secs=interval))
+        triggers.append(LearnedInterval(*interval) if isinstance(interval, tuple) else Every(secs=interval))
     if options.save_on_best and options.best_fn is not None:
-        found.append(OnBest(options.best_fn, options.ranking_mode))
-    return tuple(found)
+        triggers.append(OnBest(options.best_fn, options.ranking_mode))
+    return tuple(triggers)
 
 
 def retention_rules(options: CheckpointOptions) -> tuple[KeepPolicy, ...]:
     """Return the retention rules; everything is kept without ``max_to_keep``, ``keep_latest`` and policies."""
-    found: list[KeepPolicy] = [*options.policies()[1]]
-    is_limited = bool(found) or options.max_to_keep is not None or options.keep_latest is not None
+    rules: list[KeepPolicy] = [*options.policies()[1]]
+    is_limited = bool(rules) or options.max_to_keep is not None or options.keep_latest is not None
     if options.best_fn is not None:
-        found.append(KeepBest(options.max_to_keep or 1, options.best_fn, options.ranking_mode))
+        rules.append(KeepBest(options.max_to_keep or 1, options.best_fn, options.ranking_mode))
     elif options.max_to_keep is not None:
-        found.append(KeepLatest(options.max_to_keep))
+        rules.append(KeepLatest(options.max_to_keep))
     if options.keep_latest is not None:
-        found.append(KeepLatest(options.keep_latest))
+        rules.append(KeepLatest(options.keep_latest))
     if options.keep_period is not None:
-        found.append(Every(steps=options.keep_period))
+        rules.append(Every(steps=options.keep_period))
     if options.keep_time_interval is not None:
-        found.append(options._time_rule(seconds(options.keep_time_interval, name="keep_time_interval")))
+        rules.append(options._time_rule(seconds(options.keep_time_interval, name="keep_time_interval")))
     if options.keep_steps:
-        found.append(KeepSteps(frozenset(options.keep_steps)))
-    found.append(KeepPinned())
+        rules.append(KeepSteps(frozenset(options.keep_steps)))
+    rules.append(KeepPinned())
     if not is_limited:
-        found.append(KeepAll())
-    return (*found, *options._further_rules())
+        rules.append(KeepAll())
+    return (*rules, *options._further_rules())
 
 
 def options_document(options: CheckpointManagerOptions) -> dict[str, Any]:
     """Return the retention rules as JSON, for readers of the directory."""
     function, policies = options.best_fn, options.policies()[1]
-    own = [type(policy).__qualname__ for policy in policies if not isinstance(policy, Every)]
+    custom = [type(policy).__qualname__ for policy in policies if not isinstance(policy, Every)]
     interval = options.keep_time_interval
     return {
         "keep": [asdict(policy) for policy in policies if isinstance(policy, Every)],
-        "keep_function": ", ".join(own) or None,  # only the program has these policies
+        "keep_function": ", ".join(custom) or None,  # only the program has these policies
         "max_to_keep": options.max_to_keep,
         "keep_latest": options.keep_latest,
         "keep_period": options.keep_period,
@@ -487,11 +487,11 @@ def options_document(options: CheckpointManagerOptions) -> dict[str, Any]:
 
 def options_from_document(document: Mapping[str, Any]) -> CheckpointManagerOptions:
     """Read what :func:`options_document` returned; ignore unknown names, refuse invalid values with OptionError."""
-    known = options_document(CheckpointManagerOptions()).keys() & CheckpointManagerOptions.__dataclass_fields__.keys()
+    names = options_document(CheckpointManagerOptions()).keys() & CheckpointManagerOptions.__dataclass_fields__.keys()
     try:
-        found = {name: value for name, value in document.items() if name in known}
-        found["keep"] = [Every(**policy) for policy in found.get("keep", ())]
-        return CheckpointManagerOptions(read_only=True, **{"best_mode": "max", **found})
+        values = {name: value for name, value in document.items() if name in names}
+        values["keep"] = [Every(**policy) for policy in values.get("keep", ())]
+        return CheckpointManagerOptions(read_only=True, **{"best_mode": "max", **values})
     except (TypeError, AttributeError) as error:
         raise OptionError(f"these are not options of a checkpoint manager: {error}") from error
 

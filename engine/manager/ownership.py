@@ -128,13 +128,13 @@ class Ownership:
         )
 
     def _stored_token(self) -> str | None:
-        place = self._directory / OWNER
+        file = self._directory / OWNER
         try:
-            content = place.read_own(limit=_LIMIT)
-            found = json.loads(content)
-            if "digest" in found:  # version 0.1 wrote none
-                decode_document(content, "owner", source=str(place))
-            return str(found["token"])
+            content = file.read_own(limit=_LIMIT)
+            document = json.loads(content)
+            if "digest" in document:  # version 0.1 wrote none
+                decode_document(content, "owner", source=str(file))
+            return str(document["token"])
         except (ObjectNotFoundError, DamagedCheckpointError, FormatVersionError, LookupError, TypeError, ValueError):
             return None
 
@@ -193,10 +193,10 @@ class Ownership:
             os.pwrite(self._lock.descriptor, content, 0)
 
     def _describe(self) -> str:
-        found: Mapping[str, Any] = {}
+        owner: Mapping[str, Any] = {}
         with contextlib.suppress(HoldfastError):
-            found = self._lock.content()
-        return f"process {found.get('pid', '?')} on {found.get('host', '?')}"
+            owner = self._lock.content()
+        return f"process {owner.get('pid', '?')} on {owner.get('host', '?')}"
 
 
 _owners: weakref.WeakValueDictionary[str | Location, Ownership] = weakref.WeakValueDictionary()
@@ -265,7 +265,7 @@ class RunIdentity:
 
     def over(self, other: RunIdentity) -> RunIdentity:
         """Return ``other``, with the fields that this identity has."""
-        return replace(other, **{name: known for name in _NAMES if (known := getattr(self, name)) is not None})
+        return replace(other, **{name: value for name in _NAMES if (value := getattr(self, name)) is not None})
 
     def with_tombstones(self, series: str, tombstones: Tombstones) -> RunIdentity:
         return replace(self, tombstones={**self.tombstones, series: tombstones})
@@ -293,34 +293,32 @@ def stored_rules(location: Location) -> tuple[CheckpointManagerOptions | None, s
 def stored_identity(location: Location) -> RunIdentity:
     """Return the identity stored in a directory; without one, an identity without a token."""
     try:
-        found = _read(location).get("run")
+        run = _mapping(_read(location).get("run"))
     except (ObjectNotFoundError, DamagedCheckpointError, FormatVersionError):
         return RunIdentity()
-    if not isinstance(found, dict):
-        return RunIdentity()
-    known = {name: value for name in _NAMES if isinstance(value := found.get(name), str)}
-    doomed = found.get("doomed")
-    tombstones = {name: _tombstones(listed) for name, listed in doomed.items()} if isinstance(doomed, dict) else {}
-    histories = found.get("branches")
-    branches = {
-        name: tuple(map(_branch, listed if isinstance(listed, list) else [None]))
-        for name, listed in (histories.items() if isinstance(histories, dict) else ())
-    }
-    return RunIdentity(**known, tombstones=tombstones, branches=branches)
+    texts = {name: value for name in _NAMES if isinstance(value := run.get(name), str)}
+    tombstones = {name: _tombstones(listed) for name, listed in _mapping(run.get("doomed")).items()}
+    histories = _mapping(run.get("branches")).items()
+    branches = {name: tuple(map(_branch, parts if isinstance(parts, list) else [None])) for name, parts in histories}
+    return RunIdentity(**texts, tombstones=tombstones, branches=branches)
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def store_identity(location: Location, options: Mapping[str, Any], identity: RunIdentity) -> None:
     """Store the retention options of a run and its identity in one file."""
     document = {
         **{name: getattr(identity, name) for name in _NAMES},
-        "branches": {name: [list(one) for one in listed] for name, listed in sorted(identity.branches.items())},
-        "doomed": {name: _encoded(found) for name, found in sorted(identity.tombstones.items()) if found},
+        "branches": {name: [list(branch) for branch in listed] for name, listed in sorted(identity.branches.items())},
+        "doomed": {name: _encoded(deleted) for name, deleted in sorted(identity.tombstones.items()) if deleted},
     }
-    known = {name: value for name, value in document.items() if value}
+    run = {name: value for name, value in document.items() if value}
     if options.get("step_name_width") and not (location / PADDED / RECORD).is_there():
         (location / PADDED).make_directory()
         (location / PADDED / RECORD).write_bytes(encode_document("checkpoint", {}, version=VERSION + 1))
-    (location / OPTIONS).write_bytes(encode_document("options", {"options": dict(options), "run": known}))
+    (location / OPTIONS).write_bytes(encode_document("options", {"options": dict(options), "run": run}))
 
 
 def copy_options(source: Location, destination: Location) -> None:
@@ -331,12 +329,12 @@ def copy_options(source: Location, destination: Location) -> None:
 
 
 def _read(location: Location) -> dict[str, Any]:
-    place = location / OPTIONS
-    return decode_document(place.read_own(limit=_LIMIT), "options", source=str(place))
+    file = location / OPTIONS
+    return decode_document(file.read_own(limit=_LIMIT), "options", source=str(file))
 
 
-def _branch(found: Any) -> LocalBranch:
-    match found:
+def _branch(value: Any) -> LocalBranch:
+    match value:
         case [str(attempt), int(sequence), int(after)]:
             return LocalBranch(attempt, sequence, after)
     return NO_LOCAL_STEPS[0]
@@ -347,8 +345,8 @@ def _encoded(tombstones: Tombstones) -> dict[str, Any]:
     return {"steps": steps, "after": after, "records": [list(tombstone) for tombstone in sorted(tombstones, key=repr)]}
 
 
-def _tombstones(found: Any) -> Tombstones:
-    match found:
+def _tombstones(value: Any) -> Tombstones:
+    match value:
         case {"records": [*records]}:
             return Tombstones(Tombstone(*fields) for fields in records if _is_tombstone(fields))
         case {"steps": [*steps], "after": after}:  # of an earlier version
@@ -357,8 +355,8 @@ def _tombstones(found: Any) -> Tombstones:
     return Tombstones()
 
 
-def _is_tombstone(found: Any) -> bool:
-    match found:
+def _is_tombstone(value: Any) -> bool:
+    match value:
         case [int(), bool(), None | float(), None | str()]:
             return True
     return False

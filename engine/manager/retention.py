@@ -50,11 +50,11 @@ class StepInfo:
         Args:
             metric: The name of the metric, or a function of the metrics.
         """
-        known = self._value
-        if known is None or known[0] is not metric:
-            known = metric, metric_value(self.metrics, metric)
-            object.__setattr__(self, "_value", known)
-        return known[1]
+        cached = self._value
+        if cached is None or cached[0] is not metric:
+            cached = metric, metric_value(self.metrics, metric)
+            object.__setattr__(self, "_value", cached)
+        return cached[1]
 
 
 def info_of(step: int, record: CheckpointRecord) -> StepInfo:
@@ -104,7 +104,7 @@ class KeepLatest:
 
     def kept(self, steps: Sequence[StepInfo]) -> dict[int, str]:
         newest = sorted((info.step for info in steps), reverse=True)[: self.n]
-        return {step: f"one of the newest {self.n}" if place else NEWEST for place, step in enumerate(newest)}
+        return {step: f"one of the newest {self.n}" if index else NEWEST for index, step in enumerate(newest)}
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,8 @@ class KeepBest:
     def kept(self, steps: Sequence[StepInfo]) -> dict[int, str]:
         name = metric_name(self.metric)
         kept = {}
-        for place, (step, value) in enumerate(_ranked(steps, self.metric, self.mode, self.n), start=1):
-            rank = "best" if place == 1 else f"{_ordinal(place)} best"
+        for number, (step, value) in enumerate(_ranked(steps, self.metric, self.mode, self.n), start=1):
+            rank = "best" if number == 1 else f"{_ordinal(number)} best"
             kept[step] = f"{rank} {name} ({format_metric(value)})"
         if missing := self.n - len(kept):
             others = (info.step for info in steps if info.value(self.metric) is None)
@@ -169,11 +169,11 @@ def kept_steps(steps: Sequence[StepInfo], rules: Sequence[KeepPolicy]) -> set[in
 
 def reasons(steps: Sequence[StepInfo], rules: Sequence[KeepPolicy]) -> dict[int, tuple[str, ...]]:
     """Return the steps from :func:`kept_steps` in ascending order, each with every reason."""
-    found: dict[int, list[str]] = {}
+    by_step: dict[int, list[str]] = {}
     for verdict in _verdicts(steps, rules):
         for step, reason in verdict.items():
-            found.setdefault(step, []).append(reason)
-    return {step: tuple(dict.fromkeys(found[step])) for step in sorted(found)}
+            by_step.setdefault(step, []).append(reason)
+    return {step: tuple(dict.fromkeys(by_step[step])) for step in sorted(by_step)}
 
 
 def _verdicts(steps: Sequence[StepInfo], rules: Sequence[KeepPolicy]) -> Iterator[dict[int, str]]:

@@ -82,8 +82,8 @@ class SaveQueue:
         intervals = self.run.options.item_intervals
         if not intervals:
             return []
-        what = f"items of step {step}"
-        return self.run.processes.decide(what, lambda: [one for one in intervals if not self.item_due(one, step)])
+        label = f"items of step {step}"
+        return self.run.processes.decide(label, lambda: [item for item in intervals if not self.item_due(item, step)])
 
     def due_items(self, content: StepContent) -> dict[str, ItemToSave]:
         """Return the items of a step that are due, ready to be saved."""
@@ -160,8 +160,8 @@ class SaveQueue:
                     self._complete(pending, save)
                 earlier = self.run.background.take_error()
                 if save.in_background:
-                    what = f"step {step} of {self.run.steps.location}"
-                    self.run.background.start(functools.partial(self._complete, pending, save), what=what, step=step)
+                    label = f"step {step} of {self.run.steps.location}"
+                    self.run.background.start(functools.partial(self._complete, pending, save), what=label, step=step)
             except BaseException as error:  # an interrupt, or the system has no more threads
                 if save.give_up(error):
                     self._ended(pending, failed=True)
