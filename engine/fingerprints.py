@@ -1,9 +1,8 @@
-"""Fingerprints of what a program's next steps depend on: random generators, iterators, and other values in reach.
+"""Fingerprints of the objects on which a program's next steps depend: random generators, iterators and other values.
 
-A rehearsal takes them at every step of an undisturbed run and of an interrupted one. An object that differs between the
-two at the same step was not restored. Objects are found by their names, from the variables of the functions that are
-running and of the program's own modules. Only side-effect-free accessors are called, so that fingerprints do not change
-the program.
+A rehearsal takes them at every step of an undisturbed run and of an interrupted one: an object that differs at the same
+step was not restored. The search begins at the variables of the running functions and of the program's own modules, and
+calls only accessors without side effects, so that it does not change the program.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ class Fingerprints:
 def facts() -> dict[str, Fact]:
     """Return the fingerprints of all objects that the running functions and modules reach, by name."""
     by_name = dict(_global_generators())
-    # A program has many modules, whose variables must not hide what the running functions hold.
+    # Functions come first: the variables of many modules must not use up their limits.
     groups = [list(_functions()), list(_modules())]
     visited = {id(space) for group in groups for _, _, space in group}
     looked: list[tuple[str, Any]] = []  # References keep the objects alive, so that no other object gets the same id.

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Never, TypeVar, cast
 
 from .errors import UnknownArgumentError
 
-T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 _FOREIGN: Mapping[str, str] = {
@@ -160,7 +159,10 @@ def refuse_unexpected(taker: str, unknown: Iterable[str], accepted: Collection[s
 
 
 def explains_arguments(function: F, refuse: Callable[..., None] = refuse_unexpected) -> F:
-    """Decorate a function so that its error about an unknown argument gives the equivalent."""
+    """Decorate a function or a dataclass so that its error about an unknown argument gives the equivalent."""
+    if isinstance(function, type):
+        type.__setattr__(function, "__init__", explains_arguments(vars(function)["__init__"], refuse))
+        return function
     parameters = inspect.signature(function).parameters
 
     @functools.wraps(function)
@@ -170,9 +172,3 @@ def explains_arguments(function: F, refuse: Callable[..., None] = refuse_unexpec
         return function(*args, **kwargs)
 
     return cast(F, checked)
-
-
-def explains_unknown_names(options: type[T], refuse: Callable[..., None] = refuse_unexpected) -> type[T]:
-    """Decorate a dataclass of options so that its error about an unknown option gives the equivalent."""
-    type.__setattr__(options, "__init__", explains_arguments(vars(options)["__init__"], refuse))
-    return options

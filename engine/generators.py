@@ -1,6 +1,6 @@
 """Random generators: the global ones of Python, numpy and torch, from which ``torch.randn`` draws, and single ones.
 
-Only libraries that the program has loaded are touched. jax has no global generators.
+Only libraries that the program has imported are used. jax has no global generators.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def checksums(states: Mapping[str, Any]) -> dict[str, int]:
         arrays, text = leaves_of(state)
         sums[name] = zlib.crc32(text.encode("utf-8", "surrogatepass"))
         for array in arrays:
-            # An array of jax that is not ready would have to be waited for; one on a device cannot be read.
+            # A jax array that is not ready would have to be waited for; an array on a device cannot be read.
             if not is_jax_array(array) or array.is_ready():
                 with contextlib.suppress(Exception):
                     sums[name] = zlib.crc32(np.asarray(array).tobytes(), sums[name])

@@ -1,4 +1,4 @@
-"""The places of plain loaders in their data, and which loaders of other libraries are known."""
+"""The positions of plain loaders in their data, and the recognition of other libraries' loaders."""
 
 from __future__ import annotations
 
@@ -210,12 +210,12 @@ class LoaderPosition:
             if self._announce is not None and done < count and time.monotonic() - began > _LONG:
                 self._announce(_STILL_DRAWING, done, count)
                 self._announce = None
-        # A dataset that draws from global generators draws other numbers here, without those of the model between.
+        # A dataset that draws from global generators gets other numbers here, as the model draws none in between.
         return fingerprint(batch[0]) if batch else 0, not same_state(at_first, capture())
 
     def _begin(self, epoch: int) -> None:
         if epoch and not self._begun and getattr(self._loader, "persistent_workers", False):
-            # Workers that last begin with the first epoch, and draw a seed: not from what this epoch is drawn from.
+            # Persistent workers start with the first epoch, and draw their seed from other states than this epoch's.
             before, own_states, order = as_tree(capture()), self._own_states(), self._order_now()
             self._open()
             restore(before)
@@ -246,7 +246,7 @@ class LoaderPosition:
             self._has_ended = True
         elif self._taken == self._length():
             if not is_accelerate_loader(self._loader):
-                # What a loader does after its last batch belongs to this epoch: a resume begins with the next one.
+                # The loader's code after its last batch belongs to this epoch: a resume begins with the next one.
                 self._next = list(islice(self._batches, 1))
             self._has_ended = not self._next
         return batch
@@ -547,7 +547,7 @@ def without_generators(obj: object, state: Any) -> Any:
     """Return a state from :func:`state_of` without the generator states that differ between processes."""
     if not isinstance(obj, LoaderPosition) or not isinstance(state, dict):
         return state
-    # Each process draws other seeds for its workers. What the program hands over is declared to be the same.
+    # Each process draws other seeds for its workers. Generators that the program hands over are declared the same.
     kept = {name: part for name, part in state.items() if name not in (_BEGUN, _NOW, LAST)}
     for part in state.keys() & {_BEGUN, _NOW}:
         if handed := {name: saved for name, saved in state[part].items() if name.startswith(_HANDED)}:
@@ -594,7 +594,7 @@ def _global_generators() -> list[Any]:
 def samplers_of(loader: Any) -> list[Any]:
     samplers = [getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)]
     of_nodes = [getattr(node, "sampler", None) for node in nodes_of(loader)]
-    # The BatchSampler of torch has the order of the sampler in it.
+    # torch's BatchSampler has the order of the sampler that it wraps.
     return samplers + [
         getattr(sampler, "sampler", sampler) if type(sampler).__module__.startswith("torch.") else sampler
         for sampler in of_nodes

@@ -1,8 +1,8 @@
 """The observer of a run: it sees the points and events of the run, and may choose places, options and extra saves.
 
-A manager takes one as ``observer=``. Without it, the manager takes the observer of the process, which
-:func:`process_observer` makes: the one place where a program that was started by ``holdfast supervise`` or ``holdfast
-drill`` becomes observed without a change. Where there is none, an observer does nothing.
+A manager takes one as ``observer=``. Without it, the manager uses the observer of the process, from
+:func:`process_observer`: so ``holdfast supervise`` and ``holdfast drill`` observe a program that was not changed for
+them. In other programs, the observer does nothing.
 """
 
 from __future__ import annotations

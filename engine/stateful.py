@@ -2,10 +2,10 @@
 
 An object is *stateful* if it has ``get_state``/``set_state`` (Grain iterators, ``torch.Generator``) or
 ``state_dict``/``load_state_dict`` (torch, torchdata), if it is an iterator with ``save(path)`` and ``restore(path)``
-(CLU's over tf.data), or if it is a random generator of numpy or the standard library. The handle of an actor of Ray is
-stateful if the actor has such methods. ``hf.resumable`` and ``hf.skip_to`` give loaders a state.
-:func:`state_of` returns a snapshot of its state as a tree of containers, arrays and plain values. :func:`restore_state`
-restores it from a tree that was loaded without a template. :mod:`~holdfast.engine.pytree.codec` makes these trees.
+(CLU's over tf.data), or if it is a random generator of numpy or the standard library. The handle of a Ray actor is
+stateful if the actor has such methods. ``hf.resumable`` and ``hf.skip_to`` give loaders a state. :func:`state_of`
+returns the state as a tree of containers, arrays and plain values; :func:`restore_state` restores it from a tree that
+was loaded without a template. :mod:`~holdfast.engine.pytree.codec` makes these trees.
 """
 
 from __future__ import annotations
@@ -267,8 +267,8 @@ _KNOWN_ORDER = ("SequentialSampler", "DistributedSampler", "_InfiniteConstantSam
 class _LoaderState(dict[str, Any]):
     """A restored state, with which a torchdata loader begins its next iterator."""
 
-    # Only then has the program set the epoch. The iterator draws a seed, and its sampler an order, which the run has
-    # drawn before the stop: so everything is set back when the iterator asks for the last part of the state.
+    # Only then has the program set the epoch. The iterator draws a seed, and its sampler an order, that the run had
+    # drawn before the stop: so generators are set back when the iterator asks for the last part of the state.
 
     def __init__(self, state: Any, saved: Any, begun: Callable[[], object]) -> None:
         super().__init__(state)
@@ -278,7 +278,7 @@ class _LoaderState(dict[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         if key == _FINISHED and self._begun is not None:
-            # It holds the loader, whose workers would otherwise end only when garbage is collected, after a wait.
+            # The function refers to the loader, whose workers would otherwise end only at garbage collection.
             begun, self._begun = self._begun, None
             begun()
         return super().__getitem__(key)

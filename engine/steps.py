@@ -1,20 +1,17 @@
-"""The steps in a directory, which one is the newest, their commit records, and what else is stored beside them.
+"""The steps in a directory, their commit records, and the metrics and facts that are stored with them.
 
-A step lies in a folder named ``<step>``, ``<prefix>_<step>`` or ``<prefix>-<step>``, where zeros may precede the number
-(:func:`step_folder` writes these names, and :func:`series_and_step` reads them), and exists when its commit record
-is there. The steps that share a prefix are a *series*. :func:`list_steps` is the one lister of such folders, and
-:func:`newest_step` the one rule for the newest:
+The folder of a step is named ``<step>``, ``<prefix>_<step>`` or ``<prefix>-<step>``, perhaps with leading zeros
+(:func:`step_folder` writes these names, and :func:`series_and_step` reads them). The step exists if its commit record
+does. The steps that share a prefix are a *series*: a manager works on the series of its ``step_prefix``, and functions
+that are given only a directory see all of them. :func:`newest_step` defines the newest step:
 
 - within a series, the highest step, as clocks differ and jump;
 - of several series, the one whose newest step was committed last, as their steps do not count the same updates.
 
-A manager works on one series, which its ``step_prefix`` names. Everything that is given only a directory sees all of
-them.
-
-Another program, such as an evaluator, may add metrics to a step beside the run that writes it. Each of its calls adds a
-file ``metrics/<step>.<token>.json`` to the directory, and changes nothing that the run writes. The file names the
-checkpoint that it is about, not only the step: if the run resumes from an earlier step and saves the step again, the
-metrics of the old one are void. Readers of the steps of a directory add them to its records.
+Another program, such as an evaluator, may add metrics to a step while the run is alive. Each call adds a file
+``metrics/<step>.<token>.json`` to the directory, and changes no file of the run. The file identifies the checkpoint,
+not only the step: if the run goes back and saves the step again, the metrics of the old one are void. Readers of the
+steps of a directory add these metrics to the commit records.
 """
 
 from __future__ import annotations
@@ -124,7 +121,7 @@ class LateMetrics:
     def remove(self, folder: str) -> None:
         """Remove the metrics added to a deleted checkpoint; a file that remains has no effect."""
         with contextlib.suppress(StorageError):
-            # In an object store, a list would take a request for each deletion.
+            # In an object store, listing would take a request for each deletion.
             names = _names(self._directory) if self._directory.is_local else self.files_of(folder)
             self._remove(name for name in names if _folder(name) == folder)
 
@@ -356,7 +353,7 @@ def list_steps(
     entries = directory.entries() if entries is None else entries
     folders = list(step_folders(directory, series, entries, padded=True))
     names = {entry.name for entry in entries}
-    # Several threads read thousands of small files, on a disk as well: they may not be in memory.
+    # Several threads read thousands of small files, even on a disk: the files may not be cached in memory.
     threads = REQUESTS if len(folders) >= _MANY else max_concurrency(directory)
     steps = [entry for entry in parallel_map(read_entry, folders, threads) if entry is not None]
     if LATE in names:
@@ -427,8 +424,8 @@ def _listed_record(location: Location) -> CheckpointRecord | None:
         try:
             return read_record(location)
         except CheckpointNotFoundError:
-            # TensorStore takes the answer of a proxy in the place of S3 for a missing object. The listing of a snapshot
-            # may be older than the deletion of the step.
+            # TensorStore takes the answer of a proxy in the place of S3 for a missing object. A snapshot may be older
+            # than the deletion of the step.
             if location.is_local or not has_record(location.snapshot()):
                 return None
     raise DamagedCheckpointError(

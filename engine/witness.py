@@ -1,12 +1,12 @@
-"""The witness: records of the steps after a save, which a resume compares with the steps that it does again.
+"""The witness: records of the steps after a save, with which a resume compares the steps that it repeats.
 
-The running program knows what the steps after a save have given, and a resumed one does them again. If batch, random
-generators, metrics, state and counters agree, the resume is exact, whatever the program holds. A record is taken at the
-save itself (k = 0), at the reports 1, 2, 4, 8, ... after it and at the next save, and lies beside the step's files in
-``witness.jsonl``, outside of the commit record: a file that is missing, damaged or of another version is no error.
+If batch, random generators, metrics, state and counters agree, the resume is exact, whatever objects the program has. A
+record is taken at the save itself (k = 0), at the reports 1, 2, 4, 8, ... after it, and at the next save. Records are
+stored in ``witness.jsonl`` in the step's folder, but not in the commit record: a file that is missing, damaged or of
+another version is no error.
 
 Layers that decide: ``batch``, ``generators``, ``metrics``, ``state`` (samples of leaves), ``gradients`` and
-``counters``. Opaque positions, the structure and plain attributes of objects only explain.
+``counters``. Opaque positions, the structure and plain attributes of objects only explain a difference.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Recorder:
                 record["batch"]["batch"] = zlib.crc32(text.encode())
                 layers["batch"] = dict(enumerate(batch))
         else:
-            # Only attributes that steps have changed are kept, and whether the steps before changed them as well.
+            # Only attributes that steps have changed are kept, each with whether earlier steps changed it, too.
             before, self.attributes = self.attributes, self._attributes(seen)
             moves = before != self._begun
             record["attributes"] = {
@@ -119,7 +119,7 @@ class Recorder:
 
     def _checksums(self, generators: Mapping[str, Any]) -> dict[str, int]:
         """Return checksums of generators' states; Python's is compared first, as few programs draw from it."""
-        # That of a RandomState is a tuple with an array.
+        # Only the states of random.Random are such tuples: the tuple of a RandomState has an array.
         tuples = {name: state for name, state in generators.items() if type(state) is tuple and type(state[1]) is tuple}
         last = self._generators
         sums = {name: last[name][1] for name, state in tuples.items() if name in last and state == last[name][0]}
@@ -327,7 +327,7 @@ def is_rounding(saved: Record, now: Record, first: Record) -> float | None:
 
 def changed_attributes(saved: Record, current: Mapping[str, str]) -> dict[str, tuple[str, str, bool]]:
     """Return changed attributes that differ: at the save, now, and whether two saves showed a change."""
-    # What first steps make once, such as a cache, is not there yet; what steps change again and again is missed.
+    # An attribute that first steps set once, such as a cache, may be missing; one that changes again and again may not.
     return {
         shown_name(name): (text, current.get(name, "not there"), bool(moves))
         for name, (text, moves) in (saved.get("attributes") or {}).items()

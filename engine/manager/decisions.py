@@ -1,10 +1,8 @@
-"""Whether to save a step: triggers, their agreement between processes, and the steps of another branch.
+"""When to save: triggers, the agreement of the processes on them, and the steps of an abandoned branch.
 
-Triggers look at one moment of a training loop, and :func:`decide` follows from all of them.
-
-Most steps need no communication: each process evaluates the triggers that depend on the step alone. Process 0 decides
-about time and metrics, which may differ from process to process, and knows whether a save has failed. The others ask it
-only at the steps that a :class:`SyncSchedule` names.
+Each trigger looks at one moment of a training loop, and :func:`decide` combines them. Most steps need no communication:
+each process evaluates the triggers that depend on the step alone. Time and metrics may differ between processes, and
+only process 0 knows whether a save failed: the others ask it, at the steps that a :class:`SyncSchedule` names.
 """
 
 from __future__ import annotations
@@ -152,12 +150,11 @@ def decide(triggers: Sequence[SavePolicy], moment: Moment) -> Decision:
 class SyncSchedule:
     """The steps at which processes agree on whether to save; the same on all of them."""
 
-    # Process 0 names the step of the next agreement from the pace of the loop, half-way to the moment at which a save
-    # would be due by time. After a save that depends on steps, they ask less and less often how it has ended.
+    # Process 0 predicts the step of the next agreement from the pace of the loop, half-way to the time at which a save
+    # would be due. After a save that depends on steps, the processes ask less and less often how it ended.
 
     def __init__(self, triggers: Sequence[SavePolicy]) -> None:
-        # The triggers that depend on the step alone.
-        self.certain = tuple(
+        self.certain = tuple(  # those that depend on the step alone
             trigger for trigger in triggers if trigger.interval_secs is None and not trigger.reads_metrics
         )
         self._counts_steps = any(not isinstance(trigger, Wanted) for trigger in self.certain)
@@ -165,7 +162,7 @@ class SyncSchedule:
         self._timed = tuple(trigger for trigger in triggers if trigger.interval_secs is not None)
         self._next: int | None = None
         self._outcome: tuple[int, int] | None = None  # the step at which to ask how the save ended, and the next gap
-        self._answer: tuple[int, Decision] | None = None
+        self.answers: Mapping[int, Decision] = {}  # the last agreement, by its step
         self._last: tuple[int, float] | None = None  # the step and the monotonic clock of the last agreement
 
     def asks(self, step: int, metrics: Mapping[str, Any] | None, previous: int | None) -> bool:
@@ -196,15 +193,12 @@ class SyncSchedule:
 
     def agreed(self, step: int, decision: Decision, following: int | None, *, ended: bool) -> None:
         self._next = following
-        self._answer = step, decision
+        self.answers = {step: decision}
         if ended:
             self._outcome = None
         elif self._outcome is not None and step >= self._outcome[0]:
             gap = self._outcome[1]
             self._outcome = step + gap, 4 * gap
-
-    def answer(self, step: int) -> Decision | None:
-        return self._answer[1] if self._answer is not None and self._answer[0] == step else None
 
 
 class StepPace:
@@ -237,7 +231,7 @@ class StepPace:
         if min(len(self._usual), len(during)) < self._FEWEST:
             return None
         usual = median(self._usual)  # here, and not when the save begins, as the loop does not wait for this
-        # Steps always vary. They count as slower only if three of four take longer than the median step without a save.
+        # Steps vary: they count as slower only if three of four take longer than the median step without a save.
         if during[len(during) // 4] <= usual:
             return 0.0
         return duration * (1 - usual / median(during))
@@ -246,8 +240,8 @@ class StepPace:
 class SaveDecisions:
     """Decides for one run, step by step; a save counts from its beginning, and not at all if it fails."""
 
-    # The loop may continue while a save is written. Steps and time count from the save before a failed one, so that the
-    # next step is due. Several processes take that from process 0, because they may notice it at different steps.
+    # The loop may continue while a save is written. If the save fails, steps and time count from the one before it, so
+    # that the next step is due. Processes may notice it at different steps, so process 0 reports it to the others.
 
     def __init__(
         self, triggers: Sequence[SavePolicy], clock: Clock, processes: ProcessGroup, previous: int | None
@@ -258,8 +252,8 @@ class SaveDecisions:
         self._schedule = SyncSchedule(triggers)
         self.pace = StepPace()
         self._saves = 0  # how many saves have begun
-        # The step of the last save or restore, and the monotonic clock at the last save. Pairs are replaced whole: a
-        # background save that fails does so on its own thread.
+        # The step of the last save or restore, and the monotonic clock at the last save; replaced as a whole, because a
+        # background save fails on its own thread.
         self._last: tuple[int | None, float] = (previous, clock.monotonic())
         self._before = self._last
         self._failed: bool | None = False  # whether the last save failed; None while it is under way
@@ -299,9 +293,8 @@ class SaveDecisions:
             return decide(self._triggers, moment)
         if self._schedule.asks(step, metrics, previous):
             return self._agree(moment)
-        decision = decide(self._schedule.certain, moment)
-        answer = self._schedule.answer(step)  # None if nothing was agreed at this step
-        return answer if answer is not None and answer.save and not saved else decision
+        answer = self._schedule.answers.get(step)
+        return answer if answer and not saved else decide(self._schedule.certain, moment)
 
     def _starts_at(self, step: int) -> None:
         """Let the run begin at the first step that is asked about or saved."""
@@ -331,7 +324,7 @@ class SaveDecisions:
 class AbandonedSteps:
     """The later steps of a run that resumed from an earlier one, until it has replaced or passed them."""
 
-    # Only the memory of this run holds them: another run cannot tell which steps belong together, hence the warning.
+    # They are only in the memory of this run: another run cannot know which steps belong together, hence the warning.
 
     def __init__(self, directory: Location, *, warns: bool) -> None:
         self._directory = directory

@@ -169,7 +169,6 @@ class RunDirectory(StepIndex):
         self.last_saved: int | None = None  # the step that this run saved last
         self._clock = clock
         self._rules = retention_rules(options)
-        self._reads_metrics = options.best_fn is not None or options.keep_checkpoints_without_metrics
         self._writes = writes  # on process 0; the others follow in memory
         self._warned = False  # whether the warning was given that no checkpoint has the metric of best_fn
         self._copied: set[int] = set()  # steps that are being copied elsewhere
@@ -314,7 +313,7 @@ class RunDirectory(StepIndex):
                     self._unswept.add(location)
                 return
             if not sweep(location, lock=lock if marked else None) and location.is_local:
-                # An earlier run may have made the folder and been killed before it locked it. The file system sets both
+                # An earlier run may have been killed between making and locking the folder. The file system sets both
                 # times; another program may be about to fill a folder that is newer than this run.
                 with contextlib.suppress(OSError):  # usually because it is not empty
                     if os.lstat(location).st_mtime_ns <= os.stat(self.location / OWNER).st_mtime_ns:
@@ -323,7 +322,7 @@ class RunDirectory(StepIndex):
             if isinstance(error, StorageUnavailableError) or (raises and isinstance(error, StorageFullError)):
                 raise
             moved = ""
-            # No save that is alive has a marker that is no regular file, and a marker that was taken over is of none.
+            # The marker of a live save is a regular file that cannot be taken over.
             if location.is_local and is_strange(error):
                 with contextlib.suppress(StorageError):
                     moved = "" if has_record(location) else f", but moved to {self._set_aside(location)}"
@@ -334,7 +333,7 @@ class RunDirectory(StepIndex):
     def change(self, step: int, *, pinned: bool | None = None, metrics: Mapping[str, Any] | None = None) -> None:
         with self._changing:
             record = self.record(step) if self._writes else self.stored_record(step)
-            # What other programs have added becomes a part of the record, or it would count as later than ``metrics``.
+            # Metrics of other programs become a part of the record, or they would count as later than ``metrics``.
             folder = self.step_location(step).name
             added = self._late.files_of(folder)
             record = with_late(record, self._late.of(folder))
@@ -429,7 +428,7 @@ class RunDirectory(StepIndex):
 
     def collect(self) -> None:
         """Delete the steps that no rule keeps. A failure is logged; the next call tries again."""
-        if self._reads_metrics:
+        if self._options.best_fn is not None or self._options.keep_checkpoints_without_metrics:
             self.add_late_metrics()
         if any(isinstance(rule, KeepAll) for rule in self._rules):
             return

@@ -1,8 +1,7 @@
 """The events of a run, in the file ``events.jsonl`` of its directory.
 
-People, reports and supervisors read the events, and the interval between saves is learned from them where a program
-asks for that. Nothing else depends on them: a file that cannot be written or read is no error, readers skip a line that
-a crash cut off, and object stores have no such file.
+Users, reports and supervisors read the events, and ``save_interval_secs="auto"`` learns from them. Nothing else depends
+on them: a file that cannot be written or read is no error, readers skip incomplete lines, and object stores have none.
 """
 
 from __future__ import annotations
@@ -56,17 +55,16 @@ class RunEvents:
         self._observer = observer
         self._run = os.urandom(6).hex()
         self._file = directory.path / EVENTS if process == 0 and directory.is_local else None
-        self._began = False
         self._has_ended = False  # whether the program has noted how training ended
         self._logged = False
-        self._early: list[dict[str, Any]] = []  # events from before the run owned its directory
+        self._early: list[dict[str, Any]] | None = []  # events so far, until the run owns its directory
         self._listeners: list[Callable[[dict[str, Any]], None]] = []
 
     def add_listener(self, listener: Callable[[dict[str, Any]], object]) -> None:
         """Call a function with every event, such as one that passes it to a logger.
 
         It is called on the thread on which the event occurs: ``saved`` comes from the thread that saves in the
-        background. Where several processes save, only process 0 has events. An error of the listener is logged, the
+        background. If several processes save, only process 0 has events. An error of the listener is logged, the
         first one as a warning, and stops nothing.
 
         Args:
@@ -92,8 +90,7 @@ class RunEvents:
         if self._file is not None:
             with self._only_logged():
                 _cut_torn_line(self._file)
-        early, self._early = self._early, []
-        self._began = True
+        early, self._early = self._early or [], None
         pid = os.getpid()
         self.write("started", newest=newest, pid=pid, host=os.uname().nodename, program=f"{_PROGRAM}.{pid}")
         for event in early:
@@ -103,14 +100,14 @@ class RunEvents:
         """Append an event; never raises."""
         self._has_ended |= event in ("finished", "preempted", "failed")
         line = {"event": event, "time": self._clock.now(), "run": self._run, **facts}
-        if self._began:
+        if self._early is None:
             self._append(line)
         else:
             self._early = [*self._early, line][-_EARLY:]
 
     def end(self, step: int | None, error: BaseException | None) -> None:
         """Note that the manager is closed, unless a callback reports the end in more detail."""
-        if not self._began or self.has_callback or self._has_ended:
+        if self._early is not None or self.has_callback or self._has_ended:
             return
         status = error.code if isinstance(error, SystemExit) else None
         if error is None or (isinstance(error, SystemExit) and status in (None, 0)):

@@ -233,7 +233,7 @@ class Experience:
         This is the most probable rate given the events of the run.
         """
         days, variance = self.ran / DAY, _SPREAD**2
-        # The logarithm of the rate, where the derivative of the logarithm of its probability is zero.
+        # Bisect for the logarithm of the rate at which the derivative of the log-probability is zero.
         low, high = -variance * days, min(variance * self.failures, _MOST_FREQUENT)
         for _ in range(100):
             middle = (low + high) / 2
@@ -257,11 +257,11 @@ class Experience:
         """Return the interval within bounds that loses least, in seconds; the least one before the first save."""
         if (cost := self.cost) is None:
             return least
-        # A save that comes earlier only waits until the one before it is durable.
+        # An earlier save would only wait until the previous one is durable.
         return min(max(least, self.durable, math.sqrt(2 * cost * self.between_failures)), greatest)
 
     def loss(self, interval: float) -> Loss:
-        # A save waits until the one before it is durable.
+        # A save waits until the previous one is durable.
         waits = max(0.0, self.durable - interval)
         between = interval + waits
         lost = between / 2 + self.durable + self.comeback
@@ -306,7 +306,7 @@ class Experience:
         if start is None:
             before = self._current
             if before is not None and not before.word:
-                # A program that still runs has only made another manager, as cells of a notebook do.
+                # A program that is still running has only made another manager, as notebooks do.
                 lives = program is not None and program == before.program
                 self._fail(before, None, counts=not lives)
                 before.word = "closed" if lives else "lost"
@@ -324,7 +324,7 @@ class Experience:
         blocked, total = number_in_event(event.get("blocked_seconds")), number_in_event(event.get("total_seconds"))
         if blocked is None or total is None:
             return
-        # Both count from the call, which first waits for the save before it to be durable.
+        # Both count from the call, which first waits until the previous save is durable.
         waited = 0.0 if start.saved is None else min(blocked, max(0.0, start.saved - (when - total)))
         self._costs.append(blocked - waited + (number_in_event(event.get("slowed_seconds")) or 0.0))
         self._totals.append(max(0.0, total - waited))
@@ -351,7 +351,7 @@ class LearnedInterval(SavePolicy):
     least: float
     greatest: float
     experience: Experience = field(default_factory=Experience, compare=False, repr=False)
-    # The current trigger. Events arrive on the thread that saves, and replace it as a whole.
+    # The current trigger; replaced as a whole, because events arrive on the thread that saves.
     _now: Every = field(init=False, compare=False, repr=False)
     _told: float | None = field(default=None, init=False, compare=False, repr=False)
 

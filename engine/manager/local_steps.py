@@ -181,8 +181,7 @@ class LocalHosts:
         self.program = _Program(**{**program, "hosts": hosts, "branches": branches})
         self.host = next(number for number, host in enumerate(hosts) if host.name == name)
         self.leads = hosts[self.host].leader == self._processes.index  # whether it serves and copies for its host
-        # The hosts that keep copies of the files of this one.
-        self.copies = neighbours([host.domain for host in hosts], local.copies)[self.host]
+        self.copies = neighbours([host.domain for host in hosts], local.copies)[self.host]  # hosts with our copies
         if len(hosts) == 1 and local.copies and self._processes.is_primary:
             _logger.warning(
                 "%s: all processes are on one host, so that local steps have no copies: they survive the end of the "
@@ -239,7 +238,7 @@ class LocalHosts:
         return f"{run}.{self._path_digest()}" if run and _TOKEN.fullmatch(run) else None
 
     def _path_digest(self) -> str:
-        # A copy of a directory has the identity of the original, and is another run; so is another prefix.
+        # A copy of a directory has the identity of the original but is another run; so is another step_prefix.
         first = self._run.step_location(0).url
         return hashlib.blake2b(first.encode("utf-8", "surrogateescape"), digest_size=4).hexdigest()
 
@@ -452,7 +451,7 @@ class LocalHosts:
 
     def make_folder(self, rendezvous: Rendezvous | None) -> Location | None:
         """Make the folder of the run on all hosts; raise StorageError on all processes if one cannot."""
-        # A process that has failed before takes no part in this, so it belongs to the local save, which that one knows.
+        # A process that failed earlier takes no part: the rendezvous is the one of the local save, which it has left.
         timeout = self._processes.timeout
         name = self._folder_name() if self._processes.is_primary else None
         if rendezvous is not None:

@@ -1,9 +1,9 @@
 """Local steps: saves into the memory or on the disk of each host, with copies on other hosts.
 
 A local step is a checkpoint whose files are divided among the hosts. In the folder of a run, ``<url>/<run>``, a host
-has ``own/<folder>``, what its processes have written, and ``copies/<folder>``, what the hosts whose copies it keeps
-have sent. Process 0 merges the index as in any save, so that its host and the hosts with its copies have the index and
-the commit record. The record is written when all files and copies are in place, and then older steps are removed.
+has ``own/<folder>`` with the files of its own processes, and ``copies/<folder>`` with those of the hosts whose copies
+it keeps. Process 0 merges the index as in any save, so that its host and the hosts with its copies have the index and
+the commit record. The record is written when all files and copies are in place; then older steps are removed.
 `local_steps` finds the newest step again.
 """
 
@@ -57,9 +57,9 @@ class LocalTier(StepPlace):
 
     shown = "the local places of the hosts"
 
-    # The thread of the program decides the history: it changes at a restore before the first step, and when the step
-    # of the program shows that it has gone back. A save takes the history when it begins, and process 0 notes it right
-    # before the commit. Until then, the steps of a branch that was left count.
+    # The program's thread changes the history: at a restore before the first step, and when a step shows that the
+    # program went back. A save uses the history of its beginning, and process 0 stores it right before the commit.
+    # Until then, the steps of an abandoned branch count.
 
     def __init__(self, options: Local, run: Run) -> None:
         self.url, self._options = options.url, options
@@ -129,7 +129,7 @@ class LocalTier(StepPlace):
 
     def _see(self, step: int, *, again: bool = False) -> None:
         """Take a step of the program; change the history if the run went back, or saves a step ``again``."""
-        # The steps are the same on all processes, and decide which local saves are due; a restore may be of one only.
+        # All processes see the same steps, which decide when local saves are due; a restore may be of one process.
         last, self._seen = self._seen, step
         restored, self._restored = self._restored, None
         if last is None or step > last:
@@ -145,7 +145,7 @@ class LocalTier(StepPlace):
             self._previous = None if self._previous is None else min(self._previous, step - 1)
         if restored is not None:
             number, is_local = restored
-            # A step of the directory is whole, so that no local step before it is needed any more.
+            # A step of the directory is whole: no local step before it is needed any more.
             self._continue_after(min(number, step - 1), self._history.branches if is_local else ())
         elif step <= self._newest:
             self._continue_after(step - 1, self._history.branches)
@@ -190,7 +190,7 @@ class LocalTier(StepPlace):
             self._steps.borrowed = {other: stored for other, stored in self._steps.borrowed.items() if other < step}
             before, last = self._history, self._seen
             self._see(step, again=True)
-            # If the step is saved once more, the local one counts until the commit, and then the one in the directory.
+            # If a step is saved again, the local one counts until the commit, and from then on the directory's.
             self._saving = before if step == last else self._history, self._history
         elif point == "commit":
             self.note(self._saving[0])

@@ -426,7 +426,7 @@ class CheckpointManager(ExplainsNames):
         try:
             saved = self._saves.save(content, force, reason)
         except BaseException as error:
-            # An error of the save before, in the background, is not about this step.
+            # An error of the previous background save is not about this step.
             if isinstance(error, SaveFailedError) and not missed_a_process(error.__cause__):
                 self._save_locally(content)
             elif self._local is not None:
@@ -634,7 +634,7 @@ class CheckpointManager(ExplainsNames):
 
 def note_resume(manager: CheckpointManager, step: int) -> list[int]:
     """Note that the run resumes from a step, warn of the later steps at once, and return them in ascending order."""
-    # A restore notes it, and leaves the warning to the next save, as the caller may only inspect the step.
+    # A restore leaves the warning to the next save, as its caller may only inspect the step.
     later = manager._restorer.resumes_from(valid_step(step))
     manager._abandoned.warn(later)
     return later

@@ -1,7 +1,7 @@
-"""Metrics of a step: one number out of all that a loop reports, which number is better, and the form to store.
+"""Metrics of a step: finding and comparing one of them, and the form in which they are stored.
 
-Metrics are a dictionary of numbers and of lists, arrays, dictionaries and other containers of them. Metrics of another
-type lie in a dictionary under the name ``""``, and come back as they were.
+Metrics are a dictionary of numbers, and of lists, arrays, dictionaries and other containers of them. Metrics of another
+type are stored in a dictionary under the name ``""``, and are returned unchanged.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def better(value: float, other: float, mode: Mode) -> bool:
 
 
 def _lookup(metrics: Mapping[str, Any], name: str) -> Any:
-    # A key may hold slashes itself, so every way of splitting the name is tried, longest key first.
+    # A key may contain slashes itself, so every way of splitting the name is tried, longest key first.
     if name in metrics:
         return metrics[name]
     cut = name.rfind("/")
@@ -194,7 +194,7 @@ class MetricWatch:
         names = list(_names(metrics or {}))
         if missing is None or any(value is not None for value in saved):
             self.ended = True
-        # A metric of evaluations, such as val_loss, may be missing for a while: loops evaluate seldom.
+        # An evaluation metric, such as val_loss, may be missing for a while: loops evaluate rarely.
         elif self._steps >= _PATIENCE or not _OF_EVALUATION.match(missing) or any(map(_OF_EVALUATION.match, names)):
             self.ended = True
             import difflib  # for an error only

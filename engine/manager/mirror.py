@@ -1,10 +1,10 @@
-"""The second place of a run's checkpoints: a thread copies committed steps there, and a run fetches them at its start.
+"""The mirror of a run: a thread copies committed steps to a second directory, and a new run fetches them from there.
 
-The mirror is a directory of steps like that of the run, with one writer, retention rules and commit protocol; only
-process 0 copies. The thread takes the newest step that is due by the mirror's interval; steps between are skipped if it
-falls behind. While it copies a step, the run does not delete it. While the run saves on the same machine, the thread
-nearly stops (``Throttle``), but not at the end of the run. Its errors are logged, once for each kind, and tried again
-with growing pauses; training never waits for it, except for a limited time when the run ends.
+The mirror has the same layout and commit protocol as the run's directory, one writer, and its own retention rules; only
+process 0 copies. The thread copies the newest step that is due, and skips earlier ones if it falls behind; the run does
+not delete a step that is being copied. While the run saves to the same machine, the thread nearly stops (``Throttle``),
+except at the end of the run. It logs its errors, once for each kind, and retries after growing pauses. Training never
+waits for it, except for a limited time at the end of the run.
 """
 
 from __future__ import annotations
@@ -136,8 +136,7 @@ class RunMirror(StepPlace):
         self._bandwidth = None if mirror.max_bandwidth is None else bytes_per_second(mirror.max_bandwidth)
         self._far: RunDirectory | None = None
         self._changes = False  # whether this run changes the mirror, or is about to: then only its thread reads it
-        # A listing of another thread must not undo what was deleted since it began.
-        self._looking = Lock(reentrant=True)
+        self._looking = Lock(reentrant=True)  # an older listing of another thread must not undo a deletion
         self._thread: Helper | None = None
         self.process = os.getpid()
         self._ending = threading.Event()  # set when nothing more may be committed

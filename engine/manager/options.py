@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from ..clock import Duration, Rate, bytes_per_second, seconds
 from ..errors import InvalidLocationError, OptionError, UnknownArgumentError
-from ..foreign_arguments import explains_arguments, explains_unknown_names, instead_of
+from ..foreign_arguments import explains_arguments, instead_of
 from ..storage import Place, as_location, hidden_address
 from .decisions import OnBest, SavePolicy
 from .intervals import Every, LearnedInterval, save_interval
@@ -99,14 +99,9 @@ def refuse_options(taker: str, unknown: Iterable[str], accepted: Collection[str]
         raise UnknownArgumentError(f"{taker}() got an unexpected keyword argument {name!r}{hint}")
 
 
-def explains_options(options: type[T]) -> type[T]:
-    """Decorate a dataclass of options so that its error about an unknown option gives the equivalent."""
-    return explains_unknown_names(options, refuse_options)
-
-
-def explains_its_options(function: F) -> F:
-    """Decorate a function that takes options so that its error about an unknown option gives the equivalent."""
-    return explains_arguments(function, refuse_options)
+def explains_options(taker: F) -> F:
+    """Decorate a class or function that takes options so that its error about an unknown one gives the equivalent."""
+    return explains_arguments(taker, refuse_options)
 
 
 @explains_options

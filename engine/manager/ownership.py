@@ -1,11 +1,11 @@
 """Who may write to a directory, and which run it belongs to.
 
-A second run is refused, and within one process the newer manager takes over. On a file system the owner holds a
+A second run is refused; within one process, the newer manager takes over. On a file system, the owner holds a
 :class:`~holdfast.engine.storage.FileLock`. Without locks (object stores, some network file systems), the newest owner
-leaves its token, and an older one sees it before it commits.
+writes its token, and an older one sees it before it commits.
 
-The identity of a run, which its directory and its mirror share, lies in ``options.json`` beside the retention rules. A
-directory without one gets one when a run acquires it.
+A run's directory and its mirror share the identity of the run, which ``options.json`` stores with the retention rules.
+A run gives an identity to a directory without one when it acquires it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Ownership:
     def __init__(self, directory: Location, clock: Clock, drain: Callable[[], None] | None = None) -> None:
         self._directory = directory
         self._clock = clock
-        # Waits until the owner has stopped writing, before a newer one in this process takes over; None does not wait.
+        # Called before a newer owner in this process takes over: it waits until this one has stopped writing.
         self._drain = None if drain is None else weakref.WeakMethod(drain)
         self._token = os.urandom(16).hex()
         self._lock = FileLock(directory / OWNER)
@@ -248,7 +248,7 @@ class LocalBranch(NamedTuple):
 
 
 _NAMES = ("run", "directory", "mirror", "local")  # fields of an identity that are text
-NO_LOCAL_STEPS = (LocalBranch("-", 0, -1),)  # the history of a run of which no local step counts any more
+NO_LOCAL_STEPS = (LocalBranch("-", 0, -1),)  # the history of a run whose local steps no longer count
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +260,7 @@ class RunIdentity:
     mirror: str | None = None  # in the run's directory: the URL of its mirror
     tombstones: Mapping[str, Tombstones] = field(default_factory=dict)  # by the series of the steps
     local: str | None = None  # in the run's directory: where its hosts keep local steps
-    # By the series, the last parts of the history that leads to the newest step; other local steps do not count.
+    # The last branches of the history that leads to the newest step, by series; other local steps do not count.
     branches: Mapping[str, tuple[LocalBranch, ...]] = field(default_factory=dict)
 
     def over(self, other: RunIdentity) -> RunIdentity:

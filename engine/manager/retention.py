@@ -1,6 +1,6 @@
-"""What to keep: the union of pure rules, each of which names the steps that it keeps, with reasons.
+"""Retention: the union of pure rules, each of which names the steps that it keeps, with reasons.
 
-Rules see the list of steps only, so a restart changes nothing, and the rules keep all of what they have kept. "Newest"
+Rules depend on the list of steps alone, so that a restart changes nothing and rules keep what they have kept. "Newest"
 always means the highest step, never the latest time: clocks differ and jump.
 """
 
@@ -195,7 +195,7 @@ def best(steps: Sequence[StepInfo], metric: Metric, mode: Mode = "max") -> int |
 
 def _ranked(steps: Sequence[StepInfo], metric: Metric, mode: Mode, n: int) -> list[tuple[int, float]]:
     sign = 1 if mode == "max" else -1
-    # In reverse, as the best steps are most often among the newest: nlargest is fast if it sees them first.
+    # In reverse, as the best steps are usually among the newest: nlargest is fast if it sees them first.
     ranks = ((sign * value, info.step) for info in reversed(steps) if (value := info.value(metric)) is not None)
     return [(step, sign * rank) for rank, step in heapq.nlargest(n, ranks)]
 

@@ -53,7 +53,7 @@ class SaveQueue:
             if self.run.options.save_on_best and callable(self.run.options.best_fn):
                 metrics = plain_containers(metrics)
         # A function of the metrics fetches them from the device: it is called only if a trigger calls it as well.
-        if self._watch is not None and (isinstance(self.run.options.best_fn, str) or self.run.options.save_on_best):
+        if isinstance(self.run.options.best_fn, str) or self.run.options.save_on_best:
             self.note_metrics(step, metrics)
         decision = self.decisions.decide(step, metrics, saved=self._is_saved(step), earlier=self._earlier())
         if decision.save and self.run.steps.is_stray(step):
@@ -125,12 +125,12 @@ class SaveQueue:
             rendezvous = self.run.processes.rendezvous("save")
             try:
                 with failing_together(rendezvous):
-                    # What fails on one process only comes after this, so that all can read the same steps.
+                    # Anything that may fail on one process only comes after this, so that all see the same steps.
                     self.run.notify("saving", step)
                     self.run.steps.ownership.check(at_once=True)
                     self.run.steps.make_room(step, replaces=replaces)
                     pending = PendingSave(content, reason or decision.reason)
-                    # A callback, which gives the reason, has called decide() before.
+                    # A callback, which gives a reason, has called decide() before.
                     if reason is None or not isinstance(self.run.options.best_fn, str):
                         self.note_metrics(step, pending.metrics)
                     values = self.items.to_save(content, left_out)
@@ -165,7 +165,6 @@ class SaveQueue:
             except BaseException as error:  # an interrupt, or the system has no more threads
                 if save.give_up(error):
                     self._ended(pending, failed=True)
-                    self.run.observer.reached("save_failed", step)
                 if earlier is not None:
                     error.add_note(str(earlier))
                 raise
@@ -185,7 +184,6 @@ class SaveQueue:
                 record, report = save.commit(None if items is None else self._record(pending, items))
         except BaseException as error:
             self._ended(pending, failed=True)
-            self.run.observer.reached("save_failed", step)
             self.run.events.write("save_failed", step=step, error=described(error))
             raise
         slowed = self.decisions.pace.slowed(report.total_seconds - report.blocked_seconds)
@@ -234,6 +232,8 @@ class SaveQueue:
         self.decisions.save_ended(failed=failed)
         self._pending = None
         pending.close()
+        if failed:
+            self.run.observer.reached("save_failed", pending.step)
 
     # ---- changes of what was saved
 
