@@ -392,45 +392,43 @@ def skip_to(
     generators: Sequence[Any] = (),
     state: tuple[Callable[[], Any], Callable[[Any], object]] | None = None,
 ) -> SkippedLoader:
-    """Return the batches of a plain loader from one of them on, as an iterator whose position can be saved.
+    """Return an endless iterator over the batches of a plain loader, epoch after epoch, whose position can be saved.
 
-    The loader starts again in each epoch, without end. A resume skips whole epochs at once if the loader has a
-    length, and draws the earlier batches of its epoch again. So each epoch must give the same batches when it is begun
-    again, which holds if their order depends on nothing but
+    A resume skips whole epochs at once if the loader has a length, and draws the earlier batches of its epoch again. So
+    each epoch must give the same batches again, which holds if their order depends on nothing but
 
     - the epoch: ``set_epoch(epoch)`` of the loader or its sampler, such as torch's ``DistributedSampler``, is called;
-    - random generators, as they are when an epoch begins: the global ones of Python, numpy and torch, and those in the
-      attribute ``generator`` of the loader, its ``sampler`` and ``batch_sampler.sampler`` are known. Hand over all
-      others, such as a transform's, in ``generators``;
-    - what ``state`` returns when an epoch begins, such as a count of epochs or a key of jax.
+    - the states of random generators when the epoch begins: of the global ones of Python, numpy and torch, and of the
+      attribute ``generator`` of the loader, its ``sampler`` and ``batch_sampler.sampler``. Hand over all others, such
+      as a transform's, in ``generators``;
+    - the value that ``state`` returns when the epoch begins, such as a count of epochs or a jax key.
 
     A warning says if the last batch before a stop differs when it is drawn again. With ``global_batch_size``, the
     position depends on the epoch alone.
 
     Args:
-        loader: What ``for batch in loader`` goes through: a ``DataLoader``, a list, an object with ``__iter__``.
-        n: How many batches to skip, over all epochs: the number of those that a run has taken.
+        loader: An iterable of batches, such as a ``DataLoader``, a list, or an object with ``__iter__``.
+        n: How many batches to skip, over all epochs: the number that a run has taken.
         global_batch_size: The number of samples that all processes together take in a step. It declares that the
-            processes divide one order among them, each step the next samples of it, as torch's ``DistributedSampler``
-            does: the position counts samples of this order, and belongs to any number of processes. The loader of each
-            process has batches of ``global_batch_size`` divided by the number of processes. With ``drop_last``, give
-            it to the sampler and to the loader. The last samples of an epoch are those that the sampler makes of them:
-            torch's repeats some, or with ``drop_last`` leaves some out, if the processes do not divide the epoch.
+            processes divide one order, and take its next samples at each step, as with torch's ``DistributedSampler``:
+            the position counts samples of this order, and is valid for any number of processes. The loader of each
+            process has batches of ``global_batch_size`` divided by the number of processes. Give ``drop_last`` to both
+            sampler and loader. If the processes do not divide the epoch, the sampler decides about its last samples:
+            torch's repeats some, or with ``drop_last`` leaves some out.
         generators: The generators of Python, numpy and torch from which the loader draws, in this process. Their states
             at the start of the epoch are saved, and restored before the earlier batches are drawn again. Hand over the
             same ones in the same order when the run is resumed.
-        state: Two functions, ``get`` and ``set``. ``get()`` is called when an epoch begins, and returns what its order
-            depends on: plain data, arrays and tensors, which are saved. ``set(value)`` is called in a resume before the
-            earlier batches are drawn again.
+        state: Two functions, ``get`` and ``set``. ``get()`` is called when an epoch begins, and returns the values on
+            which its order depends: plain data, arrays and tensors. A resume calls ``set(value)`` before it draws the
+            earlier batches again.
 
     Returns:
-        The iterator. It has ``get_state`` and ``set_state``, so that callbacks and ``holdfast.graph`` save and restore
-        it as any other.
+        The iterator. Callbacks and ``holdfast.graph`` save and restore it by its ``get_state`` and ``set_state``.
 
     Raises:
         OptionError: The loader is an iterator, which cannot be restarted; or its batches are not the share of one
-            process in ``global_batch_size``; or ``generators`` has something else than generators with a state; or
-            ``state`` is no pair of functions; or one of these, or a loader that shuffles by a random generator, is
+            process in ``global_batch_size``; or ``generators`` has an object that is no generator with a state; or
+            ``state`` is no pair of functions; or one of these, or a loader that shuffles with a random generator, is
             given with ``global_batch_size``.
 
     >>> batches = skip_to(["a", "b", "c"], 4)

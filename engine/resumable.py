@@ -177,33 +177,33 @@ def resumable(
                     step += 1
                     checkpoint.on_step(step, state, data=loader)
 
-    The first ``for`` after a resume gives the batches that are left of the epoch: none if the save came with its last
-    batch, so that the code after the inner loop runs. A ``for`` after a ``break`` begins a new epoch. When the callback
-    has stopped the run, the loader gives no more batches, and no step is saved any more.
+    The first ``for`` after a resume gives the remaining batches of the epoch. There are none if the save came with its
+    last batch: then the code after the inner loop runs. A ``for`` after a ``break`` begins a new epoch. When the
+    callback has stopped the run, the loader gives no more batches, and no more steps are saved.
 
-    A resume draws the earlier batches of its epoch again, as :func:`skip_to` does, which says what the order of an
-    epoch may depend on. But the program calls ``set_epoch`` itself, before the ``for``. Each of several processes has
-    its own place.
+    A resume draws the earlier batches of its epoch again, as :func:`skip_to` does; see there what the order of an epoch
+    may depend on. But the program calls ``set_epoch`` itself, before the ``for``. Each of several processes has its own
+    position.
 
     Args:
-        loader: What ``for batch in loader`` goes through: a ``DataLoader``, a list, an array, a dataset of Grain or
-            Hugging Face, an object with ``__iter__``.
+        loader: An iterable of batches, such as a ``DataLoader``, a list, an array, a dataset of Grain or Hugging Face,
+            or an object with ``__iter__``.
         batches_per_epoch: The number of batches after which each ``for`` ends, for loops that always ``break`` then;
-            None goes on to the end of the loader.
+            None continues to the end of the loader.
         generators: Other generators of Python, numpy and torch from which the loader draws, as for :func:`skip_to`.
-        state: Two functions, ``get`` and ``set``, for what else the order of an epoch depends on, as there.
-        redraw: ``"indices"`` is your word that an item depends on its index alone: neither the dataset nor its workers
-            draw random numbers. A resume then advances the sampler of a ``DataLoader``, loads no earlier item, and
-            compares no batch. ``"batches"`` loads them.
+        state: Two functions, ``get`` and ``set``, for other values that the order depends on, as for :func:`skip_to`.
+        redraw: ``"indices"`` declares that an item depends on its index alone: neither the dataset nor its workers draw
+            random numbers. A resume then advances the sampler of a ``DataLoader``, loads no earlier item, and compares
+            no batch. ``"batches"`` loads them.
 
     Returns:
         The loader. Its attribute ``epoch`` is the number of epochs whose ``for`` has ended, ``batch`` the number of
-        batches taken in this one, and ``len`` the number in a whole epoch; other attributes are ``loader``'s. It has
-        ``get_state`` and ``set_state``, so that callbacks and ``holdfast.graph`` save and restore it.
+        batches taken in this one, and ``len`` the number in a whole epoch; other attributes are those of ``loader``.
+        Callbacks and ``holdfast.graph`` save and restore it by its ``get_state`` and ``set_state``.
 
     Raises:
         OptionError: The loader is an iterator, which cannot be restarted, or counts its epochs itself, as loaders of
-            Fabric and Accelerate do; or an argument is invalid; or ``redraw="indices"`` is asked for without indices.
+            Fabric and Accelerate do; or an argument is invalid, or ``redraw="indices"`` is given without indices.
 
     >>> loader = resumable(["a", "b", "c"])
     >>> [(loader.epoch, loader.batch, letter) for _ in range(2) for letter in loader][2:4]

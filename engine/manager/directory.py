@@ -107,8 +107,8 @@ def record_metrics(
 ) -> None:
     """Add metrics to a step from outside the run that writes it, such as from a separate evaluation.
 
-    The run may be alive, and save, rank and delete steps meanwhile: this call changes nothing that it writes. It sees
-    the metrics before it deletes the next steps, and ``best_step``, ``metrics`` and ``holdfast ls`` see them at once.
+    The run may be alive, and save, rank and delete steps meanwhile: this call changes none of its files. The run sees
+    the metrics before it deletes the next steps; ``best_step``, ``metrics`` and ``holdfast ls`` see them at once.
 
     Args:
         directory: The directory of the run: a path or a URL.
@@ -118,8 +118,8 @@ def record_metrics(
         clock: Where the time comes from, which orders metrics of the same name.
 
     Raises:
-        CheckpointNotFoundError: There is no such step, or the run has deleted or replaced it meanwhile; then the
-            metrics belong to nothing, and are not kept.
+        CheckpointNotFoundError: There is no such step, or the run deleted or replaced it meanwhile; then the metrics
+            are not kept.
         DamagedCheckpointError: The step is damaged.
         OptionError: The metrics are not numbers.
 

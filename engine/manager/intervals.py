@@ -99,12 +99,8 @@ class Every(SavePolicy, KeepPolicy):
     def _at_multiples(self, ordered: Sequence[StepInfo]) -> dict[int, str]:
         """Return step 0, and the first step at or past each multiple."""
         assert self.steps is not None
-        kept: dict[int, str] = {}
-        passed = 0  # how many multiples the last kept step has passed; no step passes 0, where runs begin
-        for info in ordered:
-            if info.step // self.steps > passed or info.step == 0:
-                kept[info.step], passed = self._why, info.step // self.steps
-        return kept
+        first = {info.step // self.steps: info.step for info in reversed(ordered)}  # by the multiples passed
+        return {step: self._why for passed, step in sorted(first.items()) if passed or step == 0}
 
     def _apart(self, ordered: Sequence[StepInfo]) -> dict[int, str]:
         """Return the lowest step, and each that was committed some seconds or more after the last of them."""

@@ -22,7 +22,7 @@ from ..clock import seconds
 from ..distributed import Rendezvous, missed_a_process
 from ..errors import OwnershipError, PeerFailedError, StorageError
 from ..forks import Lock
-from ..format import RECORD, CheckpointRecord
+from ..format import RECORD
 from ..storage import Buffer, Location, parallel_map
 from .events import described
 from .intervals import passes
@@ -35,9 +35,6 @@ from .places import Point, StepPlace
 from .run import Run, failing_together
 
 _logger = logging.getLogger("holdfast")
-
-OnCommit = Callable[[Location, CheckpointRecord], None]
-"""Called with the place and the record of a step, on the thread that saves, once it is committed."""
 
 _KEPT = 2  # local steps
 _BRANCHES = 8  # more than there are parts of the history with one of the kept steps
@@ -226,7 +223,6 @@ class LocalTier(StepPlace):
         self,
         content: StepContent,
         due_items: Callable[[StepContent], Mapping[str, ItemToSave]],
-        committed: OnCommit | None,
     ) -> bool:
         """Save a step if that is due; return whether it was. It is written and copied in the background."""
         began, step = time.perf_counter(), content.step
@@ -256,7 +252,7 @@ class LocalTier(StepPlace):
                 timeout=self._processes.timeout,
                 shared=False,
             )
-            complete = partial(self._complete, save, pending, space, folder, self._history, rendezvous, committed)
+            complete = partial(self._complete, save, pending, space, folder, self._history, rendezvous)
             try:
                 if save.in_background:
                     self._background.start(complete, what=f"the local step {step}", step=step)
@@ -303,7 +299,6 @@ class LocalTier(StepPlace):
         folder: str,
         history: LocalHistory,
         rendezvous: Rendezvous | None,
-        committed: OnCommit | None,
         awaited: threading.Event | None = None,
     ) -> None:
         step, timeout = pending.step, self._processes.timeout
@@ -330,8 +325,7 @@ class LocalTier(StepPlace):
             with self._noting:
                 before = list(_on_line(self._kept, history).items())
                 self._keep(dict([*before[-(_KEPT - 1) :], (folder, step)]))
-            if committed is not None:
-                committed(self.place_of(step), record)
+            self._run.committed(self.place_of(step), record)
             if self._hosts.leads:
                 self._remove_uncounted(space, folder)
         except Exception as error:  # training continues, and its steps are in the directory

@@ -66,14 +66,13 @@ def _lookup(metrics: Mapping[str, Any], name: str) -> Any:
     # A key may contain slashes itself, so every way of splitting the name is tried, longest key first.
     if name in metrics:
         return metrics[name]
-    cut = name.rfind("/")
-    while cut >= 0:
-        inner = metrics.get(name[:cut])
+    parts = name.split("/")
+    for count in reversed(range(1, len(parts))):
+        inner = metrics.get("/".join(parts[:count]))
         if isinstance(inner, Mapping) or (inner := _entries(inner)):
-            value = _lookup(inner, name[cut + 1 :])
+            value = _lookup(inner, "/".join(parts[count:]))
             if value is not _ABSENT:
                 return value
-        cut = name.rfind("/", 0, cut)
     return _ABSENT
 
 

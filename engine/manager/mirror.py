@@ -345,12 +345,12 @@ class RunMirror(StepPlace):
         there, folder = self.status().step, self._run.step_location(step)
         newest = "there is no step" if there is None else f"the newest is step {there}"
         why = f" ({self._error})" if self._error else ""
-        text = (
+        _logger.warning(
+            "%s",
             f"step {step} is in {folder}, and not in the mirror {self.location}, where {newest}{why}: "
             f"{self._bytes_left()} of its {record.nbytes} bytes are missing there. Run the same program again in this "
-            f"directory, or copy it: holdfast cp {folder} {self.location / folder.name}"
+            f"directory, or copy it: holdfast cp {folder} {self.location / folder.name}",
         )
-        _logger.warning("%s", text)
 
     # ---- the thread
 
@@ -363,7 +363,7 @@ class RunMirror(StepPlace):
         while not self._ending.is_set():
             final = self._wait(pause)
             try:
-                self._round(final)
+                self._round()
             except _Obsolete:
                 self._due = True
                 continue
@@ -411,17 +411,17 @@ class RunMirror(StepPlace):
         if self._ending.is_set() or not is_last or not self._run.has_copy(copying.record):
             raise _Obsolete
 
-    def _round(self, final: bool) -> None:
+    def _round(self) -> None:
         far = self._acquire()
         while True:
             self._delete_covered(far)  # before a step that was deleted meanwhile, and saved again, is copied
             self._follow(far)
-            if (record := self._next(far, final or self._final)) is None:
+            if (record := self._next(far)) is None:
                 break
             before = max((step for step in far.steps() if step < _step_of(record)), default=-1)
             self._copy(far, record)
             self._refresh(self._run.known_record(before))
-        if final or self._final:
+        if self._final:
             self._refresh(self._newest())
 
     def _delete_covered(self, far: RunDirectory) -> None:
@@ -434,14 +434,14 @@ class RunMirror(StepPlace):
         self._run.clear_tombstones(tombstones)
         self._changed()
 
-    def _next(self, far: RunDirectory, final: bool) -> CheckpointRecord | None:
+    def _next(self, far: RunDirectory) -> CheckpointRecord | None:
         """Return the newest step if it is due and the mirror lacks it."""
         record = self._lacking()
         if record is None or record.fingerprint in self._refused:
             return None
         step = _step_of(record)
         before = max((earlier for earlier in far.steps() if earlier < step), default=None)
-        if final or before is None or step in far.steps_and_damaged():
+        if self._final or before is None or step in far.steps_and_damaged():
             return record
         moment = Moment(step=step, previous=before, now=record.time, last=far.record(before).time)
         return record if decide(self._triggers, moment) else None

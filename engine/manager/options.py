@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from ..clock import Duration, Rate, bytes_per_second, seconds
 from ..errors import InvalidLocationError, OptionError, UnknownArgumentError
 from ..foreign_arguments import explains_arguments, instead_of
-from ..storage import Place, as_location, hidden_address
+from ..storage import Location, Place, as_location, hidden_address
 from .decisions import OnBest, SavePolicy
 from .intervals import Every, LearnedInterval, save_interval
 from .metrics import metric_name
@@ -43,6 +43,13 @@ BestMode = Literal["max", "min"]
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _location(url: Place, shown: str) -> Location:
+    try:
+        return as_location(url)
+    except InvalidLocationError as error:
+        raise OptionError(f"{shown.format(hidden_address(str(url)))}: {error}") from error
 
 
 def limits(least: int, greatest: int | None = None) -> dict[str, Any]:
@@ -140,10 +147,7 @@ class Mirror:
     wait_secs: Duration = "10m"
 
     def __post_init__(self) -> None:
-        try:
-            as_location(self.url)
-        except InvalidLocationError as error:
-            raise OptionError(f"mirror={hidden_address(str(self.url))!r}: {error}") from error
+        _location(self.url, "mirror={!r}")
         _check_limits(self)
         if self.max_bandwidth is not None:
             bytes_per_second(self.max_bandwidth, name="max_bandwidth")
@@ -184,11 +188,7 @@ class Local:
     address: str | None = None
 
     def __post_init__(self) -> None:
-        try:
-            location = as_location(self.url)
-        except InvalidLocationError as error:
-            raise OptionError(f"Local({hidden_address(str(self.url))!r}): {error}") from error
-        if not location.is_local:
+        if not _location(self.url, "Local({!r})").is_local:
             raise OptionError(
                 f"Local({self.url!r}): this is not a path of a host; local steps lie in its memory or on its disk, "
                 "such as in /dev/shm/holdfast. For a second place that all hosts share, use mirror="

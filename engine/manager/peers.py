@@ -117,24 +117,21 @@ class PeerServer:
             self._strangers.release()
 
     def _answer(self, connection: socket.socket, asked: Mapping[str, Any]) -> None:
-        if asked.get("do") == "write":
-            size = int(asked["size"])
-            pieces = _pieces(connection, size)
-            try:
-                self._store(self._place(asked), size, pieces)
-            except (OSError, StorageError, ValueError) as error:
-                for _ in pieces:  # the peer reads an answer only after it has sent everything
-                    pass
-                _send(connection, _failure(error))
-            else:
-                _send(connection, {"size": size})
-            return
+        writes = asked.get("do") == "write"
+        size = int(asked["size"]) if writes else 0
+        pieces = _pieces(connection, size)
         try:
+            if writes:
+                self._store(self._place(asked), size, pieces)
+                _send(connection, {"size": size})
+                return
             with _opened(self._place(asked), os.O_RDONLY) as descriptor:
                 for part in _read(descriptor, int(asked["offset"]), int(asked["length"])):
                     _send(connection, {}, part)
-        except (OSError, StorageError, DamagedCheckpointError, ValueError) as error:
-            _send(connection, _failure(error))
+        except (OSError, ValueError) as error:
+            for _ in pieces:  # the peer reads an answer only after it has sent everything
+                pass
+            _send(connection, {"error": str(error)[:4000] or type(error).__name__})
 
     def _place(self, asked: Mapping[str, Any]) -> str:
         """Return the path of a requested file; raise ValueError unless it is below the root."""
@@ -376,7 +373,3 @@ def _read(descriptor: int, offset: int, length: int) -> Iterator[bytes]:
             raise DamagedCheckpointError(f"the file ends at byte {offset}, before byte {end}")
         yield part
         offset += len(part)
-
-
-def _failure(error: Exception) -> dict[str, Any]:
-    return {"error": str(error)[:4000] or type(error).__name__}

@@ -12,6 +12,7 @@ from ..clock import Clock, seconds
 from ..distributed import ProcessGroup, Rendezvous
 from ..errors import StateError
 from ..forks import Lock
+from ..format import CheckpointRecord
 from ..observer import Observer
 from ..storage import Location, as_location
 from .directory import RunDirectory, check_json
@@ -60,6 +61,8 @@ class Run:
             self.steps.ownership.check_usable()
         self.changing = Lock(reentrant=True)  # of the thread that begins a save, or takes ownership
         self.learned: LearnedInterval | None = None  # on process 0, the trigger that learns the interval between saves
+        # Called with the folder and the record of each committed step, also local ones, on the thread that saves.
+        self.committed: Callable[[Location, CheckpointRecord], object] = lambda *_: None
         self._metadata = check_json("metadata", metadata)
         self._compared = False  # whether the processes have compared their options
         self._acquired = False

@@ -7,7 +7,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,6 @@ from ..checkpoint import ItemToSave, Save
 from ..errors import SaveFailedError
 from ..format import CheckpointRecord, ItemRecord
 from ..steps import LEFT_BEHIND
-from ..storage import Location
 from .decisions import AbandonedSteps, Decision, SaveDecisions
 from .events import described, few
 from .intervals import passes
@@ -36,7 +35,6 @@ class SaveQueue:
     items: ItemSet
     decisions: SaveDecisions
     abandoned: AbandonedSteps
-    committed: Callable[[Location, CheckpointRecord], None] | None = None  # called after each commit
     _pending: PendingSave | None = None  # the save that is under way
     _has_told_of_repeated: bool = False
     _watch: MetricWatch | None = None  # None once the metric that ranks checkpoints has come
@@ -205,8 +203,7 @@ class SaveQueue:
             metrics=few(record.metrics),
         )
         self.run.report_interval()
-        if self.committed is not None:
-            self.committed(self.run.steps.step_location(step), record)
+        self.run.committed(self.run.steps.step_location(step), record)
         self.run.observer.reached("committed", step)
         try:
             with self.items.steps_deleted():
