@@ -20,7 +20,7 @@ from ...engine.manager import (
     Mirror,
     SavePolicy,
     described,
-    explains_its_options,
+    explains_options,
     takes_texts_of,
 )
 from ...engine.sources import Misfits, Weights, load_weights
@@ -117,7 +117,7 @@ class CheckpointCallback(ResumingCallback):
     save_weights_only = False
     save_last = True
 
-    @explains_its_options
+    @explains_options
     def __init__(
         self,
         dirpath: Place,

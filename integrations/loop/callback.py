@@ -29,7 +29,7 @@ from ...engine.manager import (
     Peek,
     SavePolicy,
     described,
-    explains_its_options,
+    explains_options,
     has_triggers,
     shown_call,
     takes_texts_of,
@@ -239,7 +239,7 @@ class CheckpointCallback:
         OptionError: The value of an option is invalid.
     """
 
-    @explains_its_options
+    @explains_options
     def __init__(
         self,
         directory: Place,
