@@ -163,7 +163,7 @@ class StepWriter:
     def save_after(self, exception: BaseException) -> None:
         """Save the last point between two batches, if it is not saved: the present state may be half an update."""
         held, self._held = self._held, None
-        if held is None or self.newest.is_complete(held.step) or self._witness.run.refuses:
+        if held is None or self.newest.is_complete(held.step) or self._witness.run.error is not None:
             return
         metrics, reason = self._ledger.of(held.step), f"after {type(exception).__name__}"
         strategy, facts = self._fit.trainer.strategy, held.facts
