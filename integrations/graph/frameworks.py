@@ -114,10 +114,10 @@ class _ExtraState(PartState):
     """The value of a module's ``get_extra_state``."""
 
     def get(self) -> Any:
-        return pack_tree(encode_state(self.thing.get_extra_state()))
+        return pack_tree(encode_state(self.target.get_extra_state()))
 
     def set(self, value: Any) -> None:
-        self.thing.set_extra_state(decode_state(value))
+        self.target.set_extra_state(decode_state(value))
 
 
 # ---- modules and optimizers that save and restore their state by methods or hooks of their own
@@ -177,16 +177,16 @@ class ModuleState(PartState):
     # Buffers belong to it, because a module may accept them in another shape, or compute them again.
 
     def get(self) -> Any:
-        state = self.thing.state_dict()
+        state = self.target.state_dict()
         bare = dict(zip(state, joined_names(list(state)), strict=True))
         found = {bare[name]: state[name] for name in self._beyond(state)}
-        if current_coordinator().process_count == 1 and (own := accumulated(self.thing)):  # Several have a sum each.
+        if current_coordinator().process_count == 1 and (own := accumulated(self.target)):  # Several have a sum each.
             found[_ACCUMULATED] = own
         return pack_tree(encode_state(found))
 
     def set(self, value: Any) -> None:
         torch: Any = loaded("torch")
-        state = copy.copy(self.thing.state_dict())  # copy() keeps the metadata of torch, which is an attribute
+        state = copy.copy(self.target.state_dict())  # copy() keeps the metadata of torch, which is an attribute
         wrapped = dict(zip(joined_names(list(state)), state, strict=True))
         for name in self._beyond(state):
             del state[name]
@@ -199,19 +199,19 @@ class ModuleState(PartState):
         state.update(found)
         # The module may give parameters in another form, such as half precision; they keep the values of the graph.
         names = set(map(unwrapped_name, found))
-        named = self.thing.named_parameters()
+        named = self.target.named_parameters()
         exact = [(one, one.detach().clone()) for name, one in named if unwrapped_name(name) in names]
-        self.thing.load_state_dict(state)
+        self.target.load_state_dict(state)
         with torch.no_grad():
             for one, before in exact:
                 one.copy_(before)
         # One of several processes continues the sum, which they add up; the others begin anew.
         if saved is not None and current_coordinator().process_index == 0:
-            set_accumulated(self.thing, saved)
+            set_accumulated(self.target, saved)
 
     def _beyond(self, state: Mapping[str, Any]) -> list[str]:
-        known = {_memory(one) for one in self.thing.parameters()}
-        known |= {_memory(one) for one in self.thing.buffers() if type(one).__name__ == "DTensor"}
+        known = {_memory(one) for one in self.target.parameters()}
+        known |= {_memory(one) for one in self.target.buffers() if type(one).__name__ == "DTensor"}
         return [
             name
             for name, value in state.items()
@@ -498,11 +498,11 @@ class _OwnVariables(PartState):
 
     def get(self) -> Any:
         store: dict[str, Any] = {}
-        self.thing.save_own_variables(store)
+        self.target.save_own_variables(store)
         return encode_state({name: _value(one) if _kind(one) == VARIABLE else one for name, one in store.items()})
 
     def set(self, value: Any) -> None:
-        self.thing.load_own_variables(decode_state(value))
+        self.target.load_own_variables(decode_state(value))
 
 
 def _variables(value: Any) -> list[Any]:

@@ -11,7 +11,7 @@ from typing import Any
 from ...engine.errors import UnsupportedLeafError, difference
 from ...engine.pytree import LeafTemplate, Saved, collection_paused, compare, describe_template, is_python_value
 from .frameworks import OptionSlot, TensorSlot
-from .slots import BoxSlot, PartSlot, Path, Place, StateSlot, format_node_path
+from .slots import Attachment, BoxSlot, PartSlot, Path, StateSlot, format_node_path
 from .tracked import Node
 from .values import MADE_KINDS, NUMBER_VALUES, is_plain
 from .views import Leaf
@@ -93,7 +93,7 @@ def _problem(fresh: _Object, now: _Object, path: str) -> str | None:
 
 def _template(node: LiveNode) -> LeafTemplate | None:
     """Return what one array or plain value asks for; None for anything else."""
-    if not (node.has_value and isinstance(node.slot, TensorSlot | Place | PartSlot | BoxSlot)):
+    if not (node.has_value and isinstance(node.slot, TensorSlot | Attachment | PartSlot | BoxSlot)):
         return None
     value: Any = node.value if isinstance(node.slot, TensorSlot) or hasattr(node.value, "layout") else node.slot.get()
     if is_python_value(value) or hasattr(value, "dtype"):

@@ -17,7 +17,7 @@ from ...engine.pytree import NUMBERS, is_python_value, is_torch_tensor, unescape
 from .frameworks import GROUPS, OPTIMIZER_SLOTS, OptimizerSlot, OptionSlot, group_options, is_optimizer
 from .outside import is_kin
 from .saved import SavedGraph
-from .slots import Assignment, PartSlot, Path, Place, Slot, format_node_path
+from .slots import Assignment, Attachment, PartSlot, Path, Slot, format_node_path
 from .tracked import Node, Part
 from .values import SEQUENCES, SavedValues, is_plain
 from .views import Branch, Edge, Leaf, View, classify, edge_at, root_view, sequence_slot
@@ -66,12 +66,12 @@ class Matching:
         edge = None if key is None else edge_at(holder, key)
         for number, binding in self.bindings.of(holder):
             if edge is None:
-                place = Place(holder, (), holder)
+                place = Attachment(holder, (), holder)
                 start = _Visit(number, holder, classify(holder, place), binding.path, place)
                 yield from self._match([start], known=start)
             elif edge.segment in self.graph.nodes[number].edges:
                 child, path = self.graph.nodes[number].edges[edge.segment], (*binding.path, edge.segment)
-                yield from self._match([_Visit(child, edge.value, edge.view(), path, edge.place)])
+                yield from self._match([_Visit(child, edge.value, edge.view(), path, edge.slot)])
         yield from self._optimizer_values(self.bindings.fresh)
 
     @contextlib.contextmanager
@@ -169,13 +169,13 @@ class Matching:
         for segment, child in saved.items():
             below = (*path, segment)
             if segment in edges:
-                found, at = edges[segment].value, edges[segment].place
+                found, at = edges[segment].value, edges[segment].slot
                 if isinstance(found, list | dict | deque) and not isinstance(at, PartSlot):
                     at = self._places.setdefault(id(found), at)  # One object has one place, the first that leads to it.
                 queue.append(_Visit(child, found, classify(found, at), below, at, within))
             elif place is not None and (covers := self.values.below(child, arrays=self._final)) is not None:
                 add = partial(dict.__setitem__, value, self.values.keys(number).get(segment, unescape_key(segment)))
-                yield Assignment(child, Place(place.anchor, (*place.trail, segment), ..., add), below, covers)
+                yield Assignment(child, Attachment(place.anchor, (*place.trail, segment), ..., add), below, covers)
             elif child in self.graph.with_values and (view.optimizer is None or segment != GROUPS):
                 self.waiting.append(value)
 

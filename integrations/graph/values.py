@@ -35,7 +35,7 @@ from ...engine.pytree import (
 from ...engine.sources import Misfits
 from .frameworks import OptimizerSlot, OptionSlot, TensorSlot, divided_like, is_single_leaf, new_optimizer_tensor
 from .saved import SavedGraph, Transform
-from .slots import Assignment, Path, Place, Slot, StateSlot, format_node_path, storage_name
+from .slots import Assignment, Attachment, Path, Slot, StateSlot, format_node_path, storage_name
 from .stored import PER_PROCESS, StoredGraph
 from .tracked import TrackedDict, TrackedList
 
@@ -263,7 +263,7 @@ def _without_object(slot: Slot) -> str | None:
     live = None if isinstance(slot, StateSlot) else slot.get()
     if is_torch_tensor(live):
         return "one array"
-    return f"{live!r:.80}" if type(slot) is Place and is_python_value(live) else None
+    return f"{live!r:.80}" if type(slot) is Attachment and is_python_value(live) else None
 
 
 def _is_empty(live: Any) -> bool:
@@ -307,7 +307,7 @@ def _template(one: Assignment, leaf: Saved) -> Any:
             return divided_like(slot.parameter, leaf.shape, leaf.dtype)  # the optimizer has yet to create it
         return ...
     # The saved type comes back where the slot is empty in the checkpoint, or where a float may have begun as the int 0.
-    if leaf.kind == "none" and (is_python_value(live) or type(slot) is Place):
+    if leaf.kind == "none" and (is_python_value(live) or type(slot) is Attachment):
         return ...
     if isinstance(live, _NUMBERS) and leaf.kind in NUMBER_VALUES:
         return ...
