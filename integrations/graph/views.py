@@ -160,7 +160,10 @@ def _classify_object(value: Any, slot: Slot) -> View:
     if isinstance(value, Part):
         return _with_root(value, _attributes(value.value, value.__holdfast_children__().items(), slot))
     if (packed := pack_numbers(list(value) if type(value) is TrackedList else value)) is not None:
-        return _numbers(value, packed, slot)
+        elements = sequence_slot(value, slot)
+        opened = partial(_container, value, slot)
+        shared, in_place = type(value) is not tuple, elements is not slot
+        return Leaf(elements, shared=shared, in_place=in_place, packed=packed, opened=opened)
     if isinstance(value, dict | list) and expand(value) is not None and not isinstance(slot, PartSlot):
         return _container(value, slot)
     if (keras := keras_kind(value)) is not None:
@@ -181,10 +184,12 @@ def _classify_object(value: Any, slot: Slot) -> View:
         return Leaf(value, shared=isinstance(value, StateSlot))
     if is_stateful(value):
         return Leaf(StateSlot(value, *_anchor(value, slot)), shared=True)
-    if _is_mutable_dataclass(value):
+    contents, parameters = expand(value), getattr(type(value), "__dataclass_params__", None)
+    is_dataclass = contents is not None and contents.kind == "dataclass"  # jax builds those of other kinds
+    if is_dataclass and parameters is not None and not parameters.frozen:
         names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
         return Branch(class_name(value), _attributes(value, [(name, getattr(value, name)) for name in names], slot))
-    if expand(value) is not None:
+    if contents is not None:
         return _container(value, slot)
     if isinstance(value, enum.Enum):
         return Unsaved("is a member of an enumeration in a container that cannot change; keep its value, or its name")
@@ -247,12 +252,6 @@ def _container(value: Any, slot: Slot) -> View:
     return Branch(class_name(value), edges, sequence=contents.keys is None, functional=not mutable)
 
 
-def _numbers(value: Any, packed: PackedNumbers, slot: Slot) -> Leaf:
-    elements = sequence_slot(value, slot)
-    shared, in_place = type(value) is not tuple, elements is not slot
-    return Leaf(elements, shared=shared, in_place=in_place, packed=packed, opened=partial(_container, value, slot))
-
-
 def sequence_slot(value: Any, slot: Slot) -> Slot:
     """Return the slot of all elements of a sequence; a list or deque stays the same object if possible."""
     if isinstance(slot, PartSlot) or not isinstance(value, list | deque):
@@ -309,12 +308,6 @@ def _keras(role: str, value: Any, slot: Slot) -> View:
 def _anchor(value: object, slot: Slot) -> tuple[Any, Path]:
     """Return the anchor for slots below an object, and the path from it to the object."""
     return (value, ()) if type(value).__weakrefoffset__ else (slot.anchor, slot.trail)
-
-
-def _is_mutable_dataclass(value: Any) -> bool:
-    parameters = getattr(type(value), "__dataclass_params__", None)
-    contents = None if parameters is None or parameters.frozen else expand(value)
-    return contents is not None and contents.kind == "dataclass"  # jax builds those of other kinds
 
 
 def _set_attribute(holder: Any, name: str, value: Any) -> None:
