@@ -1,8 +1,7 @@
 """Constructor specs: the arguments of a constructor as JSON, which is read without trust in its content.
 
-Values of JSON stand for themselves. Every JSON object has one key, which names the kind of a value:
-``{"tuple": [...]}``, ``{"dict": [[key, value], ...]}``, ``{"component": "learner/p0"}``. A spec never holds Python code,
-pickled or otherwise.
+Values of JSON stand for themselves. Every JSON object has one key, which names the kind of a value, such as
+``{"tuple": [...]}`` or ``{"component": "learner/p0"}``. A spec never holds Python code, pickled or otherwise.
 """
 
 from __future__ import annotations
@@ -281,7 +280,7 @@ class SpecDecoder:
             "device": lambda value, _: _device(value),
             "jax.dtype": lambda value, _: _dtype("jax.numpy", dtype_from_name(as_text(value)).name),
             # Any seed works: the state has the streams.
-            "nnx.Rngs": lambda value, _: _framework("flax.nnx").Rngs(**dict.fromkeys(map(_identifier, as_list(value)), 0)),
+            "nnx.Rngs": lambda value, _: _framework("flax.nnx").Rngs(**{_identifier(key): 0 for key in as_list(value)}),
             _MISSING: lambda value, _: self._noted(Missing(as_text(value))),
         }
 
