@@ -267,7 +267,7 @@ def _write_file(tree: TreeSource, target: Location, to: ExportFormat, overwrite:
     with Share(progress, nbytes, nbytes) as share:
         source = _InBatches(tree, share.advance)
         if to == "dcp":
-            from .torch.dcp_export import export_dcp
+            from .torch.dcp import export_dcp
 
             export_dcp(source, target)
         elif to == "torch":
