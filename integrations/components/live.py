@@ -170,9 +170,8 @@ def is_component(value: Any) -> bool:
 
 def method_of(value: Any, name: str) -> Callable[..., Any] | None:
     """Return a method of an object, or None; attributes that only ``__getattr__`` knows do not count."""
-    if isinstance(value, type) or is_actor_class(type(value)):
-        return None
-    if not (hasattr(type(value), name) or name in getattr(value, "__dict__", ())):
+    is_known = hasattr(type(value), name) or name in getattr(value, "__dict__", ())
+    if not is_known or isinstance(value, type) or is_actor_class(type(value)):
         return None
     method = getattr(value, name, None)
     return method if callable(method) else None

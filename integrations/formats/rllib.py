@@ -14,6 +14,7 @@ numpy are maps as the package msgpack-numpy defines them: ``{b"nd": True, b"type
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 from collections import OrderedDict
@@ -55,14 +56,12 @@ def _numpy_value(described: dict[Any, Any]) -> Any:
 def _array(described: dict[Any, Any]) -> Any:
     name, data, shape = described.get(b"type"), described.get(b"data"), described.get(b"shape", [])
     name = name.decode("ascii", "replace") if isinstance(name, bytes) else name
-    if described.get(b"kind", b"") not in (b"", "") or not isinstance(name, str) or not _DTYPE.fullmatch(name):
-        raise DamagedCheckpointError(f"an array of numpy has the type {name!r:.80}, which is not plain data")
-    try:
-        dtype = np.dtype(name)
-    except (TypeError, ValueError) as error:
-        raise DamagedCheckpointError(f"an array of numpy has the type {name!r:.80}") from error
+    is_plain = described.get(b"kind", b"") in (b"", "") and isinstance(name, str) and _DTYPE.fullmatch(name)
+    dtype = np.dtype("V0")
+    with contextlib.suppress(TypeError, ValueError):
+        dtype = np.dtype(name if is_plain else "V0")
     if not dtype.itemsize:
-        raise DamagedCheckpointError(f"an array of numpy has the type {name!r:.80}, which has no bytes")
+        raise DamagedCheckpointError(f"an array of numpy has the type {name!r:.80}, which is not plain data")
     is_array = described[b"nd"] is True
     array = array_of(shape if is_array else [], dtype, data)
     return array.copy() if is_array else array[()]

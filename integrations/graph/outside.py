@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import io
-import operator
 import re
 import struct
 import sys
@@ -36,26 +35,8 @@ _ELSEWHERE = {  # where the values are, by a prefix of the name of the class or 
     "keras.": "in the backend of Keras",
     "tf_keras.": "in TensorFlow",
 }
-_CODE = (
-    type,
-    types.ModuleType,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.MethodType,
-    types.MethodWrapperType,
-    types.WrapperDescriptorType,
-    types.MethodDescriptorType,
-    types.GenericAlias,
-    types.UnionType,
-    staticmethod,
-    classmethod,
-    property,
-    functools.partial,
-    operator.attrgetter,
-    operator.itemgetter,
-    operator.methodcaller,
-    np.ufunc,
-)
+_CODE = (type, types.ModuleType, types.UnionType, classmethod, property, functools.partial, np.ufunc)
+_CODE_MODULES = ("builtins", "operator", "types")  # modules of further classes, whose instances can be called
 # Tools of a process, and settings that a program makes at every start, hold no state of training.
 _TOOLS = (re.Pattern, PurePath, np.dtype, types.EllipsisType, types.NotImplementedType)
 _TOOL_MODULES = (
@@ -89,7 +70,8 @@ _TOOL_NAMES = {
 
 def is_code_or_tool(value: Any) -> bool:
     """True if an object is left out without a warning: code, a lock, a logger, a path, a device, a file to write to."""
-    if isinstance(value, (*_CODE, *_TOOLS)) or (callable(value) and hasattr(value, "__wrapped__")):
+    is_code = callable(value) and (type(value).__module__ in _CODE_MODULES or hasattr(value, "__wrapped__"))
+    if is_code or isinstance(value, (*_CODE, *_TOOLS)):
         return True
     name = class_name(value)  # exact: a class of the program that derives from one of these may hold state
     if name in _TOOL_NAMES or name.startswith(_TOOL_MODULES):

@@ -109,15 +109,13 @@ View = Branch | Leaf | Unsaved
 
 
 def classify(value: Any, slot: Slot) -> View:
-    if isinstance(value, np.ndarray):
-        if value.flags.writeable and value.dtype != object:
-            return Leaf(BoxSlot(value, (), lambda: value, partial(value.__setitem__, ...)), shared=True)
-        return Leaf(slot, shared=True, in_place=False)
+    if isinstance(value, np.ndarray) and value.flags.writeable and value.dtype != object:
+        return Leaf(BoxSlot(value, (), lambda: value, partial(value.__setitem__, ...)), shared=True)
     if is_torch_tensor(value) and not is_uninitialized(value) and not is_dense(value):
         return Leaf(BoxSlot(value, (), partial(encode_state, value), partial(_copy_encoded, value)), shared=True)
     if is_torch_tensor(value):
         return Leaf(TensorSlot(value), shared=True, ready=not is_uninitialized(value))
-    if is_jax_array(value) or is_jax_abstract(value):
+    if isinstance(value, np.ndarray) or is_jax_array(value) or is_jax_abstract(value):
         return Leaf(slot, shared=True, in_place=False)
     if isinstance(value, enum.Enum) and not isinstance(slot, PartSlot):
         return Leaf(MemberSlot(slot.anchor, slot.trail, value, slot.set), shared=False, in_place=False)

@@ -70,18 +70,15 @@ def read_state(directory: Location) -> CheckpointState:
         return CheckpointState()
     values: dict[str, list[str]] = {}
     for match in _LINE.finditer(text):
-        quoted = match[3] if match[2] is None else match[2]
-        values.setdefault(match[1], []).append(match[4] or _last_part(quoted or ""))
+        quoted = (match[2] or match[3] or "").encode()
+        path = _ESCAPE.sub(_unescaped, quoted).decode("utf-8", "replace").replace("\\", "/")
+        values.setdefault(match[1], []).append(match[4] or path.rpartition("/")[2])
     newest = values["model_checkpoint_path"][-1] if "model_checkpoint_path" in values else None
     if newest is None:
         _logger.warning("%s names no checkpoint; the highest number counts as the newest", file)
     names, times = values.get("all_model_checkpoint_paths", []), values.get("all_model_checkpoint_timestamps", [])
     pairs = zip(names, map(_seconds, times), strict=True) if len(names) == len(times) else ()
     return CheckpointState(newest, {name: time for name, time in pairs if time > 0})
-
-
-def _last_part(text: str) -> str:
-    return _ESCAPE.sub(_unescaped, text.encode()).decode("utf-8", "replace").replace("\\", "/").rpartition("/")[2]
 
 
 def _unescaped(match: re.Match[bytes]) -> bytes:

@@ -379,8 +379,8 @@ def _dict(value: Any, label: str) -> dict[Any, Any]:
 # ---- folders written by torch, and read back to verify them
 #
 # The plan is made of tensors without memory, and the planner reads an array when torch asks for its data. Torch keeps
-# the arrays of a file until it has written all of it, so only a small tree becomes one file. In a large tree, each array
-# has its own file: then, at most two arrays are in memory.
+# the arrays of a file until it has written all of it, so only a small tree becomes one file. In a large tree, each
+# array has its own file: then, at most two arrays are in memory.
 
 _ONE_FILE = 256 << 20  # bytes of the arrays of one file, at most
 

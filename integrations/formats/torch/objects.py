@@ -139,12 +139,6 @@ def storage_finder(records: Mapping[str, Record], file: str, byte_order: ByteOrd
     return find
 
 
-def _typed_tensor(
-    storage: Storage, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *more: Any
-) -> StoredArray:
-    return storage.tensor(offset, size, stride, grad, hooks, *more, elements=named_dtype(dtype))
-
-
 def _parameter(data: Any, requires_grad: Any, *_: Any) -> Any:
     if isinstance(data, StoredArray):
         details = {key: value for key, value in data.details.items() if key != "requires_grad"}
@@ -251,7 +245,9 @@ _TENSOR_TYPES = {Name("torch", "Tensor"), Name("torch.nn.parameter", "Parameter"
 BUILDERS: Mapping[Name, Builder] = {
     Name("torch._utils", "_rebuild_tensor"): Storage.tensor,
     Name("torch._utils", "_rebuild_tensor_v2"): Storage.tensor,
-    Name("torch._utils", "_rebuild_tensor_v3"): _typed_tensor,
+    Name("torch._utils", "_rebuild_tensor_v3"): lambda storage, offset, size, stride, grad, hooks, dtype, *more: (
+        storage.tensor(offset, size, stride, grad, hooks, *more, elements=named_dtype(dtype))
+    ),
     Name("torch._utils", "_rebuild_parameter"): _parameter,
     Name("torch._utils", "_rebuild_parameter_with_state"): _parameter,
     Name("torch._tensor", "_rebuild_from_type_v2"): _typed,
