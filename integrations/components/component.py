@@ -81,8 +81,6 @@ class Checkpointable:
             vars(component)[ARGUMENTS] = CtorArguments(args, kwargs)
         return component
 
-    # ---- to and from a path
-
     def save_to_path(
         self,
         path: Place | None = None,

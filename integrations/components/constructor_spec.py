@@ -48,8 +48,6 @@ _MISSING = "missing"  # the kind of an argument that could not be kept
 _NUMBERS = "numbers"  # the kind of a long sequence of numbers
 _NESTED = "recipe"  # the kind of an object that has its own spec
 
-# ---- writing
-
 # Returns the reference to a component of the same tree, or None for any other object.
 Reference = Callable[[Any], str | None]
 # Returns the spec of an object whose arguments are known, or None.
@@ -213,8 +211,6 @@ def _array(array: Any, limit: int | None = _ARRAY_LIMIT) -> list[Any]:
     little = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("<"), copy=False))
     return [dtype_name(array.dtype), list(array.shape), base64.b64encode(little.tobytes()).decode("ascii")]
 
-
-# ---- reading
 
 _DEVICES = ("cuda", "mps", "xpu", "hpu", "tpu", "mtia")
 
@@ -425,10 +421,6 @@ def _identifier(value: Any) -> str:
 
 def check_spec(value: Any) -> dict[str, Any]:
     """Return a spec if it has positional and named arguments; raise TypeError otherwise."""
-    if (
-        not isinstance(value, dict)
-        or not isinstance(value.get("args"), list)
-        or not isinstance(value.get("kwargs"), dict)
-    ):
+    if not (isinstance(value, dict) and isinstance(value.get("args"), list) and isinstance(value.get("kwargs"), dict)):
         raise TypeError(f"expected a constructor spec, found {value!r:.80}")
     return value

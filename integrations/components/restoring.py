@@ -241,9 +241,6 @@ def _lines(by_component: Iterable[tuple[Path, Iterable[str]]]) -> tuple[str, ...
     return tuple(f"{format_component_path(path)}: {line}" for path, lines in by_component for line in lines)
 
 
-# ---- new components
-
-
 @dataclass(eq=False)
 class TreeConstruction:
     """Constructs the components of one call, with their states; one that several specs refer to is constructed once."""

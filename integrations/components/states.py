@@ -87,9 +87,6 @@ class OwnReport:
     modes: tuple[str, ...] = ()  # modes of modules and ``requires_grad`` flags that have changed, as text for users
 
 
-# ---- components with a state of their own
-
-
 def inherited(method: F) -> F:
     """Mark a method as the inherited one, to distinguish it from overrides."""
     vars(method)["inherited"] = True
@@ -134,9 +131,6 @@ def fetched(
         yield lambda live: states[id(live.value)].result() if id(live.value) in states else ask(live)
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-# ---- taking
 
 
 def own_states(
@@ -247,9 +241,6 @@ def copied(tree: Any) -> Any:
     return copy.copy(tree) if isinstance(tree, set) else tree
 
 
-# ---- restoring
-
-
 def divided(live: LiveComponent, state: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[LiveComponent, Any]]]:
     """Split a state into the component's own and those of the components below, whose names RLlib nests like paths."""
     flat = dict(state)
@@ -349,9 +340,6 @@ def _called(component: LiveComponent) -> str:
     return f"component {format_component_path(component.path)} ({name})" if component.path else name
 
 
-# ---- a state in memory, opened as a checkpoint is
-
-
 def stored_state(state: Any, source: Location = _GIVEN) -> StoredGraph:
     """Open a state in memory for a component without its own ``set_state``."""
     if not isinstance(state, Mapping):
@@ -374,8 +362,6 @@ def read_document(text: Any, source: Location) -> Any:
     except (TypeError, ValueError, RecursionError) as error:
         raise DamagedCheckpointError(f"{source}: {GRAPH} does not describe a graph: {error}") from error
 
-
-# ---- a component as a graph of its own
 
 _TREE = "(tree)"  # name of the edge to parameters of other components that have no name in this one
 

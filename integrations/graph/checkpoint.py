@@ -82,8 +82,6 @@ class Checkpoint(Node):
                     raise OptionError(f"{name}= is another object than the root's own {name!r}; choose another name")
         super().__init__(**objects)
 
-    # ---- saving
-
     @property
     def save_counter(self) -> int:
         """The number of the last numbered save; 0 before the first."""
@@ -146,8 +144,6 @@ class Checkpoint(Node):
     def close(self) -> None:
         """Wait for the save that is under way; raise SaveFailedError if it failed."""
         self._holdfast.saver.wait_until_finished()
-
-    # ---- restoring
 
     def restore(
         self,
@@ -222,8 +218,6 @@ class Checkpoint(Node):
             DamagedCheckpointError: It does not verify.
         """
         return plain_values(self._open(path))
-
-    # ---- internal
 
     def _open(self, path: Place) -> StoredGraph:
         self._holdfast.saver.join()

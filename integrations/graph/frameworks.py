@@ -32,8 +32,6 @@ from .outside import is_actor_class
 from .slots import PartState, Path
 from .tracked import Node, Value
 
-# ---- torch modules and tensors
-
 _MODULE_TABLES = frozenset({"_parameters", "_buffers", "_modules"})
 
 
@@ -293,9 +291,8 @@ class OptionSlot:
         self._number = number
 
     @property
-    def group(self) -> dict[str, Any]:
-        group: dict[str, Any] = self.anchor.param_groups[self._number]
-        return group
+    def group(self) -> Any:
+        return self.anchor.param_groups[self._number]
 
     @property
     def parameter(self) -> Any:
@@ -346,9 +343,6 @@ def new_optimizer_tensor(slot: OptimizerSlot | OptionSlot, array: Any, strides: 
     tensor, device = decode_state({"torch.Tensor": array, STRIDES: strides}), slot.parameter.device
     on_host = slot.name == "step" and not (slot.group.get("capturable") or slot.group.get("fused"))
     return tensor if on_host or device.type in {"cpu", "meta"} else tensor.to(device)
-
-
-# ---- flax nnx
 
 
 def is_nnx_variable(value: object) -> bool:

@@ -267,8 +267,6 @@ class CheckpointManager:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ---- internal
-
     def _since(self, clock: Clock) -> float:
         """Return when the first manager of the directory was made; 0 if its checkpoints do not record it."""
         steps = list_steps(self._directory, f"{self._name}-")

@@ -192,8 +192,6 @@ class Matching:
             return view.listed(order, ())
         return [edge for edge in view.edges if not isinstance(edge.value, list)]  # its parameters are not those saved
 
-    # ---- torch optimizers
-
     def _optimizer_values(self, new: Collection[int]) -> Iterator[Assignment]:
         """Generate the values and options of optimizers and parameters that are new."""
         for number, kept in self.graph.optimizers.items():
@@ -241,9 +239,6 @@ def _slot_of_elements(visit: _Visit, *, arrays: bool = False) -> Slot | None:
     if slot is None or not isinstance(value, list | tuple | deque) or not is_plain(value, {}, arrays=arrays):
         return None
     return sequence_slot(value, slot)
-
-
-# ---- bindings
 
 
 class Binding(NamedTuple):

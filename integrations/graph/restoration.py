@@ -88,14 +88,12 @@ class RestoreReport:
     def problems(self) -> list[str]:
         """Return a line for each kind of mismatch."""
         twice = [f"{saved}: {first} and {second}" for saved, first, second in self.conflicts]
+        twice += [f"{first} and {second}" for first, second in self.separate]
         return [
             *format_section("in the program, not in the checkpoint", (*self.missing, *self.missing_values)),
             *format_section("in the checkpoint, not in the program", self.pending),
             *format_section("in the checkpoint, without a place in the program", (*self.unused, *self.unused_values)),
-            *format_section(
-                "one object in the checkpoint, two in the program",
-                [*twice, *(f"{first} and {second}" for first, second in self.separate)],
-            ),
+            *format_section("one object in the checkpoint, two in the program", twice),
         ]
 
     def _note(self, misfits: Misfits) -> None:
@@ -393,8 +391,6 @@ class Restoration:
     def _chooses(self, path: Path) -> bool:
         return path not in self._ignored and self._filter.chooses(path)
 
-    # ---- from values to slots
-
     def _prepared(
         self, assignments: Iterable[Assignment], misfits: Misfits | None = None
     ) -> tuple[list[tuple[Assignment, Any]], list[Assignment]]:
@@ -411,10 +407,9 @@ class Restoration:
     def _write(self, values: list[tuple[Assignment, Any]], settled: list[Assignment]) -> None:
         with self._matching.undone_on_error():
             write_slots([(assignment.slot, value) for assignment, value in values])
-        done = [assignment for assignment, _ in values]
-        for assignment in done:
+        for assignment, _ in values:
             note_writer(assignment.slot, self._number, self._keepers)
-        self._note(*done, *settled)
+        self._note(*(assignment for assignment, _ in values), *settled)
         self._wait()
 
     def _sorted(self, assignments: Iterable[Assignment]) -> tuple[list[Assignment], list[Assignment]]:

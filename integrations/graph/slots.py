@@ -52,9 +52,6 @@ def format_section(title: str, names: Sequence[str]) -> list[str]:
     return [f"  {title} ({len(names)}): {shortened(names, 10)}"] if names else []
 
 
-# ---- slots
-
-
 class Slot(Protocol):
     anchor: Any  # the object whose lifetime bounds that of the slot; it has weak references where possible
     trail: Path  # the path from the anchor to the slot

@@ -43,9 +43,6 @@ PER_PROCESS = "//"
 _TYPES = {"deque": "collections.deque"}  # names of types that differ from the kind of the container
 
 
-# ---- live objects, captured for a save
-
-
 @dataclass(frozen=True, slots=True)
 class CapturedGraph:
     tree: Any  # each value once, under the shortest path to it
@@ -140,9 +137,6 @@ def _node_document(node: LiveNode, names: Mapping[int, str]) -> dict[str, Any]:
     if node.groups:
         document["groups"] = [[parameter.number for parameter in group] for group in node.groups]
     return document
-
-
-# ---- an item of a checkpoint
 
 
 class GraphCheckpointHandler(PyTreeCheckpointHandler):

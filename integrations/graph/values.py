@@ -142,8 +142,6 @@ class SavedValues:
                 queue.append((child, (*path, segment)))
         return values if all(self._graph.uses[child] == count for child, count in held.items()) else None
 
-    # ---- reading
-
     def read_values(self, due: list[Assignment], misfits: Misfits | None = None) -> list[tuple[Assignment, Any]]:
         """Compare all values with the program, and return them; with ``misfits``, leave out those that do not fit."""
         trees: list[Assignment] = []

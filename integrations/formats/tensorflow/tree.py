@@ -244,9 +244,6 @@ def _check_bools(elements: NDArray[Any]) -> NDArray[Any]:
     return elements
 
 
-# ---- the values of a checkpoint as a tree
-
-
 GRAPH_KEY = "_CHECKPOINTABLE_OBJECT_GRAPH"  # the name of the tensor that holds the graph
 ATTRIBUTES = ".ATTRIBUTES"
 VALUE = "VARIABLE_VALUE"  # the attribute of objects that are one value

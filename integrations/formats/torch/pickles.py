@@ -95,8 +95,6 @@ class _Machine:
         self.builders = builders
         self.persistent = persistent
 
-    # ---- the stack
-
     def top(self) -> Any:
         if not self.stack or self.stack[-1] is _MARK:
             raise ValueError("an opcode finds the stack empty")
@@ -132,8 +130,6 @@ class _Machine:
 
     def memoize(self, key: int | None) -> None:
         self.memo[len(self.memo) if key is None else key] = self.top()
-
-    # ---- objects
 
     def integer(self, value: int) -> None:
         if value.bit_length() > _LONGEST_INT:
