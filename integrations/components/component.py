@@ -324,8 +324,7 @@ def _take(live: LiveComponent, selection: Selection, options: Mapping[str, Any])
     def take(component: LiveComponent) -> dict[str, Any]:
         state = default_state(component, snapshot=True)
         for child in selected(component):
-            has_own_state = overrides(child.value, "get_state")
-            state[child.name] = of_own(child) if has_own_state else take(child)
+            state[child.name] = of_own(child) if overrides(child.value, "get_state") else take(child)
         return state
 
     with fetched(owned(live), ask) as of_own:

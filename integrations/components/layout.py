@@ -140,8 +140,7 @@ def parts_of(record: CheckpointRecord) -> dict[Path, ItemRecord]:
     for name, item in record.items.items():
         path = _path_of(name)
         parent, _, folder = item.folder.rpartition("/")
-        in_place = parent == "/".join(path) and _is_own(folder)
-        if in_place and item.kind == KIND and COMPONENT in item.files:
+        if parent == "/".join(path) and _is_own(folder) and item.kind == KIND and COMPONENT in item.files:
             parts[path] = item
     return parts
 

@@ -164,8 +164,7 @@ def components_of(value: Any) -> list[tuple[str, Any]]:
 
 
 def is_component(value: Any) -> bool:
-    methods = ("get_state", "set_state", "get_checkpointable_components")
-    return all(method_of(adapted(value), name) for name in methods)
+    return all(method_of(adapted(value), name) for name in ("get_state", "set_state", "get_checkpointable_components"))
 
 
 def method_of(value: Any, name: str) -> Callable[..., Any] | None:

@@ -289,8 +289,7 @@ def with_records(tree: Any, structure: TreeDef | None, component: Any, where: Lo
     def visit(node: TreeDef | None, value: Any) -> Any:
         if node is None:
             return value
-        children = list(value if node.keys is None else value.values())
-        values = list(map(visit, node.children, children))
+        values = list(map(visit, node.children, list(value if node.keys is None else value.values())))
         if node.kind in _KINDS:
             record = made(str(node.label), dict(zip(map(str, node.keys or ()), values, strict=True)))
             if record is not None:

@@ -88,8 +88,7 @@ class PreparedComponents:
             (folder / DATA).make_directory(sync=False)
             described = write_file(folder / COMPONENT, self.descriptions[path])
             state = self.states[path]
-            written = state.merge(folder, [state.write(folder, ProcessInfo(awaited=awaited))])
-            files = {**written, COMPONENT: described}
+            files = {**state.merge(folder, [state.write(folder, ProcessInfo(awaited=awaited))]), COMPONENT: described}
             items[item_name(path)] = ItemRecord("/".join((*path, folder.name)), KIND, files)
         return items
 

@@ -258,8 +258,7 @@ def divided(live: LiveComponent, state: Mapping[str, Any]) -> tuple[dict[str, An
     for name in {child.name.partition("/")[0] for child in live.children}:
         if flat.get(name) == {} and state.get(name):
             del flat[name]  # it held only states of components
-    below = [(child, flat.pop(child.name)) for child in live.children if child.name in flat]
-    return flat, below
+    return flat, [(child, flat.pop(child.name)) for child in live.children if child.name in flat]
 
 
 def prepare_state(

@@ -380,8 +380,7 @@ def _write_arrays(
     """Write leaves of a tree under the names of another library; they are durable on return."""
     stored = PartialTree(source, arrays, source.tree)
     loader = _Loader(stored, advance)
-    leaves = [_host_leaf(leaf, loader) for leaf in stored.leaves]
-    writer = TreeWriter(HostTree(list(arrays), leaves, None), Layout())
+    writer = TreeWriter(HostTree(list(arrays), [_host_leaf(leaf, loader) for leaf in stored.leaves], None), Layout())
     make_durable(folder, writer.merge(folder, [writer.write(folder, ProcessInfo())], describes=False))
 
 

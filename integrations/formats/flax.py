@@ -98,5 +98,4 @@ def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
 def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
     names = [entry.name for entry in entries if not entry.is_directory]
     named = {int(match[1]): location / name for name in names if (match := _STEP.fullmatch(name)) is not None}
-    files = {step: file for step, file in named.items() if looks_like_msgpack(file)}
-    return FoundSteps.of("Flax", files)
+    return FoundSteps.of("Flax", {step: file for step, file in named.items() if looks_like_msgpack(file)})

@@ -130,8 +130,7 @@ class RLlibDirectory:
         base = self.metadata.get("state_file")
         bases = [base] if isinstance(base, str) and "/" not in base else []
         states = [name for name in self.names if _is_state(name)]
-        named = [name for name in states for base in bases if name.rpartition(".")[0] == base]
-        chosen = named or states
+        chosen = [name for name in states for base in bases if name.rpartition(".")[0] == base] or states
         if len(chosen) > 1:
             # RLlib keeps the old file when it saves in another form, and nothing says which one is newer.
             raise DamagedCheckpointError(

@@ -156,8 +156,7 @@ def _tensor(name: str, facts: Any, file: str, begin: int) -> StoredArray:
             f"{where}: {dtype}{shape} takes {length} bytes, the header gives it those from {offsets[0]} to {offsets[1]}"
         )
     details = {"kind": "numpy"} if torch_dtype is None else {"kind": "torch", "torch_dtype": torch_dtype}
-    start = (0,) * len(shape)
-    part = StoredPart(start, tuple(shape), file, begin + offsets[0], length, dtype.newbyteorder("<"))
+    part = StoredPart((0,) * len(shape), tuple(shape), file, begin + offsets[0], length, dtype.newbyteorder("<"))
     return StoredArray(dtype, part.shape, details, lambda: [part])
 
 
@@ -331,8 +330,7 @@ def _cut(location: Location, tensors: Tensors, nbytes: int) -> StoredTree:
 def _noted(location: Location, note: str, tensors: Tensors, nbytes: int) -> StoredTree | None:
     """Make the tree that an exported file describes; return None if it does not fit the tensors any more."""
     try:
-        document = json.loads(note, parse_constant=_refuse)
-        names, details, tree = from_document(document)
+        names, details, tree = from_document(json.loads(note, parse_constant=_refuse))
     except (ValueError, RecursionError, AttributeError, DamagedCheckpointError):
         return None
     leaves: list[SavedLeaf] = []

@@ -223,8 +223,7 @@ def accumulated(metric: Any) -> dict[str, Any]:
     torchmetrics: Any = loaded("torchmetrics")
     if torchmetrics is None or not isinstance(metric, torchmetrics.Metric):
         return {}
-    states = {name: getattr(metric, name) for name in metric._defaults}
-    return {"updates": int(metric._update_count), "states": states}
+    return {"updates": int(metric._update_count), "states": {name: getattr(metric, name) for name in metric._defaults}}
 
 
 def set_accumulated(metric: Any, saved: Mapping[str, Any]) -> None:

@@ -204,8 +204,7 @@ class StoredGraph:
         if document is None:
             self.graph = SavedGraph.of_names(self.leaves, kinds)
         else:
-            names = [*self.leaves, *self.containers]
-            self.graph = SavedGraph.of_document(document, names, str(self.location / GRAPH))
+            self.graph = SavedGraph.of_document(document, [*self.leaves, *self.containers], str(self.location / GRAPH))
 
     def read_arrays(self, names: Sequence[str]) -> list[NDArray[Any] | None]:
         """Read the arrays of leaves; one that is named twice is copied."""

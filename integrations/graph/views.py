@@ -198,8 +198,7 @@ def _classify_object(value: Any, slot: Slot) -> View:
 
 def _node(node: Node, slot: Slot) -> View:
     """Return the view of a node: its edges, and those of its root if it has one."""
-    tracked = [pair for pair in vars(node).items() if pair[0] not in node._holdfast.untracked]
-    edges = _attributes(node, tracked, slot)
+    edges = _attributes(node, [pair for pair in vars(node).items() if pair[0] not in node._holdfast.untracked], slot)
     if node._holdfast.counter is not None:
         edges.append(Edge(COUNTER, COUNTER, Attachment(node, (COUNTER,), node._holdfast.counter)))
     return _with_root(node, edges)

@@ -178,8 +178,7 @@ def reason(error: Exception, location: Location) -> str:
     mapped: HoldfastError = map_status(error, location.url, "read")
     if isinstance(mapped, _OF_STORAGE):
         raise mapped from error
-    text = _SPEC.sub("", str(error))
-    return re.sub(r"^[A-Z_]+: ", "", text)
+    return re.sub(r"^[A-Z_]+: ", "", _SPEC.sub("", str(error)))
 
 
 def gather(boxes: Sequence[Box]) -> list[Box]:
@@ -275,5 +274,4 @@ def read_database(location: Location) -> Entries:
         with (location / path).open_data() as file:
             return file.read(offset, length).tobytes()
 
-    manifest = (location / MANIFEST_NAME).read_bytes(limit=_MANIFEST_LIMIT)
-    return decode_database(manifest, node, checksums=False)
+    return decode_database((location / MANIFEST_NAME).read_bytes(limit=_MANIFEST_LIMIT), node, checksums=False)

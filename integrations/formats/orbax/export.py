@@ -169,8 +169,7 @@ class OrbaxPlan:
         return leaf
 
     def _entry(self, path: _Keys, value_type: str, *, skip: bool = False) -> None:
-        keys = tuple(key for key, _ in path)
-        self.entries[str(keys)] = {
+        self.entries[str(tuple(key for key, _ in path))] = {
             "key_metadata": [{"key": key, "key_type": key_type} for key, key_type in path],
             "value_metadata": {"value_type": value_type, "skip_deserialize": skip},
         }

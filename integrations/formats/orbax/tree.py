@@ -225,8 +225,7 @@ class OrbaxTree(OtherTree):
         return [[cut(box, around, parts, leaf.saved.dtype) for box in wanted] for leaf, wanted, around, parts in read]
 
     def chunks(self, leaf: SavedLeaf) -> tuple[int, ...]:
-        name = self._names[leaf.name]
-        return super().chunks(leaf) if leaf.name in self._values else self._arrays.chunks(name)
+        return super().chunks(leaf) if leaf.name in self._values else self._arrays.chunks(self._names[leaf.name])
 
     def verify(self, advance: Callable[[int], None] = NULL.advance) -> list[Problem]:
         parts = [(leaf, None) for leaf in self.leaves if leaf.name not in self._foreign]
@@ -413,8 +412,7 @@ class ArrayFolder(OrbaxTree):
 
     def _read_structure(self, decoded: Sequence[tuple[Path, Any]] | None, files: set[str]) -> TreeMetadata:
         with naming(self.location):
-            keys = read_database(self.location).keys
-            folders = [key.removesuffix(_ARRAY) for key in keys if key.endswith(_ARRAY)]
+            folders = [key.removesuffix(_ARRAY) for key in read_database(self.location).keys if key.endswith(_ARRAY)]
         decoded_names = [folder.decode(errors="backslashreplace") for folder in folders]
         names = [name.removesuffix("/") for name in decoded_names if name.endswith("/") or not name]
         parameters = [Parameter((name,), "unknown") for name in names]

@@ -193,8 +193,7 @@ def refuse_v1(location: Location, names: frozenset[str]) -> None:
     prefix = location
     try:
         if names:
-            is_of_tensorflow = first_bytes(location / STATE, len(_NOTES)) == _NOTES
-            newest = read_state(location).newest if is_of_tensorflow else None
+            newest = read_state(location).newest if first_bytes(location / STATE, len(_NOTES)) == _NOTES else None
             if not newest:
                 return
             prefix = location / newest

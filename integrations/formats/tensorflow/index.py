@@ -215,8 +215,7 @@ def slice_key(name: bytes, extents: BundleSlice) -> bytes:
 
 def ordered(number: int) -> bytes:
     """Encode a number with a sign as in the keys of slices: sorted as bytes, shorter for small numbers."""
-    bits = (~number if number < 0 else number).bit_length()
-    length = bits // 7 + 1
+    length = (~number if number < 0 else number).bit_length() // 7 + 1
     marks = ((1 << length) - 1) << (7 * length)  # leading ones, as many as there are bytes
     return ((number & ((1 << 8 * length) - 1)) ^ marks).to_bytes(length, "big")
 

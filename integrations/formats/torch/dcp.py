@@ -204,8 +204,7 @@ class _Folder:
             part = _checked(name, read_object(TorchArchive(io.BytesIO(content))), extent, dtype, shape)
             return part.array(_bytes_of(part, content))
 
-        start = (0,) * len(shape)
-        return StoredPart(start, shape, extent.file, extent.offset, extent.length, dtype, decode=decode)
+        return StoredPart((0,) * len(shape), shape, extent.file, extent.offset, extent.length, dtype, decode=decode)
 
     def _object(self, extent: Extent) -> Any:
         if not extent.is_compressed:
