@@ -159,9 +159,7 @@ def open_component(location: Location) -> SavedComponent:
             f"{location}: this is a file; a component is a directory. hf.load reads files of other libraries, and "
             "set_state takes what it returns"
         )
-    if looks_like_rllib(location):
-        return RLlibComponent(location)
-    return _part_of_a_whole(location)
+    return RLlibComponent(location) if looks_like_rllib(location) else _part_of_a_whole(location)
 
 
 def of_record(location: Location, record: CheckpointRecord) -> NativeComponent:

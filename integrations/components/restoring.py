@@ -182,10 +182,7 @@ class TreeRestore:
             if isinstance(state, dict) and not state:
                 continue
             try:
-                if overrides(live.value, "set_state"):
-                    live.value.set_state(state)
-                else:
-                    prepare_state(live, stored_state(state))()
+                self._prepared(live, state if overrides(live.value, "set_state") else stored_state(state))()
             except Exception:  # the caller gets the error of the restore
                 _logger.warning("%s: its state could not be undone", format_component_path(live.path), exc_info=True)
 

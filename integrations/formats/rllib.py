@@ -83,7 +83,9 @@ class RLlibDirectory:
         self.location = location
         self.path = path
         self.names = {entry.name: entry.is_directory for entry in location.entries()}
-        self.metadata = self._read_metadata()
+        files = [name for name in _METADATA if name in self.names]
+        metadata = read_json(location / files[0]) if files else {}
+        self.metadata: dict[str, Any] = metadata if isinstance(metadata, dict) else {}
         self.left_out: Sequence[str] = ()
 
     @cached_property
@@ -140,13 +142,6 @@ class RLlibDirectory:
         if not chosen:
             raise CheckpointNotFoundError(f"{self.location}: there is no file of a state here")
         return chosen[0]
-
-    def _read_metadata(self) -> dict[str, Any]:
-        for name in _METADATA:
-            if name in self.names:
-                metadata = read_json(self.location / name)
-                return metadata if isinstance(metadata, dict) else {}
-        return {}
 
 
 def looks_like_rllib(location: Location) -> bool:

@@ -97,12 +97,9 @@ class OrbaxCheckpoint(CheckpointSource):
 
     @cached_property
     def metrics(self) -> Mapping[str, Any] | None:
-        for name, item in self._items.items():
-            if item.kind == METRICS:
-                metrics = self.value(name)
-                return metrics if isinstance(metrics, dict) else None
-        metrics = self._metadata.get("metrics")
-        return metrics if isinstance(metrics, dict) and metrics else None
+        names = [name for name, item in self._items.items() if item.kind == METRICS]
+        metrics = self.value(names[0]) if names else self._metadata.get("metrics") or None
+        return metrics if isinstance(metrics, dict) else None
 
     @cached_property
     def nbytes(self) -> int:

@@ -267,7 +267,7 @@ class _Walk:
         if depth > MAX_DEPTH or self.visits < 0:
             raise DamagedCheckpointError(f"the tree is nested too deeply, or repeats itself too often, at {path:.200}")
         cls = type(value)
-        if cls in _SCALARS or cls is StoredArray:
+        if cls in _SCALARS or cls is StoredArray or isinstance(value, np.generic):
             return value
         if cls is dict or cls is OrderedDict:
             for odd in (key for key in value if not self.is_key(key)):
@@ -277,8 +277,6 @@ class _Walk:
             return cls([self.visit(item, f"{path}/{index}", depth + 1) for index, item in enumerate(value)])
         if cls in (set, frozenset):
             return value if all(type(item) in _SCALARS for item in value) else Unreadable("a set of objects")
-        if isinstance(value, np.generic):
-            return value
         return _leaf(plain_array(value))
 
     def is_key(self, key: Any) -> bool:
