@@ -225,9 +225,6 @@ class Missing:
 class ConstructorFailed(Exception):  # noqa: N818 - carries an error, and is never raised to the user
     """Carries an error of a constructor past the handlers that report damage."""
 
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
 
 def construct(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> Any:
     try:

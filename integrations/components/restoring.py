@@ -255,7 +255,8 @@ class TreeConstruction:
         try:
             value = self.make(self.saved, self.base, overrides)
         except ConstructorFailed as failed:
-            raise failed.error from failed.error.__cause__
+            (error,) = failed.args
+            raise error from error.__cause__
         # The overrides win over plain values of the same name in the state: attributes, options of optimizers.
         names = {escape_key(name) for name in overrides}
 

@@ -32,8 +32,6 @@ from .outside import is_actor_class
 from .slots import PartState, Path
 from .tracked import Node, Value
 
-_MODULE_TABLES = frozenset({"_parameters", "_buffers", "_modules"})
-
 
 def is_module(value: object) -> bool:
     """True for an initialized torch module: an actor class that ``ray.remote`` made of its class is none."""
@@ -66,7 +64,9 @@ def module_children(module: Any) -> list[tuple[str, Any]]:
     kinds = (torch.nn.Module, torch.nn.Parameter, Node, Value)
     for name, value in vars(module).items():
         parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-        is_container = name not in _MODULE_TABLES and any(isinstance(part, kinds) for part in parts)
+        is_container = name not in ("_parameters", "_buffers", "_modules") and any(
+            isinstance(part, kinds) for part in parts
+        )
         if is_container or isinstance(value, Node | Value):
             children.append((name, value))
     return children
@@ -380,7 +380,6 @@ def variable_accessors(variable: Any) -> tuple[Callable[[], Any], Callable[[Any]
 
 LAYER, OPTIMIZER, VARIABLE = "Layer", "Optimizer", "Variable"
 _KINDS = {LAYER, OPTIMIZER, VARIABLE, "Metric", "SeedGenerator"}
-_OWN_METHODS = ("save_own_variables", "load_own_variables")
 
 
 @lru_cache(maxsize=1024)  # many objects have few types
@@ -447,7 +446,7 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
     layers = value._flatten_layers(include_self=False, recursive=False)
     below = {id(variable) for layer in layers for variable in layer.variables}
     pairs = [(_name(variable), variable) for variable in value.variables if id(variable) not in below]
-    if _overridden(type(value), _OWN_METHODS):
+    if _overridden(type(value), ("save_own_variables", "load_own_variables")):
         pairs.append((OWN_STATE, _OwnVariables(value, value, (OWN_STATE,))))
     pairs += [(_layer_name(layer), layer) for layer in layers if layer.variables]
     optimizer = getattr(value, "optimizer", None)

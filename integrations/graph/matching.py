@@ -71,7 +71,7 @@ class Matching:
                 yield from self._match([start], start=start)
             elif edge.segment in self.graph.nodes[number].edges:
                 child, path = self.graph.nodes[number].edges[edge.segment], (*binding.path, edge.segment)
-                yield from self._match([_Visit(child, edge.value, edge.view(), path, edge.slot)])
+                yield from self._match([_Visit(child, edge.value, classify(edge.value, edge.slot), path, edge.slot)])
         yield from self._optimizer_values(self.bindings.fresh)
 
     @contextlib.contextmanager

@@ -17,6 +17,7 @@ from ...engine.distributed import current_coordinator
 from ...engine.errors import StateError, UnmatchedObjectsError, shortened
 from ...engine.pytree import KeyProblem, PathFilter, Patterns, collection_paused, is_torch_tensor, key_segments
 from ...engine.sources import Misfits
+from ...engine.stateful import is_stream
 from .frameworks import is_module
 from .matching import Matching
 from .saved import Rename
@@ -40,8 +41,6 @@ from .views import Leaf
 from .walk import LiveGraph, LiveNode, walk
 
 _logger = logging.getLogger("holdfast")
-_NO_OWN_STATE = "keeps its fresh state: the checkpoint is of a version that did not save it"
-_NO_STREAM = "keeps its fresh state: the checkpoint has none of this process"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -361,7 +360,7 @@ class Restoration:
         restored, missing = [], []
         for node in live.leaves():
             if node.path in self._fresh:
-                live.skipped[node.path] = _NO_STREAM
+                live.skipped[node.path] = "keeps its fresh state: the checkpoint has none of this process"
             elif (
                 node.path in self._settled
                 or last_writer(node.slot) >= self._number
@@ -371,7 +370,7 @@ class Restoration:
             elif isinstance(node.view, Leaf) and node.view.opened is not None and node.path in parts:
                 restored.append(node)  # a sequence, by its elements, or an optimizer, by its groups and parameters
             elif any(node.path[: len(path)] == path for path in too_new):
-                live.skipped[node.path] = _NO_OWN_STATE
+                live.skipped[node.path] = "keeps its fresh state: the checkpoint is of a version that did not save it"
             elif self._chooses(node.path):
                 missing.append(node)
         return restored, missing
@@ -424,7 +423,7 @@ class Restoration:
                 continue
             key = id(slot.anchor), slot.trail
             first = due.get(key)
-            if not self._stored.has_own and isinstance(slot, StateSlot) and slot.is_stream:
+            if not self._stored.has_own and type(slot) is StateSlot and is_stream(slot.target):
                 settled.append(assignment)  # the checkpoint has none of this process, which keeps its own
                 fresh.append(assignment.path)
             elif first is None and last_writer(slot) < self._number:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from ...engine.errors import OptionError, TreeMismatchError, shortened
 from ...engine.pytree import expand, format_path, is_python_value, key_segments, pack_tree, unescape_key
-from ...engine.stateful import begins_epoch, is_stream, restore_state, state_of
+from ...engine.stateful import begins_epoch, restore_state, state_of
 from ..hugging_face import as_start
 
 Path = tuple[str, ...]  # the names of the edges from the root to a node, each escaped
@@ -99,11 +99,6 @@ class StateSlot:
     anchor: Any
     trail: Path
 
-    @property
-    def is_stream(self) -> bool:
-        """True if each process saves and restores its own state."""
-        return is_stream(self.target)
-
     def get(self) -> Any:
         return pack_tree(state_of(self.target))
 
@@ -113,8 +108,6 @@ class StateSlot:
 
 class PartState(StateSlot):
     """A part of an object's state that the object's own methods save and restore; all processes have the same."""
-
-    is_stream = False
 
 
 class MemberSlot(Attachment):

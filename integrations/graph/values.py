@@ -193,11 +193,7 @@ class SavedValues:
         return arrays
 
     def _read_leaves(
-        self,
-        due: list[Assignment],
-        targets: list[LeafTemplate],
-        saved: list[Saved],
-        arrays: list[NDArray[Any] | None],
+        self, due: list[Assignment], targets: list[LeafTemplate], saved: list[Saved], arrays: list[NDArray[Any] | None]
     ) -> list[Any]:
         parts: dict[int, Any] = {}
         if not arrays:

@@ -70,9 +70,6 @@ class Edge:
     def __post_init__(self) -> None:
         self.value = bare_variable(unwrapped(self.slot.get()))
 
-    def view(self) -> View:
-        return classify(self.value, self.slot)
-
 
 @dataclass(slots=True)
 class Branch:

@@ -13,7 +13,7 @@ from ...engine.pytree import collection_paused, is_python_value, is_torch_tensor
 from .frameworks import GROUPS, OPTIMIZER_SLOTS, ModuleState, OptimizerSlot, is_buffer, is_module, keras_kind, slot_name
 from .slots import Path, Slot, format_node_path
 from .tracked import Node, Part, check_origin
-from .views import Branch, Edge, Leaf, Unsaved, options_edge, root_view
+from .views import Branch, Edge, Leaf, Unsaved, classify, options_edge, root_view
 
 
 @dataclass(slots=True)
@@ -137,7 +137,7 @@ class _Walk:
     def _new(self, edge: Edge, path: Path, outside: bool) -> LiveNode | None:
         if not self._tensors and is_torch_tensor(edge.value):
             return None
-        view = edge.view()
+        view = classify(edge.value, edge.slot)
         if isinstance(view, Unsaved):
             if not view.intended and not outside:
                 self.problems[path] = view.reason

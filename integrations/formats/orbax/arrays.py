@@ -30,12 +30,7 @@ from ....engine.errors import (
 )
 from ....engine.format import MANIFEST_NAME, Entries, decode_database
 from ....engine.pytree import Box
-from ....engine.storage import (
-    Location,
-    aligned_empty,
-    map_status,
-    shared_context,
-)
+from ....engine.storage import Location, aligned_empty, map_status, shared_context
 
 if TYPE_CHECKING:
     import tensorstore

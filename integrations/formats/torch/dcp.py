@@ -354,13 +354,10 @@ def _place(places: Places, name: str, start: Ints | None) -> Extent:
 def _path(name: str, planned: Any) -> Path:
     if planned is None:
         return (name,)
-    if (
-        not isinstance(planned, tuple)
-        or not planned
-        or not all(type(key) is str or (type(key) is int and 0 <= key <= _LARGEST) for key in planned)
-    ):
+    keys = planned if isinstance(planned, tuple) else ()
+    if not keys or not all(type(key) is str or (type(key) is int and 0 <= key <= _LARGEST) for key in keys):
         raise DamagedCheckpointError(f"{shown(planned)} is not the path of an entry")
-    return planned
+    return keys
 
 
 def _attributes(value: Any, class_name: str) -> Mapping[str, Any]:

@@ -41,8 +41,6 @@ class Inert:
 class Stateful(abc.ABC):
     """Base of objects of builders that take the state of ``BUILD``."""
 
-    __slots__ = ()
-
     @abc.abstractmethod
     def set_state(self, state: Any) -> None:
         """Take the state, which must not be trusted; may raise ValueError."""
