@@ -13,6 +13,7 @@ contain the index of the first element of each part in the whole tensor (torch/d
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -304,15 +305,11 @@ def _looks_right(file: Location) -> bool:
     """True if a file looks like one of this format, by its name or its first bytes."""
     if file.name.endswith(SUFFIX):
         return True
-    with file.open_data() as reader:
-        if reader.size <= _LENGTH_BYTES:
-            return False
-        begin = reader.read(0, _LENGTH_BYTES + 1).tobytes()
-        try:
-            _header_length(begin[:_LENGTH_BYTES], reader.size)
-        except DamagedCheckpointError:
-            return False
+    with file.open_data() as reader, contextlib.suppress(DamagedCheckpointError):
+        begin = reader.read(0, min(_LENGTH_BYTES + 1, reader.size)).tobytes()
+        _header_length(begin[:_LENGTH_BYTES], reader.size)
         return begin.endswith(b"{")
+    return False
 
 
 def _cut(location: Location, tensors: Tensors, nbytes: int) -> StoredTree:

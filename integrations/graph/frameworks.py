@@ -64,10 +64,8 @@ def module_children(module: Any) -> list[tuple[str, Any]]:
     kinds = (torch.nn.Module, torch.nn.Parameter, Node, Value)
     for name, value in vars(module).items():
         parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-        is_container = name not in ("_parameters", "_buffers", "_modules") and any(
-            isinstance(part, kinds) for part in parts
-        )
-        if is_container or isinstance(value, Node | Value):
+        holds = any(isinstance(part, kinds) for part in parts) and name not in ("_parameters", "_buffers", "_modules")
+        if holds or isinstance(value, Node | Value):
             children.append((name, value))
     return children
 
@@ -354,11 +352,9 @@ def nnx_children(value: Any) -> list[tuple[str, Any]]:
     data = vars(value).get("_pytree__nodes")
     children = []
     for name, child in vars(value).items():
-        is_data = is_nnx_variable(child) or is_nnx(child)
-        if data is not None:
-            is_data = is_data or data.get(name)
-        else:  # this version of flax does not record which attributes are data
-            is_data = is_data or is_jax_array(child) or isinstance(child, np.ndarray | list | dict | tuple)
+        is_array = is_jax_array(child) or isinstance(child, np.ndarray | list | dict | tuple)
+        # Early versions of flax do not record which attributes are data.
+        is_data = is_nnx_variable(child) or is_nnx(child) or (is_array if data is None else data.get(name))
         if is_data and not name.startswith(("_pytree__", "_object__")):
             children.append((name, child))
     return children

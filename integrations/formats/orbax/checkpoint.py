@@ -186,13 +186,9 @@ def _is_tree(location: Location, names: frozenset[str]) -> bool:
 
 def _holds_items(location: Location) -> bool:
     """True if a directory without metadata of its own holds items, as early versions wrote them."""
-    looked = 0
-    for name in sorted(entry.name for entry in location.entries() if entry.is_directory):
-        if not _may_be_item(name) or _STEP.fullmatch(name) or "." in name:
-            continue
-        looked += 1
-        if looked > _SEARCHED:
-            return False
+    folders = sorted(entry.name for entry in location.entries() if entry.is_directory)
+    names = [name for name in folders if _may_be_item(name) and not _STEP.fullmatch(name) and "." not in name]
+    for name in names[:_SEARCHED]:
         inside = frozenset(entry.name for entry in (location / name).entries())
         if inside and _is_tree(location / name, inside):
             return True
