@@ -70,7 +70,7 @@ class TreeRestore:
 
     def _lines(self, of: Callable[[OwnReport], Iterable[str]]) -> tuple[str, ...]:
         """Return lines from the reports of restored components, each with the path of the component."""
-        return _lines((path, of(one)) for path, one in self._done.items())
+        return _lines((path, of(report)) for path, report in self._done.items())
 
     def _match(self, target: LiveComponent) -> dict[Path, SavedComponent]:
         """Return the saved component of each live one, by path; those below others come first."""
@@ -145,7 +145,7 @@ class TreeRestore:
                 f"{self.saved.location} and the program do not match (strict=True); what both have was restored:",
                 report.problems(),
             )
-        if changed := self._lines(lambda own: own.modes):
+        if changed := self._lines(lambda report: report.modes):
             _logger.info("as at the save, where the program began otherwise: %s", shortened(changed))
         if self.misfits is not None:
             for path, own in self._done.items():
@@ -202,8 +202,8 @@ class TreeRestore:
             restored=tuple(map(format_component_path, self._done)),
             missing=tuple(self._missing()),
             unused=tuple(format_component_path(component.path) for component in below if not _is_used(component, used)),
-            missing_values=self._lines(lambda component: component.missing),
-            unused_values=(*self._lines(lambda component: component.unused), *self._left_out()),
+            missing_values=self._lines(lambda report: report.missing),
+            unused_values=(*self._lines(lambda report: report.unused), *self._left_out()),
             separate=tuple(self._separate()),
         )
 

@@ -40,31 +40,14 @@ _CODE_MODULES = ("builtins", "operator", "types")  # modules of further classes,
 # Tools of a process, and settings that a program makes at every start, hold no state of training.
 _TOOLS = (re.Pattern, PurePath, np.dtype, types.EllipsisType, types.NotImplementedType)
 _TOOL_MODULES = (
-    "threading.",
-    "logging.",
-    "weakref.",
-    "argparse.",
-    "typing.",
-    "inspect.",
-    "concurrent.futures.",
-    "ray.remote_function.",
-    "torch.utils.tensorboard.",
-    "torch.profiler.",
-    "torch.distributed.device_mesh.",
-    "torch.distributed.distributed_c10d.",
-    "torch._C._distributed_c10d.",
+    *("threading.", "logging.", "weakref.", "argparse.", "typing.", "inspect.", "concurrent.futures."),
+    *("ray.remote_function.", "torch.utils.tensorboard.", "torch.profiler."),
+    *("torch.distributed.device_mesh.", "torch.distributed.distributed_c10d.", "torch._C._distributed_c10d."),
 )
 _TOOL_NAMES = {
-    "_thread.lock",
-    "_thread.RLock",
-    "_contextvars.ContextVar",
-    "object",
-    "torch.device",
-    "torch.dtype",
-    "torch.layout",
-    "torch.memory_format",
-    "torch.cuda.streams.Stream",
-    "torch.cuda.streams.Event",
+    *("object", "_thread.lock", "_thread.RLock", "_contextvars.ContextVar"),
+    *("torch.device", "torch.dtype", "torch.layout", "torch.memory_format"),
+    *("torch.cuda.streams.Stream", "torch.cuda.streams.Event"),
 }
 
 

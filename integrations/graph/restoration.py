@@ -417,9 +417,8 @@ class Restoration:
         settled: list[Assignment] = []
         fresh: list[Path] = []
         for assignment in assignments:
-            slot, values = assignment.slot, assignment.values()
-            chosen = all(number in self.progress.wanted and self._chooses(path) for number, path in values)
-            if assignment.path in self._settled or not chosen:
+            slot, values, wanted = assignment.slot, assignment.values(), self.progress.wanted
+            if assignment.path in self._settled or not all(n in wanted and self._chooses(path) for n, path in values):
                 continue
             key = id(slot.anchor), slot.trail
             first = due.get(key)

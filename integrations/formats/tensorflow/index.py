@@ -90,40 +90,15 @@ def text(value: Value) -> str:
         raise DamagedCheckpointError(f"a message has bytes that are not text: {error}") from error
 
 
+_DTYPE_NAMES = (  # in the order of the enumeration ``DataType`` of types.proto, which begins at 1
+    *("float32", "float64", "int32", "uint8", "int16", "int8", "", "complex64", "int64", "bool"),
+    *("int8", "uint8", "int32", "bfloat16", "int16", "uint16"),  # quantised, except bfloat16: the scale is elsewhere
+    *("uint16", "complex128", "float16", "", "", "uint32", "uint64", "float8_e5m2", "float8_e4m3fn"),
+    *("float8_e4m3fnuz", "float8_e4m3b11fnuz", "float8_e5m2fnuz"),
+    *("int4", "uint4", "int2", "uint2", "float4_e2m1fn"),  # with a byte for each element
+)
 _DTYPES: dict[int, DType] = {
-    number: np.dtype(getattr(ml_dtypes, name, name))
-    for number, name in {
-        1: "float32",
-        2: "float64",
-        3: "int32",
-        4: "uint8",
-        5: "int16",
-        6: "int8",
-        8: "complex64",
-        9: "int64",
-        10: "bool",
-        11: "int8",  # 11 to 16 except 14 are quantised: numbers whose scale is stored elsewhere
-        12: "uint8",
-        13: "int32",
-        14: "bfloat16",
-        15: "int16",
-        16: "uint16",
-        17: "uint16",
-        18: "complex128",
-        19: "float16",
-        22: "uint32",
-        23: "uint64",
-        24: "float8_e5m2",
-        25: "float8_e4m3fn",
-        26: "float8_e4m3fnuz",
-        27: "float8_e4m3b11fnuz",
-        28: "float8_e5m2fnuz",
-        29: "int4",  # these and the following have a byte for each element
-        30: "uint4",
-        31: "int2",
-        32: "uint2",
-        33: "float4_e2m1fn",
-    }.items()
+    number: np.dtype(getattr(ml_dtypes, name, name)) for number, name in enumerate(_DTYPE_NAMES, 1) if name
 }
 
 

@@ -255,7 +255,7 @@ _ESCAPED = re.compile(r"\.(?:\.|S)")
 
 @dataclass(slots=True)
 class ObjectNode:
-    """One object."""
+    """An object of the graph."""
 
     children: dict[str, int] = field(default_factory=dict)  # the numbers of the objects that it holds, by name
     # Its values: the name of each, and the name of its tensor or the beginning of several names.
