@@ -60,7 +60,7 @@ class FitRecorder:
         self._hooks.place(fit.trainer.fit_loop.epoch_loop, "advance", self._batch)
         self._hooks.place(fit.trainer.fit_loop, "on_advance_end", self._epoch_ends)
         self._hooks.place(private_api.checkpoint_connector(fit.trainer), "restore_training_state", self._restore_state)
-        for finder in private_api.finders_of(fit.trainer):
+        for finder in private_api.callbacks_of(fit.trainer, *private_api.FINDERS):
             self._hooks.place(finder, "on_fit_start", self._search)
 
     @property

@@ -123,7 +123,7 @@ _OURS = "holdfast_requeues"  # attribute of an environment that marks that this 
 def take_over_requeue(trainer: Any) -> signal.Signals | None:
     """Take the requeue signal from Lightning; return it, or None if the job is not to be requeued."""
     environment = private_api.cluster_environment(trainer)
-    if "SLURMEnvironment" not in private_api.kinds_of(environment):
+    if "SLURMEnvironment" not in private_api.class_names(environment):
         return None
     if environment.auto_requeue:
         environment.auto_requeue = False
