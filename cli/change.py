@@ -256,8 +256,6 @@ def _delete(
 
 
 def _pinning(name: str, text: str) -> click.Command:
-    """Return the command ``pin`` or ``unpin``."""
-
     @click.command(name, help=text)
     @arguments.run_directory
     @arguments.steps

@@ -124,7 +124,6 @@ def show(
 
 
 def _numbers(leaf: LeafStatistics | None) -> dict[str, Any] | None:
-    """Return the statistics of a leaf as JSON."""
     return None if leaf is None else {key: value for key, value in asdict(leaf).items() if key not in ("item", "path")}
 
 

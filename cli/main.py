@@ -64,7 +64,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _explained(error: BaseException) -> tuple[str, int]:
-    """Return the message and the exit status for an error."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", INTERRUPTED
     if isinstance(error, _USAGE_ERRORS):

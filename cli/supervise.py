@@ -110,8 +110,6 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """When to start the program again."""
-
     max_restarts: int = 10  # after crashes and hangs; preemptions do not count
     pause: float = 1.0  # seconds before the first restart; doubles with every crash without progress in between
     longest_pause: float = 300.0
@@ -150,8 +148,6 @@ class RestartPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The next action."""
-
     action: Literal["end", "restart"]
     why: str
     status: int = 0  # the exit status, if the action is "end"

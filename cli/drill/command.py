@@ -50,8 +50,6 @@ class DrillError(HoldfastError):
 
 @dataclass(slots=True)
 class Start:
-    """One start of the program."""
-
     name: str
     interruption: Interruption | None
     returncode: int = 0
@@ -149,8 +147,6 @@ def _folder(keep: Path | None) -> Iterator[Path]:
 
 
 class _Drill:
-    """One rehearsal."""
-
     def __init__(self, command: Sequence[str], options: DrillOptions, folder: Path, signals: Signals) -> None:
         self._command = command
         self._options = options
@@ -357,7 +353,6 @@ class _Drill:
         report.findings += causes.of(report, nondeterministic)
 
     def _start(self, plan: DrillPlan, log: str, interruption: Interruption | None) -> Start:
-        """Start the program, and wait for its end."""
         options, folder = self._options, self._folder / "starts" / plan.name
         folder.mkdir(parents=True)
         plan.write(self._folder)

@@ -114,8 +114,6 @@ _CAUSES = ("generator", "position", "optimizer", "value")  # kinds of facts that
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A cause, or another problem."""
-
     # generator, loader, position, optimizer, value, unseeded, nondeterministic, not_saved_right, unknown, not_resumed,
     # new_directory or ignores_signal
     cause: str
@@ -368,8 +366,6 @@ def _flags(libraries: Sequence[str]) -> str:
 
 @dataclass(slots=True)
 class Report:
-    """The result of a rehearsal."""
-
     command: list[str]
     seed: int
     steps: list[int] = field(default_factory=list)
@@ -391,7 +387,6 @@ class Report:
         return not (self.differences or self.findings)
 
     def document(self) -> dict[str, Any]:
-        """Return the report as JSON."""
         document = {"identical": not self.differences, "passed": self.passed, **asdict(self)}
         del document["stops"]
         document["compared"] = [{"directory": directory, "step": step} for directory, step in sorted(self.compared)]
@@ -403,7 +398,6 @@ class Report:
 
 
 def print_report(report: Report) -> None:
-    """Print a report as text for users."""
     say(f"drill of {shlex.join(report.command)}: steps {shortened_steps(report.steps)}, seed {report.seed}\n")
     print_table(
         ["START", "BEGAN", "INTERRUPTED BY", "STATUS"],

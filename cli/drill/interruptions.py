@@ -20,8 +20,6 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrillOptions:
-    """What to rehearse."""
-
     steps: int = 20
     at: tuple[int, ...] = ()  # steps at which to interrupt; empty for random ones
     kinds: tuple[Kind, ...] = KINDS
@@ -52,8 +50,6 @@ def preemption_signal(name: str) -> signal.Signals:
 
 @dataclass(frozen=True, slots=True)
 class Interruption:
-    """One preemption of the rehearsal."""
-
     signal: signal.Signals
     point: Point
     step: int

@@ -250,8 +250,6 @@ def _spread(checkpoints: Sequence[CheckpointSummary], number: int) -> list[Check
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One interval and its expected loss."""
-
     name: str
     seconds: float
     loss: Loss

@@ -40,8 +40,6 @@ _DEEPEST = 32  # the deepest nesting of metrics
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """One committed save."""
-
     time: float  # the time at which it was durable
     step: int
     bytes: int  # written
@@ -96,8 +94,6 @@ class Note:
 
 @dataclass(slots=True)
 class History:
-    """The life of a run."""
-
     attempts: list[Attempt] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
     metrics: dict[str, dict[int, float]] = field(default_factory=dict)  # by name and step
@@ -114,7 +110,6 @@ class History:
 
     @property
     def blocked(self) -> float:
-        """Seconds that the training loop waited for saves."""
         return sum(attempt.blocked for attempt in self.attempts)
 
     def ended(self, *how: How) -> int:
@@ -269,7 +264,6 @@ def _end_all(history: History) -> None:
 
 
 def _is_alive(attempt: Attempt) -> bool:
-    """Return whether the process of a start on this machine is alive."""
     if not attempt.pid:
         return False
     try:

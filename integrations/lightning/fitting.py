@@ -287,7 +287,6 @@ class Fitting:
         return taken
 
     def _optimizing(self) -> dict[str, Any]:
-        """Return the optimizers and their schedulers by name."""
         strategy = self._trainer.strategy
         schedulers = [config.scheduler for config in strategy.lr_scheduler_configs]
         return {

@@ -161,7 +161,6 @@ def _follow(connector: Any, callback: type) -> None:
 
 
 def was_given_no_path(trainer: Any) -> bool:
-    """Return whether the trainer was given no ``ckpt_path`` for the run that begins."""
     return vars(trainer._checkpoint_connector).get(_GIVEN, "") is None
 
 

@@ -152,7 +152,6 @@ class FitRecorder:
     # ---- the points at which the state is consistent
 
     def begin_batch(self, batch: Any) -> None:
-        """Note that a step begins."""
         self._stop.steps.note_step()
         self.witness.begin_batch(batch)
 

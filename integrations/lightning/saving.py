@@ -204,7 +204,6 @@ class MetricsLedger:
         self._seen: dict[str, tuple[Any, int]] = {}
 
     def observe(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Note which metrics are new."""
         for name, value in metrics.items():
             seen = self._seen.get(name)
             if seen is None or not _same_value(seen[0], value):

@@ -80,7 +80,6 @@ class CallbackArguments(ProgramOptions):
 
     @property
     def export_place(self) -> Location:
-        """The file of ``export_best``."""
         assert self.export_best is not None
         text = str(self.export_best)
         is_relative = "://" not in text and not text.startswith(("/", "~"))
@@ -143,7 +142,6 @@ class RunStore:
 
     @property
     def processes(self) -> ProcessGroup:
-        """The processes that save together."""
         return ProcessGroup(self.directory.url, None, seconds(self._options.barrier_timeout_secs))
 
     def open(self) -> None:
@@ -165,7 +163,6 @@ class RunStore:
             self._manager.close()
 
     def note_finished(self, module: Any) -> None:
-        """Note that a module has finished training."""
         FINISHED[self.directory] = weakref.ref(module)
 
     def check_module(self, module: Any) -> None:
