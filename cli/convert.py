@@ -135,7 +135,14 @@ def export(
             raise OptionError("--in-place takes --to orbax and --step, and neither DST nor another option")
         if step == "best":
             raise OptionError("--in-place takes the number of a step, and not --step best")
-        return _add_metadata(source, step, as_json=as_json)
+        from ..integrations.formats.orbax.export import add_orbax_metadata
+
+        paths = [*map(str, add_orbax_metadata(checkpoints_at(source), step=step))]
+        if as_json:
+            print_json({"checkpoints": paths})
+        else:
+            say("".join(f"{path}: orbax can read it now, too\n" for path in paths), end="")
+        return DONE
     if destination is None:
         raise OptionError(
             "DST is missing: give the file or directory to write" + (", or use --in-place" if to == "orbax" else "")
@@ -158,17 +165,6 @@ def _command_options_in_errors() -> Iterator[None]:
         for argument, option in _OPTIONS.items():
             message = message.replace(argument, option)
         raise type(error)(message) from error
-
-
-def _add_metadata(source: str, step: int | None, *, as_json: bool) -> int:
-    from ..integrations.formats.orbax.export import add_orbax_metadata
-
-    paths = [*map(str, add_orbax_metadata(checkpoints_at(source), step=step))]
-    if as_json:
-        print_json({"checkpoints": paths})
-    else:
-        say("".join(f"{path}: orbax can read it now, too\n" for path in paths), end="")
-    return DONE
 
 
 def _print(conversions: Sequence[Conversion], *, as_json: bool) -> None:

@@ -115,10 +115,7 @@ class Program:
             )
         except OSError as error:
             raise OptionError(f"cannot start {command[0]}: {error.strerror or error}") from error
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        self.pid = self._process.pid
 
     def new_events(self) -> list[dict[str, Any]]:
         """Return the events that the program has written since the last call."""

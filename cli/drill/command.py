@@ -177,7 +177,12 @@ class _Drill:
             raise DrillError(
                 f"--at {unknown[0]}: the reference run had the steps {shortened_steps(steps)}; --steps sets how many"
             )
-        self._check_space()
+        used, free = _bytes_below(self._folder / "reference"), shutil.disk_usage(self._folder).free
+        if free < used * 1.1:
+            raise DrillError(
+                f"the interrupted run needs {format_size(used)}, and {self._folder} has {format_size(free)} left; "
+                "name a place on a larger disk with --keep, or take fewer --steps"
+            )
         saved = sorted({step for steps_of in self._steps_of("reference").values() for step in steps_of})
         interruptions, notes = choose(steps, reference.trace.validations, options)
         self._interrupted(interruptions, saved, reference)
@@ -477,15 +482,6 @@ class _Drill:
 
     def _ignores(self, leaf: str) -> bool:
         return any(fnmatch.fnmatchcase(leaf, pattern) for pattern in self._options.ignore)
-
-    def _check_space(self) -> None:
-        used = _bytes_below(self._folder / "reference")
-        free = shutil.disk_usage(self._folder).free
-        if free < used * 1.1:
-            raise DrillError(
-                f"the interrupted run needs {format_size(used)}, and {self._folder} has {format_size(free)} left; "
-                "name a place on a larger disk with --keep, or take fewer --steps"
-            )
 
     def _tail(self, log: str, lines: int = _TAIL) -> str:
         """Return the last lines that the program printed, for the end of a message."""

@@ -69,15 +69,10 @@ class Trace:
         for event in events:
             by_pid.setdefault(event["pid"], []).append(event)
         first = [reported for reported in by_pid.values() if reported[-1]["process"] == 0]  # It may join late.
-        return Trace.of(
-            max(first, key=lambda reported: [event["event"] for event in reported].count("step"), default=[])
-        )
-
-    @staticmethod
-    def of(events: Iterable[Mapping[str, Any]]) -> Trace:
+        chosen = max(first, key=lambda reported: sum(event["event"] == "step" for event in reported), default=[])
         trace = Trace()
         facts: dict[str, Fact] = {}
-        for event in events:
+        for event in chosen:
             match event["event"]:
                 case "step":
                     trace.steps.append(event["step"])

@@ -46,20 +46,19 @@ class TimeScale:
                 merged.append([begin, end])
         longest = _GAP * (sum(end - begin for begin, end in merged) or 1.0)
         self.pauses: list[tuple[float, float, float]] = []  # (position, width, seconds)
-        self._times, self._places, place = [merged[0][0]], [0.0], 0.0
-        for number, (begin, end) in enumerate(merged):
-            if number:
-                pause = begin - merged[number - 1][1]
-                width = min(pause, longest)
+        self._times: list[float] = []
+        self._places: list[float] = []
+        position = 0.0
+        for begin, end in merged:
+            if self._times:
+                pause = begin - self._times[-1]
                 if pause > longest:
-                    self.pauses.append((place, width, pause))
-                place += width
-                self._times.append(begin)
-                self._places.append(place)
-            place += end - begin
-            self._times.append(end)
-            self._places.append(place)
-        whole = place or 1.0
+                    self.pauses.append((position, longest, pause))
+                position += min(pause, longest)
+            self._times += [begin, end]
+            self._places += [position, position + end - begin]
+            position += end - begin
+        whole = position or 1.0
         self._places = [position / whole for position in self._places]
         self.pauses = [(position / whole, width / whole, pause) for position, width, pause in self.pauses]
 

@@ -61,16 +61,11 @@ class Attempt:
     compared: int = 0  # the last step that was compared with the steps before the stop
     differs: str = ""  # the layers that differ
     saves: list[Save] = field(default_factory=list)
-    last: float = 0.0  # the time of the last event
+    ended: float = 0.0  # the time of the last event
     last_step: int | None = None  # the last step that the program is known to have reached
     how: How | None = None
     status: int | None = None
     why: str = ""
-
-    @property
-    def ended(self) -> float:
-        """The time of its end, as far as known."""
-        return max(self.last, self.began)
 
     @property
     def blocked(self) -> float:
@@ -130,7 +125,7 @@ def read_history(events: Iterable[Mapping[str, Any]]) -> History:
         if attempt is None:  # Its first event may be in a deleted file.
             attempt = by_run[run] = Attempt(when)
             history.attempts.append(attempt)
-        attempt.began, attempt.last = min(attempt.began, when), max(attempt.last, when)
+        attempt.began, attempt.ended = min(attempt.began, when), max(attempt.ended, when)
         _take(history, attempt, event, when)
     # Commands such as pin, and `holdfast run` before it begins, acquire the directory without training.
     history.attempts = [attempt for attempt in history.attempts if attempt.how != "closed" or _has_trained(attempt)]

@@ -94,7 +94,7 @@ def _alarms(run: RunFacts, now: float) -> Markup:
         tone = "bad" if last.how in _BAD else "warn"
         alarms.append((tone, f"The last start {WORDS[last.how or 'lost']}{at}{why}.{saved}"))
     if last is not None and last.how == "open":
-        text = f"The last start runs on {last.host}, or was lost there; its last event came {age(now - last.last)} ago"
+        text = f"The last start runs on {last.host}, or was lost there; its last event came {age(now - last.ended)} ago"
         alarms.append(("plain", text))
     if (statistics := run.statistics) is not None and statistics.damaged:
         more = statistics.damaged - len(statistics.examples)

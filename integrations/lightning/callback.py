@@ -453,7 +453,7 @@ class CheckpointCallback(ResumingCallback):
             recorder.detach(orderly=orderly)
             if orderly:
                 barrier_exit(self._store.processes)
-            recorder.loggers.announce()
+            recorder.announce()
         if has_begun and recorder.has_started:
             ended = "preempted" if isinstance(error, Preempted) else "failed" if error is not None else "finished"
             facts = {"error": described(error)} if ended == "failed" and error is not None else {}
@@ -464,7 +464,7 @@ class CheckpointCallback(ResumingCallback):
                 ending.end(error, shown=trainer.is_global_zero)
             if ended == "finished":
                 self._store.note_finished(trainer.lightning_module)
-            recorder.loggers.announce()
+            recorder.announce()
 
 
 def _tensor(score: float | None) -> torch.Tensor | None:

@@ -95,7 +95,10 @@ class HoldfastCheckpointIO(CheckpointIO):
     """
 
     def __init__(self, inner: Any = None) -> None:
-        self.inner = _torch_io() if inner is None else inner
+        if inner is None:
+            package = CheckpointIO.__bases__[0].__module__.rpartition(".")[0]
+            inner = importlib.import_module(f"{package}.torch_io").TorchCheckpointIO()
+        self.inner = inner
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
@@ -203,11 +206,6 @@ class EngineCheckpointIO(HoldfastCheckpointIO):
             return original(path, *args, **kwargs)
         state.load(checkpoint, strict=self._strategy.lightning_module.strict_loading)
         return checkpoint
-
-
-def _torch_io() -> Any:
-    package = CheckpointIO.__bases__[0].__module__.rpartition(".")[0]
-    return importlib.import_module(f"{package}.torch_io").TorchCheckpointIO()
 
 
 def install(trainer: Any, store: RunStore) -> None:

@@ -365,9 +365,10 @@ def averages_models(strategy: Any) -> bool:
     return type(getattr(strategy, "_ddp_comm_state", None)).__name__ == "PostLocalSGDState"
 
 
-def broadcasts_buffers(strategy: Any) -> bool:
-    """Return whether the processes synchronize their buffers with process 0."""
-    return bool(getattr(strategy, "_ddp_kwargs", {"broadcast_buffers": False}).get("broadcast_buffers", True))
+def keeps_own_buffers(strategy: Any) -> bool:
+    """Return whether the buffers of each process are independent of process 0."""
+    options = getattr(strategy, "_ddp_kwargs", {"broadcast_buffers": False})
+    return strategy.world_size > 1 and not options.get("broadcast_buffers", True)
 
 
 def release_children(trainer: Any) -> None:

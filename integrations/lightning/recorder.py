@@ -47,7 +47,8 @@ class FitRecorder:
         self.fit = fit
         self._stage = Stage.SET_UP
         self._stop = FitStop(fit, stop, StepsAfterSignal(fit.options, fit.store.manager, fit.preemption))
-        self.loggers = Loggers(fit, callback)
+        self._callback = weakref.proxy(callback)
+        self._log = guarded(_log_event, "that passes events to the trainer's loggers")
         # The tuner removes all callbacks during its trials in the same loops.
         self._hooks = LoopHooks(lambda: any(present is callback for present in fit.trainer.callbacks))
         misfits = None if fit.options.partial is None else Misfits()
@@ -234,7 +235,7 @@ class FitRecorder:
         self._leave()
 
     def _consider(self, step: int, point: Point, *, stop: bool, ended: bool) -> None:
-        self.loggers.announce()
+        self.announce()
         if stop:
             self._save_at_signal(step, point)
         else:
@@ -259,28 +260,21 @@ class FitRecorder:
         if self.fit.trainer.is_global_zero:
             warn_of_misfits(self.fitting.misfits, f"step {self.fit.step}", "state")
 
-
-class Loggers:
-    """Passes the events of a run to the loggers of the trainer."""
-
-    def __init__(self, fit: Fit, callback: Any) -> None:
-        self._fit = fit
-        self._callback = weakref.proxy(callback)
-        self._log = guarded(_log_event, "that passes events to the trainer's loggers")
+    # ---- the loggers of the trainer
 
     def announce(self) -> None:
-        """Pass on new events and committed checkpoints; called in the thread of the trainer."""
-        events = self._fit.store.take_events()
-        if not self._fit.trainer.is_global_zero:
+        """Pass new events and committed checkpoints to the loggers; called in the thread of the trainer."""
+        events = self.fit.store.take_events()
+        if not self.fit.trainer.is_global_zero:
             return
         for event in events:
-            for listener in self._fit.trainer.loggers:
+            for listener in self.fit.trainer.loggers:
                 self._log((listener, event))
         names = {event["event"] for event in events}
         if names & {"saved", "metrics"}:
-            self._fit.store.publish(self._fit.options)
+            self.fit.store.publish(self.fit.options)
         if "saved" in names:
-            for listener in self._fit.trainer.loggers:
+            for listener in self.fit.trainer.loggers:
                 listener.after_save_checkpoint(self._callback)
 
 

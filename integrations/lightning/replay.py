@@ -46,7 +46,7 @@ from .averages import ModuleSwitches, capture_averages, restore_averages
 from .private_api import LoopHooks
 from .resharding import SavedPosition, check_same_place, share_of
 from .steps import Fit
-from .strategies import keeps_own_buffers, live_names, own_buffers, replicas
+from .strategies import live_names, own_buffers, replicas
 
 logger = logging.getLogger("holdfast")
 
@@ -107,7 +107,7 @@ class EpochReplay:
             "should_stop": bool(self._trainer.should_stop),
             "reloaded_at_epoch": private_api.reloaded_at_epoch(self._fit),
         }
-        count, keeps_buffers = replicas(self._trainer.strategy), keeps_own_buffers(self._trainer.strategy)
+        count, keeps_buffers = replicas(self._trainer.strategy), private_api.keeps_own_buffers(self._trainer.strategy)
         others = {
             "loaders_made": self._made,
             "is_cut_off": is_cut_off,

@@ -414,7 +414,12 @@ def _link(link: Path, folder: str) -> None:
 def export_weights(step: Location, target: Location) -> None:
     """Write the weights of a step into a file, atomically; a ``.ckpt`` file also has plain hyper-parameters."""
     if target.name.endswith(".safetensors"):
-        _export_safetensors(step, target)
+        from ..formats.safetensors import write_tensors
+
+        state = _entries(step, {"state_dict"}).get("state_dict", {}).items()
+        arrays = {name: np.asarray(value) for name, value in state if isinstance(value, np.ndarray | np.generic)}
+        tensors = [(name, array.dtype, array.shape) for name, array in arrays.items()]
+        write_tensors(target, tensors, {"step": step.name}, arrays.values)
         return
     buffer = io.BytesIO()
     torch.save(from_tree(_entries(step, _OF_THE_MODEL), step), buffer)
@@ -437,12 +442,3 @@ def _entries(step: Location, names: Collection[str]) -> dict[str, Any]:
     chosen = [f"{name}/**" for name, value in outline.items() if name in names and flatten(value).values]
     entries: dict[str, Any] = handler.restore(folder, files=record.files, select=chosen)
     return entries
-
-
-def _export_safetensors(step: Location, target: Location) -> None:
-    from ..formats.safetensors import write_tensors
-
-    state = _entries(step, {"state_dict"}).get("state_dict", {})
-    arrays = {name: np.asarray(value) for name, value in state.items() if isinstance(value, np.ndarray | np.generic)}
-    tensors = [(name, array.dtype, array.shape) for name, array in arrays.items()]
-    write_tensors(target, tensors, {"step": step.name}, arrays.values)

@@ -26,7 +26,7 @@ from ...engine.format import FileRecord
 from ...engine.handlers import PyTreeCheckpointHandler
 from ...engine.pytree import flatten, unwrapped_name
 from ...engine.storage import Location
-from .private_api import averages_models, broadcasts_buffers, class_names, gathers_in_one_process
+from .private_api import averages_models, class_names, gathers_in_one_process
 
 _SAVE_BY_THEMSELVES = {"FSDPStrategy", "DeepSpeedStrategy"}
 _OWN_PROCESSES = {"XLAStrategy"}  # It derives from DDPStrategy, but torch.distributed does not connect it.
@@ -71,11 +71,6 @@ def can_save(strategy: Any) -> bool:
 def is_sharded(strategy: Any) -> bool:
     """Return whether parameters are DTensors, which the strategy itself saves and loads."""
     return _SHARDED in class_names(strategy)
-
-
-def keeps_own_buffers(strategy: Any) -> bool:
-    """Return whether the buffers of each process are independent of process 0."""
-    return strategy.world_size > 1 and not broadcasts_buffers(strategy)
 
 
 def own_buffers(module: Any) -> dict[str, Any]:
