@@ -44,7 +44,7 @@ from ..options import OnInexact, Partial, Reshard, Resume
 from . import private_api
 from .io import ResumePath, ResumingCallback, install, redirect_resume
 from .recorder import FitRecorder
-from .steps import Fit, StepCount
+from .steps import Fit
 from .stopping import Preempted, Signals, leave
 from .store import CallbackArguments, RunStore
 from .strategies import check_strategy, is_sharded
@@ -319,7 +319,7 @@ class CheckpointCallback(ResumingCallback):
         stop = self._stop(trainer.fit_loop.epoch_loop.val_loop)
         if not isinstance(stop, AgreedStop):
             self._evaluation = stop  # Several processes can agree only after the first batch.
-        fit = Fit(trainer, self._store, self._options, self._preemption, StepCount(trainer))
+        fit = Fit(trainer, self._store, self._options, self._preemption)
         self._recorder = FitRecorder(fit, stop, callback=self)
         self._witness = self._recorder.witness.run
 

@@ -18,22 +18,31 @@ from .store import CallbackArguments, RunStore
 _NOTHING: Any = object()
 
 
-class StepCount:
-    """Counts batches as steps if they train a module without a Lightning optimizer, which advances ``global_step``."""
+@dataclass
+class Fit:
+    """One ``fit``: its trainer, its directory, the options of the callback, and its count of steps."""
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self.batches = 0  # number of batches that count as steps
-        self.holds_gradients = False  # whether manual optimization has gradients that no update has used yet
+    # A batch counts as a step if it trains the module without a Lightning optimizer, which advances ``global_step``.
+
+    trainer: Any
+    store: RunStore
+    options: CallbackArguments
+    preemption: PreemptionSignal
+    batches: int = 0  # number of batches that count as steps
+    holds_gradients: bool = False  # whether manual optimization has gradients that no update has used yet
 
     @property
     def step(self) -> int:
         """The last finished step."""
-        return int(self._trainer.global_step) + self.batches
+        return int(self.trainer.global_step) + self.batches
+
+    def say(self, text: str, *args: object) -> None:
+        """Announce a line about the run, from process 0."""
+        announce(text, *args, shown=self.trainer.is_global_zero)
 
     def count(self, train: Callable[[Any], None], fetcher: Any) -> None:
         """Train one batch, and count it if it is a step that ``global_step`` does not count."""
-        trainer = self._trainer
+        trainer = self.trainer
         if trainer.lightning_module.automatic_optimization:
             train(fetcher)
             return
@@ -48,41 +57,18 @@ class StepCount:
         self.holds_gradients = holds and (optimized or not moved)
         if not self.holds_gradients and (moved or not optimized):
             if not self.batches:
-                text = "steps are batches here, since no optimizer of Lightning steps"
-                announce(text, shown=trainer.is_global_zero)
+                self.say("steps are batches here, since no optimizer of Lightning steps")
             self.batches += 1
 
     def _versions(self) -> tuple[list[tuple[Any, int]], bool]:
         """Return the trained parameters with torch's version counters, and whether optimizers hold them."""
-        trainable = [parameter for parameter in self._trainer.lightning_module.parameters() if parameter.requires_grad]
-        groups = (group for optimizer in self._trainer.optimizers for group in optimizer.param_groups)
+        trainable = [parameter for parameter in self.trainer.lightning_module.parameters() if parameter.requires_grad]
+        groups = (group for optimizer in self.trainer.optimizers for group in optimizer.param_groups)
         held = {id(parameter) for group in groups for parameter in group["params"]}
         # None are held if the module configures no optimizer, as Lightning then makes an empty one.
         optimized = [parameter for parameter in trainable if id(parameter) in held]
-        versions = [
-            (parameter, parameter._version) for parameter in optimized or trainable if not parameter.is_inference()
-        ]
-        return versions, bool(optimized)
-
-
-@dataclass(frozen=True)
-class Fit:
-    """One ``fit``: its trainer, its directory, the options of the callback, and its count of steps."""
-
-    trainer: Any
-    store: RunStore
-    options: CallbackArguments
-    preemption: PreemptionSignal
-    steps: StepCount
-
-    @property
-    def step(self) -> int:
-        """The last finished step."""
-        return self.steps.step
-
-    def say(self, text: str, *args: object) -> None:
-        """Announce a line about the run, from process 0."""
-        announce(text, *args, shown=self.trainer.is_global_zero)
+        trained = [parameter for parameter in optimized or trainable if not parameter.is_inference()]
+        return [(parameter, parameter._version) for parameter in trained], bool(optimized)
 
 
 class FitWitness:
