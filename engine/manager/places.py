@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
+from ..checkpoint import BackgroundSave
 from ..storage import Place
 from .ownership import RunIdentity
 
@@ -19,6 +20,7 @@ class StepPlace:
 
     shown = ""  # how messages name it
     url: Place = ""
+    background = BackgroundSave()  # the saves of this place, if it has a thread for them
     writes_directory = False  # whether a fetch copies a step into the directory, which the run must own then
     identity = RunIdentity()  # what this place knows of the identity of the run
 
@@ -56,9 +58,6 @@ class StepPlace:
 
     def drop(self, step: int, damage: str) -> None:
         """Note that a step of this place is damaged, and is not read any more."""
-
-    def wait(self) -> None:
-        """Wait for the save that is under way in this place."""
 
     def close(self, *, finished: bool) -> None:
         """End with the run, which has ``finished`` or failed; wait a limited time for what is not whole here."""

@@ -115,11 +115,18 @@ class Run:
 
     def _drain(self) -> None:
         """Wait until no thread begins a save, and none is under way: a newer manager takes over."""
+        with self.idle(self.background, *(place.background for place in self.places)):
+            pass
+
+    @contextlib.contextmanager
+    def idle(self, *saves: BackgroundSave) -> Iterator[None]:
+        """Wait until saves have ended, and let no other thread begin one during a block."""
         while True:
-            self.background.join()  # without the lock, which listeners may need
+            for save in saves:
+                save.join()  # without the lock, which listeners may need
             with self.changing:
-                if not self.background.running:
-                    self.wait_for_places()
+                if not any(save.running for save in saves):
+                    yield
                     return
 
     def compare_options(self) -> None:
@@ -161,7 +168,7 @@ class Run:
     def wait_for_places(self) -> None:
         """Wait for the saves that are under way besides that in the directory."""
         for place in self.places:
-            place.wait()
+            place.background.join()
 
     def tell(self, point: Point, step: int = -1) -> None:
         """Let the other places follow what happens in the directory."""
