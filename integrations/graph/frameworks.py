@@ -34,6 +34,7 @@ from .tracked import Node, Value
 
 # ---- torch modules and tensors
 
+EXTRA_STATE = "_extra_state"  # the last part of the key of a module's `get_extra_state` in a state_dict()
 _MODULE_TABLES = frozenset({"_parameters", "_buffers", "_modules"})
 
 
@@ -62,7 +63,7 @@ def module_children(module: Any) -> list[tuple[str, Any]]:
     tables = (module._parameters, buffers, module._modules)
     children = [(name, child) for table in tables for name, child in table.items() if child is not None]
     if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
-        children.append(("_extra_state", _ExtraState(module, module, ("_extra_state",))))
+        children.append((EXTRA_STATE, _ExtraState(module, module, (EXTRA_STATE,))))
     if has_own_protocol(module):
         children.append((OWN_STATE, ModuleState(module, module, (OWN_STATE,))))
     for name, value in vars(module).items():
@@ -215,7 +216,7 @@ class ModuleState(PartState):
         return [
             name
             for name, value in state.items()
-            if not name.endswith("_extra_state") and not (is_torch_tensor(value) and _memory(value) in known)
+            if not name.endswith(EXTRA_STATE) and not (is_torch_tensor(value) and _memory(value) in known)
         ]
 
 

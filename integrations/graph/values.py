@@ -221,8 +221,7 @@ class SavedValues:
         """Return the values for containers of plain values and for objects with a state."""
         numbers = [[one.saved] if one.covers is None else [number for number, _ in one.covers] for one in due]
         names = [str(self._graph.nodes[number].value) for group in numbers for number in group]
-        elements = {str(self._graph.nodes[number].value) for one in due for number, _ in one.covers or ()}
-        loaded = iter(self._stored.load(names, as_tensors=elements))
+        loaded = iter(self._stored.load(names, as_tensors=names))
         values = [{number: next(loaded) for number in group} for group in numbers]
         return [_like(one, self.build(one.saved, found)) for one, found in zip(due, values, strict=True)]
 
