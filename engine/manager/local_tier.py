@@ -9,6 +9,7 @@ the commit record. The record is written when all files and copies are in place;
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -68,7 +69,7 @@ class LocalTier(StepPlace):
         self._newest = -1  # the largest local step of the history
         # A later restore: its step, and whether it was local. The program may only inspect that step.
         self._restored: tuple[int, bool] | None = None
-        self._background = BackgroundSave(seconds(run.options.save_timeout_secs))
+        self.background = BackgroundSave(seconds(run.options.save_timeout_secs))
         self._lost: Exception | None = None  # of a save that has missed a process, or the store: the next would, too
         self._error: str | None = None
         self._warned: set[type[Exception]] = set()
@@ -229,8 +230,9 @@ class LocalTier(StepPlace):
         if not self.due(step):
             return False
         rendezvous = self._begin(step)
-        with self._run.changing:
+        with contextlib.ExitStack() as stack:
             with failing_together(rendezvous):
+                stack.enter_context(self._run.idle(self.background))
                 self._run.acquire()
                 if (space := self._folder(step, rendezvous)) is None:
                     return True
@@ -255,7 +257,7 @@ class LocalTier(StepPlace):
             complete = partial(self._complete, save, pending, space, folder, self._history, rendezvous)
             try:
                 if save.in_background:
-                    self._background.start(complete, what=f"the local step {step}", step=step)
+                    self.background.start(complete, what=f"the local step {step}", step=step)
                 else:
                     complete()
             except BaseException as error:  # an interrupt, or the system has no more threads
@@ -276,8 +278,7 @@ class LocalTier(StepPlace):
         return self._processes.rendezvous("local save")
 
     def _folder(self, step: int, rendezvous: Rendezvous | None) -> Location | None:
-        """Wait for the previous local save; return the folder of the run, or None if a process cannot make it."""
-        self._background.join()
+        """Return the folder of the run, or None if a process cannot make it."""
         lost, self._lost = self._lost, None
         if lost is not None:
             raise lost  # this save would wait as long again
@@ -396,13 +397,10 @@ class LocalTier(StepPlace):
             error=self._error,
         )
 
-    def wait(self) -> None:
-        self._background.join()
-
     def close(self, *, finished: bool) -> None:
         """Stop serving; remove the local steps if the run has finished and its directory has all of them."""
         try:
-            self._background.join()
+            self.background.join()
         finally:
             self._hosts.disconnect()
         last = max(self._kept.values(), default=None)

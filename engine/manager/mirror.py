@@ -247,9 +247,11 @@ class RunMirror(StepPlace):
             elif point in ("saving", "ended"):
                 self._saving = point == "saving" and self._run.location.is_local
             self._changed()
-            if point == "deleted" and is_primary:
+            # A listener may delete on the thread that copies.
+            waits = point == "deleted" and is_primary and threading.current_thread() is not self._thread
+            if waits:
                 self._wake.wait_for(lambda: not self._run.tombstones or self._error is not None, DELETION_WAIT)
-        if point == "deleted" and is_primary and self._run.tombstones:
+        if waits and self._run.tombstones:
             self._warn_left(self._error or "it has not answered yet")
 
     def _warn_left(self, why: object) -> None:

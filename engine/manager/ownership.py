@@ -78,22 +78,27 @@ class Ownership:
 
     def take(self) -> None:
         self.check_not_lost()
-        with FileLock.handover:
-            if self._process is not None:  # another thread may have called this meanwhile
-                return
-            earlier = _owners.get(self._key)
-            if earlier is not None and earlier.held:
-                earlier._give_up()
-            self._directory.make_directory()
-            try:
-                if self._directory.is_local:
-                    self._lock_file()
-                self._write_file()
-                _owners[self._key] = self
-                self._process = os.getpid()
-            except BaseException:
-                self._release()  # otherwise the next attempt finds this lock
-                raise
+        while True:
+            with FileLock.handover:
+                if self._process is not None:  # another thread may have called this meanwhile
+                    return
+                earlier = _owners.get(self._key)
+                if earlier is None or not earlier.held:
+                    self._take()
+                    return
+            earlier._give_up()  # without the lock, which a listener that closes that manager needs
+
+    def _take(self) -> None:
+        self._directory.make_directory()
+        try:
+            if self._directory.is_local:
+                self._lock_file()
+            self._write_file()
+            _owners[self._key] = self
+            self._process = os.getpid()
+        except BaseException:
+            self._release()  # otherwise the next attempt finds this lock
+            raise
 
     def check(self, *, at_once: bool = False) -> None:
         """Raise OwnershipError unless this run still owns the directory; ``at_once`` sends no request to a store."""

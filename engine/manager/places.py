@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
+from ..checkpoint import BackgroundSave
 from ..storage import Place
 from .ownership import RunIdentity
 
@@ -19,6 +20,7 @@ class StepPlace:
 
     shown = ""  # how messages name it
     url: Place = ""
+    background = BackgroundSave()  # the saves of this place, if it has a thread for them
     writes_directory = False  # whether a fetch copies a step into the directory, which the run must own then
     identity = RunIdentity()  # the fields of the run's identity that this place supplies
 
@@ -56,9 +58,6 @@ class StepPlace:
 
     def drop(self, step: int, damage: str) -> None:
         """Stop reading a step of this place, as it is damaged."""
-
-    def wait(self) -> None:
-        """Wait for a save in this place that is under way."""
 
     def close(self, *, finished: bool) -> None:
         """End with the run, which has ``finished`` or failed; wait a limited time for copies under way."""

@@ -118,11 +118,18 @@ class Run:
 
     def _drain(self) -> None:
         """Wait until no thread begins a save and none is under way, as a newer manager takes over."""
+        with self.idle(self.background, *(place.background for place in self.places)):
+            pass
+
+    @contextlib.contextmanager
+    def idle(self, *saves: BackgroundSave) -> Iterator[None]:
+        """Wait until saves have ended, and let no other thread begin one during a block."""
         while True:
-            self.background.join()  # without the lock, which listeners may need
+            for save in saves:
+                save.join()  # without the lock, which listeners may need
             with self.changing:
-                if not self.background.running:
-                    self.wait_for_places()
+                if not any(save.running for save in saves):
+                    yield
                     return
 
     def compare_options(self) -> None:
@@ -162,7 +169,7 @@ class Run:
 
     def wait_for_places(self) -> None:
         for place in self.places:
-            place.wait()
+            place.background.join()
 
     def notify(self, point: Point, step: int = -1) -> None:
         """Tell all places that the run has reached a point."""

@@ -112,9 +112,7 @@ class SaveQueue:
             return False
         if force:
             self.run.observer.reached("step", step)  # decide() was perhaps not called for this step
-        self.run.background.join()
-        with self.run.changing:
-            self.run.background.join()  # another thread may have saved meanwhile
+        with self.run.idle(self.run.background):
             self.run.check_writable()
             if self.run.background.has_missed_a_process and (lost := self.run.background.take_error()) is not None:
                 self.run.processes.fail("save", lost)  # this save would wait as long again

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -74,11 +75,10 @@ class Samples:
 
 
 class _View(NamedTuple):
-    """The elements of a tensor that are read, as long as the leaf is this tensor, with memory at this address."""
+    """The elements of a tensor that are read, as long as the tensor has the same facts."""
 
-    tensor: int  # its identity
+    facts: tuple[Any, ...]  # of _facts: what decides where the elements lie
     address: int
-    size: int
     part: Any  # a numpy array, if numpy has the dtype; None at the first sample of a tensor
 
 
@@ -124,7 +124,7 @@ class _Steady:
             self.devices.setdefault("cpu" if on_host else view.part.device.type, position)
         self._count = count
         self._positions = [*views]
-        self._seen = [[view[field] for view in views.values()] for field in range(3)]
+        self._seen = [[*values] for values in zip(*(view.facts for view in views.values()), strict=True)]
         self._tensors = [part for run in self.runs.of_torch.values() for part in run.parts]
         self._addresses = [views[position].address for run in self.runs.of_torch.values() for position in run.positions]
 
@@ -132,15 +132,10 @@ class _Steady:
         """Return whether the leaves have these tensors, with the same memory."""
         if len(leaves) != self._count or not self._positions:
             return len(leaves) == self._count
-        tensors, tensor = [*map(leaves.__getitem__, self._positions)], torch.Tensor
-        identities, addresses, sizes = self._seen
+        tensors = [*map(leaves.__getitem__, self._positions)]
         try:
-            return (
-                [*map(id, tensors)] == identities
-                and [*map(tensor.data_ptr, tensors)] == addresses
-                and [*map(tensor.numel, tensors)] == sizes
-                and [*map(tensor.data_ptr, self._tensors)] == self._addresses
-            )
+            same = all([*map(get, tensors)] == seen for get, seen in zip(_facts(), self._seen, strict=True))
+            return same and [*map(torch.Tensor.data_ptr, self._tensors)] == self._addresses
         except (RuntimeError, TypeError):  # A tensor of a subclass has no memory now, or the leaf is no tensor.
             return False
 
@@ -178,7 +173,9 @@ class Sampler:
                     _add_array(runs, position, np.asarray(part))
                 elif part.size:
                     of_jax.setdefault(device, []).append((position, part))
-            elif kind == "array":  # A restore may give a leaf another order in memory.
+            elif kind == "array":
+                leaf = np.asarray(leaf)  # A matrix cannot be flat.
+                # A restore may give a leaf another order in memory.
                 is_other = position < len(leaves) and not leaf.flags.c_contiguous
                 _add_array(runs, position, leaf.flat[:: _stride(leaf.size)] if is_other else leaf)
             elif kind == "number":  # numpy makes an object array of a longer integer.
@@ -205,12 +202,20 @@ class Sampler:
         return samples
 
 
+@functools.cache
+def _facts() -> Sequence[Callable[[Any], Any]]:
+    """Return the functions whose values decide which tensor this is, and where its elements lie."""
+    tensor = torch.Tensor
+    return id, tensor.data_ptr, tensor.numel, tensor.stride, operator.attrgetter("dtype")
+
+
 def _seen_again(tensor: Any, view: Any, last: _View | None) -> _View:
     """Return what to keep of a tensor: from its second sample on, a view of its memory."""
     # A view keeps the memory of its tensor alive, so it is made only if the last sample had the same tensor. Weak
     # references to tensors are no way out: torch refuses to swap a parameter that has one.
-    now = _View(id(tensor), _address(tensor), tensor.numel(), None)
-    if last is None or last[:3] != now[:3] or not now.address or _address(view) != now.address:
+    address = _address(tensor)
+    now = _View(tuple(get(tensor) for get in _facts()) if address else (), address, None)
+    if last is None or last.facts != now.facts or not address or _address(view) != address:
         return now
     if view.device.type == "cpu":
         with contextlib.suppress(RuntimeError):  # numpy has no such type
@@ -344,7 +349,7 @@ def _digests(flat: NDArray[Any], counts: tuple[int, ...]) -> NDArray[np.uint32]:
         flat = flat.astype(np.float64)
     starts, weights, single = _layout(counts)
     bits = np.ascontiguousarray(flat).view(_WIDTHS[flat.dtype.itemsize]).astype(np.uint64)
-    if single.size and flat.dtype.kind not in "mMSU" and flat.dtype.type is not np.void:
+    if single.size and flat.dtype.kind not in "mMSU" and not issubclass(flat.dtype.type, np.void):
         numbers = flat[single].astype(np.int64 if flat.dtype.kind in "biu" else np.float64)
         numbers[numbers != numbers] = np.nan if numbers.dtype.kind == "f" else 0
         bits[single] = numbers.view(np.uint64)
@@ -367,7 +372,7 @@ def _of_number(content: bytes, dtype: np.dtype[Any]) -> tuple[int, float]:
 def _real(array: NDArray[Any]) -> NDArray[np.float32]:
     if array.dtype.kind == "c":
         array = np.abs(array)
-    if array.dtype.kind in "mMUS" or array.dtype.type is np.void:
+    if array.dtype.kind in "mMUS" or issubclass(array.dtype.type, np.void):
         return np.zeros(array.shape, np.float32)
     return array.astype(np.float32)
 

@@ -32,6 +32,8 @@ from .outside import is_actor_class
 from .slots import PartState, Path
 from .tracked import Node, Value
 
+EXTRA_STATE = "_extra_state"  # the last part of the key of a module's `get_extra_state` in a state_dict()
+
 
 def is_module(value: object) -> bool:
     """True for an initialized torch module: an actor class that ``ray.remote`` made of its class is none."""
@@ -58,7 +60,7 @@ def module_children(module: Any) -> list[tuple[str, Any]]:
     tables = (module._parameters, buffers, module._modules)
     children = [(name, child) for table in tables for name, child in table.items() if child is not None]
     if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
-        children.append(("_extra_state", _ExtraState(module, module, ("_extra_state",))))
+        children.append((EXTRA_STATE, _ExtraState(module, module, (EXTRA_STATE,))))
     if has_own_protocol(module):
         children.append((OWN_STATE, ModuleState(module, module, (OWN_STATE,))))
     kinds = (torch.nn.Module, torch.nn.Parameter, Node, Value)
@@ -209,7 +211,7 @@ class ModuleState(PartState):
         return [
             name
             for name, value in state.items()
-            if not name.endswith("_extra_state") and not (is_torch_tensor(value) and _memory(value) in in_graph)
+            if not name.endswith(EXTRA_STATE) and not (is_torch_tensor(value) and _memory(value) in in_graph)
         ]
 
 

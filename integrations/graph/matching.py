@@ -17,7 +17,7 @@ from ...engine.pytree import NUMBERS, is_python_value, is_torch_tensor, unescape
 from .frameworks import GROUPS, OPTIMIZER_SLOTS, OptimizerSlot, OptionSlot, group_options, is_optimizer
 from .outside import is_kin
 from .saved import SavedGraph
-from .slots import Assignment, Attachment, PartSlot, Path, Slot, format_node_path
+from .slots import Assignment, Attachment, PartSlot, PartState, Path, Slot, format_node_path
 from .tracked import Node, Part
 from .values import SEQUENCES, SavedValues, is_plain
 from .views import Branch, Edge, Leaf, View, classify, edge_at, root_view, sequence_slot
@@ -135,7 +135,7 @@ class Matching:
                 slot = visit.slot  # what changes in place cannot become None
                 _logger.warning("%s is None in the checkpoint, and becomes None", format_node_path(visit.path))
             yield Assignment(visit.number, slot, visit.path)
-        elif visit.value is None or leaf.opened:
+        elif visit.value is None or leaf.opened or isinstance(leaf.slot, PartState):  # one in a plain state_dict()
             covers = self.values.below(visit.number, arrays=self._final)
             if covers is not None:
                 yield Assignment(visit.number, leaf.slot, visit.path, covers=covers)

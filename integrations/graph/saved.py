@@ -11,7 +11,7 @@ from typing import Any
 from ...engine.errors import DamagedCheckpointError, OptionError, TreeMismatchError
 from ...engine.forks import cached_property
 from ...engine.pytree import unescape_key
-from .frameworks import OPTIMIZER_SLOTS
+from .frameworks import EXTRA_STATE, OPTIMIZER_SLOTS
 from .outside import wrapped_nodes
 from .slots import Path, format_node_path, parse_path, storage_name
 
@@ -194,7 +194,8 @@ class SavedGraph:
         for number in range(len(nodes)):
             for segment, child in list(nodes[number].edges.items()):
                 *keys, last = segment.split("%2E")
-                if keys and last and all(keys) and nodes[child].value is not None:
+                is_value = nodes[child].value is not None or last == EXTRA_STATE
+                if keys and last and all(keys) and is_value:
                     holder = _walk_down(nodes, number, keys)
                     if holder is not None:
                         nodes[holder].edges.setdefault(last, child)

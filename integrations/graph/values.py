@@ -212,8 +212,7 @@ class SavedValues:
     def _read_trees(self, due: list[Assignment]) -> list[Any]:
         numbers = [[number for number, _ in assignment.values()] for assignment in due]
         names = [str(self._graph.nodes[number].value) for group in numbers for number in group]
-        elements = {str(self._graph.nodes[number].value) for assignment in due for number, _ in assignment.covers or ()}
-        loaded = iter(self._stored.load(names, as_tensors=elements))
+        loaded = iter(self._stored.load(names, as_tensors=names))
         built = [
             self.build(assignment.saved, {number: next(loaded) for number in group})
             for assignment, group in zip(due, numbers, strict=True)

@@ -47,11 +47,16 @@ def test_digests_do_not_depend_on_the_library(dtype: str) -> None:
     assert (values == values[0]).all()
 
 
+RECORDS: Any = np.ones(3, "i4,f4").view(np.recarray)
 ORDERS: dict[str, tuple[Any, Any]] = {
     "Fortran": (np.asfortranarray(np.arange(200.0).reshape(20, 10)), np.arange(200.0).reshape(20, 10)),
     "reversed": (np.arange(10.0)[::-1], np.arange(9.0, -1, -1)),
     "a column": (torch.arange(200.0).view(20, 10)[:, 3], torch.arange(3.0, 200, 10)),
     "an expanded number": (torch.ones(1).expand(5), torch.ones(5)),
+    "a matrix": (np.arange(200.0).reshape(20, 10).view(np.matrix), np.arange(200.0).reshape(20, 10)),
+    "a matrix of one number": (np.ones((1, 1)).view(np.matrix), np.ones(1)),
+    "records": (RECORDS, RECORDS),
+    "a record": (RECORDS[0], RECORDS[0]),
 }
 
 
@@ -139,6 +144,30 @@ def test_tensors_are_read_where_they_are_now() -> None:
         alone, _ = Sampler().take([torch.full((5,), value), kept, torch.full((5,), 2 * value)]).fetch(1)
         assert digests.tolist() == alone.tolist()[: len(digests)]
         assert values[0, 0] == value
+
+
+MEMORY = torch.arange(100, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        MEMORY[:50].view(torch.float32),
+        MEMORY[::2],
+        MEMORY.as_strided((50,), (0,)),
+        MEMORY[50:],
+        MEMORY[:25].view(5, 5),
+    ],
+    ids=["dtype", "strides", "expanded", "offset", "shape"],
+)
+def test_a_tensor_that_becomes_another_view_of_its_memory_is_read_there(data: torch.Tensor) -> None:
+    tensor, sampler = MEMORY[:50], Sampler()
+    for _ in range(3):
+        sampler.take([tensor])
+    tensor.data = data
+    for _ in range(3):
+        for found, expected in zip(sampler.take([tensor]).fetch(4), Sampler().take([tensor]).fetch(4), strict=True):
+            np.testing.assert_array_equal(found, expected)
 
 
 def test_sums_see_what_samples_do_not() -> None:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....engine.errors import DamagedCheckpointError
+from ....engine.format import dtype_from_name
 from ....engine.pytree import COMMON_DTYPES, TorchDType, torch_dtype
 from ....engine.sources import StoredArray, StoredPart, Unreadable, is_contiguous
 from .pickles import Builder, Inert, Name, Stateful, shown
@@ -176,8 +177,8 @@ class _Array(Stateful):
     def set_state(self, state: Any) -> None:
         _, shape, dtype, fortran, data = state
         shape = sizes(shape)
-        if isinstance(dtype, _DType) and dtype.value.kind == "O":
-            self.value = Unreadable("an array of Python objects")
+        if isinstance(dtype, _DType) and dtype.value is None:
+            self.value = Unreadable(f"an array of {dtype.elements}")
             return
         if not isinstance(dtype, _DType) or type(data) is not bytes:
             raise ValueError("an array of numpy has elements that are not plain data")
@@ -187,22 +188,27 @@ class _Array(Stateful):
 
 
 class _DType(Stateful):
-    """A numpy dtype in a pickle: of numbers, text or bytes."""
+    """A numpy dtype in a pickle: of numbers, also those of ml_dtypes, text or bytes; None for what is not read."""
 
     def __init__(self, code: Any, *_: Any) -> None:
-        if type(code) is not str or len(code) > 12 or not code[:1].isalpha() or not code[1:].isdecimal():
+        self.value: Any = None
+        self.elements = "Python objects" if code == "O8" else f"elements of type {shown(code)}"
+        if isinstance(code, Name):
+            self.value = dtype_from_name(code.attribute) if code.module == "ml_dtypes" else None
+        elif type(code) is not str or len(code) > 12 or not code[:1].isalpha() or not code[1:].isdecimal():
             raise ValueError(f"{shown(code)} is not a dtype")
-        self.value = np.dtype(code)
-        if self.value.kind not in "biufcSUO":
-            raise ValueError(f"arrays of the dtype {code} are not read")
+        elif code[0] in "biufcSU":
+            self.value = np.dtype(code)
 
     def set_state(self, state: Any) -> None:
         order = state[1]
-        if order in ("<", ">"):
+        if order in ("<", ">") and self.value is not None:
             self.value = self.value.newbyteorder(order)
 
 
 def _scalar(dtype: Any, data: Any = None) -> Any:
+    if isinstance(dtype, _DType) and dtype.value is None:
+        return Unreadable(f"a number of {dtype.elements}")
     if not isinstance(dtype, _DType) or type(data) is not bytes or len(data) != dtype.value.itemsize:
         raise ValueError("a number of numpy has a value that is not plain data")
     return np.frombuffer(data, dtype.value)[0]
