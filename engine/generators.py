@@ -23,6 +23,7 @@ DRAWN, IDLE = "drawn", "idle"
 The state of an idle generator may be that of an unseeded one, which differs between two runs of one program.
 """
 
+_SEEDS = "seed_seq"  # in the state of a Generator of numpy that has spawned others: what the next ones follow from
 _DEVICES = ("cuda", "xpu")  # devices of torch with a default generator each
 _PLAIN = {bool, int, float, str, bytes, type(None)}
 _EXACT = {int, str, bytes}
@@ -243,7 +244,8 @@ def is_generator(thing: object) -> bool:
 def generator_state(generator: Any) -> Any:
     """Return a snapshot of the state of a generator."""
     if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
+        state, seeds = generator.bit_generator.state, generator.bit_generator.seed_seq
+        return {**state, _SEEDS: seeds.state} if getattr(seeds, "n_children_spawned", 0) else state
     if isinstance(generator, random.SystemRandom):
         raise OptionError(
             f"{type(generator).__qualname__} draws from the operating system and has no state, so that a resumed run "
@@ -262,7 +264,10 @@ def set_generator_state(generator: Any, state: Any) -> None:
     """Set a generator to a state that :func:`generator_state` returned, even if it was saved and loaded."""
     if isinstance(generator, np.random.Generator):
         # Some bit generators of numpy accept their words as arrays only; loading keeps them arrays.
-        generator.bit_generator.state = state
+        seeds = state.get(_SEEDS)
+        generator.bit_generator.state = own = {name: part for name, part in state.items() if name != _SEEDS}
+        with contextlib.suppress(TypeError):  # numpy before 2.0 does not take it.
+            seeds and generator.bit_generator.__setstate__((own, np.random.SeedSequence(**seeds)))
     elif isinstance(generator, random.Random):
         if not isinstance(state, dict) or state.keys() != {"version", "words", "gauss"}:
             kind = type(generator).__qualname__

@@ -39,7 +39,7 @@ _TEXT_DEPTH = 3  # containers in containers
 _MOST_ENTRIES = 256  # of a container whose entries are a text
 _CLOSED = (str, bytes, type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 _LOADERS = ("holdfast", "torchdata", "datasets", "grain", "lightning", "pytorch_lightning", "keras", "flax")
-_LIBRARIES = ("torch", "numpy", "jax", "jaxlib", "optax", "builtins", "threading", "logging")  # Attributes stay theirs.
+_LIBRARIES = ("torch", "numpy", "jax", "jaxlib", "optax", "builtins", "threading", "queue", "logging")  # left alone
 
 _Get = Callable[[Any, Any], Any]
 
@@ -130,6 +130,7 @@ class Ways:
         count = 0
         leaves: list[tuple[str, _Way, int]] = []  # name, way, rank
         self._attributes: list[tuple[str, _Way | None, str]] = []  # name, way to the owner, name there
+        optimizers: list[_Way | None] = []
         queue: deque[tuple[str, _Way | None, Any, tuple[int, ...]]] = deque([("", None, root, ())])
         while queue and count < _MOST_NODES:
             path, way, value, above = queue.popleft()
@@ -137,6 +138,8 @@ class Ways:
                 continue
             children = _children(value)
             count += len(children)
+            if _is_optimizer(value):
+                optimizers.append(way)
             prefix = f"{path}." if path else ""
             if len(self._attributes) < _MOST_ATTRIBUTES:
                 taken = {child.key for child in children if child.get is getattr and _is_open("", child.value)}
@@ -163,6 +166,7 @@ class Ways:
         self.names = tuple(self._leaves)
         self._to_leaves = _Route(way or _NOWHERE for way in self._leaves.values())
         self._to_owners = _Route(way for _, way, _ in self._attributes)
+        self._to_optimizers = _Route(optimizers)
 
     def follow(self, root: Any) -> list[Any]:
         """Return the chosen leaves of another root, in the order of :attr:`names`; MISSING for those that are gone."""
@@ -175,6 +179,12 @@ class Ways:
         """
         values = self._to_leaves.values(root)
         return [name for name, way in self._leaves.items() if way is not None and way.is_lost(values)]
+
+    def trained(self, root: Any) -> set[int] | None:
+        """Return the ids of all parameters of the optimizers of torch; None if there is no optimizer."""
+        found = [one for one in self._to_optimizers.follow(root) if one is not MISSING]
+        groups = (group for optimizer in found for group in optimizer.param_groups)
+        return {id(one) for group in groups for one in group["params"]} if found else None
 
     def attributes(self, root: Any) -> dict[str, str]:
         """Return the attributes that are plain values, functions, generators or containers of them, as texts."""
@@ -198,7 +208,7 @@ def _children(value: Any) -> list[_Child]:
         return []
     if loaded("torch") is not None and isinstance(value, torch.nn.Module):
         return list(_of_module(value))
-    if loaded("torch") is not None and isinstance(value, torch.optim.Optimizer):
+    if _is_optimizer(value):
         return list(_of_optimizer(value))
     if is_nnx(value):
         return [_Child(name, getattr, name, one) for name, one in [*vars(value).items()] if _is_open(name, one)]
@@ -213,6 +223,10 @@ def _children(value: Any) -> list[_Child]:
     if hasattr(value, "__dict__") and not _is_of_library(value):
         return [_Child(name, getattr, name, one) for name, one in [*vars(value).items()] if _is_open(name, one)]
     return []
+
+
+def _is_optimizer(value: Any) -> bool:
+    return loaded("torch") is not None and isinstance(value, torch.optim.Optimizer)
 
 
 def _of_module(module: Any) -> Iterator[_Child]:
