@@ -63,14 +63,14 @@ class _Way:
     @property
     def is_open(self) -> bool:
         """True if only containers are on the way."""
-        return self.get is operator.getitem and (self.parent is None or self.parent.is_open)
+        return self.get in (operator.getitem, _entry) and (self.parent is None or self.parent.is_open)
 
     def is_lost(self, values: Mapping[_Way | None, Any]) -> bool:
         """True if an entry of a container is gone that does not come and go, as those of lists do."""
         if self.parent is not None and self.parent.is_lost(values):
             return True
         owner = values[self.parent]
-        may_go = self.get is _state_of or owner is MISSING or isinstance(owner, list | deque)
+        may_go = self.get in (_state_of, _entry) or owner is MISSING or isinstance(owner, list | deque)
         return values[self] is MISSING and not may_go and (self.parent is None or self.parent.is_open)
 
 
@@ -199,7 +199,8 @@ class Ways:
 def _children(value: Any) -> list[_Child]:
     """Return what a way leads on to from an object: nothing from an array."""
     if type(value) is dict or isinstance(value, Mapping):
-        return [_Child(str(key), operator.getitem, key, one) for key, one in [*value.items()]]
+        get = _entry if hasattr(type(value), "__missing__") else operator.getitem
+        return [_Child(str(key), get, key, one) for key, one in [*value.items()]]
     if isinstance(value, list | tuple | deque):
         names = getattr(value, "_fields", None) or map(str, range(len(value)))
         pairs = zip(names, [*value], strict=True)
@@ -246,6 +247,10 @@ def _of_optimizer(optimizer: Any) -> Iterator[_Child]:
         for key, one in [*group.items()]:
             if type(one) in (bool, int, float):
                 yield _Child(f"param_groups.{index}.{key}", _option, (index, key), one)
+
+
+def _entry(mapping: Any, key: Any) -> Any:
+    return mapping.get(key, MISSING)  # A defaultdict would make the entry.
 
 
 def _held(module: Any, place: tuple[str, str]) -> Any:

@@ -6,7 +6,9 @@ import dataclasses
 import json
 import os
 import random
+from collections import Counter, defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -233,6 +235,15 @@ def test_ways_lead_to_the_present_leaf_and_end_where_it_is_gone() -> None:
     assert found["a.w"] == 2.0
     assert found["model.0.weight"].item() == 5.0
     assert ways.follow({"model": root["model"]})[ways.names.index("a.w")] is MISSING
+
+
+@pytest.mark.parametrize("kind", [Counter, partial(defaultdict, int)])
+def test_ways_make_no_entries(kind: Any) -> None:
+    root = {"counts": kind({"a": 1})}
+    ways = Ways(root, 256)
+    del root["counts"]["a"]
+    assert ways.follow(root) == [MISSING]
+    assert not root["counts"]
 
 
 def test_learning_rates_and_trained_leaves_are_chosen_first() -> None:
