@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import DamagedCheckpointError, OptionError, shortened
-from .pytree import is_jax_array, is_torch_tensor, leaves_of, loaded
+from .pytree import is_jax_array, is_key, is_torch_tensor, leaves_of, loaded
 
 DRAWN, IDLE = "drawn", "idle"
 """The parts of a saved state: generators that a step has drawn from, and those that no step has drawn from.
@@ -132,9 +132,10 @@ def checksums(states: Mapping[str, Any]) -> dict[str, int]:
         found[name] = zlib.crc32(text.encode("utf-8", "surrogatepass"))
         for array in arrays:
             # An array of jax that is not ready would have to be waited for; one on a device cannot be read.
-            if not is_jax_array(array) or array.is_ready():
-                with contextlib.suppress(Exception):
-                    found[name] = zlib.crc32(np.asarray(array).tobytes(), found[name])
+            with contextlib.suppress(Exception):
+                plain = loaded("jax").random.key_data(array) if is_key(array) else array
+                if not is_jax_array(plain) or plain.is_ready():
+                    found[name] = zlib.crc32(np.asarray(plain).tobytes(), found[name])
     return found
 
 

@@ -418,6 +418,15 @@ def test_a_preempted_run_goes_on_to_be_compared(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("default_sigterm")
+def test_a_witness_that_has_ended_is_not_shown_the_steps_after_a_signal(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("holdfast.engine.pytree.sampling.Sampler.take", None)
+    Run(tmp_path, grace_secs="1h")(at=told(6))
+    assert len([text for text in caplog.messages if "no longer recorded" in text]) == 1
+
+
+@pytest.mark.usefixtures("default_sigterm")
 @pytest.mark.parametrize(
     "options", [{"witness_steps_after_signal": 0}, {"witness": False}, {"grace_secs": 1e-6}, {"signals": ["SIGINT"]}]
 )

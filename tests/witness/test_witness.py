@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax  # type: ignore[import-untyped]  # it ships no types
@@ -332,11 +333,18 @@ def test_what_only_explains(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "explained"), [(1, ", with the same state of data"), (2, ", and so is the state of data")]
+    ("before", "place", "explained"),
+    [
+        (1, 1, ", with the same state of data"),
+        (1, 2, ", and so is the state of data"),
+        (jax.random.key(1), jax.random.key(1), ", with the same state of data"),
+        (jax.random.key(1), jax.random.key(2), ", and so is the state of data"),
+    ],
 )
-def test_the_state_of_a_loader_explains_another_batch(place: int, explained: str) -> None:
+def test_the_state_of_a_loader_explains_another_batch(before: Any, place: Any, explained: str) -> None:
+    first = seen(1, **{**SAME, "positions": {"data": {"n": before}}})
     changes = {"batch": {"x": np.ones(3)}, "positions": {"data": {"n": place}}}
-    _, differs = compare(record(1, seen(1, **SAME)), record(1, seen(1, **{**SAME, **changes})), NAMES)
+    _, differs = compare(record(1, first), record(1, seen(1, **{**SAME, **changes})), NAMES)
     assert differs == {"batch": explained}
 
 
