@@ -37,6 +37,7 @@ _WAIT_PER_PROCESS = 1e-3  # seconds; so all processes that wait look for failure
 _MOST_AT_ONCE = 256  # values that one request reads
 # Timeouts to wait for process 0 if it may wait itself: with the time to end a wait, two in all.
 _GATHERED = 2 - 1 / SHARE
+_WHOLE_ROW = SHARE.bit_length() - 1  # the waits that such a one counts as, so that the next gets its share
 _SILENCE = 600.0  # default for the seconds in which a store must answer
 _MESSAGE_LIMIT = 4000  # characters of an error that the other processes get
 _MOST_RETIRED = 64  # closed rendezvous that are remembered; a process that died never closed its own
@@ -116,7 +117,7 @@ class Rendezvous:
             self._put(key, value)
             return value
         timeout, awaited = (_GATHERED * timeout, range(self.count)) if gathered else (timeout, range(1))
-        with self._waiting(topic, timeout, awaited, lambda: [0]) as deadline:
+        with self._waiting(topic, timeout, awaited, lambda: [0], _WHOLE_ROW if gathered else 1) as deadline:
             return self._complete(key, self._wait(key, deadline), 0, deadline)
 
     def gather(self, topic: str, value: bytes, timeout: float) -> list[bytes] | None:
@@ -210,7 +211,7 @@ class Rendezvous:
 
     @contextlib.contextmanager
     def _waiting(
-        self, topic: str, timeout: float, awaited: range, missing: Callable[[], Sequence[int]]
+        self, topic: str, timeout: float, awaited: range, missing: Callable[[], Sequence[int]], counts: int = 1
     ) -> Iterator[float]:
         """Yield the deadline of a block that waits for processes; count the ``missing`` ones, or clear the counts."""
         now = self.coordinator.monotonic()
@@ -226,7 +227,7 @@ class Rendezvous:
             now = self.coordinator.monotonic()
             with _missed_lock:
                 misses.until = max(misses.until, now + timeout * misses.share())
-                misses.counts.update(absent)
+                misses.counts.update([*absent] * counts)
             names = f"{'process' if len(absent) == 1 else 'processes'} {shortened(absent, 20)}"
             message = (
                 f"{self.name}: {names} of {self.count} did not reach {topic!r} within {timeout:g} s; "
