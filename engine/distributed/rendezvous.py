@@ -369,8 +369,7 @@ class _Retired:
     def sweep(self, coordinator: Coordinator) -> bool:
         """If all processes have closed it, delete all keys and return True."""
         while self.pending:
-            reports = coordinator.try_get_all(self.pending[-1])
-            if reports is None:
+            if (reports := coordinator.try_get_all(self.pending[-1])) is None:
                 return False
             self.keys += self.pending.pop()
             for keys in reports:

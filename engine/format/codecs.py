@@ -89,8 +89,7 @@ def _zstd() -> Any:
 
 def compress_chunks(chunks: Sequence[NDArray[np.uint8]], level: int) -> list[bytes]:
     """Compress chunks without holding the GIL."""
-    zstd = _zstd()
-    compressor = zstd.ZstdCompressor(level)
+    compressor = _zstd().ZstdCompressor(level)
     frames = [compressor.compress(chunk.data, compressor.FLUSH_FRAME) for chunk in chunks]
     return [frame + crc32c(frame).to_bytes(4, "little") for frame in frames]
 

@@ -225,8 +225,7 @@ class Database:
         self.entries = Entries([], [], [], none, none, none, none)  # the entries that have been decoded
         self._unread: list[_Reference] = []  # in the order of their keys
         if root is not None:
-            place = (root.file, root.base, root.offset, root.length)
-            self._unread.append(_Reference(root.height, *place, b"", b"", None, root.key_count))
+            self._unread.append(_Reference(*root[:5], b"", b"", None, root.key_count))
         self._memory_limit = memory_limit
         self._left = memory_limit
         self._inline: dict[bytes, bytes] = {}  # inline values: most arrays of a tree have the same metadata

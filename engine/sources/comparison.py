@@ -152,11 +152,10 @@ def _compare_leaves(
 
 def _slabs(shape: tuple[int, ...], itemsize: int) -> Iterator[Box]:
     """Divide an array along its first axis into boxes that are read one at a time."""
-    row = math.prod(shape[1:]) * itemsize
     if not shape or math.prod(shape) * itemsize <= _PART:
         yield Box((0,) * len(shape), shape)
         return
-    rows = max(1, _PART // max(1, row))
+    rows = max(1, _PART // max(1, math.prod(shape[1:]) * itemsize))
     for start in range(0, shape[0], rows):
         stop = min(shape[0], start + rows)
         yield Box((start, *(0,) * (len(shape) - 1)), (stop, *shape[1:]))
@@ -176,8 +175,7 @@ class _Difference:
         different = _bits_differ(part, other)
         if not different.any():
             return
-        numbers = _as_numbers(part, other)
-        if numbers is not None:
+        if (numbers := _as_numbers(part, other)) is not None:
             a, b = numbers
             with np.errstate(all="ignore"):
                 distance = np.abs(a - b)

@@ -403,8 +403,7 @@ class CloudBackend(ObjectStoreBackend):
                 # Seconds without a byte after which an attempt has failed.
                 stalled = float(os.environ.get("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS") or 120)
                 client: Any = {"timeout": _NEVER, "read_timeout": datetime.timedelta(seconds=stalled)}
-                certificates = os.environ.get("TENSORSTORE_CA_BUNDLE")
-                if certificates:
+                if certificates := os.environ.get("TENSORSTORE_CA_BUNDLE"):
                     with open(certificates, "rb") as file:
                         client["root_certificate"] = file.read()
                 most = 0 if once else object_store.RETRIES

@@ -104,15 +104,13 @@ def open_fsspec(scheme: str, authority: str, shown: str) -> FsspecBackend:
 
 @functools.lru_cache(maxsize=64)
 def _open_fsspec(scheme: str, authority: str, settings: object) -> FsspecBackend:  # noqa: ARG001 - in the key
-    root = f"{scheme}://{authority or '/'}"
-
     def connect() -> tuple[Any, str]:
         import fsspec
 
         filesystem, path = fsspec.core.url_to_fs(f"{scheme}://{authority}/x", **_UNCACHED)
         return filesystem, path.removesuffix("x")
 
-    return FsspecBackend(root, scheme, connect)
+    return FsspecBackend(f"{scheme}://{authority or '/'}", scheme, connect)
 
 
 def open_filesystem(filesystem: Any, path: str) -> tuple[FsspecBackend, str] | str:

@@ -88,8 +88,7 @@ def _parsed(place: str | os.PathLike[str]) -> Location:
     if not isinstance(text, str) or not text or "\0" in text:
         shown = hidden_address(text) if isinstance(text, str) else text
         raise InvalidLocationError(f"{shown!r} is not a location: expected {_KNOWN}")
-    match = _SCHEME.match(text)
-    if match is None:
+    if (match := _SCHEME.match(text)) is None:
         return Location(_local, os.path.abspath(os.path.expanduser(_checked_path(text))))
     scheme, rest, shown = match.group(1).lower(), match.group(2), hidden_address(text)
     for mark in "?#|":

@@ -208,12 +208,12 @@ class ObjectStoreBackend:
         return not key or bool(self.names(key))
 
     def entries(self, key: str) -> list[Entry]:
-        kinds: dict[str, bool] = {}
+        folders: dict[str, bool] = {}
         for name in self.names(key):
             head, slash, _ = name.partition("/")
             if head and not head.endswith(HIDDEN_SUFFIX):
-                kinds[head] = kinds.get(head, False) or bool(slash)
-        return sorted(Entry(name, is_directory) for name, is_directory in kinds.items())
+                folders[head] = folders.get(head, False) or bool(slash)
+        return sorted(Entry(name, is_directory) for name, is_directory in folders.items())
 
     def read_bytes(self, key: str, limit: int | None, size: int | None) -> bytes:
         # One request suffices for an object that has the expected size, or is small.

@@ -128,8 +128,7 @@ def aws_endpoint() -> str | None:
         return endpoint or None
     from botocore.configprovider import ConfiguredEndpointProvider
 
-    session = _aws_session()
-    configured: str | None = ConfiguredEndpointProvider(session.full_config, profile, "s3").provide()
+    configured: str | None = ConfiguredEndpointProvider(_aws_session().full_config, profile, "s3").provide()
     return configured
 
 

@@ -254,8 +254,7 @@ def hidden_address(address: str) -> str:
     >>> hidden_address("s3://a user:it's 50% / #1@bucket/x")
     's3://***@bucket/x'
     """
-    scheme = re.match(r"[^/]*:/+", address)
-    if scheme is None:
+    if (scheme := re.match(r"[^/]*:/+", address)) is None:
         return address
     start, rest = scheme[0], address[scheme.end() :]
     authority, _, path = rest.partition("/")
