@@ -72,7 +72,8 @@ class ArrayClass(NamedTuple):
     replicas: ReplicaGroups  # processes that hold each chunk
 
 
-def _array_classes(catalog: Catalog, processes: int) -> list[ArrayClass]:
+def write_assignment(catalog: Catalog, processes: int) -> ChunkAssignment:
+    """Assign every chunk of a tree to one of the processes that hold it."""
     order = np.argsort(catalog.encoding_ids, kind="stable")
     ends = np.cumsum(np.bincount(catalog.encoding_ids, minlength=len(catalog.distinct)))
     classes = []
@@ -93,7 +94,7 @@ def _array_classes(catalog: Catalog, processes: int) -> list[ArrayClass]:
                 ) from error
         nbytes = round_up(spec.chunk_nbytes + CHECKSUM_BYTES, CHUNK_ALIGNMENT)
         classes.append(ArrayClass(numbers, nbytes, replicas))
-    return classes
+    return ChunkAssignment(classes, processes)
 
 
 @dataclass(slots=True, eq=False)
@@ -184,13 +185,6 @@ class ChunkAssignment:
             if moved * 100 <= int(loads.max()):
                 break
         return expected
-
-
-class WriteAssignment(ChunkAssignment):
-    """Every chunk of a tree assigned to one of the processes that hold it."""
-
-    def __init__(self, catalog: Catalog, processes: int) -> None:
-        super().__init__(_array_classes(catalog, processes), processes)
 
 
 def _level(loads: Integers, nbytes: int) -> int:

@@ -266,10 +266,10 @@ class ArrayDatabase:
                 else:
                     rows.append((row, array, number, int(assembly.keeps(array, number))))
         table = np.concatenate([lone, np.array(rows, np.int64).reshape(-1, 4)])
-        found = table[:, 0]
-        of_files = (entries.file_ids[found], entries.offsets[found], entries.lengths[found])
-        of_arrays = (table[:, 1], table[:, 2], table[:, 3] != 0)
-        return ChunkTable(entries.files, *of_files, *of_arrays, entries.checksums[found]).sorted()
+        table = table[np.lexsort((entries.offsets[table[:, 0]], entries.file_ids[table[:, 0]]))]
+        keys, arrays, numbers, kept = table.T
+        of_files = (entries.file_ids[keys], entries.offsets[keys], entries.lengths[keys])
+        return ChunkTable(entries.files, *of_files, arrays, numbers, kept != 0, entries.checksums[keys])
 
 
 def _is_cached(assembly: Assembly, nbytes: float) -> bool | None:

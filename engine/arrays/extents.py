@@ -43,10 +43,6 @@ class ChunkTable:
             self.files, *of_files, self.arrays[rows], self.numbers[rows], self.kept[rows], self.checksums[rows]
         )
 
-    def sorted(self) -> ChunkTable:
-        """Return the chunks file by file, in ascending order of their offsets."""
-        return self.take(np.lexsort((self.offsets, self.file_ids)))
-
 
 def plausible(chunks: ChunkTable, sizes: Mapping[str, int], failed: Callable[[int, str], None]) -> ChunkTable:
     """Return the chunks inside their files that do not overlap, which bounds the bytes to read; report the others."""

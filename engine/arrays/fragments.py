@@ -20,7 +20,7 @@ from ..distributed import ProcessInfo
 from ..errors import DamagedCheckpointError, TreeMismatchError, first_lines
 from ..format import ArrayIndex, FileRecord, compress_chunks, crc32c, decompress
 from ..pytree import format_path
-from .assignment import WriteAssignment
+from .assignment import write_assignment
 from .digests import CHECKSUM_BYTES, Integers, checksum_after
 from .plan import Catalog
 
@@ -224,7 +224,7 @@ def _chunk(catalog: Catalog, chunk: int) -> str:
 
 
 def _owner(catalog: Catalog, chunk: int, processes: int) -> int:
-    assignment = WriteAssignment(catalog, processes)
+    assignment = write_assignment(catalog, processes)
     for process in range(processes):
         arrays, numbers = assignment.chunks_of(process)
         if chunk in catalog.starts[arrays] + numbers:

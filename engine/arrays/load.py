@@ -227,9 +227,9 @@ def _with_states(value: Any, saved: Callable[[], Any]) -> Any:
 
 
 def _entry(value: Any, key: Any) -> Any:
-    has_key = isinstance(value, Mapping) and key in value
-    has_key = has_key or (isinstance(value, list | tuple) and isinstance(key, int) and key < len(value))
-    return value[key] if has_key else None
+    if isinstance(value, Mapping):
+        return value.get(key)
+    return value[key] if isinstance(value, list | tuple) and isinstance(key, int) and key < len(value) else None
 
 
 def _tensor_template(leaf: SavedLeaf) -> Any:

@@ -10,7 +10,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,13 +120,7 @@ class LazyMapping(_Lazy, Mapping[Key, Any]):
 class LazySequence(_Lazy, Sequence[Any]):
     """A list or tuple; a slice is a plain one whose leaves are read."""
 
-    @overload
-    def __getitem__(self, index: int) -> Any: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Any]: ...
-
-    def __getitem__(self, index: int | slice) -> Any:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             children = [plain(self._child(position)) for position in range(len(self))[index]]
             return tuple(children) if self._node.kind == "tuple" else children

@@ -18,16 +18,16 @@ import xxhash
 from numpy.typing import NDArray
 
 from ..distributed import ProcessInfo
-from ..errors import OptionError, UnsupportedLeafError
+from ..errors import UnsupportedLeafError
 from ..format import FileRecord, crc32c, encode_document
 from ..pytree import ArrayLeaf, Box, Details, Piece, TreeDef, ValueLeaf, format_path, to_document
 from ..storage import DataFile, Location, Segment, max_concurrency, parallel_map
-from .assignment import WriteAssignment
+from .assignment import write_assignment
 from .digests import INDEX, MANIFEST, TREE, TREE_KIND, Integers
 from .encode import ChunkToCompress, Sources, segment_parts, write_compressed
 from .fragments import Fragment, data_path, make_fragment, merge_fragments
 from .grid import ArraySpec
-from .plan import Catalog, ChunkIds, HostLeaf, Layout, check_level, check_size, chunk_table, plan_files
+from .plan import Catalog, ChunkIds, HostLeaf, Layout, chunk_table, plan_files
 from .reuse import SharedFiles, WrittenFile, WrittenSteps
 from .snapshot import Snapshot, StagingBuffer, snapshot_bytes
 
@@ -79,7 +79,7 @@ class TreePlan:
         key = member.index, member.count
         if key not in self._chunks:
             alone = member.count == 1
-            chunks = catalog.all_chunks() if alone else WriteAssignment(catalog, member.count).chunks_of(member.index)
+            chunks = catalog.all_chunks() if alone else write_assignment(catalog, member.count).chunks_of(member.index)
             self._chunks[key] = catalog.in_tree_order(*chunks)
         return self._chunks[key]
 
@@ -109,17 +109,8 @@ class TreeWriter:
         self._tree = tree
         self._reuse = reuse
         self._layout = layout
-        self._compression = compression or {}
-        self._chunk_bytes = chunk_bytes or {}
-        for name, level in self._compression.items():
-            check_level(f"compression[{format_path(name)!r}]", level)
-        for name, size in self._chunk_bytes.items():
-            check_size(f"chunk_bytes[{format_path(name)!r}]", size)
-        unknown = (self._compression.keys() | self._chunk_bytes.keys()).difference(tree.names)
-        if unknown:
-            raise OptionError(
-                f"compression or chunk_bytes names leaves that the tree does not have: {sorted(unknown)[:5]}"
-            )
+        self._compression = compression  # levels of single leaves, by name
+        self._chunk_bytes = chunk_bytes
 
     def take_snapshot(self, staging: StagingBuffer, member: ProcessInfo = _ALONE, *, worth: int = _WORTH) -> Snapshot:
         """Copy arrays that may change before the tree is written; return the copies."""
@@ -260,7 +251,6 @@ class TreeWriter:
         return plain, [group for group in packed if group]
 
     def _sources(self, chunks: ChunkIds) -> Sources:
-        """Return the sources of all arrays, by number."""
         catalog, leaves = self._catalog, self._tree.leaves
         positions = catalog.positions.tolist()
         pieces: list[Sequence[Piece]] = list(map(attrgetter("pieces"), map(leaves.__getitem__, positions)))

@@ -248,8 +248,6 @@ def file_checks(location: Location, record: CheckpointRecord) -> dict[str, FileC
 
 
 class _Copy:
-    """One copy under way."""
-
     def __init__(self, throttle: Throttle, progress: CopyProgress, copied: CopiedFiles) -> None:
         self._throttle = throttle
         self._progress = progress
