@@ -7,20 +7,17 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import DamagedCheckpointError, ObjectNotFoundError, itemized
 from ..format import ARCHIVE_LIMIT, FileRecord, crc32c, decode_archive, extend, unsynced
 from ..storage import Buffer, DataReader, Location, folder_in_memory, sync_all, unreadable_as_damage
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-Bytes: TypeAlias = "NDArray[np.uint8]"
-
-Integers: TypeAlias = "NDArray[np.int64]"
+Bytes = NDArray[np.uint8]
+Integers = NDArray[np.int64]
 
 MANIFEST = "manifest.ocdbt"
 INDEX = "d/index"

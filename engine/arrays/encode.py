@@ -136,22 +136,13 @@ def chunk_bytes(source: Source, number: int) -> Bytes:
 
 def chunk_view(source: Source, number: int) -> Bytes | None:
     """Return a view of a chunk's bytes, if they are in memory in one run, as they are stored; None otherwise."""
-    spec = source.spec
-    pieces = source.pieces
-    if len(pieces) == 1:
-        array = pieces[0].array
-        if array.dtype == source.dtype and array.flags.c_contiguous and array.shape == spec.shape:
-            flat = array.reshape(-1).view(np.uint8)
-            if spec.chunks == 1:
-                return flat
-            if spec.contiguous:
-                box = spec.chunk_box(number)
-                first = int(np.ravel_multi_index(box.start, spec.shape)) * spec.itemsize
-                return flat[first : first + box.size * spec.itemsize]
-    box = spec.chunk_box(number)
-    for piece in pieces:
-        if piece.array.dtype == source.dtype and box.shape == spec.chunk_shape and box.common(piece.box) == box:
-            part = piece.array[box.within(piece.box)]
+    spec, box = source.spec, source.spec.chunk_box(number)
+    if not spec.contiguous and box.shape != spec.chunk_shape:
+        return None
+    for piece in source.pieces:
+        if piece.array.dtype == source.dtype and box.common(piece.box) == box:
+            index: Any = (*box.within(piece.box), ...)  # of an array, even without axes
+            part: NDArray[Any] = piece.array[index]
             if part.flags.c_contiguous:
                 return part.reshape(-1).view(np.uint8)
     return None

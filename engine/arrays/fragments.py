@@ -55,8 +55,7 @@ class Fragment(NamedTuple):
 
     def encode(self) -> bytes:
         """Return the fragment as bytes, about five for each chunk, because columns are stored as differences."""
-        facts = (self.process, self.processes, self.token, self.digest, self.sizes, self.shared)
-        head = json.dumps([_VERSION, len(self.chunks), *facts]).encode()
+        head = json.dumps([_VERSION, len(self.chunks), *self[:6]]).encode()  # the fields up to `shared`
         columns = np.diff(np.stack((self.chunks, self.files, self.offsets, self.lengths)), axis=1, prepend=0)
         numbers = columns.astype("<i8").tobytes() + self.checksums.astype("<u4").tobytes()
         content = b"".join((head, b"\n", numbers, self.description.encode()))
@@ -72,7 +71,7 @@ class Fragment(NamedTuple):
             version, count, *facts = json.loads(head)
             if version != _VERSION:
                 raise ValueError(f"it has version {version}, this process reads {_VERSION}; run one version everywhere")
-            writer, processes, token, digest, sizes, shared = facts
+            *_, sizes, shared = facts
             columns = np.frombuffer(rest, "<i8", 4 * count).reshape(4, count)
             checksums = np.frombuffer(rest, "<u4", count, columns.nbytes)
             description = rest[columns.nbytes + checksums.nbytes :].decode()
@@ -84,10 +83,9 @@ class Fragment(NamedTuple):
             ends = np.array(sizes, np.int64)[files]
             if ((offsets < 0) | (lengths < 0) | (offsets > ends - lengths)).any():
                 raise ValueError("it places chunks beyond the end of its data files")
+            return cls._make([*facts, description, chunks, files, offsets, lengths, checksums])
         except (DamagedCheckpointError, ValueError, TypeError) as error:
             raise DamagedCheckpointError(f"the fragment of process {process} is damaged: {error}") from error
-        about = (writer, processes, token, digest, sizes, shared, description)
-        return cls(*about, chunks, files, offsets, lengths, checksums)
 
 
 def data_path(token: str, process: int, number: int) -> str:

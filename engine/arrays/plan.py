@@ -13,10 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from ..errors import OptionError, UnsupportedLeafError
 from ..foreign_arguments import explains_unknown_names
@@ -25,9 +26,6 @@ from ..pytree import ArrayLeaf, Part, ValueLeaf, format_path
 from ..storage import PAGE, round_up
 from .digests import CHECKSUM_BYTES, CHUNK_ALIGNMENT, Integers
 from .grid import ArraySpec
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 T = TypeVar("T")
 
@@ -255,16 +253,9 @@ def _encoding(name: str, leaf: ArrayLeaf, limit: int, level: int | None) -> Arra
     if parts is not None:
         digest = xxhash.xxh3_64_hexdigest(repr(tuple(parts)).encode())
         text += f", divided into {len(parts)} parts ({digest})"
-    plain = stored.extra is None and leaf.dtype.isnative
-    return ArrayEncoding(
-        spec,
-        stored,
-        encode_array_metadata(shape, stored.data_type, chunks, level),
-        level,
-        {} if plain else {"dtype": dtype},
-        parts,
-        text,
-    )
+    facts = {} if stored.extra is None and leaf.dtype.isnative else {"dtype": dtype}
+    metadata = encode_array_metadata(shape, stored.data_type, chunks, level)
+    return ArrayEncoding(spec, stored, metadata, level, facts, parts, text)
 
 
 # ---- data files

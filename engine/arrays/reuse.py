@@ -73,7 +73,6 @@ class WrittenFile(NamedTuple):
 
 @dataclass(slots=True)
 class _WrittenStep:
-    step: int
     folder: Location
     files: dict[str, WrittenFile] = field(default_factory=dict)
 
@@ -140,11 +139,10 @@ class WrittenSteps:
 
     def part(self, name: str) -> WrittenSteps:
         """Return the data files of a part of the item, which has its own folder."""
-        part = self._parts.get(name)
-        if part is None:
-            part = self._parts[name] = WrittenSteps()
-            part.begin(self._step, self._apart, lambda _: True)
-        return part
+        if name not in self._parts:
+            self._parts[name] = WrittenSteps()
+            self._parts[name].begin(self._step, self._apart, lambda _: True)
+        return self._parts[name]
 
     def begin(self, step: int, apart: Collection[int], is_there: Callable[[int], bool]) -> None:
         """Begin the save of a step, which shares nothing with the steps ``apart``, or with steps that are not whole."""
@@ -181,7 +179,7 @@ class WrittenSteps:
     ) -> SharedFiles:
         """Link the files of an earlier step that hold unchanged chunks; return them, and the chunks to write."""
         if self._pending is None:  # the first of its groups
-            self._pending = _WrittenStep(self._step, folder)
+            self._pending = _WrittenStep(folder)
             self._before, self._seen = self._seen, {}
         large = catalog.lengths[chunks[0]] > _SMALLEST_CHUNK + CHECKSUM_BYTES
         if self._off or not large.any():

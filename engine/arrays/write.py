@@ -31,7 +31,6 @@ from .plan import Catalog, ChunkIds, HostLeaf, Layout, chunk_table, plan_files
 from .reuse import SharedFiles, WrittenFile, WrittenSteps
 from .snapshot import Snapshot, StagingBuffer, snapshot_bytes
 
-_ALONE = ProcessInfo()
 _WORTH = 64 << 10  # bytes a leaf; copying less takes no longer than computing which process writes it
 _ARRAYS = {"numpy", "jax", "torch", "key"}  # kinds of leaves that are arrays
 _LEAF_BYTES = 256  # bytes that a leaf takes in the index and ``tree.json``, more or less
@@ -55,11 +54,8 @@ class HostTree:
     fresh: Details | None = None  # differences from the fresh state that the run began with, if they are known
 
     def __post_init__(self) -> None:
-        if max(map(len, self.names), default=0) * 4 <= _NAME_LIMIT:  # no character takes more than four bytes
-            return
-        for name in self.names:
-            size = len(name.encode())
-            if size > _NAME_LIMIT:
+        for name in self.names:  # no character takes more than four bytes
+            if len(name) * 4 > _NAME_LIMIT and (size := len(name.encode())) > _NAME_LIMIT:
                 raise UnsupportedLeafError(
                     f"the leaf {format_path(name):.100}... has a path of {size} bytes, expected at most {_NAME_LIMIT}; "
                     "nothing was written: shorten its keys"
@@ -112,7 +108,7 @@ class TreeWriter:
         self._compression = compression  # levels of single leaves, by name
         self._chunk_bytes = chunk_bytes
 
-    def take_snapshot(self, staging: StagingBuffer, member: ProcessInfo = _ALONE, *, worth: int = _WORTH) -> Snapshot:
+    def take_snapshot(self, staging: StagingBuffer, member: ProcessInfo, *, worth: int = _WORTH) -> Snapshot:
         """Copy arrays that may change before the tree is written; return the copies."""
         leaves = self._tree.leaves
         if member.count > 1 and sum(snapshot_bytes(leaves)) >= worth * len(leaves):
@@ -126,8 +122,8 @@ class TreeWriter:
         leaves = self._tree.leaves
         if isinstance(leaves, Snapshot):
             leaves.complete()
-        specs = (encoding.spec for encoding in self._catalog.encodings)
-        return _LEAF_BYTES * len(leaves) + sum(spec.chunks * spec.chunk_nbytes for spec in specs)
+        nbytes = self._catalog.column(lambda encoding: encoding.spec.chunks * encoding.spec.chunk_nbytes)
+        return _LEAF_BYTES * len(leaves) + int(nbytes.sum())
 
     def write(self, location: Location, member: ProcessInfo) -> bytes:
         """Write this process's chunks, durably unless it is alone; return its fragment for process 0, if any."""

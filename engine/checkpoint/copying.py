@@ -256,12 +256,9 @@ class _Copy:
         self.failure: Exception | None = None  # the error of the original, or the one that ends the copy
 
     def run(self, files: list[_File], *, continues: bool) -> None:
-        if not files:
-            return
-        at_once = 1
-        if not files[0].destination.is_local:
-            largest = max(file.check.record.size for file in files)
-            at_once = max(1, min(_UPLOADS, _IN_MEMORY // max(1, largest)))
+        largest = max((file.check.record.size for file in files), default=0)
+        is_local = all(file.destination.is_local for file in files)
+        at_once = 1 if is_local else max(1, min(_UPLOADS, _IN_MEMORY // max(1, largest)))
         for folder in dict.fromkeys(file.destination.parent for file in files):
             folder.make_directory(sync=False)
         # Small files are copied first: they show soonest that the destination cannot be written.

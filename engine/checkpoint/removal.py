@@ -229,7 +229,6 @@ def sweep(location: Location, parts: CommitParts | None = None, lock: SaveLock |
 
 
 def _sweep(location: Location, parts: CommitParts, locks: Mapping[str, SaveLock]) -> bool:
-    """Sweep with the locks of the markers that are there."""
     listing = location.snapshot()
     names = names_in(listing)
     # A save or a deletion may have begun since the locks were taken.
@@ -243,7 +242,6 @@ def _sweep(location: Location, parts: CommitParts, locks: Mapping[str, SaveLock]
     if not marks and (RECORD in names or not names or not all(is_left_archive(location / name) for name in unnamed)):
         return False
     folders = [folder for mark in sorted(marks) for folder in SaveLock(location / mark).folders()]
-    record = None
     try:
         record = read_record(location) if RECORD in names else None
     except (CheckpointNotFoundError, FormatVersionError):  # not found: it was deleted meanwhile
