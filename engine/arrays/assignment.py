@@ -115,7 +115,7 @@ class _ChunkBatch:
 
 
 class ChunkAssignment:
-    """Every chunk of some arrays assigned to one of the processes of its group."""
+    """An assignment of every chunk of some arrays to one of the processes of its group."""
 
     def __init__(self, classes: Sequence[ArrayClass], processes: int) -> None:
         self._classes = classes

@@ -44,7 +44,7 @@ Report = Callable[[str, int, str], None]  # takes a file ("" for the index), the
 _WHOLE = 2 * NODE_LIMIT  # bytes of an index that is always read in one piece
 _MANY = 8  # once an eighth of the index was read in parts, all of it is read
 _READS = 16  # nodes that are read at a time from an object store
-_INDEX_LIMIT = 8 << 30  # bytes of an index; one over ten million chunks takes some 200 MB
+_INDEX_LIMIT = 8 << 30  # bytes of an index; ten million chunks take some 200 MB
 
 
 @contextlib.contextmanager
@@ -100,7 +100,7 @@ class ArrayDatabase:
         return checks
 
     def metadata(self, names: Sequence[str]) -> list[ArrayMetadata | None]:
-        """Return the metadata of arrays, None for names without an array; equal metadata is mostly one object."""
+        """Return the metadata of arrays, None for names without an array; equal arrays mostly share one object."""
         keys = metadata_keys(names)
         entries = self._entries(len(names), lambda: [(key, key + b"\0") for key in keys])
         inline = entries.inline
@@ -146,7 +146,7 @@ class ArrayDatabase:
         return self._all_entries()
 
     def _all_entries(self) -> Entries:
-        """Return all entries; this compares the index with the commit record, which the manifest does not allow."""
+        """Return all entries, of an index that is read as a whole and compared with the commit record."""
         with self._lock, naming(self._location):
             if self._complete:
                 return self._index.entries
@@ -301,5 +301,5 @@ def _lone_chunks(entries: Entries, names: Sequence[str], assembly: Assembly) -> 
 
 
 def _keys_of(name: str) -> KeyRange:
-    """Return the range of the keys of an array: those that begin with its name and a slash, which 0 follows."""
+    """Return the range of an array's keys, which begin with its name and a slash; ``0`` follows ``/`` in ASCII."""
     return (f"{name}/".encode(), f"{name}0".encode()) if name else (b"", b"\xff")

@@ -57,7 +57,7 @@ def fsync_and_digest(folder: Location, prefix: str = "") -> dict[str, FileRecord
 
 
 def make_durable(folder: Location, files: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
-    """Make the files in a folder durable; return their records, which say so."""
+    """Make the files in a folder durable; return their updated records."""
     sync_all([folder / path if path else folder for path in unsynced(files)])
     return {path: replace(file, durable=True) for path, file in files.items()}
 
@@ -134,7 +134,7 @@ class FileCheck(NamedTuple):
     checksums: Integers = _NO_CHUNKS  # checksums in the index; -1 if it has none
 
     def covers(self, other: FileCheck) -> bool:
-        """Return True if this file has all chunks of `other`, which has the same name: names are unique to a save."""
+        """Return True if this file has all chunks of `other`, a file with its name; names are unique to a save."""
         if self.record != other.record or not len(self.offsets) or not len(other.offsets):
             return False
         rows = np.searchsorted(self.offsets, other.offsets)

@@ -29,8 +29,8 @@ _PIECE = 256 << 10  # a piece this large is still in the second-level cache afte
 _SMALL = 64 << 10  # chunks up to this size are joined before they are handed on
 _FILE_BYTES = 128 << 20  # content of one data file of compressed chunks, before compression
 _FILES = 2  # number of such files that are compressed or written, and thus in memory, at a time
-_GROUP_BYTES = 16 << 20  # of chunks that a thread compresses at a time, at most
-_GROUP_CHUNKS = 4096  # the same as a number
+_GROUP_BYTES = 16 << 20  # the most bytes of chunks that a thread compresses at a time
+_GROUP_CHUNKS = 4096  # the most chunks that it compresses at a time
 _THREADS = 16
 
 # The digests of chunks, by array number and chunk number. Writing fills in the requested digests, which are None.
@@ -141,7 +141,7 @@ def chunk_view(source: Source, number: int) -> Bytes | None:
         return None
     for piece in source.pieces:
         if piece.array.dtype == source.dtype and box.common(piece.box) == box:
-            index: Any = (*box.within(piece.box), ...)  # of an array, even without axes
+            index: Any = (*box.within(piece.box), ...)  # gives an array, even without axes
             part: NDArray[Any] = piece.array[index]
             if part.flags.c_contiguous:
                 return part.reshape(-1).view(np.uint8)

@@ -63,7 +63,7 @@ class Fragment(NamedTuple):
 
     @classmethod
     def decode(cls, data: bytes, process: int) -> Fragment:
-        """Read what :meth:`encode` returned in a process."""
+        """Decode the fragment that a process has encoded."""
         try:
             if crc32c(data[:-CHECKSUM_BYTES]) != checksum_after(data):
                 raise ValueError(f"its checksum does not match its {len(data)} bytes")
@@ -102,7 +102,7 @@ def make_fragment(
     shared: Sequence[str] = (),
     values: Mapping[str, str] | None = None,
 ) -> Fragment:
-    """Return what a process wrote: rows of array, number in the array, file, offset, length and checksum."""
+    """Return a process's fragment; ``table`` has rows of array, number in it, file, offset, length and checksum."""
     description = "\n".join(catalog.lines(values or {})) if member.index else ""  # process 0 knows its own tree
     return Fragment(
         process=member.index,
@@ -231,7 +231,7 @@ def _owner(catalog: Catalog, chunk: int, processes: int) -> int:
 
 
 def _mismatch(process: int, *lines: Sequence[str]) -> TreeMismatchError:
-    """Return the error about the leaves in which process 0 and another process differ, given the lines of both."""
+    """Return the error that lists the leaves in which process 0 and another differ, given the lines of both."""
     ours, theirs = ({line.partition("\t")[0]: line.partition("\t")[2] for line in described} for described in lines)
     differences = []
     for name in sorted(ours.keys() | theirs.keys()):

@@ -39,7 +39,7 @@ _TOO_SMALL = 64  # a chunk that is smaller than the limit by this factor is wors
 
 
 def batches(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Divide items into groups of at most ``limit`` bytes; a larger item is a group of its own."""
+    """Divide items into groups of at most ``limit`` bytes; a larger item forms its own group."""
     group: list[T] = []
     total = 0
     for item in items:
@@ -182,7 +182,7 @@ class Catalog:
             if special:
                 level = compression.get(name, layout.compression)
                 limit = chunk_bytes.get(name, layout.chunk_bytes)
-            # Leaves of one sharding share their list of parts: comparing thousands of lists would take longer than
+            # Leaves with one sharding share their list of parts: comparing thousands of lists would take longer than
             # everything else.
             key = (leaf.shape, leaf.dtype, limit, level, id(leaf.parts))
             if key not in ids:
@@ -267,7 +267,7 @@ class PlannedSegment(NamedTuple):
     offset: int
     size: int
     arrays: Integers  # the numbers of the arrays
-    numbers: Integers  # the chunks' own numbers there
+    numbers: Integers  # the numbers of the chunks in their arrays
     offsets: Integers  # first bytes in the file
     lengths: Integers  # bytes there, with the checksum
     first: int  # the number of chunks in the segments and files before

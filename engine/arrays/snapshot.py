@@ -52,7 +52,7 @@ class Snapshot(list[HostLeaf]):
         super().__init__(leaves)
         self._known_leaves = known_leaves
         self._held = held
-        self.arrival: Arrival | None = None  # copies that accelerators have under way
+        self.arrival: Arrival | None = None  # pending copies from accelerators
 
     def complete(self) -> None:
         """Describe the leaves that were not copied, before the list is read; this runs in the background."""

@@ -62,7 +62,7 @@ class LeafCache:
         return number in self._arrays
 
     def arrays(self, numbers: Sequence[int]) -> list[NDArray[Any] | None]:
-        """Return the stored arrays of leaves, None for plain values; read those not read yet."""
+        """Return the stored arrays of leaves, None for plain values; read missing arrays."""
         missing = [number for number in dict.fromkeys(numbers) if number not in self._arrays]
         read = self._source.read_leaves([self._source.leaves[number] for number in missing]) if missing else []
         for number, array in zip(missing, read, strict=True):
@@ -118,7 +118,7 @@ class LazyMapping(_Lazy, Mapping[Key, Any]):
 
 
 class LazySequence(_Lazy, Sequence[Any]):
-    """A list or tuple; a slice is a plain one whose leaves are read."""
+    """A list or tuple; a slice is a plain list or tuple, whose leaves are read."""
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
@@ -128,7 +128,7 @@ class LazySequence(_Lazy, Sequence[Any]):
 
 
 def plain(value: Any) -> Any:
-    """Read every lazy container in a value; return a value without any unchanged."""
+    """Read every lazy container in a value; return a value without lazy containers unchanged."""
     if isinstance(value, _Lazy):
         return value.read_all()
     contents = None if isinstance(value, np.ndarray) else expand(value)

@@ -54,7 +54,7 @@ class HostTree:
     fresh: Details | None = None  # differences from the fresh state that the run began with, if they are known
 
     def __post_init__(self) -> None:
-        for name in self.names:  # no character takes more than four bytes
+        for name in self.names:  # a character takes at most four bytes
             if len(name) * 4 > _NAME_LIMIT and (size := len(name.encode())) > _NAME_LIMIT:
                 raise UnsupportedLeafError(
                     f"the leaf {format_path(name):.100}... has a path of {size} bytes, expected at most {_NAME_LIMIT}; "
@@ -80,7 +80,7 @@ class TreePlan:
         return self._chunks[key]
 
     def document(self, tree: HostTree, documents: list[dict[str, Any]]) -> bytes:
-        """Return ``tree.json``: the last one, if no value in it has changed."""
+        """Return ``tree.json``: the last document, if no value in it has changed."""
         last = self._document  # two saves of like trees may run at the same time
         if last is None or last[0] != documents:
             content = to_document(tree.structure, documents) | ({} if tree.fresh is None else {"fresh": tree.fresh})
@@ -105,7 +105,7 @@ class TreeWriter:
         self._tree = tree
         self._reuse = reuse
         self._layout = layout
-        self._compression = compression  # levels of single leaves, by name
+        self._compression = compression  # compression levels of single leaves, by name
         self._chunk_bytes = chunk_bytes
 
     def take_snapshot(self, staging: StagingBuffer, member: ProcessInfo, *, worth: int = _WORTH) -> Snapshot:

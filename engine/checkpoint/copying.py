@@ -150,7 +150,7 @@ class _CopiedFolders(CommitParts):
             name: _SUFFIX.sub("", item.folder.removesuffix(ARCHIVE) if item.is_archive else item.folder)
             for name, item in record.items.items()
         }
-        # Another copy to this place may have had folders where this one has zip files.
+        # Another copy to this location may have had folders for items that are zip files here.
         self._plain = {name for folder in self._folders.values() for name in (folder, f"{folder}{ARCHIVE}")}
 
     def folder(self, item: str) -> str:

@@ -58,13 +58,13 @@ class CommitParts:
         """Raise an error if a save of this kind must not replace a checkpoint; None stands for a damaged one."""
 
     def withdraw(self, record: CheckpointRecord) -> None:
-        """Remove what is derived from a record that is about to be replaced."""
+        """Remove the documents that are derived from a record that is about to be replaced."""
 
     def publish(self, record: CheckpointRecord, *, replaces: bool) -> None:
-        """Write what is derived from the record that was just committed, durably."""
+        """Write the documents that are derived from the record that was just committed, durably."""
 
     def repair(self, record: CheckpointRecord) -> None:
-        """Write what is derived from a record and missing."""
+        """Write missing documents that are derived from a record."""
 
     def remove(self, folder: str, record: CheckpointRecord | None) -> None:
         """Remove the folder of an item and, given a record, the documents of parts that the record does not have."""

@@ -241,7 +241,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
                 had at the save, and lists and dictionaries that have grown come back whole; other types are an
                 error. A checkpoint of a run that recorded no types is restored by the template alone. Without a
                 template, arrays of jax become arrays of jax again if the program has imported it; a list of keys of
-                the root restricts that to what lies below them.
+                the root restricts that to the leaves below them.
             entries: Templates of some entries of a saved dictionary, which may lack them; the others come back as
                 without a template.
             source: The tree of another library, instead of the one in the folder.
@@ -370,7 +370,7 @@ def _warn_of_shared_memory(names: Sequence[str], leaves: Sequence[Leaf]) -> None
 
 
 def _warn_of_replicas(flat: Flattened) -> bool:
-    """Warn of jax arrays whose replicas differ; return whether there are any."""
+    """Warn of jax arrays whose replicas differ; return True if there are any."""
     try:
         differing = list(differing_replicas(flat.names, flat.values))
     except RuntimeError:  # for example, the devices have no memory left for a copy of the data of a key
@@ -403,7 +403,7 @@ def _described(flat: Flattened, external: ExternalLeaves, pinned_bytes: int) -> 
 
 
 class _PreparedTree(PreparedFiles):
-    """A tree with leaves outside of its database, which process 0 writes."""
+    """A tree with leaves outside its database, which process 0 writes."""
 
     def __init__(self, tree: TreeWriter, external: ExternalLeaves, files: Mapping[str, bytes]) -> None:
         super().__init__(files, tree)
