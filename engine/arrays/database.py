@@ -39,8 +39,6 @@ from .digests import INDEX, MANIFEST, Bytes, FileCheck, Integers, is_missing, re
 from .extents import ChunkReader, ChunkTable, Destinations, Extent, plan_reads, plausible
 from .source import Problem
 
-Report = Callable[[str, int, str], None]  # takes a file ("" for the index), the number of an array, a problem
-
 _WHOLE = 2 * NODE_LIMIT  # bytes of an index that is always read in one piece
 _MANY = 8  # once an eighth of the index was read in parts, all of it is read
 _READS = 16  # nodes that are read at a time from an object store
@@ -241,7 +239,7 @@ class ArrayDatabase:
             return file.size
         return (1 << 63) - 1 if (record := self._record(path)) is None else record.size
 
-    def _find(self, names: Sequence[str], assembly: Assembly, report: Report) -> ChunkTable:
+    def _find(self, names: Sequence[str], assembly: Assembly, report: Callable[[str, int, str], None]) -> ChunkTable:
         """Find the chunks that arrays need, sorted by file and offset; report missing ones."""
         entries = self._entries(len(names), lambda: list(map(_keys_of, names)))
         lone, others = _lone_chunks(entries, names, assembly)

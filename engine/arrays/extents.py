@@ -91,10 +91,6 @@ class Extent(NamedTuple):
     kept: bool  # whether views of the memory are kept
 
 
-# Takes an extent's bytes. It may keep the memory if ``kept`` is set; otherwise the memory is reused.
-Use = Callable[[Extent, Bytes], None]
-
-
 class Destinations(NamedTuple):
     """The memory of chunks that can be received without a copy, by their rows in the table."""
 
@@ -112,7 +108,7 @@ class ChunkReader:
 
     files: Mapping[str, DataReader]
     chunks: ChunkTable
-    use: Use
+    use: Callable[[Extent, Bytes], None]  # takes the bytes, whose memory is reused unless the extent is kept
     failed: Callable[[int, Exception], None]  # takes the row of a chunk
     destinations: Destinations | None = None
     buffer: ThreadBuffer = field(default_factory=ThreadBuffer)
