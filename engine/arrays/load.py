@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache, reduce
 from itertools import compress, product
 from typing import Any
 
@@ -210,19 +210,19 @@ def tree_metadata(source: TreeSource) -> Any:
 
 def with_optimizer_states(template: Any, source: TreeSource) -> Any:
     """Fill the empty state dicts of torch optimizers in a template with templates of the saved states."""
-    return _with_states(template, cache(lambda: source.tree.build(list(map(_tensor_template, source.leaves)))))
+    return _with_states(template, (), cache(lambda: source.tree.build(list(map(_tensor_template, source.leaves)))))
 
 
-def _with_states(value: Any, saved: Callable[[], Any]) -> Any:
-    """Complete the state dicts in a value, given its counterpart in the checkpoint."""
+def _with_states(value: Any, keys: tuple[Any, ...], saved: Callable[[], Any]) -> Any:
+    """Fill the state dicts in a value, whose counterpart is at ``keys`` in the saved tree."""
     if type(value) not in (dict, list, tuple):
         return value
     is_fresh = type(value) is dict and value.keys() == {"state", "param_groups"} and value["state"] == {}
     if is_fresh and type(value["param_groups"]) is list:
-        state = _entry(saved(), "state")
+        state = reduce(_entry, (*keys, "state"), saved())
         return {**value, "state": state} if isinstance(state, Mapping) and state else value
     pairs = value.items() if type(value) is dict else enumerate(value)
-    children = [_with_states(child, partial(lambda key: _entry(saved(), key), key)) for key, child in pairs]
+    children = [_with_states(child, (*keys, key), saved) for key, child in pairs]
     return dict(zip(value, children, strict=True)) if type(value) is dict else type(value)(children)
 
 
