@@ -20,7 +20,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from ..errors import OptionError, UnsupportedLeafError
-from ..foreign_arguments import explains_unknown_names
+from ..foreign_arguments import explains_arguments
 from ..format import LEVELS, Stored, dtype_name, encode_array_metadata, key_order, storage_dtype
 from ..pytree import ArrayLeaf, Part, ValueLeaf, format_path
 from ..storage import PAGE, round_up
@@ -55,7 +55,7 @@ def batches(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterato
 # ---- options
 
 
-@explains_unknown_names
+@explains_arguments
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """Sizes of the parts of a checkpoint, and whether its chunks are compressed.

@@ -296,7 +296,7 @@ class PendingCheckpoint(ABC):
         is_overtaken = not self._holds_path()
         gives_way = is_overtaken and not self.replaces and self._guard is Guard.MARKER and not self._is_alone
         # A copy that continues has a new marker, but a sweep may have listed the files that it keeps.
-        is_doubtful = is_overtaken or (self.continues and not self._lock.tells)
+        is_doubtful = is_overtaken or (self.continues and not self._lock.shows_life)
         if is_doubtful and (gives_way or not self._is_intact(record)):
             raise self._lock.conflict()
         self._phase = Phase.OVERTAKEN if is_overtaken else Phase.COMMITTED
@@ -413,7 +413,9 @@ class LocalCommit(PendingCheckpoint):
                 left = self._left_by_copy(items, names)
                 if not left:
                     sweep(self.location, self._parts, self._lock if PARTIAL in names else None)
-                    if PARTIAL in names and not self._lock.tells:  # a damaged record is there, and will be replaced
+                    if (
+                        PARTIAL in names and not self._lock.shows_life
+                    ):  # a damaged record is there, and will be replaced
                         (self.location / PARTIAL).remove()
             finally:
                 if not left:

@@ -234,7 +234,7 @@ def _sweep(location: Location, parts: CommitParts, locks: Mapping[str, SaveLock]
     # A save or a deletion may have begun since the locks were taken.
     if location.is_local and any(mark in names and not lock.is_current() for mark, lock in locks.items()):
         return False
-    tells = all(lock.tells for lock in locks.values())
+    tells = all(lock.shows_life for lock in locks.values())
     if RECORD in names:
         remove_temporary(location, names)
     marks = {PARTIAL, DELETED} & names

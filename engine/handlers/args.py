@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ..arrays import AGGREGATE_LIMIT, AggregateHandler, aggregate_details, check_level, check_size
 from ..errors import OptionError, UnsupportedLeafError
-from ..foreign_arguments import explains_unknown_names
+from ..foreign_arguments import explains_arguments
 from ..format import storage_dtype
 from ..pytree import (
     NUMBER_KINDS,
@@ -40,7 +40,7 @@ T = TypeVar("T")
 Leaf = ArrayLeaf | ValueLeaf
 
 
-@explains_unknown_names
+@explains_arguments
 @dataclass(frozen=True, kw_only=True)
 class SaveArgs:
     """How one leaf is saved.
@@ -69,7 +69,7 @@ class SaveArgs:
             object.__setattr__(self, "dtype", number_dtype(self.dtype))
 
 
-@explains_unknown_names
+@explains_arguments
 @dataclass(frozen=True, kw_only=True)
 class RestoreArgs:
     """What one leaf becomes when it is restored.
@@ -90,7 +90,7 @@ class RestoreArgs:
         _kind(self.restore_type)
 
 
-@explains_unknown_names
+@explains_arguments
 @dataclass(frozen=True, kw_only=True)
 class ArrayRestoreArgs(RestoreArgs):
     """How one leaf becomes a jax array, perhaps sharded over devices.

@@ -369,6 +369,30 @@ def test_a_state_dict_is_a_state() -> None:
     assert torch.equal(one.net.weight + 1, other.net.weight)
 
 
+class Counting(torch.nn.Module):
+    def __init__(self, extra: Any) -> None:
+        super().__init__()
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+@pytest.mark.parametrize("extra", [9, torch.ones(2), {"seen": 5, "last": torch.zeros(1)}, {}, [1, 2], ({"a": 1}, 2)])
+def test_a_state_dict_has_extra_states(extra: Any) -> None:
+    class Module(Checkpointable, Counting):
+        def __init__(self, extra: Any) -> None:
+            super().__init__(extra)
+            self.blocks = torch.nn.Sequential(torch.nn.Linear(2, 1), Counting(extra))
+
+    module: Any = Module(None)
+    module.set_state(Module(extra).state_dict())
+    assert repr(module.extra) == repr(module.blocks[1].extra) == repr(extra)
+
+
 class Normalising(Checkpointable, torch.nn.Module):
     """A module with values that torch does not know of."""
 

@@ -150,6 +150,9 @@ def test_waits_in_a_row_that_miss_a_process_are_ever_shorter() -> None:
         Rendezvous(coordinator, "back").gather("x", b"", PATIENCE)
     Rendezvous(first, "back").gather("x", b"", PATIENCE)
     assert missed(first, "6") == "0.08"
+    with pytest.raises(BarrierTimeoutError, match=r"within 0\.15 s"):
+        Rendezvous(third, "save").broadcast("committed", None, 0.08, gathered=True)
+    assert missed(third, "7") == "0.01", "both together last two timeouts"
 
 
 class Ahead(BoundedCoordinator):

@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 from typing import Any, cast
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -128,6 +129,8 @@ def test_plain_values_and_containers(tmp_path: Path) -> None:
         "array": np.arange(6, dtype=">f8").reshape(2, 3).T,
         "names": np.array(["a", "bc"]),
         "number": np.float32(0.5),
+        "extended": np.arange(3).astype(ml_dtypes.bfloat16),
+        "extended number": ml_dtypes.int4(-3),
     }
 
     found = loaded(saved(tmp_path, value))
@@ -138,9 +141,11 @@ def test_plain_values_and_containers(tmp_path: Path) -> None:
     assert np.array_equal(found.pop("array"), cast("Any", value.pop("array")))
     assert found.pop("names").tolist() == ["a", "bc"]
     assert type(found.pop("number")) is np.float32
+    assert found.pop("extended").tolist() == [0, 1, 2]
+    assert type(found["extended number"]) is ml_dtypes.int4
     assert type(found["ordered"]) is collections.OrderedDict
     assert found == {key: item for key, item in value.items() if key in found}
-    assert len(found) == 11
+    assert len(found) == 12
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
@@ -174,8 +179,10 @@ class Custom:
         ({(1, 2): 3}, "with the key a tuple"),
         ({None: torch.ones(2)}, "with the key None"),
         (np.array([object()]), "an array of Python objects"),
+        (np.zeros(2, "M8[s]"), "an array of elements of type 'M8'"),
+        (np.zeros(2, "i4,f4")[0], "a number of elements of type 'V8'"),
     ],
-    ids=["class", "function", "sparse", "meta", "tuple keys", "None as a key", "numpy objects"],
+    ids=["class", "function", "sparse", "meta", "tuple keys", "None as a key", "numpy objects", "times", "structures"],
 )
 def test_objects_are_refused_by_name(tmp_path: Path, value: Any, what: str) -> None:
     path = saved(tmp_path, {"good": torch.ones(1), "bad": [value]})

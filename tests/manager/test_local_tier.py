@@ -22,7 +22,6 @@ from holdfast.engine.distributed import Coordinator
 from holdfast.engine.format import OWNER
 from holdfast.engine.manager import part_of_save
 from holdfast.engine.manager.directory import RunDirectory
-from holdfast.engine.manager.local_tier import LocalTier
 from holdfast.engine.manager.ownership import Ownership
 from holdfast.engine.observer import Observer
 from holdfast.engine.storage import Location
@@ -780,7 +779,7 @@ def test_a_local_save_under_way_counts_until_a_commit(tmp_path: Path, monkeypatc
         with pytest.raises(hf.errors.SaveFailedError, match="killed here"):
             manager.wait_until_finished()
         assert manager._local is not None
-        manager._local.wait()
+        manager._local.background.join()
 
     hosts.run(work)
     assert hosts.resume()[0] == 18
@@ -880,11 +879,7 @@ def test_a_local_save_under_way_does_not_bring_back_what_is_deleted(
 ) -> None:
     hosts = Hosts(tmp_path, 1).train(1, 20)
     gate = Gate(monkeypatch)
-    waits, deletes = LocalTier.wait, getattr(RunDirectory, how)
-
-    def wait(tier: LocalTier) -> None:
-        gate.opened.set()
-        waits(tier)
+    deletes = getattr(RunDirectory, how)
 
     def delete(*arguments: Any) -> Any:
         found = deletes(*arguments)
@@ -897,7 +892,14 @@ def test_a_local_save_under_way_does_not_bring_back_what_is_deleted(
         gate.closed = True
         manager.save(22, tree(22))
         assert gate.reached.wait(30)
-        monkeypatch.setattr(LocalTier, "wait", wait)
+        assert manager._local is not None
+        join = manager._local.background.join
+
+        def wait() -> None:
+            gate.opened.set()
+            join()
+
+        monkeypatch.setattr(manager._local.background, "join", wait)
         monkeypatch.setattr(RunDirectory, how, delete)
         getattr(manager, how)(20 if how == "delete" else 10)
 

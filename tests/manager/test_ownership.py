@@ -15,6 +15,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -230,6 +231,59 @@ def test_a_newer_manager_waits_for_a_save_whose_listener_pins_its_step(
     with hf.CheckpointManager(tmp_path) as newer:
         newer.acquire()
         assert newer.all_steps() == [1]
+
+
+CHANGES: dict[str, Callable[[hf.CheckpointManager], object]] = {
+    "pin": lambda manager: manager.pin(1),
+    "metrics": lambda manager: manager.record_metrics(1, {"loss": 1.0}),
+    "delete": lambda manager: manager.delete(1),
+    "save": lambda manager: manager.save(3, TREE, force=True),
+    "save_locally": lambda manager: manager.save_locally(3, TREE),
+    "close": lambda manager: manager.close(),
+}
+
+
+@pytest.mark.parametrize("follows", ["a newer manager", "a local save", "an end"])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("event", ["saved", "saved_locally"])
+def test_nothing_hangs_that_waits_for_a_save_whose_listener_changes_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, event: str, change: str, follows: str
+) -> None:
+    local = hf.Local(tmp_path / "local", every=1, copies=0)
+    older = hf.CheckpointManager(tmp_path / "run", options=hf.CheckpointManagerOptions(local=local))
+    assert older._local is not None
+    saves = older._background if event == "saved" else older._local.background
+    join, awaited, changed = saves.join, threading.Event(), threading.Event()
+
+    def joined() -> None:
+        awaited.set()
+        join()
+
+    def listen(found: dict[str, Any]) -> None:
+        if found["event"] == event and not changed.is_set():
+            assert awaited.wait(60)
+            changed.set()
+            CHANGES[change](older)
+
+    older.events.add_listener(listen)
+    older.save(1, TREE)
+    monkeypatch.setattr(saves, "join", joined)
+
+    def follow() -> None:
+        if follows == "a newer manager":
+            with hf.CheckpointManager(tmp_path / "run") as newer:
+                newer.acquire()
+        elif follows == "a local save":
+            older.save_locally(2, TREE)
+            older.wait_until_finished()
+
+    thread, _ = in_a_thread(follow)
+    thread.join(30)
+    assert not thread.is_alive()
+    closing, _ = in_a_thread(older.close)
+    closing.join(30)
+    assert not closing.is_alive()
+    assert changed.is_set()
 
 
 def test_nothing_is_saved_after_another_thread_has_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

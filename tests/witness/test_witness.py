@@ -6,10 +6,13 @@ import dataclasses
 import json
 import os
 import random
+from collections import Counter, defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax  # type: ignore[import-untyped]  # it ships no types
@@ -47,11 +50,16 @@ def test_digests_do_not_depend_on_the_library(dtype: str) -> None:
     assert (values == values[0]).all()
 
 
+RECORDS: Any = np.ones(3, "i4,f4").view(np.recarray)
 ORDERS: dict[str, tuple[Any, Any]] = {
     "Fortran": (np.asfortranarray(np.arange(200.0).reshape(20, 10)), np.arange(200.0).reshape(20, 10)),
     "reversed": (np.arange(10.0)[::-1], np.arange(9.0, -1, -1)),
     "a column": (torch.arange(200.0).view(20, 10)[:, 3], torch.arange(3.0, 200, 10)),
     "an expanded number": (torch.ones(1).expand(5), torch.ones(5)),
+    "a matrix": (np.arange(200.0).reshape(20, 10).view(np.matrix), np.arange(200.0).reshape(20, 10)),
+    "a matrix of one number": (np.ones((1, 1)).view(np.matrix), np.ones(1)),
+    "records": (RECORDS, RECORDS),
+    "a record": (RECORDS[0], RECORDS[0]),
 }
 
 
@@ -139,6 +147,30 @@ def test_tensors_are_read_where_they_are_now() -> None:
         alone, _ = Sampler().take([torch.full((5,), value), kept, torch.full((5,), 2 * value)]).fetch(1)
         assert digests.tolist() == alone.tolist()[: len(digests)]
         assert values[0, 0] == value
+
+
+MEMORY = torch.arange(100, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        MEMORY[:50].view(torch.float32),
+        MEMORY[::2],
+        MEMORY.as_strided((50,), (0,)),
+        MEMORY[50:],
+        MEMORY[:25].view(5, 5),
+    ],
+    ids=["dtype", "strides", "expanded", "offset", "shape"],
+)
+def test_a_tensor_that_becomes_another_view_of_its_memory_is_read_there(data: torch.Tensor) -> None:
+    tensor, sampler = MEMORY[:50], Sampler()
+    for _ in range(3):
+        sampler.take([tensor])
+    tensor.data = data
+    for _ in range(3):
+        for found, expected in zip(sampler.take([tensor]).fetch(4), Sampler().take([tensor]).fetch(4), strict=True):
+            np.testing.assert_array_equal(found, expected)
 
 
 def test_sums_see_what_samples_do_not() -> None:
@@ -235,6 +267,15 @@ def test_ways_lead_to_the_present_leaf_and_end_where_it_is_gone() -> None:
     assert ways.follow({"model": root["model"]})[ways.names.index("a.w")] is MISSING
 
 
+@pytest.mark.parametrize("kind", [Counter, partial(defaultdict, int)])
+def test_ways_make_no_entries(kind: Any) -> None:
+    root = {"counts": kind({"a": 1})}
+    ways = Ways(root, 256)
+    del root["counts"]["a"]
+    assert ways.follow(root) == [MISSING]
+    assert not root["counts"]
+
+
 def test_learning_rates_and_trained_leaves_are_chosen_first() -> None:
     state = {**trained(), "data": {str(index): np.ones(1) for index in range(500)}}
     names = Ways(state, 16).names
@@ -321,11 +362,18 @@ def test_what_only_explains(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "explained"), [(1, ", with the same state of data"), (2, ", and so is the state of data")]
+    ("before", "place", "explained"),
+    [
+        (1, 1, ", with the same state of data"),
+        (1, 2, ", and so is the state of data"),
+        (jax.random.key(1), jax.random.key(1), ", with the same state of data"),
+        (jax.random.key(1), jax.random.key(2), ", and so is the state of data"),
+    ],
 )
-def test_the_state_of_a_loader_explains_another_batch(place: int, explained: str) -> None:
+def test_the_state_of_a_loader_explains_another_batch(before: Any, place: Any, explained: str) -> None:
+    first = seen(1, **{**SAME, "positions": {"data": {"n": before}}})
     changes = {"batch": {"x": np.ones(3)}, "positions": {"data": {"n": place}}}
-    _, differs = compare(record(1, seen(1, **SAME)), record(1, seen(1, **{**SAME, **changes})), NAMES)
+    _, differs = compare(record(1, first), record(1, seen(1, **{**SAME, **changes})), NAMES)
     assert differs == {"batch": explained}
 
 
