@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import holdfast as hf
-from holdfast.engine.arrays.assignment import WriteAssignment
+from holdfast.engine.arrays.assignment import write_assignment
 from holdfast.engine.arrays.fragments import Fragment, make_fragment, merge_fragments
 from holdfast.engine.arrays.plan import Catalog, Layout, chunk_table, plan_files
 from holdfast.engine.distributed import ProcessInfo
@@ -127,7 +127,7 @@ def measure(processes: int, leaves: int) -> Scale:
     layout, token = Layout(), uuid.uuid4().hex[:8]
     began = time.perf_counter()
     catalog = Catalog(names, described, layout)
-    assignment = WriteAssignment(catalog, processes)
+    assignment = write_assignment(catalog, processes)
     planned = time.perf_counter()
 
     def fragment_of(process: int) -> bytes:
@@ -175,7 +175,7 @@ def write_checkpoint(folder: Path, processes: int, leaves: int) -> str:
     names, described = make_tree(processes, leaves, kind="numpy")
     layout, token = Layout(), uuid.uuid4().hex[:8]
     catalog = Catalog(names, described, layout)
-    assignment = WriteAssignment(catalog, processes)
+    assignment = write_assignment(catalog, processes)
     zeros = catalog.column(lambda encoding: crc32c(bytes(encoding.spec.chunk_nbytes)), np.uint32)
     chosen = len(names) // 2 // SHAPES * SHAPES  # a small one
     checksum = int(zeros[chosen]).to_bytes(4, "little")

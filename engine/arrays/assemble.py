@@ -1,4 +1,4 @@
-"""Assembles arrays, and boxes of arrays, from chunks as these arrive, and verifies every chunk."""
+"""Assembles arrays, and boxes of arrays, from chunks as they arrive, and verifies every chunk."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .digests import CHECKSUM_BYTES, CHUNK_ALIGNMENT, Bytes, Integers, checksum_
 from .extents import FOREIGN, ChunkTable, ThreadBuffer
 from .grid import ArraySpec
 
-# Bytes; a smaller array is copied out of the memory that was read, so that it does not keep all of it.
+# Bytes; smaller arrays are copied out of the read buffer, so that they do not keep all of it alive.
 COPY = 256 << 10
 
 _SMALL = 8 << 10  # bytes of the largest array that shares its memory with others
@@ -122,7 +122,7 @@ class Assembly:
             else:
                 self._boxes[array] = [OutputBox(count + position, box) for position, box in enumerate(wanted)]
                 count += len(wanted)
-        self.are_whole = np.ones(len(metadata), bool)  # whether all of each array is wanted
+        self.are_whole = np.ones(len(metadata), bool)  # True for each array that is wanted as a whole
         self.are_whole[list(self._boxes)] = False
         self._small = self.column(lambda decoder: decoder.small, bool) & self.are_whole
         self._arrays: list[NDArray[Any] | None] = [None] * count
@@ -242,7 +242,7 @@ class Assembly:
                 yield row, problem
 
     def finish(self) -> list[NDArray[Any] | None]:
-        """Return the arrays, box by box, if none is damaged. Those without elements have no chunks."""
+        """Return the arrays, box by box, if none is damaged; arrays without elements have no chunks."""
         if any(array is None for array in self._arrays):
             for array in range(len(self.decoders)):
                 for wanted in self._output_boxes(array):

@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,10 +36,11 @@ class ReplicaGroups(NamedTuple):
     groups: Sequence[tuple[int, ...]]  # distinct groups of processes, each in ascending order
     of_chunk: NDArray[np.int32]  # the position in `groups` of the group of each chunk, in C order
 
-    def chunks_by_group(self) -> list[Integers]:
-        order = np.argsort(self.of_chunk, kind="stable")
-        ends = np.cumsum(np.bincount(self.of_chunk, minlength=len(self.groups)))
-        return np.split(order, ends[:-1])
+
+def _positions_by_id(ids: NDArray[Any], count: int) -> list[Integers]:
+    """Return the positions of each of ``count`` ids, ascending."""
+    ends = np.cumsum(np.bincount(ids, minlength=count))
+    return np.split(np.argsort(ids, kind="stable"), ends[:-1])
 
 
 def replica_groups(
@@ -72,12 +73,12 @@ class ArrayClass(NamedTuple):
     replicas: ReplicaGroups  # processes that hold each chunk
 
 
-def _array_classes(catalog: Catalog, processes: int) -> list[ArrayClass]:
-    order = np.argsort(catalog.encoding_ids, kind="stable")
-    ends = np.cumsum(np.bincount(catalog.encoding_ids, minlength=len(catalog.distinct)))
+def write_assignment(catalog: Catalog, processes: int) -> ChunkAssignment:
+    """Assign every chunk of a tree to one of the processes that hold it."""
     classes = []
+    groups = _positions_by_id(catalog.encoding_ids, len(catalog.distinct)) if catalog.names else []
     # The order of the keys does not depend on the order of the tree.
-    for numbers in sorted(np.split(order, ends[:-1]), key=itemgetter(0)) if len(order) else ():
+    for numbers in sorted(groups, key=itemgetter(0)):
         encoding = catalog.encodings[numbers[0]]
         spec, parts = encoding.spec, encoding.parts
         replicas = ReplicaGroups((tuple(range(processes)),), np.zeros(spec.chunks, np.int32))
@@ -93,7 +94,7 @@ def _array_classes(catalog: Catalog, processes: int) -> list[ArrayClass]:
                 ) from error
         nbytes = round_up(spec.chunk_nbytes + CHECKSUM_BYTES, CHUNK_ALIGNMENT)
         classes.append(ArrayClass(numbers, nbytes, replicas))
-    return classes
+    return ChunkAssignment(classes, processes)
 
 
 @dataclass(slots=True, eq=False)
@@ -114,7 +115,7 @@ class _ChunkBatch:
 
 
 class ChunkAssignment:
-    """Every chunk of some arrays assigned to one of the processes of its group."""
+    """An assignment of every chunk of some arrays to one of the processes of its group."""
 
     def __init__(self, classes: Sequence[ArrayClass], processes: int) -> None:
         self._classes = classes
@@ -124,7 +125,9 @@ class ChunkAssignment:
             if not len(array_class.replicas.of_chunk):
                 continue
             groups = array_class.replicas.groups
-            for group, numbers in zip(groups, array_class.replicas.chunks_by_group(), strict=True):
+            for group, numbers in zip(
+                groups, _positions_by_id(array_class.replicas.of_chunk, len(groups)), strict=True
+            ):
                 if len(group) == 1:
                     self._loads[group[0]] += array_class.nbytes * len(numbers) * len(array_class.arrays)
                 else:
@@ -184,13 +187,6 @@ class ChunkAssignment:
             if moved * 100 <= int(loads.max()):
                 break
         return expected
-
-
-class WriteAssignment(ChunkAssignment):
-    """Every chunk of a tree assigned to one of the processes that hold it."""
-
-    def __init__(self, catalog: Catalog, processes: int) -> None:
-        super().__init__(_array_classes(catalog, processes), processes)
 
 
 def _level(loads: Integers, nbytes: int) -> int:

@@ -39,12 +39,10 @@ from .digests import INDEX, MANIFEST, Bytes, FileCheck, Integers, is_missing, re
 from .extents import ChunkReader, ChunkTable, Destinations, Extent, plan_reads, plausible
 from .source import Problem
 
-Report = Callable[[str, int, str], None]  # takes a file ("" for the index), the number of an array, a problem
-
 _WHOLE = 2 * NODE_LIMIT  # bytes of an index that is always read in one piece
 _MANY = 8  # once an eighth of the index was read in parts, all of it is read
 _READS = 16  # nodes that are read at a time from an object store
-_INDEX_LIMIT = 8 << 30  # bytes of an index; one over ten million chunks takes some 200 MB
+_INDEX_LIMIT = 8 << 30  # bytes of an index; ten million chunks take some 200 MB
 
 
 @contextlib.contextmanager
@@ -100,7 +98,7 @@ class ArrayDatabase:
         return checks
 
     def metadata(self, names: Sequence[str]) -> list[ArrayMetadata | None]:
-        """Return the metadata of arrays, None for names without an array; equal metadata is mostly one object."""
+        """Return the metadata of arrays, None for names without an array; equal arrays mostly share one object."""
         keys = metadata_keys(names)
         entries = self._entries(len(names), lambda: [(key, key + b"\0") for key in keys])
         inline = entries.inline
@@ -146,7 +144,7 @@ class ArrayDatabase:
         return self._all_entries()
 
     def _all_entries(self) -> Entries:
-        """Return all entries; this compares the index with the commit record, which the manifest does not allow."""
+        """Return all entries, of an index that is read as a whole and compared with the commit record."""
         with self._lock, naming(self._location):
             if self._complete:
                 return self._index.entries
@@ -241,7 +239,7 @@ class ArrayDatabase:
             return file.size
         return (1 << 63) - 1 if (record := self._record(path)) is None else record.size
 
-    def _find(self, names: Sequence[str], assembly: Assembly, report: Report) -> ChunkTable:
+    def _find(self, names: Sequence[str], assembly: Assembly, report: Callable[[str, int, str], None]) -> ChunkTable:
         """Find the chunks that arrays need, sorted by file and offset; report missing ones."""
         entries = self._entries(len(names), lambda: list(map(_keys_of, names)))
         lone, others = _lone_chunks(entries, names, assembly)
@@ -266,10 +264,10 @@ class ArrayDatabase:
                 else:
                     rows.append((row, array, number, int(assembly.keeps(array, number))))
         table = np.concatenate([lone, np.array(rows, np.int64).reshape(-1, 4)])
-        found = table[:, 0]
-        of_files = (entries.file_ids[found], entries.offsets[found], entries.lengths[found])
-        of_arrays = (table[:, 1], table[:, 2], table[:, 3] != 0)
-        return ChunkTable(entries.files, *of_files, *of_arrays, entries.checksums[found]).sorted()
+        table = table[np.lexsort((entries.offsets[table[:, 0]], entries.file_ids[table[:, 0]]))]
+        keys, arrays, numbers, kept = table.T
+        of_files = (entries.file_ids[keys], entries.offsets[keys], entries.lengths[keys])
+        return ChunkTable(entries.files, *of_files, arrays, numbers, kept != 0, entries.checksums[keys])
 
 
 def _is_cached(assembly: Assembly, nbytes: float) -> bool | None:
@@ -301,5 +299,5 @@ def _lone_chunks(entries: Entries, names: Sequence[str], assembly: Assembly) -> 
 
 
 def _keys_of(name: str) -> KeyRange:
-    """Return the range of the keys of an array: those that begin with its name and a slash, which 0 follows."""
+    """Return the range of an array's keys, which begin with its name and a slash; ``0`` follows ``/`` in ASCII."""
     return (f"{name}/".encode(), f"{name}0".encode()) if name else (b"", b"\xff")

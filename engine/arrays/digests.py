@@ -7,20 +7,17 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import DamagedCheckpointError, ObjectNotFoundError, itemized
 from ..format import ARCHIVE_LIMIT, FileRecord, crc32c, decode_archive, extend, unsynced
 from ..storage import Buffer, DataReader, Location, folder_in_memory, sync_all, unreadable_as_damage
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-Bytes: TypeAlias = "NDArray[np.uint8]"
-
-Integers: TypeAlias = "NDArray[np.int64]"
+Bytes = NDArray[np.uint8]
+Integers = NDArray[np.int64]
 
 MANIFEST = "manifest.ocdbt"
 INDEX = "d/index"
@@ -60,7 +57,7 @@ def fsync_and_digest(folder: Location, prefix: str = "") -> dict[str, FileRecord
 
 
 def make_durable(folder: Location, files: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
-    """Make the files in a folder durable; return their records, which say so."""
+    """Make the files in a folder durable; return their updated records."""
     sync_all([folder / path if path else folder for path in unsynced(files)])
     return {path: replace(file, durable=True) for path, file in files.items()}
 
@@ -137,7 +134,7 @@ class FileCheck(NamedTuple):
     checksums: Integers = _NO_CHUNKS  # checksums in the index; -1 if it has none
 
     def covers(self, other: FileCheck) -> bool:
-        """Return True if this file has all chunks of `other`, which has the same name: names are unique to a save."""
+        """Return True if this file has all chunks of `other`, a file with its name; names are unique to a save."""
         if self.record != other.record or not len(self.offsets) or not len(other.offsets):
             return False
         rows = np.searchsorted(self.offsets, other.offsets)

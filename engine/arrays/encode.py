@@ -29,8 +29,8 @@ _PIECE = 256 << 10  # a piece this large is still in the second-level cache afte
 _SMALL = 64 << 10  # chunks up to this size are joined before they are handed on
 _FILE_BYTES = 128 << 20  # content of one data file of compressed chunks, before compression
 _FILES = 2  # number of such files that are compressed or written, and thus in memory, at a time
-_GROUP_BYTES = 16 << 20  # of chunks that a thread compresses at a time, at most
-_GROUP_CHUNKS = 4096  # the same as a number
+_GROUP_BYTES = 16 << 20  # the most bytes of chunks that a thread compresses at a time
+_GROUP_CHUNKS = 4096  # the most chunks that it compresses at a time
 _THREADS = 16
 
 # The digests of chunks, by array number and chunk number. Writing fills in the requested digests, which are None.
@@ -136,22 +136,13 @@ def chunk_bytes(source: Source, number: int) -> Bytes:
 
 def chunk_view(source: Source, number: int) -> Bytes | None:
     """Return a view of a chunk's bytes, if they are in memory in one run, as they are stored; None otherwise."""
-    spec = source.spec
-    pieces = source.pieces
-    if len(pieces) == 1:
-        array = pieces[0].array
-        if array.dtype == source.dtype and array.flags.c_contiguous and array.shape == spec.shape:
-            flat = array.reshape(-1).view(np.uint8)
-            if spec.chunks == 1:
-                return flat
-            if spec.contiguous:
-                box = spec.chunk_box(number)
-                first = int(np.ravel_multi_index(box.start, spec.shape)) * spec.itemsize
-                return flat[first : first + box.size * spec.itemsize]
-    box = spec.chunk_box(number)
-    for piece in pieces:
-        if piece.array.dtype == source.dtype and box.shape == spec.chunk_shape and box.common(piece.box) == box:
-            part = piece.array[box.within(piece.box)]
+    spec, box = source.spec, source.spec.chunk_box(number)
+    if not spec.contiguous and box.shape != spec.chunk_shape:
+        return None
+    for piece in source.pieces:
+        if piece.array.dtype == source.dtype and box.common(piece.box) == box:
+            index: Any = (*box.within(piece.box), ...)  # gives an array, even without axes
+            part: NDArray[Any] = piece.array[index]
             if part.flags.c_contiguous:
                 return part.reshape(-1).view(np.uint8)
     return None

@@ -43,10 +43,6 @@ class ChunkTable:
             self.files, *of_files, self.arrays[rows], self.numbers[rows], self.kept[rows], self.checksums[rows]
         )
 
-    def sorted(self) -> ChunkTable:
-        """Return the chunks file by file, in ascending order of their offsets."""
-        return self.take(np.lexsort((self.offsets, self.file_ids)))
-
 
 def plausible(chunks: ChunkTable, sizes: Mapping[str, int], failed: Callable[[int, str], None]) -> ChunkTable:
     """Return the chunks inside their files that do not overlap, which bounds the bytes to read; report the others."""
@@ -76,7 +72,7 @@ def plausible(chunks: ChunkTable, sizes: Mapping[str, int], failed: Callable[[in
 _THREADS = 4
 _BUFFERS = 12  # the buffers that threads copy from take at most a twelfth of the bytes read
 _EXTENT = 16 << 20  # bytes read at a time; more only if a single chunk is larger
-COPIED_EXTENT_BYTES = 4 << 20  # the same if all of it is copied out: its memory is reused
+COPIED_EXTENT_BYTES = 4 << 20  # the same if all of it is copied: its memory is reused
 _FEW = 32  # extents; with more, one thread would spend more time waiting than reading
 _SMALL = 16 << 10  # bytes; smaller chunks take longer to handle than to read
 LOCAL_GAP = 4 << 10  # bytes between two chunks that are cheaper to read than to skip: a page of the disk
@@ -93,10 +89,6 @@ class Extent(NamedTuple):
     first: int  # its rows in the table of chunks
     stop: int
     kept: bool  # whether views of the memory are kept
-
-
-# Takes an extent's bytes. It may keep the memory if ``kept`` is set; otherwise the memory is reused.
-Use = Callable[[Extent, Bytes], None]
 
 
 class Destinations(NamedTuple):
@@ -116,7 +108,7 @@ class ChunkReader:
 
     files: Mapping[str, DataReader]
     chunks: ChunkTable
-    use: Use
+    use: Callable[[Extent, Bytes], None]  # takes the bytes, whose memory is reused unless the extent is kept
     failed: Callable[[int, Exception], None]  # takes the row of a chunk
     destinations: Destinations | None = None
     buffer: ThreadBuffer = field(default_factory=ThreadBuffer)
@@ -157,7 +149,7 @@ class ChunkReader:
 def plan_reads(chunks: ChunkTable, *, remote: bool) -> tuple[list[Extent], int]:
     """Return the extents to read, and how many of them to read at a time."""
     extents = list(plan_extents(chunks, REMOTE_GAP if remote else LOCAL_GAP))
-    if remote:  # those read at a time are of different files: a service may serve one file slowly
+    if remote:  # at any time, different files are read: a service may serve one file slowly
         ranks: Counter[str] = Counter()
         order = []
         for extent in extents:
@@ -172,7 +164,7 @@ def plan_reads(chunks: ChunkTable, *, remote: bool) -> tuple[list[Extent], int]:
 
 
 def plan_extents(chunks: ChunkTable, gap: int) -> Iterator[Extent]:
-    """Group sorted chunks into runs that are read in one piece; kept memory has few bytes that would be unused."""
+    """Group sorted chunks into runs that are read in one piece; kept memory has few unused bytes."""
     current: Extent | None = None
     kept = 0  # bytes of the current extent that are kept
     for run in _runs(chunks, gap):

@@ -20,7 +20,7 @@ from ..distributed import ProcessInfo
 from ..errors import DamagedCheckpointError, TreeMismatchError, first_lines
 from ..format import ArrayIndex, FileRecord, compress_chunks, crc32c, decompress
 from ..pytree import format_path
-from .assignment import WriteAssignment
+from .assignment import write_assignment
 from .digests import CHECKSUM_BYTES, Integers, checksum_after
 from .plan import Catalog
 
@@ -55,8 +55,7 @@ class Fragment(NamedTuple):
 
     def encode(self) -> bytes:
         """Return the fragment as bytes, about five for each chunk, because columns are stored as differences."""
-        facts = (self.process, self.processes, self.token, self.digest, self.sizes, self.shared)
-        head = json.dumps([_VERSION, len(self.chunks), *facts]).encode()
+        head = json.dumps([_VERSION, len(self.chunks), *self[:6]]).encode()  # the fields up to `shared`
         columns = np.diff(np.stack((self.chunks, self.files, self.offsets, self.lengths)), axis=1, prepend=0)
         numbers = columns.astype("<i8").tobytes() + self.checksums.astype("<u4").tobytes()
         content = b"".join((head, b"\n", numbers, self.description.encode()))
@@ -64,7 +63,7 @@ class Fragment(NamedTuple):
 
     @classmethod
     def decode(cls, data: bytes, process: int) -> Fragment:
-        """Read what :meth:`encode` returned in a process."""
+        """Decode the fragment that a process has encoded."""
         try:
             if crc32c(data[:-CHECKSUM_BYTES]) != checksum_after(data):
                 raise ValueError(f"its checksum does not match its {len(data)} bytes")
@@ -72,7 +71,7 @@ class Fragment(NamedTuple):
             version, count, *facts = json.loads(head)
             if version != _VERSION:
                 raise ValueError(f"it has version {version}, this process reads {_VERSION}; run one version everywhere")
-            writer, processes, token, digest, sizes, shared = facts
+            *_, sizes, shared = facts
             columns = np.frombuffer(rest, "<i8", 4 * count).reshape(4, count)
             checksums = np.frombuffer(rest, "<u4", count, columns.nbytes)
             description = rest[columns.nbytes + checksums.nbytes :].decode()
@@ -84,10 +83,9 @@ class Fragment(NamedTuple):
             ends = np.array(sizes, np.int64)[files]
             if ((offsets < 0) | (lengths < 0) | (offsets > ends - lengths)).any():
                 raise ValueError("it places chunks beyond the end of its data files")
+            return cls._make([*facts, description, chunks, files, offsets, lengths, checksums])
         except (DamagedCheckpointError, ValueError, TypeError) as error:
             raise DamagedCheckpointError(f"the fragment of process {process} is damaged: {error}") from error
-        about = (writer, processes, token, digest, sizes, shared, description)
-        return cls(*about, chunks, files, offsets, lengths, checksums)
 
 
 def data_path(token: str, process: int, number: int) -> str:
@@ -104,7 +102,7 @@ def make_fragment(
     shared: Sequence[str] = (),
     values: Mapping[str, str] | None = None,
 ) -> Fragment:
-    """Return what a process wrote: rows of array, number in the array, file, offset, length and checksum."""
+    """Return a process's fragment; ``table`` has rows of array, number in it, file, offset, length and checksum."""
     description = "\n".join(catalog.lines(values or {})) if member.index else ""  # process 0 knows its own tree
     return Fragment(
         process=member.index,
@@ -224,7 +222,7 @@ def _chunk(catalog: Catalog, chunk: int) -> str:
 
 
 def _owner(catalog: Catalog, chunk: int, processes: int) -> int:
-    assignment = WriteAssignment(catalog, processes)
+    assignment = write_assignment(catalog, processes)
     for process in range(processes):
         arrays, numbers = assignment.chunks_of(process)
         if chunk in catalog.starts[arrays] + numbers:
@@ -233,7 +231,7 @@ def _owner(catalog: Catalog, chunk: int, processes: int) -> int:
 
 
 def _mismatch(process: int, *lines: Sequence[str]) -> TreeMismatchError:
-    """Return the error about the leaves in which process 0 and another process differ, given the lines of both."""
+    """Return the error that lists the leaves in which process 0 and another differ, given the lines of both."""
     ours, theirs = ({line.partition("\t")[0]: line.partition("\t")[2] for line in described} for described in lines)
     differences = []
     for name in sorted(ours.keys() | theirs.keys()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache, reduce
 from itertools import compress, product
 from typing import Any
 
@@ -59,7 +59,7 @@ def load_tree(
     select: Patterns | None = None,
     requests: Mapping[str, LeafRequest] | None = None,
     # The types of the fresh state that the run began with: the template is then the fresh state of the resumed run, and
-    # leaves are restored as they were saved, including those of lists and dictionaries that have grown.
+    # leaves are restored as they were saved, including the leaves of lists and dictionaries that have grown.
     began: Mapping[str, LeafType] | None = None,
     shared: SharedReads | None = None,  # all processes call this together, and read once what several of them need
     cast: bool = False,
@@ -82,7 +82,7 @@ def load_tree(
         if subset:
             wanted = set(names)
             leaves = [leaf for leaf in leaves if leaf.name in wanted]
-    if source.unreadable:  # reading them raises an error with the reason, instead of one about the template
+    if source.unreadable:  # reading these leaves raises an error with the reason, instead of one about the template
         source.read_leaves([leaf for leaf in leaves if leaf.name in source.unreadable])
     selected = {leaf.name: leaf for leaf in leaves} if template is not None or select is not None else {}
     if template is None:
@@ -139,7 +139,7 @@ def _resumed(
             else:
                 made[name] = resumed
     if made.keys() != selected.keys() and structure is not None:
-        asked = set(structure.segments)  # these may be only some of the extras
+        asked = set(structure.segments)  # the template may have only some of the extras
         if made.keys() == {name for name in began if name.partition(".")[0] in asked}:
             try:
                 grown = source.tree.select([leaf.name in selected for leaf in source.leaves]).structure
@@ -189,7 +189,7 @@ def leaf_as(source: TreeSource, leaf: SavedLeaf, request: LeafRequest) -> Any:
 
 
 def selected_values(source: TreeSource, leaves: Sequence[SavedLeaf], indexes: Sequence[Any]) -> list[Any]:
-    """Read the elements of each array that its index selects, and only the chunks with such elements."""
+    """Read the elements of each array that its index selects, and only the chunks that hold them."""
     selections, dtypes = [], []
     for leaf, index in zip(leaves, indexes, strict=True):
         assert leaf.saved.shape is not None
@@ -209,27 +209,27 @@ def tree_metadata(source: TreeSource) -> Any:
 
 
 def with_optimizer_states(template: Any, source: TreeSource) -> Any:
-    """Complete the empty state dicts of torch optimizers in a template, as ``load_state_dict`` takes any state."""
-    return _with_states(template, cache(lambda: source.tree.build(list(map(_tensor_template, source.leaves)))))
+    """Fill the empty state dicts of torch optimizers in a template with templates of the saved states."""
+    return _with_states(template, (), cache(lambda: source.tree.build(list(map(_tensor_template, source.leaves)))))
 
 
-def _with_states(value: Any, saved: Callable[[], Any]) -> Any:
-    """Complete the state dicts in a value, given its counterpart in the checkpoint."""
+def _with_states(value: Any, keys: tuple[Any, ...], saved: Callable[[], Any]) -> Any:
+    """Fill the state dicts in a value, whose counterpart is at ``keys`` in the saved tree."""
     if type(value) not in (dict, list, tuple):
         return value
     is_fresh = type(value) is dict and value.keys() == {"state", "param_groups"} and value["state"] == {}
     if is_fresh and type(value["param_groups"]) is list:
-        state = _entry(saved(), "state")
+        state = reduce(_entry, (*keys, "state"), saved())
         return {**value, "state": state} if isinstance(state, Mapping) and state else value
     pairs = value.items() if type(value) is dict else enumerate(value)
-    children = [_with_states(child, partial(lambda key: _entry(saved(), key), key)) for key, child in pairs]
+    children = [_with_states(child, (*keys, key), saved) for key, child in pairs]
     return dict(zip(value, children, strict=True)) if type(value) is dict else type(value)(children)
 
 
 def _entry(value: Any, key: Any) -> Any:
-    has_key = isinstance(value, Mapping) and key in value
-    has_key = has_key or (isinstance(value, list | tuple) and isinstance(key, int) and key < len(value))
-    return value[key] if has_key else None
+    if isinstance(value, Mapping):
+        return value.get(key)
+    return value[key] if isinstance(value, list | tuple) and isinstance(key, int) and key < len(value) else None
 
 
 def _tensor_template(leaf: SavedLeaf) -> Any:
@@ -310,7 +310,7 @@ PartsRead = tuple[list[NDArray[Any] | None], dict[int, tuple[Partition, list[NDA
 def made_values(
     source: TreeSource, leaves: Sequence[SavedLeaf], targets: Sequence[LeafTemplate | None], read: PartsRead
 ) -> list[Any]:
-    """Make the value that its template asks for of each leaf that was read."""
+    """Convert leaves that were read to the values that their templates ask for."""
     with naming(source.location):
         return materialize(targets, [saved for _, saved in leaves], read[0], [name for name, _ in leaves], read[1])
 
@@ -343,7 +343,7 @@ def read_parts(
 def _partitions(
     source: TreeSource, leaves: Sequence[SavedLeaf], targets: Sequence[LeafTemplate | None]
 ) -> dict[int, Partition]:
-    """Return, by position, the parts needed of each leaf that is not needed as a whole."""
+    """Return, by position, the needed parts of each leaf that is not needed as a whole."""
     cuts: dict[int, Partition] = {}
     problems = []
     for index, target in enumerate(targets):
@@ -361,7 +361,7 @@ def _partitions(
 
 
 class Selection:
-    """The elements of an array that integers, slices, an ellipsis and ``None`` select; ``boxes`` must be read."""
+    """The elements of an array that integers, slices, an ellipsis and ``None`` select, and the ``boxes`` to read."""
 
     def __init__(self, index: Any, shape: tuple[int, ...], chunks: tuple[int, ...]) -> None:
         index = index if isinstance(index, tuple) else (index,)

@@ -13,10 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from ..errors import OptionError, UnsupportedLeafError
 from ..foreign_arguments import explains_arguments
@@ -25,9 +26,6 @@ from ..pytree import ArrayLeaf, Part, ValueLeaf, format_path
 from ..storage import PAGE, round_up
 from .digests import CHECKSUM_BYTES, CHUNK_ALIGNMENT, Integers
 from .grid import ArraySpec
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 T = TypeVar("T")
 
@@ -41,7 +39,7 @@ _TOO_SMALL = 64  # a chunk that is smaller than the limit by this factor is wors
 
 
 def batches(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Divide items into groups of at most ``limit`` bytes; a larger item is a group of its own."""
+    """Divide items into groups of at most ``limit`` bytes; a larger item forms its own group."""
     group: list[T] = []
     total = 0
     for item in items:
@@ -184,7 +182,7 @@ class Catalog:
             if special:
                 level = compression.get(name, layout.compression)
                 limit = chunk_bytes.get(name, layout.chunk_bytes)
-            # Leaves of one sharding share their list of parts: comparing thousands of lists would take longer than
+            # Leaves with one sharding share their list of parts: comparing thousands of lists would take longer than
             # everything else.
             key = (leaf.shape, leaf.dtype, limit, level, id(leaf.parts))
             if key not in ids:
@@ -255,16 +253,9 @@ def _encoding(name: str, leaf: ArrayLeaf, limit: int, level: int | None) -> Arra
     if parts is not None:
         digest = xxhash.xxh3_64_hexdigest(repr(tuple(parts)).encode())
         text += f", divided into {len(parts)} parts ({digest})"
-    plain = stored.extra is None and leaf.dtype.isnative
-    return ArrayEncoding(
-        spec,
-        stored,
-        encode_array_metadata(shape, stored.data_type, chunks, level),
-        level,
-        {} if plain else {"dtype": dtype},
-        parts,
-        text,
-    )
+    facts = {} if stored.extra is None and leaf.dtype.isnative else {"dtype": dtype}
+    metadata = encode_array_metadata(shape, stored.data_type, chunks, level)
+    return ArrayEncoding(spec, stored, metadata, level, facts, parts, text)
 
 
 # ---- data files
@@ -276,7 +267,7 @@ class PlannedSegment(NamedTuple):
     offset: int
     size: int
     arrays: Integers  # the numbers of the arrays
-    numbers: Integers  # the chunks' own numbers there
+    numbers: Integers  # the numbers of the chunks in their arrays
     offsets: Integers  # first bytes in the file
     lengths: Integers  # bytes there, with the checksum
     first: int  # the number of chunks in the segments and files before

@@ -259,8 +259,6 @@ def _stored_box(box: Box, axes: int, saved: Saved) -> Box:
 def _as_saved(array: NDArray[Any] | None, saved: Saved, shape: tuple[int, ...] | None) -> NDArray[Any]:
     """Return an array as it was saved: bytes become elements again, and big endian stays big endian."""
     assert array is not None
-    if array.dtype is saved.dtype:
-        return array
     assert saved.dtype is not None
     assert shape is not None
     if array.dtype == saved.dtype:

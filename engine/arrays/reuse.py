@@ -1,4 +1,4 @@
-"""Which chunks have not changed since earlier saves, and which files of earlier steps hold them already.
+"""Which chunks have not changed since earlier saves, and which files of earlier steps already hold them.
 
 The evidence is a digest of 128 bits over exactly the bytes that would be written: neither torch's version counters nor
 the identity of jax's arrays proves that bytes are equal. The digest of a chunk is computed as it is written. Later
@@ -38,9 +38,9 @@ _logger = logging.getLogger("holdfast")
 ChunkKey = tuple[str, int]  # the description of an array, including its name, and a chunk number
 _Held = tuple[tuple[int, int], bytes]  # the array number and chunk number of a chunk of the tree, and its digest
 
-_SMALLEST_CHUNK = 64 << 10  # bytes; smaller ones are written faster than they are compared
-SMALLEST_FILE_BYTES = 1 << 20  # bytes; a smaller one is written again
-_LIVE = 0.5  # fraction of a file's bytes that must be unchanged; the others stay on the disk unused
+_SMALLEST_CHUNK = 64 << 10  # bytes; smaller chunks are written faster than they are compared
+SMALLEST_FILE_BYTES = 1 << 20  # bytes; smaller files are written again
+_LIVE = 0.5  # fraction of a file's bytes that must be unchanged; the other bytes stay on the disk unused
 _SAMPLES = 256
 _SAMPLE_BYTES = 64  # size of a sample
 _SAMPLE_GAP = 4096  # bytes from one sample to the next, at least
@@ -73,7 +73,6 @@ class WrittenFile(NamedTuple):
 
 @dataclass(slots=True)
 class _WrittenStep:
-    step: int
     folder: Location
     files: dict[str, WrittenFile] = field(default_factory=dict)
 
@@ -87,8 +86,8 @@ class _SeenChunk:
     changes: int = 0  # consecutive changes that only digests showed
     rest: int = 0  # saves in which it is not compared
 
-    def has_kept(self, digest: bytes) -> bool:
-        """Return True if a chunk whose samples are equal has this digest still; record the digest."""
+    def keeps_digest(self, digest: bytes) -> bool:
+        """Record the digest of a chunk whose sample is unchanged; return True if the digest is unchanged, too."""
         if digest == self.digest:
             self.changes = 0
             return True
@@ -136,15 +135,14 @@ class WrittenSteps:
         self._step = -1
         self._apart: Collection[int] = ()
         self._refused: set[str] = set()  # paths of files that cannot be shared
-        self._off = False  # the file system refuses all
+        self._off = False  # True once the file system has refused all links
 
     def part(self, name: str) -> WrittenSteps:
         """Return the data files of a part of the item, which has its own folder."""
-        part = self._parts.get(name)
-        if part is None:
-            part = self._parts[name] = WrittenSteps()
-            part.begin(self._step, self._apart, lambda _: True)
-        return part
+        if name not in self._parts:
+            self._parts[name] = WrittenSteps()
+            self._parts[name].begin(self._step, self._apart, lambda _: True)
+        return self._parts[name]
 
     def begin(self, step: int, apart: Collection[int], is_there: Callable[[int], bool]) -> None:
         """Begin the save of a step, which shares nothing with the steps ``apart``, or with steps that are not whole."""
@@ -176,12 +174,12 @@ class WrittenSteps:
         folder: Location,
         catalog: Catalog,
         sources: Sources,
-        chunks: ChunkIds,  # those that this process must write
+        chunks: ChunkIds,  # the chunks that this process must write
         awaited: threading.Event | None = None,
     ) -> SharedFiles:
         """Link the files of an earlier step that hold unchanged chunks; return them, and the chunks to write."""
-        if self._pending is None:  # the first of its groups
-            self._pending = _WrittenStep(self._step, folder)
+        if self._pending is None:  # the first group of the save
+            self._pending = _WrittenStep(folder)
             self._before, self._seen = self._seen, {}
         large = catalog.lengths[chunks[0]] > _SMALLEST_CHUNK + CHECKSUM_BYTES
         if self._off or not large.any():
@@ -219,7 +217,7 @@ class WrittenSteps:
             linked = {row[:2] for row in shared.rows}
             for chunk, digest in digests.items():
                 seen = self._seen[keys[chunk]]
-                unchanged = seen.has_kept(digest)
+                unchanged = seen.keeps_digest(digest)
                 if chunk in linked:
                     written[compared[chunk]] = False
                     continue

@@ -60,7 +60,7 @@ class WantedArray(ArraySpec):
 
 
 class Piece(NamedTuple):
-    """A chunk that a process reads and hands on to its team."""
+    """A chunk that a process reads and sends to its team."""
 
     array: int
     box: Box
@@ -96,7 +96,7 @@ class ReadPlan:
     def digest(self, fingerprint: str, names: Sequence[str]) -> str:
         """Return text that is the same if the plan, the names of the arrays and the checkpoint are the same."""
         digest = hashlib.sha256(fingerprint.encode())
-        # Thousands of arrays share their parts.
+        # Thousands of arrays may share one list of parts.
         distinct = {id(array.parts): array.parts for array in self._wanted}
         digests = {key: hashlib.sha256(repr(parts).encode()).hexdigest() for key, parts in distinct.items()}
         for name, array in zip(names, self._wanted, strict=True):

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..forks import Lock
 from ..pytree import (
@@ -48,22 +47,22 @@ class Snapshot(list[HostLeaf]):
     """Leaves whose arrays are in a staging buffer; the buffer is reused once this list is gone."""
 
     def __init__(
-        self, leaves: Sequence[HostLeaf] = (), known: KnownLeaves | None = None, held: Sequence[Any] = ()
+        self, leaves: Sequence[HostLeaf] = (), known_leaves: KnownLeaves | None = None, held: Sequence[Any] = ()
     ) -> None:
         super().__init__(leaves)
-        self._known = known
+        self._known_leaves = known_leaves
         self._held = held
-        self.arrival: Arrival | None = None  # copies that accelerators have under way
+        self.arrival: Arrival | None = None  # pending copies from accelerators
 
     def complete(self) -> None:
         """Describe the leaves that were not copied, before the list is read; this runs in the background."""
         for leaf in self:
             if type(leaf) is PinnedLeaf:
                 leaf.to_numpy()
-        if self._known is not None:
-            for position, value in zip(self._known.held, self._held, strict=True):
-                self[position] = self._known.held_leaf(position, value)
-            self._known, self._held = None, ()
+        if self._known_leaves is not None:
+            for position, value in zip(self._known_leaves.held, self._held, strict=True):
+                self[position] = self._known_leaves.held_leaf(position, value)
+            self._known_leaves, self._held = None, ()
 
     def in_turn(self) -> Iterator[int]:
         """Wait for accelerators; generate how many of the first leaves may be read, finally the number of leaves."""
@@ -166,14 +165,10 @@ class KnownTree:
             for copied, copy, leaf in zip(self._is_copied, copies, leaves, strict=True)
         ]
         self._leaves = KnownLeaves(flat.values, leaves, is_whole, staging.pinned_bytes)
-        self._copies: list[HostLeaf] = []
-        self._arrays: list[NDArray[Any]] = []
-        self._tensors: list[tuple[list[Any], int]] = []
-        self._nbytes = 0
 
     def settle(self, structure: TreeDef | None, copies: Snapshot) -> None:
         """Prepare for the next tree; this runs in the background."""
-        self._outline = Outline(structure)
+        self.outline = Outline(structure)
         self._copies = [leaf if copied else _HELD for leaf, copied in zip(copies, self._is_copied, strict=True)]
         self._nbytes = sum(piece.array.nbytes for leaf in self._copies for piece in _pieces(leaf))
         self._arrays = [_pieces(copies[position])[0].array for position in self._leaves.arrays]
@@ -182,18 +177,13 @@ class KnownTree:
         numbers = batches(range(len(arrays)), lambda number: arrays[number].nbytes, _BATCH)
         self._tensors = [([tensors[number] for number in batch], batch[0]) for batch in numbers]
 
-    @property
-    def structure(self) -> TreeDef | None:
-        """The containers, for documents."""
-        return self._outline.structure
-
     def snapshot(self, tree: Any) -> Snapshot | None:
         """Copy a tree over the last one; None if it differs, or the last snapshot is still needed."""
         if not self._staging.is_free or self._staging.memory is not self._memory:
             return None
         with collection_paused():
             try:
-                values = self._outline.leaves_of(tree)
+                values = self.outline.leaves_of(tree)
                 taken = None if values is None else self._leaves.take(values)
             except Exception:  # an ordinary snapshot raises it again, with the name of the leaf
                 return None

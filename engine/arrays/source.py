@@ -237,7 +237,7 @@ class MemoryTree(TreeSource):
 def damaged_leaves(
     location: Location, problems: Sequence[tuple[str, str]], *, unreadable: bool = False
 ) -> DamagedCheckpointError:
-    """Return one error for damaged leaves, given as pairs of a path and what is wrong."""
+    """Return one error for damaged leaves, given as pairs of a path and a problem."""
     count = len({leaf for leaf, _ in problems})
     headline = f"{location} is damaged in {count} of its leaves; load another step, or load the others with select="
     lines = [f"{leaf}: {what}" for leaf, what in problems]
@@ -248,7 +248,7 @@ def damaged_leaves(
 
 
 class AggregateHandler(abc.ABC):
-    """Stores many leaves of one tree in one file: those saved with ``SaveArgs(aggregate=True)``.
+    """Stores many leaves of one tree in one file: the leaves saved with ``SaveArgs(aggregate=True)``.
 
     Attributes:
         name: Name of this handler in ``tree.json``. Loading the leaves needs a handler of this name.

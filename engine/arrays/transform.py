@@ -10,7 +10,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,7 +62,7 @@ class LeafCache:
         return number in self._arrays
 
     def arrays(self, numbers: Sequence[int]) -> list[NDArray[Any] | None]:
-        """Return the stored arrays of leaves, None for plain values; read those not read yet."""
+        """Return the stored arrays of leaves, None for plain values; read missing arrays."""
         missing = [number for number in dict.fromkeys(numbers) if number not in self._arrays]
         read = self._source.read_leaves([self._source.leaves[number] for number in missing]) if missing else []
         for number, array in zip(missing, read, strict=True):
@@ -118,15 +118,9 @@ class LazyMapping(_Lazy, Mapping[Key, Any]):
 
 
 class LazySequence(_Lazy, Sequence[Any]):
-    """A list or tuple; a slice is a plain one whose leaves are read."""
+    """A list or tuple; a slice is a plain list or tuple, whose leaves are read."""
 
-    @overload
-    def __getitem__(self, index: int) -> Any: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Any]: ...
-
-    def __getitem__(self, index: int | slice) -> Any:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             children = [plain(self._child(position)) for position in range(len(self))[index]]
             return tuple(children) if self._node.kind == "tuple" else children
@@ -134,7 +128,7 @@ class LazySequence(_Lazy, Sequence[Any]):
 
 
 def plain(value: Any) -> Any:
-    """Read every lazy container in a value; return a value without any unchanged."""
+    """Read every lazy container in a value; return a value without lazy containers unchanged."""
     if isinstance(value, _Lazy):
         return value.read_all()
     contents = None if isinstance(value, np.ndarray) else expand(value)

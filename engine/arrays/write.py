@@ -18,20 +18,19 @@ import xxhash
 from numpy.typing import NDArray
 
 from ..distributed import ProcessInfo
-from ..errors import OptionError, UnsupportedLeafError
+from ..errors import UnsupportedLeafError
 from ..format import FileRecord, crc32c, encode_document
 from ..pytree import ArrayLeaf, Box, Details, Piece, TreeDef, ValueLeaf, format_path, to_document
 from ..storage import DataFile, Location, Segment, max_concurrency, parallel_map
-from .assignment import WriteAssignment
+from .assignment import write_assignment
 from .digests import INDEX, MANIFEST, TREE, TREE_KIND, Integers
 from .encode import ChunkToCompress, Sources, segment_parts, write_compressed
 from .fragments import Fragment, data_path, make_fragment, merge_fragments
 from .grid import ArraySpec
-from .plan import Catalog, ChunkIds, HostLeaf, Layout, check_level, check_size, chunk_table, plan_files
+from .plan import Catalog, ChunkIds, HostLeaf, Layout, chunk_table, plan_files
 from .reuse import SharedFiles, WrittenFile, WrittenSteps
 from .snapshot import Snapshot, StagingBuffer, snapshot_bytes
 
-_ALONE = ProcessInfo()
 _WORTH = 64 << 10  # bytes a leaf; copying less takes no longer than computing which process writes it
 _ARRAYS = {"numpy", "jax", "torch", "key"}  # kinds of leaves that are arrays
 _LEAF_BYTES = 256  # bytes that a leaf takes in the index and ``tree.json``, more or less
@@ -55,11 +54,8 @@ class HostTree:
     fresh: Details | None = None  # differences from the fresh state that the run began with, if they are known
 
     def __post_init__(self) -> None:
-        if max(map(len, self.names), default=0) * 4 <= _NAME_LIMIT:  # no character takes more than four bytes
-            return
-        for name in self.names:
-            size = len(name.encode())
-            if size > _NAME_LIMIT:
+        for name in self.names:  # a character takes at most four bytes
+            if len(name) * 4 > _NAME_LIMIT and (size := len(name.encode())) > _NAME_LIMIT:
                 raise UnsupportedLeafError(
                     f"the leaf {format_path(name):.100}... has a path of {size} bytes, expected at most {_NAME_LIMIT}; "
                     "nothing was written: shorten its keys"
@@ -79,12 +75,12 @@ class TreePlan:
         key = member.index, member.count
         if key not in self._chunks:
             alone = member.count == 1
-            chunks = catalog.all_chunks() if alone else WriteAssignment(catalog, member.count).chunks_of(member.index)
+            chunks = catalog.all_chunks() if alone else write_assignment(catalog, member.count).chunks_of(member.index)
             self._chunks[key] = catalog.in_tree_order(*chunks)
         return self._chunks[key]
 
     def document(self, tree: HostTree, documents: list[dict[str, Any]]) -> bytes:
-        """Return ``tree.json``: the last one, if no value in it has changed."""
+        """Return ``tree.json``: the last document, if no value in it has changed."""
         last = self._document  # two saves of like trees may run at the same time
         if last is None or last[0] != documents:
             content = to_document(tree.structure, documents) | ({} if tree.fresh is None else {"fresh": tree.fresh})
@@ -109,19 +105,10 @@ class TreeWriter:
         self._tree = tree
         self._reuse = reuse
         self._layout = layout
-        self._compression = compression or {}
-        self._chunk_bytes = chunk_bytes or {}
-        for name, level in self._compression.items():
-            check_level(f"compression[{format_path(name)!r}]", level)
-        for name, size in self._chunk_bytes.items():
-            check_size(f"chunk_bytes[{format_path(name)!r}]", size)
-        unknown = (self._compression.keys() | self._chunk_bytes.keys()).difference(tree.names)
-        if unknown:
-            raise OptionError(
-                f"compression or chunk_bytes names leaves that the tree does not have: {sorted(unknown)[:5]}"
-            )
+        self._compression = compression  # compression levels of single leaves, by name
+        self._chunk_bytes = chunk_bytes
 
-    def take_snapshot(self, staging: StagingBuffer, member: ProcessInfo = _ALONE, *, worth: int = _WORTH) -> Snapshot:
+    def take_snapshot(self, staging: StagingBuffer, member: ProcessInfo, *, worth: int = _WORTH) -> Snapshot:
         """Copy arrays that may change before the tree is written; return the copies."""
         leaves = self._tree.leaves
         if member.count > 1 and sum(snapshot_bytes(leaves)) >= worth * len(leaves):
@@ -135,8 +122,8 @@ class TreeWriter:
         leaves = self._tree.leaves
         if isinstance(leaves, Snapshot):
             leaves.complete()
-        specs = (encoding.spec for encoding in self._catalog.encodings)
-        return _LEAF_BYTES * len(leaves) + sum(spec.chunks * spec.chunk_nbytes for spec in specs)
+        nbytes = self._catalog.column(lambda encoding: encoding.spec.chunks * encoding.spec.chunk_nbytes)
+        return _LEAF_BYTES * len(leaves) + int(nbytes.sum())
 
     def write(self, location: Location, member: ProcessInfo) -> bytes:
         """Write this process's chunks, durably unless it is alone; return its fragment for process 0, if any."""
@@ -260,7 +247,6 @@ class TreeWriter:
         return plain, [group for group in packed if group]
 
     def _sources(self, chunks: ChunkIds) -> Sources:
-        """Return the sources of all arrays, by number."""
         catalog, leaves = self._catalog, self._tree.leaves
         positions = catalog.positions.tolist()
         pieces: list[Sequence[Piece]] = list(map(attrgetter("pieces"), map(leaves.__getitem__, positions)))

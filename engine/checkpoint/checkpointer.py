@@ -248,7 +248,7 @@ class AsyncCheckpointer(Checkpointer):
 
 
 def start_save(handler: AsyncCheckpointHandler, path: Place, item: Any, *, force: bool) -> Future[SaveReport]:
-    """Take a snapshot of an object and save it in the background, as other saves may be; errors are in the Future."""
+    """Take a snapshot of an object and save it in the background; several saves may run at a time."""
     from .futures import SaveFuture  # imported lazily: concurrent.futures takes longer than a whole save
 
     checkpointer = AsyncCheckpointer(handler)

@@ -150,7 +150,7 @@ class _CopiedFolders(CommitParts):
             name: _SUFFIX.sub("", item.folder.removesuffix(ARCHIVE) if item.is_archive else item.folder)
             for name, item in record.items.items()
         }
-        # Another copy to this place may have had folders where this one has zip files.
+        # Another copy to this location may have had folders for items that are zip files here.
         self._plain = {name for folder in self._folders.values() for name in (folder, f"{folder}{ARCHIVE}")}
 
     def folder(self, item: str) -> str:
@@ -248,8 +248,6 @@ def file_checks(location: Location, record: CheckpointRecord) -> dict[str, FileC
 
 
 class _Copy:
-    """One copy under way."""
-
     def __init__(self, throttle: Throttle, progress: CopyProgress, copied: CopiedFiles) -> None:
         self._throttle = throttle
         self._progress = progress
@@ -258,12 +256,9 @@ class _Copy:
         self.failure: Exception | None = None  # the error of the original, or the one that ends the copy
 
     def run(self, files: list[_File], *, continues: bool) -> None:
-        if not files:
-            return
-        at_once = 1
-        if not files[0].destination.is_local:
-            largest = max(file.check.record.size for file in files)
-            at_once = max(1, min(_UPLOADS, _IN_MEMORY // max(1, largest)))
+        largest = max((file.check.record.size for file in files), default=0)
+        is_local = all(file.destination.is_local for file in files)
+        at_once = 1 if is_local else max(1, min(_UPLOADS, _IN_MEMORY // max(1, largest)))
         for folder in dict.fromkeys(file.destination.parent for file in files):
             folder.make_directory(sync=False)
         # Small files are copied first: they show soonest that the destination cannot be written.

@@ -58,13 +58,13 @@ class CommitParts:
         """Raise an error if a save of this kind must not replace a checkpoint; None stands for a damaged one."""
 
     def withdraw(self, record: CheckpointRecord) -> None:
-        """Remove what is derived from a record that is about to be replaced."""
+        """Remove the documents that are derived from a record that is about to be replaced."""
 
     def publish(self, record: CheckpointRecord, *, replaces: bool) -> None:
-        """Write what is derived from the record that was just committed, durably."""
+        """Write the documents that are derived from the record that was just committed, durably."""
 
     def repair(self, record: CheckpointRecord) -> None:
-        """Write what is derived from a record and missing."""
+        """Write missing documents that are derived from a record."""
 
     def remove(self, folder: str, record: CheckpointRecord | None) -> None:
         """Remove the folder of an item and, given a record, the documents of parts that the record does not have."""
@@ -229,7 +229,6 @@ def sweep(location: Location, parts: CommitParts | None = None, lock: SaveLock |
 
 
 def _sweep(location: Location, parts: CommitParts, locks: Mapping[str, SaveLock]) -> bool:
-    """Sweep with the locks of the markers that are there."""
     listing = location.snapshot()
     names = names_in(listing)
     # A save or a deletion may have begun since the locks were taken.
@@ -243,7 +242,6 @@ def _sweep(location: Location, parts: CommitParts, locks: Mapping[str, SaveLock]
     if not marks and (RECORD in names or not names or not all(is_left_archive(location / name) for name in unnamed)):
         return False
     folders = [folder for mark in sorted(marks) for folder in SaveLock(location / mark).folders()]
-    record = None
     try:
         record = read_record(location) if RECORD in names else None
     except (CheckpointNotFoundError, FormatVersionError):  # not found: it was deleted meanwhile

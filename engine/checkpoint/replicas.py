@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from ..clock import Duration, seconds
 from ..distributed import Coordinator, ProcessGroup
@@ -16,7 +16,6 @@ from ..format import crc32c
 from ..pytree import ArrayLeaf, Box, ValueLeaf, describe, flatten, format_path, whole
 
 _NOT_HERE = -1
-_DIGEST_BYTES = 16
 
 
 def check_replicas(tree: Any, *, coordinator: Coordinator | None = None, timeout_secs: Duration = "10m") -> None:
@@ -49,7 +48,7 @@ def check_replicas(tree: Any, *, coordinator: Coordinator | None = None, timeout
     except BaseException as error:
         group.fail("replicas", error)
         raise
-    structure = hashlib.blake2b("\n".join(lines).encode(), digest_size=_DIGEST_BYTES).hexdigest()
+    structure = xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
     differences = group.agree("replicas", [structure, *digests], lambda gathered: _compare(gathered, names))
     if differences:
         raise TreeMismatchError("the processes hold different values where a save takes them to be equal:", differences)
@@ -69,7 +68,7 @@ def _digests(tree: Any, process: int) -> tuple[list[str], list[str], list[int]]:
             digests.append(crc32c(json.dumps(leaf.details, sort_keys=True).encode()))
             continue
         if id(leaf.parts) not in layouts:
-            layouts[id(leaf.parts)] = hashlib.blake2b(repr(leaf.parts).encode(), digest_size=_DIGEST_BYTES).hexdigest()
+            layouts[id(leaf.parts)] = xxhash.xxh3_128_hexdigest(repr(leaf.parts).encode())
         lines.append(f"{name}\t{leaf.dtype}{list(leaf.shape)} {layouts[id(leaf.parts)]}")
         if leaf.parts is None:
             boxes = [(whole(leaf.shape), True)]

@@ -151,7 +151,7 @@ class Save:
         self._blocked = time.perf_counter() - self._began
 
     def _prepare(self, name: str, item: ItemToSave) -> PreparedItem:
-        """Do what cannot wait, and return what writes the rest."""
+        """Do the part that cannot wait; return the item that writes the rest."""
         if isinstance(item.handler, PreparedCheckpointHandler):
             together = item.handler.divides and self._role.process.count > 1
             added: dict[str, Any] = {"member": self._role.process} if together else {}
@@ -303,7 +303,7 @@ class Primary:
         nbytes = record.nbytes - record.shared_bytes, record.shared_bytes
         if self.rendezvous is not None:
             self.told = "the commit"
-            # Without its files, whose number grows with that of the processes.
+            # Without its files, whose number grows with the number of processes.
             facts = {"record": record.summary().to_document(), "identity": record.identity, "bytes": nbytes}
             try:
                 self.rendezvous.broadcast("committed", json.dumps(facts).encode(), self.timeout)

@@ -9,12 +9,10 @@ from .base import JsonCheckpointHandler as JsonCheckpointHandler
 from .base import PreparedCheckpointHandler as PreparedCheckpointHandler
 from .base import PreparedItem as PreparedItem
 from .base import SaveFuture as SaveFuture
-from .base import SizedItem as SizedItem
 from .base import finish as finish
 from .base import has_structure as has_structure
 from .base import refuse_arguments as refuse_arguments
 from .base import run_coroutine as run_coroutine
-from .base import write_alone as write_alone
 from .base import write_archive as write_archive
 from .per_process import PerProcessCheckpointHandler as PerProcessCheckpointHandler
 from .per_process import PreparedGraph as PreparedGraph

@@ -39,8 +39,6 @@ T = TypeVar("T")
 
 Leaf = ArrayLeaf | ValueLeaf
 
-_PLAIN_TYPES: tuple[type, ...] = (bool, int, float, complex, str)
-
 
 @explains_arguments
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +202,7 @@ def _kind(restore_type: Any) -> str | None:
         return None
     if restore_type is np.ndarray:
         return "numpy"
-    if restore_type in _PLAIN_TYPES:
+    if restore_type in (bool, int, float, complex, str):
         return str(restore_type.__name__)
     jax, torch = loaded("jax"), loaded("torch")
     if jax is not None and restore_type is jax.Array:

@@ -67,7 +67,7 @@ class CheckpointHandler(abc.ABC):
         optional: Whether a checkpoint may be saved without the item, and restored without it if it was saved.
         verifies: Whether restoring checks what it reads. Otherwise all files are compared with their digests before.
         shares_reads: Whether :meth:`restore` takes ``shared=``, with which all processes of a program read once what
-            several of them need; a subclass that defines another ``restore`` says so itself.
+            several of them need; a subclass that defines another ``restore`` sets it again.
     """
 
     kind = "files"

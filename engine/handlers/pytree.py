@@ -104,7 +104,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         self._registry = DEFAULT_REGISTRY if type_handler_registry is None else type_handler_registry
         self._aggregate = aggregate_handler or MsgpackHandler()
         self._staging = StagingBuffer(default_pinned_bytes() if pinned_bytes is None else pinned_bytes)
-        self._known: _KnownPlan | None = None  # the properties of the last tree that was written
+        self._last: _LastTree | None = None  # the properties of the last tree that was written
         self._snapshots = 0
         self._has_warned = False  # True once a warning has named replicas that differ
 
@@ -149,13 +149,13 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
             self._has_warned = _warn_of_replicas(flatten(item, self._registry.leaf_types))
         # The trees of a run are alike: their common properties are found once, except with SaveArgs or type handlers.
         recurs = snapshot and save_args is None and not self._registry.leaf_types
-        key, known = (layout, process.index, process.count, fresh), self._known
-        if recurs and known is not None and known.key == key:
+        key, last = (layout, process.index, process.count, fresh), self._last
+        if recurs and last is not None and last.key == key:
             with self._staging.lock:
-                copies = known.tree.snapshot(item)
+                copies = last.tree.snapshot(item)
             if copies is not None:
-                tree = HostTree(known.tree.names, copies, known.tree.structure, known.fresh)
-                return TreeWriter(tree, layout, plan=known.plan, reuse=reuse)
+                tree = HostTree(last.tree.names, copies, last.tree.outline.structure, last.fresh)
+                return TreeWriter(tree, layout, plan=last.plan, reuse=reuse)
         flat = flatten(item, self._registry.leaf_types)
         args: list[SaveArgs | None] = [None] * len(flat.names)
         if save_args is not None:
@@ -185,18 +185,18 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
             with self._staging.lock:
                 copies = writer.take_snapshot(self._staging, process)
                 if recurs:
-                    known = _KnownPlan(key, KnownTree(flat, leaves, copies, self._staging), writer.plan, began)
-                    writer.when_written = partial(self._keep, known, flat.structure, copies)
+                    last = _LastTree(key, KnownTree(flat, leaves, copies, self._staging), writer.plan, began)
+                    writer.when_written = partial(self._keep, last, flat.structure, copies)
         return _PreparedTree(writer, external, files) if files or external.notes else writer
 
-    def _keep(self, known: _KnownPlan, structure: TreeDef | None, copies: Snapshot) -> None:
+    def _keep(self, last: _LastTree, structure: TreeDef | None, copies: Snapshot) -> None:
         """Keep the properties of a tree for the next one, once it is written."""
         try:
-            known.tree.settle(structure, copies)
+            last.tree.settle(structure, copies)
         except Exception as error:  # the tree is written nevertheless
             _logger.warning("the next save will take as long as the first: its preparation failed: %s", repr(error))
         else:
-            self._known = known
+            self._last = last
 
     @collection_paused()
     def restore(
@@ -241,7 +241,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
                 had at the save, and lists and dictionaries that have grown come back whole; other types are an
                 error. A checkpoint of a run that recorded no types is restored by the template alone. Without a
                 template, arrays of jax become arrays of jax again if the program has imported it; a list of keys of
-                the root restricts that to what lies below them.
+                the root restricts that to the leaves below them.
             entries: Templates of some entries of a saved dictionary, which may lack them; the others come back as
                 without a template.
             source: The tree of another library, instead of the one in the folder.
@@ -334,7 +334,7 @@ def flat_template(item: Any, registry: TypeHandlerRegistry) -> Flattened:
     return Flattened(flat.names, values, flat.structure)
 
 
-class _KnownPlan(NamedTuple):
+class _LastTree(NamedTuple):
     """The properties of the last tree, for the next one of the same structure that is written in the same way."""
 
     # The layout, the index of this process, the number of processes, and the types that the run began with.
@@ -370,7 +370,7 @@ def _warn_of_shared_memory(names: Sequence[str], leaves: Sequence[Leaf]) -> None
 
 
 def _warn_of_replicas(flat: Flattened) -> bool:
-    """Warn of jax arrays whose replicas differ; return whether there are any."""
+    """Warn of jax arrays whose replicas differ; return True if there are any."""
     try:
         differing = list(differing_replicas(flat.names, flat.values))
     except RuntimeError:  # for example, the devices have no memory left for a copy of the data of a key
@@ -403,7 +403,7 @@ def _described(flat: Flattened, external: ExternalLeaves, pinned_bytes: int) -> 
 
 
 class _PreparedTree(PreparedFiles):
-    """A tree with leaves outside of its database, which process 0 writes."""
+    """A tree with leaves outside its database, which process 0 writes."""
 
     def __init__(self, tree: TreeWriter, external: ExternalLeaves, files: Mapping[str, bytes]) -> None:
         super().__init__(files, tree)

@@ -188,7 +188,7 @@ class ExternalLeaves:
         *,
         snapshot: bool,
     ) -> None:
-        self.notes: dict[int, ValueLeaf] = {}  # the entry of each in ``tree.json``, by the leaf's number in the tree
+        self.notes: dict[int, ValueLeaf] = {}  # the entries in ``tree.json``, by the leaf's number in the tree
         self._groups: list[_Group] = []
         for handler, numbers in _by_handler(enumerate(map(registry.find, values if registry.leaf_types else ()))):
             handled = [values[number] for number in numbers]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast as hf
-from holdfast.engine.arrays.assignment import WriteAssignment, replica_groups
+from holdfast.engine.arrays.assignment import replica_groups, write_assignment
 from holdfast.engine.arrays.digests import CHECKSUM_BYTES, CHUNK_ALIGNMENT
 from holdfast.engine.arrays.grid import ArraySpec
 from holdfast.engine.arrays.plan import (
@@ -210,7 +210,7 @@ def mesh_columns(shape: tuple[int, ...], rows: int, columns: int) -> ArrayLeaf:
 
 def assigned(leaves: dict[str, ArrayLeaf], count: int) -> tuple[Catalog, list[Any]]:
     catalog = Catalog(list(leaves), list(leaves.values()), LAYOUT)
-    assignment = WriteAssignment(catalog, count)
+    assignment = write_assignment(catalog, count)
     return catalog, [assignment.chunks_of(process) for process in range(count)]
 
 
@@ -401,7 +401,7 @@ def test_invalid_parts(name: str) -> None:
     parts, message = WRONG[name]
     catalog = Catalog(["layers.w"], [leaf((10,), parts)], LAYOUT)
     with pytest.raises(hf.errors.UnsupportedLeafError, match=f"the leaf layers/w cannot be saved: .*{message}"):
-        WriteAssignment(catalog, 2)
+        write_assignment(catalog, 2)
 
 
 def test_parts_that_would_make_millions_of_chunks() -> None:

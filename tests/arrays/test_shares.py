@@ -406,21 +406,6 @@ def test_sizes_of_single_leaves(place: str, assert_same: Same) -> None:
     check(place, files, assert_same)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"compression": {"note": 23}}, r"compression\['note'\]=23 must be a level of zstd, 1 to 22"),
-        ({"compression": {"note": True}}, "must be a level of zstd"),
-        ({"chunk_bytes": {"params.kernel": 3}}, r"chunk_bytes\['params/kernel'\]=3 must be a whole number"),
-        ({"compression": {"nothing": 1}}, r"leaves that the tree does not have: \['nothing'\]"),
-    ],
-    ids=str,
-)
-def test_invalid_options(options: Any, message: str) -> None:
-    with pytest.raises(hf.errors.OptionError, match=message):
-        TreeWriter(held(TREE, nothing, 0), LAYOUT, **options)
-
-
 @pytest.mark.parametrize("level", [0, 23, -1, 1.5, "3", True])
 def test_invalid_levels(level: Any) -> None:
     with pytest.raises(hf.errors.OptionError, match=r"compression=.* must be a level of zstd, 1 to 22, or None"):
