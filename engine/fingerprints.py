@@ -32,7 +32,7 @@ from .pytree import is_torch_tensor, loaded
 from .stateful import METHODS, state_of
 
 Kind = Literal["generator", "position", "loader", "optimizer", "value", "array"]
-STATELESS = "no state"  # the digest of a generator of the operating system: no look tells what was drawn from it
+STATELESS = "no state"  # the digest of a generator of the operating system, whose draws leave no trace
 
 
 class Fact(NamedTuple):
@@ -40,7 +40,7 @@ class Fact(NamedTuple):
 
     kind: Kind
     type: str
-    where: str  # the place where it was found
+    where: str  # the function or module through which it was found
     digest: str  # the digest of its state
 
 
@@ -91,10 +91,10 @@ def facts() -> dict[str, Fact]:
         _look(group, by_name, visited, looked)
     ours = [obj for _, obj in looked if type(obj).__module__.startswith(f"{__package__.partition('.')[0]}.")]
     handed = {id(part) for obj in ours for _, part in _attributes(obj)}  # such as the loader of hf.skip_to
-    for name in [name for name, obj in looked if id(obj) in handed and name in by_name]:
-        if by_name[name].kind == "loader":
+    for name, obj in looked:
+        if id(obj) in handed and name in by_name and by_name[name].kind == "loader":
             del by_name[name]
-    if not any(fact.kind == "loader" for fact in by_name.values()):  # Perhaps a for statement alone holds one.
+    if not any(fact.kind == "loader" for fact in by_name.values()):  # perhaps only a for statement refers to one
         kinds = {getattr(sys.modules.get("torch.utils.data.dataloader"), name, None) for name in _ITERATORS}
         objects = gc.get_objects()
         running = itertools.compress(objects, map(kinds.__contains__, map(type, objects)))
@@ -301,7 +301,6 @@ _GLOBAL = {"python": "the random module", "numpy": "numpy.random", "torch": "tor
 
 
 def _global_generators() -> Iterator[tuple[str, Fact]]:
-    """Generate the generators that functions such as ``random.random()`` draw from."""
     for name, state in as_tree(capture()).items():
         label = _GLOBAL.get(name, f"torch's generators of {name.upper()}")
         yield label, Fact("generator", name, "", _digest(state))

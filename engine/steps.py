@@ -67,7 +67,7 @@ from .storage import (
 _logger = logging.getLogger("holdfast")
 
 LATE = "metrics"  # name of the folder
-_LIMIT = 64 << 20  # bytes of a file beside the steps
+_LIMIT = 64 << 20  # bytes of a file of metrics or facts
 
 
 # The checkpoint that metrics were added to, when, and the metrics.
@@ -257,7 +257,7 @@ def has_changed(location: Location, record: CheckpointRecord) -> bool:
         return False
 
 
-# ---- the facts about a run, stored beside its steps
+# ---- the facts about a run
 
 
 METADATA = "metadata"  # name of the folder
@@ -303,7 +303,7 @@ _MANY = 64  # number of steps from which their records are read on several threa
 class StepEntry(NamedTuple):
     step: int  # its number
     location: Location  # its folder
-    series: str = ""  # what the folder's name begins with: ``""``, ``"ckpt_"`` or ``"ckpt-"``
+    series: str = ""  # the prefix of the folder's name: ``""``, ``"ckpt_"`` or ``"ckpt-"``
     # The commit record; None if that is damaged, or if another library wrote the step.
     record: CheckpointRecord | None = None
     error: DamagedCheckpointError | FormatVersionError | None = None  # why the commit record cannot be used, or None
@@ -405,7 +405,7 @@ def newest_step(entries: Iterable[StepEntry], *, whole: bool = False) -> StepEnt
     return max(heads.values(), key=order, default=None)
 
 
-LEFT_BEHIND = "holdfast.left_behind"  # key in the metadata of a step: [number, time] of each later one that it left
+LEFT_BEHIND = "holdfast.left_behind"  # key in the metadata of a step: [number, time] of each step that it abandoned
 
 
 def left_behind(records: Iterable[CheckpointRecord | None]) -> list[Any]:

@@ -37,7 +37,7 @@ from .run import Run, failing_together
 _logger = logging.getLogger("holdfast")
 
 _KEPT = 2  # local steps
-_BRANCHES = 8  # more than there are parts of the history with one of the kept steps
+_BRANCHES = 8  # more branches than the kept steps can be on
 _SENDERS = 4  # files that a host sends at a time
 _SILENCE = 60.0  # seconds between two events about local saves
 
@@ -63,17 +63,17 @@ class LocalTier(StepPlace):
         self._run, self._steps = run, run.steps
         self._processes, self._clock, self._events = run.processes, run.clock, run.events
         self._previous: int | None = None  # the step after which the next local save is due
-        self._seen: int | None = None  # the last step of the program that this has seen
+        self._seen: int | None = None  # the last step that the program has reported
         self._before: int | None = None  # the step before, unless the run has gone back since
         self._newest = -1  # the largest local step of the history
         # A later restore: its step, and whether it was local. The program may only inspect that step.
         self._restored: tuple[int, bool] | None = None
         self._background = BackgroundSave(seconds(run.options.save_timeout_secs))
-        self._lost: Exception | None = None  # of a save that has missed a process, or the store: the next would, too
+        self._lost: Exception | None = None  # of a save that missed a process, or the store: the next one would, too
         self._error: str | None = None
         self._warned: set[type[Exception]] = set()
         self._saves = 0  # since the last event about them
-        self._told: float | None = None  # the monotonic clock at that event
+        self._told: float | None = None  # the monotonic clock at the last event
         self._kept: dict[str, int] = {}  # the local steps that count, by their folder, in ascending order
         self._space: Location | None = None  # the folder of the run; None until this run has its directory
         self._hosts = LocalHosts(options, run.steps, run.processes)
@@ -134,7 +134,7 @@ class LocalTier(StepPlace):
             return
         is_same = step == last
         if is_same and restored is not None and self._before is not None and restored[0] < self._before:
-            restored = None  # a look: a program that continues from there comes to the step before first
+            restored = None  # only inspected: a program that continues from there would report the step before first
         if is_same and restored is None and not again:
             return
         if not is_same:
@@ -208,7 +208,7 @@ class LocalTier(StepPlace):
     def note(self, history: LocalHistory) -> None:
         """Store a history right before the commit of a save, so that other local steps do not count; on process 0."""
         with self._noting:
-            if history.number >= self._noted:  # the same again after a step was fetched from the mirror
+            if history.number >= self._noted:  # the same history again after a fetch from the mirror
                 self._steps.note_branches(history.branches)
                 self._noted = history.number
 
@@ -239,7 +239,7 @@ class LocalTier(StepPlace):
             folder = f"{self._sequence:08d}.{step}.{self._hosts.program.attempt}"
             if self._hosts.leads:
                 try:
-                    self._remove_uncounted(space, folder)  # before the save, as they may be what fills the host
+                    self._remove_uncounted(space, folder)  # before the save, because they may be what fills the disk
                 except StorageError as error:
                     _logger.debug("%s: local steps that do not count are not removed: %s", space, error)
             save = Save(
@@ -352,7 +352,7 @@ class LocalTier(StepPlace):
         """Raise OwnershipError if another run has taken over, on process 0; its local steps are in the same folder."""
         try:
             self._steps.ownership.check()
-        except StorageError as error:  # local steps are for this, too
+        except StorageError as error:  # local steps are also for such a failure
             _logger.debug("%s: whether this run still owns it is not known: %s", self._steps.location, error)
 
     def _failed(self, step: int, error: Exception) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_AFTER_ERROR = 10.0  # seconds that a program which ends with an error waits for its mirror
+_AFTER_ERROR = 10.0  # seconds to wait for the mirror when the program ends with an error
 
 
 class CheckpointManager(ExplainsNames):
@@ -107,7 +108,7 @@ class CheckpointManager(ExplainsNames):
         self._run = Run(self.directory, self.options, self._clock, self.processes, self.observer, metadata)
         self._steps, self._background, self.events = self._run.steps, self._run.background, self._run.events
         self._mirror = add_mirror(self._run)  # None without one, and for a manager that only reads
-        self._local: LocalTier | None = None  # the local steps of the hosts; None as above
+        self._local: LocalTier | None = None  # the local steps of the hosts; None likewise
         if self.options.local is not None and writes:
             from .local_tier import LocalTier  # needs sockets, which take longer to import than a small save
 
@@ -327,7 +328,9 @@ class CheckpointManager(ExplainsNames):
         """
         self._background.join()
         self._run.compare_options()
-        return self._restorer.restore_latest(items, restore_kwargs or {})
+        began = time.perf_counter()
+        whole = self._restorer.newest_whole(items, restore_kwargs or {})
+        return None if whole is None else self._restorer.resume(whole, began)
 
     def peek(self, items: Collection[str] = (), *, step: int | None = None) -> Peek | None:
         """Return what a restore would read, for programs that depend on the step that they resume from.
@@ -523,7 +526,7 @@ class CheckpointManager(ExplainsNames):
         """
         self._run.check_writable()
         if self._local is not None:
-            self._background.join()  # saves note the history of the steps of the hosts
+            self._background.join()  # saves store the history of the local steps
             self._run.wait_for_places()
         self._delete("delete", self._steps.delete, step, mirror, everywhere=mirror)
 

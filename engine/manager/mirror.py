@@ -50,7 +50,7 @@ _LONGEST_PAUSE = 300.0
 DELETION_WAIT = 30.0  # seconds that a deletion waits for the mirror
 _FETCH = 86400.0  # seconds that the other processes wait while process 0 fetches a step
 _NICE = 10
-_LOOK = 0.2  # seconds between two looks whether a copy still fits
+_LOOK = 0.2  # seconds between two checks whether a copy still fits
 _MARGIN = 1.2  # factor by which a copy may take longer than the measured rate says
 
 
@@ -82,7 +82,7 @@ class _Copying:
         self.record = record
         self.throttle = Throttle(rate)
         self.progress = CopyProgress()
-        self._since: tuple[float, int] | None = None  # the time, and the bytes that had arrived then
+        self._since: tuple[float, int] | None = None  # a time, and the bytes that had arrived by then
         self._seconds, self._bytes = 0.0, 0
 
     def measure(self, yes: bool) -> None:
@@ -144,7 +144,7 @@ class RunMirror(StepPlace):
         self._saving = False  # whether the run is saving on a disk
         self._due = False
         self._final = False  # whether the run ends, and its newest step is copied, due or not
-        self._has_finished = False  # whether the run has ended the mirror, and not another run
+        self._has_finished = False  # whether this run, and not another, ended the mirror
         self._foreign = False  # whether the mirror belongs to another run
         self._refused: set[str] = set()  # fingerprints of steps that are damaged in the run's directory
         self._warned: set[str] = set()  # kinds of errors that were logged
@@ -200,7 +200,7 @@ class RunMirror(StepPlace):
         run = self._run
         try:
             far = self._look()
-            tombstones = run.tombstones  # read first: a step has one until it is deleted
+            tombstones = run.tombstones  # read first: a step has a tombstone until it is deleted
             record = far.record(step) if step in far else None
             if record is None or tombstones.cover(step, record):
                 return False
@@ -212,8 +212,8 @@ class RunMirror(StepPlace):
             with copied_step(source, destination, record, overwrite=overwrite) as copied:
                 run.ownership.check()
                 if run.branches and step > max(run.steps_and_damaged(), default=-1):
-                    run.note_branches(NO_LOCAL_STEPS)  # the run has continued elsewhere
-        except CheckpointExistsError as error:  # Another program may have committed the step meanwhile.
+                    run.note_branches(NO_LOCAL_STEPS)  # the run continued elsewhere
+        except CheckpointExistsError as error:  # another program may have committed the step meanwhile
             run.reload()
             if step not in run:
                 _logger.warning("%s: step %d cannot be fetched: %s", self.location, step, error)
@@ -301,7 +301,7 @@ class RunMirror(StepPlace):
     def finish(self, timeout: float | None) -> bool:
         """Copy the newest step, due or not, if that takes less than ``timeout`` seconds (None: ``wait_secs``)."""
         limit = self._limit if timeout is None else timeout
-        if self._ending.is_set() and self._has_finished:  # steps after the save of a preemption were recorded since
+        if self._ending.is_set() and self._has_finished:  # the witness recorded steps after a preemption's save
             late = Helper(lambda: self._refresh(self._newest()), "holdfast-mirror", daemon=True)
             late.start()
             late.join(limit)
@@ -414,7 +414,7 @@ class RunMirror(StepPlace):
     def _round(self) -> None:
         far = self._acquire()
         while True:
-            self._delete_covered(far)  # before a step that was deleted meanwhile, and saved again, is copied
+            self._delete_covered(far)  # before copying a step that was deleted and saved again
             self._follow(far)
             if (record := self._next(far)) is None:
                 break

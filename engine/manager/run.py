@@ -89,7 +89,7 @@ class Run:
                 return
             local = self.options.local
             identity = RunIdentity(local=None if local is None else as_location(local.url).url)
-            for place in (*self.places, *adding):  # a place that is being added follows once it was read
+            for place in (*self.places, *adding):  # also of a place that is being added
                 identity = place.identity.over(identity)
             self.compare_options()
             strays = self.processes.decide("acquire", self.steps.acquire, self._metadata, identity)
