@@ -303,7 +303,7 @@ class RunDirectory(StepIndex):
         """Remove the remains of interrupted saves in a step's folder; ``listing`` is the folder in a snapshot."""
         lock = SaveLock(location / PARTIAL)
         try:
-            if location.is_link() or is_swept(entry.name for entry in (listing or location).entries()):
+            if location.is_link() or is_swept([entry.name for entry in (listing or location).entries()]):
                 return
             try:
                 marked = lock.take_over()

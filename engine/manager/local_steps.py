@@ -397,7 +397,7 @@ class LocalHosts:
             (path, where)
             for path, check in checks.items()
             for host, where in step.holders[path]
-            if host == self.host and (check.known.crc32c is not None) == digested
+            if host == self.host and (check.record.crc32c is not None) == digested
         ]
 
         def is_met(held: tuple[str, str]) -> bool:

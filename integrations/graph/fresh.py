@@ -1,4 +1,4 @@
-"""What the objects of a program are before its first step, and which later saves could not be restored into them."""
+"""Descriptions of a program's objects before its first step, to find saves that could not be restored into them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from ...engine.errors import UnsupportedLeafError, difference
 from ...engine.pytree import LeafTemplate, Saved, collection_paused, compare, describe_template, is_python_value
 from .frameworks import OptionSlot, TensorSlot
-from .slots import BoxSlot, PartSlot, Path, Place, StateSlot, format_node_path
+from .slots import Attachment, BoxSlot, Path, StateSlot, format_node_path
 from .tracked import Node
 from .values import MADE_KINDS, NUMBER_VALUES, is_plain
 from .views import Leaf
@@ -19,9 +19,9 @@ from .walk import LiveGraph, LiveNode, walk
 
 
 class _Object:
-    """One object without its value, which steps change."""
+    """One object, without the value that steps change."""
 
-    def __init__(self, node: LiveNode, known: dict[int, bool]) -> None:
+    def __init__(self, node: LiveNode, plain: dict[int, bool]) -> None:
         view = node.view
         slot = view.slot if isinstance(view, Leaf) else None
         self.edges: dict[str, _Object] = {}
@@ -29,24 +29,24 @@ class _Object:
         self.is_state, self.is_option = isinstance(slot, StateSlot), isinstance(slot, OptionSlot)
         self.is_dict, self.is_sequence = isinstance(node.value, dict), isinstance(node.value, list | tuple | deque)
         self.is_packed = isinstance(view, Leaf) and view.packed is not None
-        # Whether a restore can take the elements as one value, and whether it can make the object where there is none.
+        # True if a restore can take the elements as one value, and if it can make the object itself.
         self.opens = isinstance(view, Leaf) and (node.value is None or view.opened is not None)
         self.template = _template(node)
         is_array = self.template is not None and self.template.kind in MADE_KINDS
-        self.is_made = is_array or is_plain(node.value, known, arrays=True)
+        self.is_made = is_array or is_plain(node.value, plain, arrays=True)
 
 
 class FreshObjects:
-    """A description of objects: the edges between them, and the kinds of their values."""
+    """Describes objects: the edges between them, and the types of their values."""
 
     def __init__(self, live: LiveGraph) -> None:
-        known: dict[int, bool] = {}
-        found = {id(node): _Object(node, known) for node in live.own}
+        plain: dict[int, bool] = {}
+        objects = {id(node): _Object(node, plain) for node in live.own}
         for node in reversed(live.own):  # what is below an object comes after it
-            one, own = found[id(node)], [pair for pair in node.edges.items() if not pair[1].outside]
-            one.edges = {segment: found[id(child)] for segment, child in own}
-            one.has_values = one.has_values or any(child.has_values for child in one.edges.values())
-        self._root = found[id(live.nodes[0])]
+            described = objects[id(node)]
+            described.edges = {name: objects[id(child)] for name, child in node.edges.items() if not child.outside}
+            described.has_values |= any(child.has_values for child in described.edges.values())
+        self._root = objects[id(live.nodes[0])]
 
     @classmethod
     @collection_paused()
@@ -55,7 +55,7 @@ class FreshObjects:
         return cls(walk(root))
 
     def refused(self, later: FreshObjects) -> Iterator[str]:
-        """Generate a line for each part of later objects that a restore into these would refuse."""
+        """Generate a line for each part of the later objects that could not be restored into these."""
         queue: list[tuple[_Object, _Object, Path]] = [(self._root, later._root, ())]
         seen = set[tuple[int, int]]()
         for fresh, now, path in queue:
@@ -68,36 +68,36 @@ class FreshObjects:
             elif now.is_leaf or (fresh.is_leaf and not (fresh.opens and now.is_made)):
                 yield f"{format_node_path(path)}: another object than in the fresh state"
             elif not fresh.is_leaf and not (now.is_sequence and now.is_made):
-                for segment, one in {**fresh.edges, **now.edges}.items():
+                for segment, child in {**fresh.edges, **now.edges}.items():
                     below = (*path, segment)
                     if segment in fresh.edges and segment in now.edges:
-                        queue.append((fresh.edges[segment], one, below))
-                    elif one.has_values and segment in fresh.edges:
+                        queue.append((fresh.edges[segment], child, below))
+                    elif child.has_values and segment in fresh.edges:
                         yield f"{format_node_path(below)}: only in the fresh state"
-                    elif one.has_values and not one.is_option and not (now.is_dict and one.is_made):
+                    elif child.has_values and not child.is_option and not (now.is_dict and child.is_made):
                         yield f"{format_node_path(below)}: not in the fresh state"
 
 
 def _problem(fresh: _Object, now: _Object, path: str) -> str | None:
-    """Return why a value that is restored as a whole does not fit, as the reader of values decides."""
-    wanted, found = fresh.template, now.template
+    """Return why a value that is restored as a whole would not fit."""
+    wanted, saved = fresh.template, now.template
     if wanted is None:
         return None
     if now.is_state:
         return difference(path, wanted, "the state of an object", "the fresh state")
-    if found is None or "none" in (wanted.kind, found.kind) or {wanted.kind, found.kind} <= NUMBER_VALUES:
+    if saved is None or "none" in (wanted.kind, saved.kind) or {wanted.kind, saved.kind} <= NUMBER_VALUES:
         return None
-    details = {"kind": found.kind, "impl": found.variant, "torch_dtype": found.variant}
-    return compare(wanted, Saved(details, found.dtype, found.shape), path)
+    details = {"kind": saved.kind, "impl": saved.variant, "torch_dtype": saved.variant}
+    return compare(wanted, Saved(details, saved.dtype, saved.shape), path)
 
 
 def _template(node: LiveNode) -> LeafTemplate | None:
-    """Return what one array or plain value asks for; None for anything else."""
-    if not (node.has_value and isinstance(node.slot, TensorSlot | Place | PartSlot | BoxSlot)):
+    """Return the template of one array or plain value; None for anything else."""
+    if not (node.has_value and isinstance(node.slot, TensorSlot | Attachment | BoxSlot)):
         return None
     value: Any = node.value if isinstance(node.slot, TensorSlot) or hasattr(node.value, "layout") else node.slot.get()
     if is_python_value(value) or hasattr(value, "dtype"):
         with contextlib.suppress(UnsupportedLeafError):
-            (found,) = describe_template([""], [value])
-            return replace(found, leaf=None, sharding=None, origin="the fresh state")
+            (template,) = describe_template([""], [value])
+            return replace(template, leaf=None, sharding=None, origin="the fresh state")
     return None
