@@ -325,7 +325,8 @@ class LocalTier(StepPlace):
             with self._noting:
                 before = list(_on_line(self._kept, history).items())
                 self._keep(dict([*before[-(_KEPT - 1) :], (folder, step)]))
-            self._run.committed(self.place_of(step), record)
+            if self._run.committed is not None:
+                self._run.committed(self.place_of(step), record)
             if self._hosts.leads:
                 self._remove_uncounted(space, folder)
         except Exception as error:  # training continues, and its steps are in the directory

@@ -23,8 +23,8 @@ from .directory import record_metrics as add_metrics
 from .intervals import LearnedInterval
 from .items import ItemSet, StepContent
 from .metrics import as_given, plain_metrics
-from .mirror import MirrorStatus, RunMirror, add_mirror, has_remote_mirror
-from .options import CheckpointManagerOptions, LocalStatus, Mirror, save_triggers, shown_call
+from .mirror import MirrorStatus, RunMirror
+from .options import CheckpointManagerOptions, LocalStatus, Mirror, mirror_of, save_triggers, shown_call
 from .ownership import stored_options
 from .resuming import Peek, Restored, StepRestorer
 from .retention import best, newest_with
@@ -100,14 +100,18 @@ class CheckpointManager(ExplainsNames):
         writes = not self.options.read_only
         self.directory: Location = as_location(directory, writes=writes, observer=self.observer)
         reuse = self.options.reuse_unchanged and self.directory.can_share()
-        uploads = has_remote_mirror(self.options)
+        mirror = mirror_of(self.options)
+        uploads = mirror is not None and not as_location(mirror.url).is_local
         self._items = ItemSet(checkpointers, self.options.item_intervals, reuse=reuse, uploads=uploads)
         self._clock = clock or SystemClock()
         barrier = seconds(self.options.barrier_timeout_secs, name="barrier_timeout_secs")
         self.processes = ProcessGroup(self.directory.url, coordinator, barrier)
         self._run = Run(self.directory, self.options, self._clock, self.processes, self.observer, metadata)
         self._steps, self._background, self.events = self._run.steps, self._run.background, self._run.events
-        self._mirror = add_mirror(self._run)  # None without one, and for a manager that only reads
+        self._mirror: RunMirror | None = None  # None without one, and for a manager that only reads
+        if mirror is not None and writes:
+            self._mirror = RunMirror(as_location(mirror.url), mirror, self._run)
+            self._run.add_place(self._mirror)
         self._local: LocalTier | None = None  # the local steps of the hosts; None likewise
         if self.options.local is not None and writes:
             from .local_tier import LocalTier  # needs sockets, which take longer to import than a small save

@@ -34,11 +34,11 @@ from ..errors import (
 from ..forks import Lock
 from ..format import CheckpointRecord
 from ..steps import store_metadata, stored_metadata
-from ..storage import Helper, Location, as_location
+from ..storage import Helper, Location
 from .copying import follow
 from .decisions import Moment, decide
 from .directory import RunDirectory
-from .options import KEEP_PERIODS, CheckpointManagerOptions, Mirror, mirror_of, save_triggers
+from .options import KEEP_PERIODS, CheckpointManagerOptions, Mirror, save_triggers
 from .ownership import NO_LOCAL_STEPS, RunIdentity, stored_options
 from .places import Point, StepPlace
 from .run import Run
@@ -610,22 +610,6 @@ class RunMirror(StepPlace):
 def _step_of(record: CheckpointRecord) -> int:
     assert record.step is not None
     return record.step
-
-
-def add_mirror(run: Run) -> RunMirror | None:
-    """Add the mirror that the options name to the places of a run that writes; return it."""
-    options = mirror_of(run.options)
-    if options is None or run.options.read_only:
-        return None
-    mirror = RunMirror(as_location(options.url), options, run)
-    run.add_place(mirror)
-    return mirror
-
-
-def has_remote_mirror(options: CheckpointManagerOptions) -> bool:
-    """Return whether the mirror uploads the files of steps."""
-    mirror = mirror_of(options)
-    return mirror is not None and not as_location(mirror.url).is_local
 
 
 _open: weakref.WeakSet[RunMirror] = weakref.WeakSet()

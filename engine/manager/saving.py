@@ -202,7 +202,8 @@ class SaveQueue:
             metrics=few(record.metrics),
         )
         self.run.report_interval()
-        self.run.committed(self.run.steps.step_location(step), record)
+        if self.run.committed is not None:
+            self.run.committed(self.run.steps.step_location(step), record)
         self.run.observer.reached("committed", step)
         try:
             with self.items.steps_deleted():
