@@ -136,8 +136,7 @@ def _look(spaces: list[_Space], by_name: dict[str, Fact], visited: set[int], loo
             elif fact is not None:
                 by_name.setdefault(name, Fact(fact[0], type(obj).__qualname__, where, fact[1]))
             if depth < _DEPTH:
-                cls = type(obj)
-                queue.extend((f"{name}{key}", where, part, depth + 1, cls) for key, part in _parts(obj))
+                queue.extend((f"{name}{key}", where, part, depth + 1, type(obj)) for key, part in _parts(obj))
         except Exception:  # An object's own code may fail, such as that of an array whose memory was donated.
             continue
 
@@ -151,8 +150,7 @@ def _functions() -> Iterator[_Space]:
     while frame is not None:
         code = frame.f_code
         if _is_own(code.co_filename) and code.co_name != "<module>":
-            where = f"{os.path.basename(code.co_filename)}, in {code.co_qualname}"
-            yield "", where, dict(frame.f_locals)
+            yield "", f"{os.path.basename(code.co_filename)}, in {code.co_qualname}", dict(frame.f_locals)
         elif _is_trainer(trainer := frame.f_locals.get("self")):  # A trainer holds the program's module and data.
             yield "", "the trainer", {"trainer": trainer}
         frame = frame.f_back
@@ -258,8 +256,7 @@ def _fact(obj: Any, *, with_arrays: bool) -> tuple[Kind, str] | None:
         count = getattr(obj.count, "_raw_value", obj.count)  # the key stays the same
         return "generator", str(int(count))
     if isinstance(obj, GeneratorType):
-        last = -2 if obj.gi_frame is None else obj.gi_frame.f_lasti
-        return "position", str(last)
+        return "position", str(-2 if obj.gi_frame is None else obj.gi_frame.f_lasti)
     if hasattr(type(obj), "__next__"):
         hint = operator.length_hint(obj, -1) if type(obj).__module__ == "builtins" else -1
         return "position", f"{hint} left" if hint >= 0 else ""
@@ -271,8 +268,7 @@ def _fact_of_torch(torch: Any, tensor: Any) -> tuple[Kind, str] | None:
         return None
     if tensor.ndim == 0:
         return "value", repr(tensor.item())
-    bits = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return "array", _digest(bits.numpy())
+    return "array", _digest(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def _fact_of_jax(jax: Any, array: Any, *, with_arrays: bool) -> tuple[Kind, str] | None:

@@ -555,11 +555,10 @@ def drawing_sampler(loader: Any) -> str | None:
 
 def generators_of(loader: Any) -> dict[str, Any]:
     """Return the generators in the attribute ``generator`` of a loader and its samplers, each once, by name."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
     owners = {
         "loader": loader,
         "sampler": getattr(loader, "sampler", None),
-        "batch_sampler.sampler": getattr(batch_sampler, "sampler", None),
+        "batch_sampler.sampler": getattr(getattr(loader, "batch_sampler", None), "sampler", None),
     }
     generators = {f"{name}.generator": getattr(owner, "generator", None) for name, owner in owners.items()}
     return _each_once({name: generator for name, generator in generators.items() if is_generator(generator)})

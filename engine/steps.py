@@ -79,8 +79,7 @@ def write_late(directory: Location, folder: str, record: CheckpointRecord, metri
     document = {"checkpoint": record.identity, "time": now, "metrics": encode_metrics(metrics)}
     (directory / LATE).check_not_link()
     (directory / LATE).make_directory()
-    file = directory / LATE / f"{folder}.{os.urandom(8).hex()}.json"
-    file.write_bytes(encode_document("metrics", document))
+    (directory / LATE / f"{folder}.{os.urandom(8).hex()}.json").write_bytes(encode_document("metrics", document))
 
 
 class LateMetrics:
@@ -241,9 +240,9 @@ def read_again(location: Location, look: Callable[[], S], read: Callable[[S], T]
 
 def restless(location: Location) -> DamagedCheckpointError:
     """Return the error about a location that changed each time that it was read."""
-    advice = "look which programs write there, or copy it to another place first"
     return DamagedCheckpointError(
-        f"{location}: it was replaced each of {MOST_CHANGES} times that it was read; {advice}"
+        f"{location}: it was replaced each of {MOST_CHANGES} times that it was read; look which programs write there, "
+        "or copy it to another place first"
     )
 
 

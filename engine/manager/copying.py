@@ -104,8 +104,7 @@ def copy_checkpoint(
     def work() -> list[dict[str, Any]]:
         return list(map(asdict, _Copy(overwrite, Throttle(rate), progress or NULL).run(origin, target)))
 
-    about = [origin.url, target.url, overwrite]
-    reports = run_on_primary("copy_checkpoint", about, work, coordinator)
+    reports = run_on_primary("copy_checkpoint", [origin.url, target.url, overwrite], work, coordinator)
     return [CopyReport(**report) for report in reports]
 
 

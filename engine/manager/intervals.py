@@ -331,8 +331,7 @@ class Experience:
         start.restored = step if isinstance(step, int) else start.restored
         lost, self._lost = self._lost, None
         if lost is not None and lost is not start:
-            since = start.began if lost.failed_at is None else lost.failed_at
-            self._returns.append(max(0.0, when - since))
+            self._returns.append(max(0.0, when - (start.began if lost.failed_at is None else lost.failed_at)))
 
 
 @dataclass

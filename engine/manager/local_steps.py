@@ -62,8 +62,7 @@ class HeldStep:
     record: CheckpointRecord | None = None
 
     def to_json(self) -> dict[str, Any]:
-        record = None if self.record is None else self.record.to_document()
-        return {"files": self.files, "record": record}
+        return {"files": self.files, "record": None if self.record is None else self.record.to_document()}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any], source: str) -> HeldStep:
@@ -114,8 +113,8 @@ def gather(folder: str, held: Sequence[Mapping[str, HeldStep]]) -> WholeStep | s
 
 def whole_steps(held: Sequence[Mapping[str, HeldStep]]) -> list[WholeStep]:
     """Return the steps whose every file is on some host, the newest first."""
-    gathered = [gather(folder, held) for folder in set().union(*held)]
-    whole = [step for step in gathered if isinstance(step, WholeStep)]
+    gathered = (gather(folder, held) for folder in set().union(*held))
+    whole = (step for step in gathered if isinstance(step, WholeStep))
     return sorted(whole, key=lambda step: (step.step, step.folder), reverse=True)
 
 
@@ -367,8 +366,7 @@ class LocalHosts:
             step = WholeStep(whole["folder"], record, holders)
             for digested in (True, False):  # the index first, which has the checksums of the others
                 mine = self._damaged(step, digested) if self.leads else []
-                again = partial(self._again, number, step.folder)
-                answer = self._processes.agree("verified local steps", mine, again)
+                answer = self._processes.agree("verified local steps", mine, partial(self._again, number, step.folder))
                 if answer["damaged"]:
                     break
             else:

@@ -156,8 +156,7 @@ class LocalTier(StepPlace):
 
     def _read(self, whole: WholeStep) -> None:
         """Make a step of the hosts readable for the run, and keep it."""
-        kept = {**self._kept, whole.folder: whole.step}
-        self._kept = dict(sorted(kept.items(), key=itemgetter(1)))
+        self._kept = dict(sorted({**self._kept, whole.folder: whole.step}.items(), key=itemgetter(1)))
         self._steps.borrowed = {**self._steps.borrowed, whole.step: self._hosts.opened(whole)}
 
     def place_of(self, step: int) -> Location:

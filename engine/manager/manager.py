@@ -480,8 +480,7 @@ class CheckpointManager(ExplainsNames):
             PeerFailedError: It failed because the store that connects the processes did not answer.
         """
         self._run.check_writable()
-        content = StepContent(valid_step(step), items, metrics, custom_metadata, save_kwargs or {})
-        return self._save_locally(content)
+        return self._save_locally(StepContent(valid_step(step), items, metrics, custom_metadata, save_kwargs or {}))
 
     def local_status(self) -> LocalStatus | None:
         """Return what this run has in the local places of its hosts; None without the option ``local``."""
@@ -697,8 +696,7 @@ def best_step_in(directory: Location) -> int:
             f"step='best', but the run in {directory} does not rank its checkpoints by the name of a metric "
             "(best_fn=); give the number of the step"
         )
-    only_read = replace(options, read_only=True)
-    with CheckpointManager(directory, options=only_read, coordinator=Alone()) as manager:
+    with CheckpointManager(directory, options=replace(options, read_only=True), coordinator=Alone()) as manager:
         best_step = manager.best_step()
     if best_step is None:
         raise CheckpointNotFoundError(f"step='best', but no checkpoint in {directory} has the metric {options.best_fn}")

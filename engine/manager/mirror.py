@@ -189,8 +189,7 @@ class RunMirror(StepPlace):
         return True
 
     def fetch(self, step: int, overwrite: bool) -> bool:
-        label = f"fetch step {step}"
-        fetched = self._processes.decide(label, self._copy_here, step, overwrite, work_timeout=_FETCH)
+        fetched = self._processes.decide(f"fetch step {step}", self._copy_here, step, overwrite, work_timeout=_FETCH)
         if fetched and not self._processes.is_primary:
             self._run.reload()
         return fetched

@@ -236,15 +236,13 @@ class StepRestorer:
     @contextlib.contextmanager
     def _shared_reads(self, *, together: bool) -> Iterator[SharedReads | None]:
         """Begin reads that all processes share, if they make the call ``together`` or always do; else yield None."""
-        always = self.run.options.load_and_broadcast
-        processes = self.run.processes
-        transport = processes.transport() if always or (always is None and together) else None
+        option, processes = self.run.options.load_and_broadcast, self.run.processes
+        transport = processes.transport() if option or (option is None and together) else None
         rendezvous = None if transport is None else processes.rendezvous("restore: shared reads")
         if transport is None or rendezvous is None:
             yield None
             return
-        reads = SharedReads(rendezvous, transport, processes.timeout, always=always is True)
-        with contextlib.closing(reads) as shared:
+        with contextlib.closing(SharedReads(rendezvous, transport, processes.timeout, always=option is True)) as shared:
             yield shared
 
     def _newest_first(self, named: int | None) -> list[tuple[int, bool]]:
