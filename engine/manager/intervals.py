@@ -346,7 +346,7 @@ class LearnedInterval(SavePolicy):
     experience: Experience = field(default_factory=Experience, compare=False, repr=False)
     # The current trigger; replaced as a whole, because events arrive on the thread that saves.
     _now: Every = field(init=False, compare=False, repr=False)
-    _told: float | None = field(default=None, init=False, compare=False, repr=False)
+    _reported: float | None = field(default=None, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         self.learn(())
@@ -373,9 +373,9 @@ class LearnedInterval(SavePolicy):
     def report(self, events: RunEvents, directory: object) -> None:
         """Report the interval in the log and in an event if it has changed notably since the last report."""
         experience, now = self.experience, self.interval_secs
-        if experience.cost is None or (self._told is not None and abs(now / self._told - 1) < _NOTABLE):
+        if experience.cost is None or (self._reported is not None and abs(now / self._reported - 1) < _NOTABLE):
             return
-        self._told = now
+        self._reported = now
         failures = "1 failure" if experience.failures == 1 else f"{experience.failures} failures"
         why = (
             f"a save costs {_short(experience.cost)} and is durable after {_short(experience.durable)}; {failures} in "

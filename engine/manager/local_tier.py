@@ -73,7 +73,7 @@ class LocalTier(StepPlace):
         self._error: str | None = None
         self._warned: set[type[Exception]] = set()
         self._saves = 0  # since the last event about them
-        self._told: float | None = None  # the monotonic clock at the last event
+        self._last_event: float | None = None  # its time on the monotonic clock
         self._kept: dict[str, int] = {}  # the local steps that count, by their folder, in ascending order
         self._space: Location | None = None  # the folder of the run; None until this run has its directory
         self._hosts = LocalHosts(options, run.steps, run.processes)
@@ -336,7 +336,7 @@ class LocalTier(StepPlace):
         _logger.debug("local %s", report)
         self._saves += 1
         now = self._clock.monotonic()
-        if self._told is None or now - self._told >= _SILENCE:
+        if self._last_event is None or now - self._last_event >= _SILENCE:
             self._events.write(
                 "saved_locally",
                 step=step,
@@ -346,7 +346,7 @@ class LocalTier(StepPlace):
                 blocked_seconds=round(report.blocked_seconds, 6),
                 total_seconds=round(report.total_seconds, 6),
             )
-            self._told, self._saves = now, 0
+            self._last_event, self._saves = now, 0
 
     def _check_owner(self) -> None:
         """Raise OwnershipError if another run has taken over, on process 0; its local steps are in the same folder."""

@@ -319,7 +319,7 @@ class RunMirror(StepPlace):
                 self._thread.join(min(left, _LOOK))
             self._has_finished = not self._is_lost()
             self._end()
-            self._tell()
+            self._warn_of_lacking()
         return self._lacking() is None
 
     def _stop(self, timeout: float = 60.0) -> None:
@@ -336,7 +336,7 @@ class RunMirror(StepPlace):
         if self._far is not None:
             self._far.ownership.release()
 
-    def _tell(self) -> None:
+    def _warn_of_lacking(self) -> None:
         """Log which folder has the newest step, if the mirror lacks it."""
         if (record := self._lacking()) is None:
             return
@@ -615,8 +615,8 @@ _open: weakref.WeakSet[RunMirror] = weakref.WeakSet()
 
 
 @atexit.register
-def _tell_at_exit() -> None:
+def _warn_at_exit() -> None:
     """Log the steps that are missing in mirrors whose managers were not closed."""
     for mirror in list(_open):
         if mirror.process == os.getpid():  # a forked child has no mirror
-            mirror._tell()
+            mirror._warn_of_lacking()

@@ -36,7 +36,7 @@ class SaveQueue:
     decisions: SaveDecisions
     abandoned: AbandonedSteps
     _pending: PendingSave | None = None  # the save that is under way
-    _has_told_of_repeated: bool = False
+    _warned_of_repeated: bool = False
     _watch: MetricWatch | None = None  # None once the metric that ranks checkpoints was reported
 
     def __post_init__(self) -> None:
@@ -102,8 +102,8 @@ class SaveQueue:
         decision = Decision(True, "forced") if force else self.decide(step, content.metrics)
         replaces = force or self.run.steps.is_damaged(step) or self.abandoned.replaces(step)
         if not decision.save:
-            if not self._has_told_of_repeated and self._is_saved(step) and self.run.processes.is_primary:
-                self._has_told_of_repeated = True
+            if not self._warned_of_repeated and self._is_saved(step) and self.run.processes.is_primary:
+                self._warned_of_repeated = True
                 text = "save(%d) returned False, and what it was given is not saved: %s. force=True replaces it"
                 _logger.warning(text, step, decision.reason)
             return False
