@@ -144,7 +144,7 @@ class LateMetrics:
 
 def with_late(record: CheckpointRecord, added: Iterable[Added]) -> CheckpointRecord:
     """Return a record with the metrics added to its checkpoint; the latest value wins."""
-    for identity, _, metrics in sorted(added, key=lambda one: one[1]):
+    for identity, _, metrics in sorted(added, key=lambda addition: addition[1]):
         if identity == record.identity:
             record = record.with_metrics(metrics)
     return record
