@@ -32,7 +32,7 @@ from .pytree import is_torch_tensor, loaded
 from .stateful import METHODS, state_of
 
 Kind = Literal["generator", "position", "loader", "optimizer", "value", "array"]
-STATELESS = "no state"  # the digest of a generator of the operating system: no look tells what was drawn from it
+STATELESS = "no state"  # the digest of a generator of the operating system, whose draws leave no trace
 
 
 class Fact(NamedTuple):
@@ -40,7 +40,7 @@ class Fact(NamedTuple):
 
     kind: Kind
     type: str
-    where: str  # the place where it was found
+    where: str  # the function or module through which it was found
     digest: str  # the digest of its state
 
 
@@ -91,10 +91,10 @@ def facts() -> dict[str, Fact]:
         _look(group, by_name, visited, looked)
     ours = [obj for _, obj in looked if type(obj).__module__.startswith(f"{__package__.partition('.')[0]}.")]
     handed = {id(part) for obj in ours for _, part in _attributes(obj)}  # such as the loader of hf.skip_to
-    for name in [name for name, obj in looked if id(obj) in handed and name in by_name]:
-        if by_name[name].kind == "loader":
+    for name, obj in looked:
+        if id(obj) in handed and name in by_name and by_name[name].kind == "loader":
             del by_name[name]
-    if not any(fact.kind == "loader" for fact in by_name.values()):  # Perhaps a for statement alone holds one.
+    if not any(fact.kind == "loader" for fact in by_name.values()):  # perhaps only a for statement refers to one
         kinds = {getattr(sys.modules.get("torch.utils.data.dataloader"), name, None) for name in _ITERATORS}
         objects = gc.get_objects()
         running = itertools.compress(objects, map(kinds.__contains__, map(type, objects)))
@@ -136,8 +136,7 @@ def _look(spaces: list[_Space], by_name: dict[str, Fact], visited: set[int], loo
             elif fact is not None:
                 by_name.setdefault(name, Fact(fact[0], type(obj).__qualname__, where, fact[1]))
             if depth < _DEPTH:
-                cls = type(obj)
-                queue.extend((f"{name}{key}", where, part, depth + 1, cls) for key, part in _parts(obj))
+                queue.extend((f"{name}{key}", where, part, depth + 1, type(obj)) for key, part in _parts(obj))
         except Exception:  # An object's own code may fail, such as that of an array whose memory was donated.
             continue
 
@@ -151,8 +150,7 @@ def _functions() -> Iterator[_Space]:
     while frame is not None:
         code = frame.f_code
         if _is_own(code.co_filename) and code.co_name != "<module>":
-            where = f"{os.path.basename(code.co_filename)}, in {code.co_qualname}"
-            yield "", where, dict(frame.f_locals)
+            yield "", f"{os.path.basename(code.co_filename)}, in {code.co_qualname}", dict(frame.f_locals)
         elif _is_trainer(trainer := frame.f_locals.get("self")):  # A trainer holds the program's module and data.
             yield "", "the trainer", {"trainer": trainer}
         frame = frame.f_back
@@ -258,8 +256,7 @@ def _fact(obj: Any, *, with_arrays: bool) -> tuple[Kind, str] | None:
         count = getattr(obj.count, "_raw_value", obj.count)  # the key stays the same
         return "generator", str(int(count))
     if isinstance(obj, GeneratorType):
-        last = -2 if obj.gi_frame is None else obj.gi_frame.f_lasti
-        return "position", str(last)
+        return "position", str(-2 if obj.gi_frame is None else obj.gi_frame.f_lasti)
     if hasattr(type(obj), "__next__"):
         hint = operator.length_hint(obj, -1) if type(obj).__module__ == "builtins" else -1
         return "position", f"{hint} left" if hint >= 0 else ""
@@ -271,8 +268,7 @@ def _fact_of_torch(torch: Any, tensor: Any) -> tuple[Kind, str] | None:
         return None
     if tensor.ndim == 0:
         return "value", repr(tensor.item())
-    bits = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return "array", _digest(bits.numpy())
+    return "array", _digest(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def _fact_of_jax(jax: Any, array: Any, *, with_arrays: bool) -> tuple[Kind, str] | None:
@@ -301,7 +297,6 @@ _GLOBAL = {"python": "the random module", "numpy": "numpy.random", "torch": "tor
 
 
 def _global_generators() -> Iterator[tuple[str, Fact]]:
-    """Generate the generators that functions such as ``random.random()`` draw from."""
     for name, state in as_tree(capture()).items():
         label = _GLOBAL.get(name, f"torch's generators of {name.upper()}")
         yield label, Fact("generator", name, "", _digest(state))

@@ -40,7 +40,7 @@ class Lock:
         self._lock = self._make()
 
 
-class cached_property(Generic[_T]):  # noqa: N801 - named as that of functools
+class cached_property(Generic[_T]):  # noqa: N801 - named like functools.cached_property
     """``functools.cached_property`` without its lock, which in Python 3.11 all instances of a class share."""
 
     def __init__(self, make: Callable[[Any], _T]) -> None:

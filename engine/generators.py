@@ -20,7 +20,7 @@ from .pytree import is_jax_array, is_key, is_torch_tensor, leaves_of, loaded
 DRAWN, IDLE = "drawn", "idle"
 """The parts of a saved state: generators that a step has drawn from, and those that no step has drawn from.
 
-The state of an idle generator may be that of an unseeded one, which differs between two runs of one program.
+An idle generator may be unseeded, so that its state differs between two runs of one program.
 """
 
 _SEEDS = "seed_seq"  # in the state of a Generator of numpy that has spawned others: what the next ones follow from
@@ -199,7 +199,7 @@ def _equal(left: Any, right: Any) -> bool:
         return np.array_equal(left, right) or np.asarray(left).tobytes() == np.asarray(right).tobytes()
     without: Any = object.__eq__
     if type(left).__eq__ is without and type(right).__eq__ is without:
-        return True  # Identity does not tell whether such objects are equal.
+        return True  # Identity does not show whether such objects are equal.
     return bool(left == right)
 
 

@@ -104,7 +104,6 @@ def _leaf_summary(item: str, leaf: SavedLeaf) -> LeafSummary:
 
 
 def _value_text(leaf: SavedLeaf) -> str:
-    """Return the repr of a plain value, shortened."""
     value = decode_value(leaf.saved.details, leaf.name)
     try:
         text = hex(value) if leaf.saved.kind == "int" else repr(value)
@@ -113,7 +112,7 @@ def _value_text(leaf: SavedLeaf) -> str:
     return shortened_text(text)
 
 
-_LISTINGS = 3  # times to list the steps of a run that deletes all of them before they are read
+_LISTINGS = 3  # attempts to list the steps, if a run deletes all of them before they are read
 
 # ---- verification: every byte is read and checked; problems are named file by file and leaf by leaf
 
@@ -221,7 +220,6 @@ def _verify(location: Location, step: int | None, share: Share) -> CheckpointVer
 
 
 def _verify_foreign(location: Location, step: int | None, share: Share) -> CheckpointVerification:
-    """Read every readable item of a checkpoint of another library."""
     problems: list[Problem] = []
     size = 0
     try:

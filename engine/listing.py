@@ -66,11 +66,11 @@ def list_checkpoints(directory: Place) -> list[CheckpointSummary]:
     steps = find_steps(location)
     if steps.entries and not steps.is_native:
         return [_foreign_summary(entry, steps.format) for entry in steps.entries]
-    # The options of the last run do not tell which of several series it wrote.
+    # The options of the last run do not say which of several series it wrote.
     several = len({entry.series for entry in steps.entries}) > 1
     options, function = (None, None) if several else stored_rules(location)
     infos = infos_of(steps.entries)
-    # Only the run has the function that ranks its steps, and can tell why one is kept.
+    # Only the run has the function that ranks its steps, so only the run knows why one is kept.
     kept = {} if options is None or function is not None else reasons(infos, retention_rules(options))
     seen: set[tuple[int, int]] = set()
     summaries = [_native_summary(entry, kept.get(entry.step, ()), seen) for entry in steps.entries]
@@ -109,7 +109,7 @@ def _native_summary(entry: StepEntry, kept: tuple[str, ...], seen: set[tuple[int
 
 
 def _foreign_summary(entry: StepEntry, format_name: str) -> CheckpointSummary:
-    from .sources import open_at  # imported lazily: what reads checkpoints takes longer to import than to list our own
+    from .sources import open_at  # imported lazily: that takes longer than listing our own
 
     try:
         checkpoint = open_at(entry.location)

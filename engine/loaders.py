@@ -55,17 +55,17 @@ def derives(obj: object, name: str, package: str) -> bool:
 
 DRAWING = ("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")  # samplers of torch
 TAKEN = "taken"  # the epoch, and how many of its batches were taken
-_BEGUN = "generators"  # their states by name when the epoch began, or at its end
-_ORDER = "state"  # what the order depends on, as the program's function returned it then
+_BEGUN = "generators"  # states of generators by name when the epoch began, or at its end
+_ORDER = "state"  # the values that the program's function returned then
 _VALUES = "attributes"  # numbers and small arrays of the loader, which earlier versions saved
-LAST = "last"  # a checksum of the last batch: it tells whether a resume has drawn the same one again
+LAST = "last"  # a checksum of the last batch, with which a resume compares the batch that it draws again
 ENDED = "ended"  # whether that was the last batch of the epoch
-_NOW = "now"  # the loader's own generators, which others may draw from as well, and _ORDER, which others may change
+_NOW = "now"  # the current states of the loader's own generators and _ORDER, which other code may change
 _PARTS = (TAKEN, ENDED, _BEGUN, _NOW, _ORDER, LAST)
-_HANDED = "generators."  # the beginning of the names of generators that the program has handed over
-_MOST_VALUES = 1000  # values of a batch that are looked at
+_HANDED = "generators."  # prefix of the names of generators that the program hands over
+_MOST_VALUES = 1000  # values of a batch that a checksum covers, at most
 _MOST_REFUSED = 10_000  # requests after a stop: ``while step < total`` around a loop over the data would never end
-_LONG = 5.0  # seconds of drawing again before a line says so
+_LONG = 5.0  # seconds of drawing again after which a log line says so
 _STILL_DRAWING = (
     "drawing the earlier batches of the epoch again, %d of %d so far. If the dataset and its workers draw no random "
     "numbers, hf.resumable(loader, redraw='indices') loads none of them"
@@ -78,7 +78,7 @@ Announce = Callable[..., object]  # takes a text and its arguments, as loggers d
 class LoaderPosition:
     """A position in the batches of a loader: the common base of :func:`skip_to` and ``resumable``."""
 
-    _function = "skip_to"  # which the program calls, for messages
+    _function = "skip_to"  # the function that the program calls, for messages
 
     def __init__(self, loader: Any, generators: Sequence[Any] = (), state: OrderState | None = None) -> None:
         self._loader: Any = loader
@@ -89,28 +89,18 @@ class LoaderPosition:
         self._generators = _each_once(generators_of(loader) | handed, besides=_global_generators())
         self._state = state
         self._batches: Iterator[Any] | None = None
-        self._epoch = self._taken = 0  # the epoch, and how many of its batches were taken
+        self.epoch = self._taken = 0  # the epoch of the batches, from 0, and how many of its batches were taken
         self._most: int | None = None  # batches of an epoch, if the program says so
         self._has_ended = False  # whether the last batch of the epoch was taken
         self._begun: dict[str, Any] = {}  # states of generators when the epoch began
-        self._order: dict[str, Any] = {}  # what the program's function returned then
+        self._order: dict[str, Any] = {}  # the value that the program's function returned then
         self._drawn: list[str] = []  # the global generators that have changed by its first batch
         self._restored: Mapping[str, Any] = {}  # a state that takes effect with the next batch
-        self._last: int | None = None  # a checksum of some values of the last batch
+        self.checksum: int | None = None  # of some values of the last batch
         self._next: list[Any] = []  # a batch beyond the length of the loader
         self._announce: Announce | None = None
         self._exit_status: int | None = None  # of the program, once the run was stopped
         self._refused = 0  # requests since then
-
-    @property
-    def checksum(self) -> int | None:
-        """A checksum of the last batch, or None before the first one."""
-        return self._last
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that the batches belong to, from 0."""
-        return self._epoch
 
     @property
     def left(self) -> int | None:
@@ -145,8 +135,8 @@ class LoaderPosition:
         """Return the state with which this epoch began; at its end, the state with which the next begins."""
         if self._restored:
             return {name: self._restored[name] for name in _PARTS if name in self._restored}
-        state: dict[str, Any] = {TAKEN: [self._epoch, self._taken]}
-        state |= {} if self._last is None else {LAST: self._last}
+        state: dict[str, Any] = {TAKEN: [self.epoch, self._taken]}
+        state |= {} if self.checksum is None else {LAST: self.checksum}
         own_states = self._own_states()
         if self._batches is None or self._has_ended:
             # The next epoch draws from global generators as they are when it begins, which others save.
@@ -200,7 +190,7 @@ class LoaderPosition:
         restore(before)
         self._set_own_states(saved.get(_NOW, {}))
         self._set_order(saved.get(_NOW, {}))
-        if self._last is not None and last not in (None, self._last) and not (draws or lasts or told):
+        if self.checksum is not None and last not in (None, self.checksum) and not (draws or lasts or told):
             self._warn_of_other_batches(taken)
 
     def _redraw(self, count: int) -> tuple[int | None, bool]:
@@ -225,7 +215,7 @@ class LoaderPosition:
             self._set_order(order)
         self._begun, self._order = as_tree(capture()) | self._own_states(), self._order_now()
         self._batches = self._open(self._taken)
-        self._epoch, self._taken, self._drawn, self._next, self._has_ended = epoch, 0, [], [], False
+        self.epoch, self._taken, self._drawn, self._next, self._has_ended = epoch, 0, [], [], False
 
     def _open(self, left_out: int = 0) -> Iterator[Any]:
         return iter(self._loader)
@@ -314,12 +304,12 @@ class SkippedLoader(LoaderPosition, Iterator[Any]):
         if not (batch := self._draw()):
             raise StopIteration
         self.position += 1
-        self._last = fingerprint(batch[0])
+        self.checksum = fingerprint(batch[0])
         return batch[0]
 
     @property
     def replicated_state(self) -> bool:
-        """Whether the position is one of all processes, counted in global samples."""
+        """True if the position counts global samples, and so is the same for all processes."""
         return self._global_batch_size is not None
 
     def get_state(self) -> dict[str, Any]:
@@ -332,7 +322,7 @@ class SkippedLoader(LoaderPosition, Iterator[Any]):
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continue from another position; the loader begins with the next batch."""
-        self._restored, self._last = state, state.get(LAST)
+        self._restored, self.checksum = state, state.get(LAST)
         if "samples" in state:
             self.position = self._position_of(_position(state["epoch"]), _position(state["samples"]))
         else:
@@ -375,7 +365,7 @@ class SkippedLoader(LoaderPosition, Iterator[Any]):
     def _draw(self) -> list[Any]:
         if (batch := super()._draw()) or not self._taken:
             return batch
-        self._begin(self._epoch + 1)
+        self._begin(self.epoch + 1)
         return super()._draw()
 
     def _begin(self, epoch: int) -> None:
@@ -567,11 +557,10 @@ def drawing_sampler(loader: Any) -> str | None:
 
 def generators_of(loader: Any) -> dict[str, Any]:
     """Return the generators in the attribute ``generator`` of a loader and its samplers, each once, by name."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
     owners = {
         "loader": loader,
         "sampler": getattr(loader, "sampler", None),
-        "batch_sampler.sampler": getattr(batch_sampler, "sampler", None),
+        "batch_sampler.sampler": getattr(getattr(loader, "batch_sampler", None), "sampler", None),
     }
     generators = {f"{name}.generator": getattr(owner, "generator", None) for name, owner in owners.items()}
     return _each_once({name: generator for name, generator in generators.items() if is_generator(generator)})

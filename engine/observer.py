@@ -22,7 +22,7 @@ OBSERVER = "HOLDFAST_OBSERVER"
 DRILL = "HOLDFAST_DRILL"
 """Environment variable of a program that ``holdfast drill`` rehearses: the folder of the rehearsal."""
 
-STRAYS = "strays.jsonl"  # name of the file in that folder to which processes without the variable add themselves
+STRAYS = "strays.jsonl"  # name of a file in that folder, with a line for each process without the variable
 
 Point = Literal["step", "batch", "validation", "restored", "saving", "commit", "committed", "save_failed"]
 """A point that a run passes: ``step`` after an update, ``commit`` right before the commit record of a step is written,

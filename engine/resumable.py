@@ -58,7 +58,7 @@ class ResumableLoader(LoaderPosition):
         self._asked = False  # whether a loop has begun, perhaps without a batch, since a state was set
         self._turn = 0  # changes when another loop begins, or a state is set
         self._reported = 0  # the turn of the last report of a step
-        self._loops: set[bool] | None = set()  # whether steps were reported in the loops of the run; None once told
+        self._loops: set[bool] | None = set()  # whether the loops of the run reported steps; None after the warning
         if redraw == "indices":
             self._indices = _Indices(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
             self._source, self._loads_again = _with_order(loader, self._indices), False
@@ -71,7 +71,7 @@ class ResumableLoader(LoaderPosition):
     def __len__(self) -> int:
         return self._length() or len(self._loader)
 
-    def __getattr__(self, name: str) -> Any:  # Other public attributes are those of the loader inside.
+    def __getattr__(self, name: str) -> Any:  # other public attributes are those of the wrapped loader
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return getattr(self._loader, name)
@@ -79,13 +79,13 @@ class ResumableLoader(LoaderPosition):
     def __iter__(self) -> Iterator[Any]:
         if self._restored and self._asked:  # That loop gave nothing: zip had come to the end of an earlier loader.
             self._take_up()
-            self._move(self._epoch + 1, 0)
+            self._move(self.epoch + 1, 0)
         self._asked = True
         return self._loop()
 
     def _loop(self) -> Iterator[Any]:
         if self._batches is not None:
-            self._move(self._epoch + 1, 0)  # A loop was left, and Python has not noticed yet.
+            self._move(self.epoch + 1, 0)  # a loop was left, and its generator is not closed yet
         self._turn += 1
         turn, given = self._turn, False
         try:
@@ -94,10 +94,10 @@ class ResumableLoader(LoaderPosition):
             if self._restored:
                 self._take_up()
             else:
-                self._begin(self._epoch)
+                self._begin(self.epoch)
             while batch := self._draw():
                 given = True
-                self._last = fingerprint(batch[0])
+                self.checksum = fingerprint(batch[0])
                 yield batch[0]
                 if turn != self._turn:
                     raise StateError(
@@ -111,15 +111,15 @@ class ResumableLoader(LoaderPosition):
             if turn == self._turn:
                 if given and self._loops is not None:
                     self._loops.add(self._reported == turn)
-                self._move(self._epoch + 1, 0)
+                self._move(self.epoch + 1, 0)
 
     def _take_up(self) -> None:
         """Go to the place that was restored."""
         if self._has_ended:
             self._take_restored()
-            _logger.info(_NOTHING_LEFT, self._epoch)
+            _logger.info(_NOTHING_LEFT, self.epoch)
         else:
-            self._go_to(self._epoch, self._taken)
+            self._go_to(self.epoch, self._taken)
 
     def get_state(self) -> dict[str, Any]:
         """Return the epoch, the number of its batches taken, and the states from which its order was drawn."""
@@ -138,7 +138,7 @@ class ResumableLoader(LoaderPosition):
             )
         self._move(*state[TAKEN])
         self._asked = False
-        self._restored, self._last, self._has_ended = state, state.get(LAST), state.get(ENDED, False)
+        self._restored, self.checksum, self._has_ended = state, state.get(LAST), state.get(ENDED, False)
 
     def begin_run(self, announce: Announce) -> None:
         """Begin a run; what was taken before a fresh start, such as a batch to look at, does not count."""
@@ -150,7 +150,7 @@ class ResumableLoader(LoaderPosition):
 
     def _move(self, epoch: int, taken: int) -> None:
         self._turn += 1
-        self._epoch, self._taken, self._batches, self._has_ended, self._next = epoch, taken, None, False, []
+        self.epoch, self._taken, self._batches, self._has_ended, self._next = epoch, taken, None, False, []
 
     def _redraw(self, count: int) -> tuple[int | None, bool]:
         if self._loads_again:
@@ -239,7 +239,7 @@ class _Indices:
         return self
 
     def __next__(self) -> Any:
-        self.skip()  # Workers ask for indices as soon as the loader begins, after it has drawn their seed.
+        self.skip()  # not in __iter__: the loader first draws the seed of its workers
         return next(self._rest)
 
     def skip(self) -> None:
@@ -256,7 +256,6 @@ def _has_indices(loader: Any) -> bool:
 
 
 def _with_order(loader: Any, order: _Indices) -> Any:
-    """Return a copy of a DataLoader with another order."""
     names = (
         *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
         *("generator", "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order"),

@@ -97,7 +97,7 @@ def begins_epoch(obj: object) -> bool:
     return isinstance(obj, SkippedLoader) or (is_iterable and _methods(obj) == METHODS[1])
 
 
-Prepare = Callable[[Any, Any], Any]  # returns what is passed to an object, given the object and its decoded state
+Prepare = Callable[[Any, Any], Any]  # converts the decoded state for an object before it is passed to the object
 
 
 def restore_state(obj: object, state: Any, prepare: Prepare = lambda _, state: state) -> Any:
@@ -119,7 +119,7 @@ def restore_state(obj: object, state: Any, prepare: Prepare = lambda _, state: s
         try:
             decoded = decode_state(state)
         except StateError:
-            encode_state(getattr(obj, methods[0])())  # a class in a function is known by its instances only
+            encode_state(getattr(obj, methods[0])())  # makes a class known that a function defines
             decoded = decode_state(state)
         getattr(obj, methods[1])(prepare(obj, decoded))
         if isinstance(obj, SkippedLoader):
@@ -137,14 +137,11 @@ def _methods(obj: object) -> tuple[str, str] | None:
     if isinstance(obj, type):
         return None
     for getter, setter in METHODS:
-        if all(map(_is_method, (getattr(obj, getter, None), getattr(obj, setter, None)))):
+        methods = getattr(obj, getter, None), getattr(obj, setter, None)
+        # The handle of a Ray actor has the names of its methods, which only .remote() calls.
+        if all(callable(method) and not hasattr(method, "remote") for method in methods):
             return getter, setter
     return None
-
-
-def _is_method(value: object) -> bool:
-    # Ray's handles of actors have the names of their methods, which only .remote() calls.
-    return callable(value) and not hasattr(value, "remote")
 
 
 # ---- actors of Ray
@@ -172,7 +169,7 @@ class ActorState:
         return ()
 
 
-_actors: WeakValueDictionary[Any, ActorState] = WeakValueDictionary()  # by the handles: those of one actor are equal
+_actors: WeakValueDictionary[Any, ActorState] = WeakValueDictionary()  # by handle; all handles of an actor are equal
 
 
 def adapted(obj: object) -> Any:
@@ -192,7 +189,7 @@ def is_actor(obj: object) -> bool:
 
 def answer_of_actor(handle: Any, reference: Any) -> Any:
     """Return the result of an actor's call; log which actor keeps it waiting."""
-    ray: Any = sys.modules["ray"]  # It has made the handle.
+    ray: Any = sys.modules["ray"]  # imported, as the handle is from it
     waited, pause = 0.0, _STILL_WAITING
     while not ray.wait([reference], timeout=pause)[0]:
         waited, pause = waited + pause, 2 * pause
@@ -260,7 +257,7 @@ def _restore_files(obj: Any, state: Any) -> None:
 # ---- torchdata's StatefulDataLoader
 
 _OWN_STATE, _GENERATORS = "holdfast.loader", "holdfast.generators"
-_FINISHED = "_iterator_finished"  # in the state of a loader: its next iterator begins an epoch
+_FINISHED = "_iterator_finished"  # in a loader's state: true if its next iterator begins an epoch
 _KNOWN_ORDER = ("SequentialSampler", "DistributedSampler", "_InfiniteConstantSampler")  # samplers that need no state
 
 
@@ -322,7 +319,7 @@ def restore_loader(
         )
 
     def begun() -> None:
-        if ended and has_states:  # The sampler comes to its end as well: otherwise, it would begin the new epoch there.
+        if ended and has_states:  # Exhaust the sampler, too: otherwise, it would begin the new epoch at its end.
             deque(islice(iter(loader.sampler), loader.batch_size or 1), 0)
         for name in current.keys() & generators.keys():
             restore_state(current[name], generators[name])

@@ -67,7 +67,7 @@ from .storage import (
 _logger = logging.getLogger("holdfast")
 
 LATE = "metrics"  # name of the folder
-_LIMIT = 64 << 20  # bytes of a file beside the steps
+_LIMIT = 64 << 20  # bytes of a file of metrics or facts
 
 
 # The checkpoint that metrics were added to, when, and the metrics.
@@ -79,8 +79,7 @@ def write_late(directory: Location, folder: str, record: CheckpointRecord, metri
     document = {"checkpoint": record.identity, "time": now, "metrics": encode_metrics(metrics)}
     (directory / LATE).check_not_link()
     (directory / LATE).make_directory()
-    file = directory / LATE / f"{folder}.{os.urandom(8).hex()}.json"
-    file.write_bytes(encode_document("metrics", document))
+    (directory / LATE / f"{folder}.{os.urandom(8).hex()}.json").write_bytes(encode_document("metrics", document))
 
 
 class LateMetrics:
@@ -145,7 +144,7 @@ class LateMetrics:
 
 def with_late(record: CheckpointRecord, added: Iterable[Added]) -> CheckpointRecord:
     """Return a record with the metrics added to its checkpoint; the latest value wins."""
-    for identity, _, metrics in sorted(added, key=lambda one: one[1]):
+    for identity, _, metrics in sorted(added, key=lambda addition: addition[1]):
         if identity == record.identity:
             record = record.with_metrics(metrics)
     return record
@@ -241,9 +240,9 @@ def read_again(location: Location, look: Callable[[], S], read: Callable[[S], T]
 
 def restless(location: Location) -> DamagedCheckpointError:
     """Return the error about a location that changed each time that it was read."""
-    advice = "look which programs write there, or copy it to another place first"
     return DamagedCheckpointError(
-        f"{location}: it was replaced each of {MOST_CHANGES} times that it was read; {advice}"
+        f"{location}: it was replaced each of {MOST_CHANGES} times that it was read; look which programs write there, "
+        "or copy it to another place first"
     )
 
 
@@ -257,7 +256,7 @@ def has_changed(location: Location, record: CheckpointRecord) -> bool:
         return False
 
 
-# ---- the facts about a run, stored beside its steps
+# ---- the facts about a run
 
 
 METADATA = "metadata"  # name of the folder
@@ -303,7 +302,7 @@ _MANY = 64  # number of steps from which their records are read on several threa
 class StepEntry(NamedTuple):
     step: int  # its number
     location: Location  # its folder
-    series: str = ""  # what the folder's name begins with: ``""``, ``"ckpt_"`` or ``"ckpt-"``
+    series: str = ""  # the prefix of the folder's name: ``""``, ``"ckpt_"`` or ``"ckpt-"``
     # The commit record; None if that is damaged, or if another library wrote the step.
     record: CheckpointRecord | None = None
     error: DamagedCheckpointError | FormatVersionError | None = None  # why the commit record cannot be used, or None
@@ -405,7 +404,7 @@ def newest_step(entries: Iterable[StepEntry], *, whole: bool = False) -> StepEnt
     return max(heads.values(), key=order, default=None)
 
 
-LEFT_BEHIND = "holdfast.left_behind"  # key in the metadata of a step: [number, time] of each later one that it left
+LEFT_BEHIND = "holdfast.left_behind"  # key in the metadata of a step: [number, time] of each step that it abandoned
 
 
 def left_behind(records: Iterable[CheckpointRecord | None]) -> list[Any]:

@@ -34,13 +34,13 @@ from .storage import Location, append_line
 VERSION = 1
 LIMIT = 64 << 10  # bytes of a file
 _LEAVES = 128
-_GRADIENTS = 16  # what is accumulated shows in each of them
-_NUMBERS = 768  # elements whose values are recorded, so that a difference has a size
-_FULL = 32 << 20  # bytes of leaves whose elements are all added up
+_GRADIENTS = 16  # an accumulation shows in each of them
+_NUMBERS = 768  # elements whose values are recorded, to measure a difference
+_FULL = 32 << 20  # bytes of leaves that are summed in full
 # Metrics with these words in their names measure the machine, and not the run.
 _TIMES = {"time", "times", "elapsed", "duration", "seconds", "secs", "sec", "s", "ms", "hz", "timestamp", "eta", "wall"}
 _TIMES |= {"speed", "fps", "throughput", "memory"}
-_LOSS, _UPDATE = 1e-4, 1e-2  # relative differences that rounding explains where another kind of processor computes
+_LOSS, _UPDATE = 1e-4, 1e-2  # relative differences that rounding explains on another kind of processor
 _SHOWN = 3
 
 
@@ -49,7 +49,7 @@ class Seen:
     """What a program shows at a step."""
 
     step: int
-    root: Any  # the state, and all that is saved with it whose values lie in arrays and numbers, by name
+    root: Any  # the state, and what is saved with it as arrays and numbers, by name
     objects: Mapping[str, Any] = field(default_factory=dict)  # such as loaders, whose plain attributes explain
     generators: Mapping[str, Any] = field(default_factory=dict)  # snapshots of states of random generators, by name
     positions: Mapping[str, Any] = field(default_factory=dict)  # snapshots of opaque states, such as places in the data
@@ -67,7 +67,7 @@ class Recorder:
     """Takes records of steps; it chooses the leaves to sample once, as the run begins."""
 
     def __init__(self, seen: Seen, names: tuple[str, ...] | None = None) -> None:
-        self._names = names  # of the leaves that a resume is compared in until its next save
+        self._names = names  # of the leaves that a resume compares until its next save
         self._sampler = Sampler()
         self._ways = Ways(seen.root, _LEAVES, names)
         self._saves = 0
@@ -138,7 +138,7 @@ class RecordFile:
     def __init__(
         self, step: int, process: int, key: Mapping[str, Any], first: Pending | None, records: Records | None = None
     ) -> None:
-        records = records or Records()  # those of the step that the run has resumed from, for which first is None
+        records = records or Records()  # of the step that the run resumed from; then first is None
         self.step = step
         self._name = file_name(process)
         self._key = key
@@ -147,9 +147,9 @@ class RecordFile:
         self._file = None if records.place is None else records.place / self._name
         self._waiting = [] if first is None else [first]
         self._lines = [*records.lines]
-        self._written = len(self._lines)  # lines that the file has
+        self._written = len(self._lines)  # lines in the file
         self._size = sum(len(line) + 1 for line in self._lines)
-        self._known = {0, *records.by_k}  # which records there are, by their k
+        self._known = {0, *records.by_k}  # the k of each record
 
     def add(self, pending: Pending) -> None:
         """Add a later record, and write what has arrived."""
@@ -206,7 +206,7 @@ class Pending:
     names: tuple[str, ...]
     total: int
     samples: Samples
-    layers: Mapping[str, Sequence[Any]]  # what the samples are of, in their order
+    layers: Mapping[str, Sequence[Any]]  # the keys of the samples, in their order
     _finished: bool = False
 
     def finish(self) -> Record:
@@ -230,11 +230,11 @@ class Pending:
 class Records:
     """The records of the save that a run resumes from."""
 
-    names: tuple[str, ...] = ()  # of the leaves whose samples they have
+    names: tuple[str, ...] = ()  # of the sampled leaves
     total: int = 0  # leaves of the state
     by_k: Mapping[int, Record] = field(default_factory=dict)  # by the number of reports since the save
     why: str = ""  # why there are none
-    key: Mapping[str, Any] = field(default_factory=dict)  # what has to be alike in the run that resumes
+    key: Mapping[str, Any] = field(default_factory=dict)  # facts that must be equal in the run that resumes
     lines: tuple[str, ...] = ()
     place: Location | None = None
 

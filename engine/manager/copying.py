@@ -104,8 +104,7 @@ def copy_checkpoint(
     def work() -> list[dict[str, Any]]:
         return list(map(asdict, _Copy(overwrite, Throttle(rate), progress or NULL).run(origin, target)))
 
-    about = [origin.url, target.url, overwrite]
-    reports = run_on_primary("copy_checkpoint", about, work, coordinator)
+    reports = run_on_primary("copy_checkpoint", [origin.url, target.url, overwrite], work, coordinator)
     return [CopyReport(**report) for report in reports]
 
 
@@ -151,7 +150,7 @@ class _Copy:
                     progress=progress,
                     copied=self.copied,
                 ):
-                    pass  # nothing is left to check before the commit
+                    pass  # there is nothing to check before the commit
             return CopyReport(
                 source=str(source), path=str(destination), step=record.step, bytes=record.nbytes, sent=progress.sent
             )
@@ -177,7 +176,7 @@ class _Copy:
                         # The record of the entry has the metrics of other programs as well.
                         if (copied := found_at(target)) is not None and entry.record is not None:
                             follow(target, copied, replace(copied, metrics=entry.record.metrics))
-                    except CheckpointNotFoundError:  # the run has deleted the step meanwhile
+                    except CheckpointNotFoundError:  # the run deleted the step meanwhile
                         continue
                     except DamagedCheckpointError as error:
                         damaged.append(f"step {entry.step}: {error}")

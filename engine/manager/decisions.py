@@ -38,7 +38,7 @@ def median(values: Iterable[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Whether to save now; it is true in a condition if so.
+    """The decision whether to save now; it is true in a condition if so.
 
     Attributes:
         save: Whether to save.
@@ -121,7 +121,7 @@ class OnBest:
         value = metric_value(moment.metrics, self.metric)
         if value is None:
             return None
-        for info in reversed(moment.earlier):  # the newest are most often the hardest to beat
+        for info in reversed(moment.earlier):  # the newest are usually the hardest to beat
             other = info.value(self.metric)
             if other is not None and not better(value, other, self.mode):
                 return None
@@ -204,12 +204,12 @@ class SyncSchedule:
 class StepPace:
     """Measures how much longer the steps of a loop take while a save is written in the background."""
 
-    _FEWEST = 8  # steps, of which a share is taken
+    _FEWEST = 8  # steps that a comparison needs at least
 
     def __init__(self) -> None:
         self._last: tuple[int, float, int | None] | None = None
         self._without: deque[float] = deque(maxlen=200)  # seconds of the newest steps without a save
-        self._usual: Sequence[float] = ()  # the same when the save began
+        self._usual: Sequence[float] = ()  # these seconds when the save began
         self._during: list[float] = []  # seconds of the steps of the newest save
 
     def step(self, step: int, now: float, save: int | None) -> None:
@@ -230,7 +230,7 @@ class StepPace:
         during = sorted(self._during)
         if min(len(self._usual), len(during)) < self._FEWEST:
             return None
-        usual = median(self._usual)  # here, and not when the save begins, as the loop does not wait for this
+        usual = median(self._usual)  # computed here, because the loop would wait for it when the save begins
         # Steps vary: they count as slower only if three of four take longer than the median step without a save.
         if during[len(during) // 4] <= usual:
             return 0.0
@@ -251,7 +251,7 @@ class SaveDecisions:
         self._processes = processes
         self._schedule = SyncSchedule(triggers)
         self.pace = StepPace()
-        self._saves = 0  # how many saves have begun
+        self._saves = 0  # number of saves that have begun
         # The step of the last save or restore, and the monotonic clock at the last save; replaced as a whole, because a
         # background save fails on its own thread.
         self._last: tuple[int | None, float] = (previous, clock.monotonic())
@@ -329,7 +329,7 @@ class AbandonedSteps:
     def __init__(self, directory: Location, *, warns: bool) -> None:
         self._directory = directory
         self._warns = warns
-        self._origin: int | None = None  # the earlier step that the run resumed from, until the warning is given
+        self._origin: int | None = None  # the earlier step from which the run resumed, until the warning is given
         self._left: frozenset[int] = frozenset()
         self._began = False  # whether the run has restored or saved a step
         self.resumed_from: int | None = None  # the step of the last restore, if nothing was saved since
@@ -353,7 +353,7 @@ class AbandonedSteps:
                 f"step {step} is saved, and this run has not restored the later steps that are there "
                 f"({shortened_steps(later)}): they are replaced only if that is forced"
             )
-        elif not self._left.intersection(later):  # the run is past all of them, or has only read an older step
+        elif not self._left.intersection(later):  # the run has passed all of them, or has only read an older step
             self._left &= {step}
         else:
             self.warn(later)

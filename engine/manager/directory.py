@@ -115,7 +115,7 @@ def record_metrics(
         step: A committed step.
         metrics: Numbers, as for ``save`` of a manager. They replace metrics of the same name that the step has.
         step_prefix: The run's prefix, if its steps have one.
-        clock: Where the time comes from, which orders metrics of the same name.
+        clock: The source of the time, which orders metrics of the same name.
 
     Raises:
         CheckpointNotFoundError: There is no such step, or the run deleted or replaced it meanwhile; then the metrics
@@ -166,14 +166,14 @@ class RunDirectory(StepIndex):
     ) -> None:
         super().__init__(location, options, places)
         self.ownership = Ownership(location, clock, drain)
-        self.last_saved: int | None = None  # the step that this run saved last
+        self.last_saved: int | None = None  # the last step that this run saved
         self._clock = clock
         self._rules = retention_rules(options)
-        self._writes = writes  # on process 0; the others follow in memory
-        self._warned = False  # whether the warning was given that no checkpoint has the metric of best_fn
+        self._writes = writes  # on process 0; the others only update their index
+        self._warned = False  # whether it warned that no checkpoint has the metric of best_fn
         self._copied: set[int] = set()  # steps that are being copied elsewhere
         self._unswept: set[Location] = set()  # folders with files of another user
-        self.partial: set[int] = set()  # steps with an interrupted copy that the next attempt may complete
+        self.partial: set[int] = set()  # steps with an interrupted copy that the next attempt can complete
         self._changing = Lock()  # serializes changes of records and deletions of steps
         self._identity: RunIdentity | None = None  # None until this writer owns the directory
         self._keeps_tombstones = False  # whether another place may have the steps that are deleted here
@@ -307,7 +307,7 @@ class RunDirectory(StepIndex):
                 return
             try:
                 marked = lock.take_over()
-            except (StorageConflictError, StoragePermissionError) as error:  # perhaps a save without a manager is alive
+            except (StorageConflictError, StoragePermissionError) as error:  # perhaps by a live save without a manager
                 _logger.warning("%s: not swept: %s", location, error)
                 if isinstance(error, StoragePermissionError):
                     self._unswept.add(location)
@@ -411,7 +411,6 @@ class RunDirectory(StepIndex):
         self.add(step, None)
 
     def _set_aside(self, folder: Location) -> str:
-        """Rename the folder of a step; return its new name."""
         taken = {entry.name for entry in self.location.entries()}
         names = (f"{folder.name}.unreadable{number or ''}" for number in itertools.count())
         return folder.rename(next(name for name in names if name not in taken)).name
@@ -432,7 +431,7 @@ class RunDirectory(StepIndex):
             self.add_late_metrics()
         if any(isinstance(rule, KeepAll) for rule in self._rules):
             return
-        records = {step: self.known_record(step) for step in self.steps()}  # before the metrics: these may be newer
+        records = {step: self.known_record(step) for step in self.steps()}  # first, as the metrics may be newer
         kept = kept_steps(self.infos(), self._rules) | {step for step, _ in self._protected()}
         given_up = {step: record for step, record in records.items() if step not in kept and record is not None}
         if given_up:

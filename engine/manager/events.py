@@ -26,14 +26,14 @@ from ..storage import Location, append_line, open_own
 _logger = logging.getLogger("holdfast")
 
 EVENTS = "events.jsonl"  # name of the file of events
-ROTATED = "events.1.jsonl"  # its name once it has reached its limit
+ROTATED = "events.1.jsonl"  # its name after rotation
 _LIMIT = 8 << 20  # bytes
-_MOST = 8 * _LIMIT  # bytes of a file that are read
+_MOST = 8 * _LIMIT  # bytes that are read of a file, at most
 _METRICS = 64  # metrics of one event, at most
 _PREEMPTED = (PREEMPTED, 128 + signal.SIGTERM)  # statuses of a program that was preempted
 _EARLY = 8  # events that are kept before the run owns its directory
 
-_PROGRAM = os.urandom(6).hex()  # A number of a process may come back, such as 1 in a container.
+_PROGRAM = os.urandom(6).hex()  # a PID may be used again, such as 1 in a container
 
 T = TypeVar("T")
 Event = Mapping[str, Any]
@@ -48,14 +48,14 @@ class RunEvents:
     """
 
     def __init__(self, directory: Location, clock: Clock, process: int, observer: Observer) -> None:
-        self.has_callback = False  # whether a callback notes how training ends
+        self.has_callback = False  # whether a callback reports how training ends
         self._directory = directory
         self._clock = clock
         self._process = process
         self._observer = observer
         self._run = os.urandom(6).hex()
         self._file = directory.path / EVENTS if process == 0 and directory.is_local else None
-        self._has_ended = False  # whether the program has noted how training ended
+        self._has_ended = False  # whether the program has reported how training ended
         self._logged = False
         self._early: list[dict[str, Any]] | None = []  # events so far, until the run owns its directory
         self._listeners: list[Callable[[dict[str, Any]], None]] = []
@@ -259,7 +259,6 @@ def append_after_death(path: Path, event: Event) -> None:
 
 
 def _cut_torn_line(path: Path) -> None:
-    """Remove an incomplete last line that a crash left."""
     if not path.exists():
         return
     with open(open_own(path, os.O_RDWR), "r+b") as file:

@@ -37,7 +37,7 @@ from .ownership import OPTIONS, stored_options
 from .places import StepPlace
 from .retention import StepInfo, info_of
 
-OLD_INDEX = "steps.log"  # an index of records that earlier versions kept in local directories
+OLD_INDEX = "steps.log"  # an index of records that earlier versions wrote to local directories
 _SHOWN = "Orbax"  # the library whose managers have steps like ours; a run of ours may have files of other libraries
 
 
@@ -56,7 +56,7 @@ class IndexedStep:
         return self.error is None and self.info is None
 
 
-_NO_STEP = IndexedStep()  # also the entry of a folder that has the name of a step, and files that are no checkpoint
+_NO_STEP = IndexedStep()  # also for a folder with the name of a step whose files are no checkpoint
 
 
 def _committed(step: int, record: CheckpointRecord, location: Location | None = None) -> IndexedStep:
@@ -76,11 +76,13 @@ class StepIndex:
         self._late = LateMetrics(location)
         self._lock = Lock()  # guards the attributes below
         self._index: dict[int, IndexedStep] = {}
-        self._names: dict[int, str] = {}  # of the folders of steps, as they were last read
-        self._width: int | None = None  # digits in the names of new ones, once it is known
+        self._names: dict[int, str] = {}  # of the folders of steps, as last read
+        self._width: int | None = None  # digits in the names of new folders, once known
         self._infos: tuple[StepInfo, ...] | None = None  # the committed steps in ascending order; None after a change
         names = self.reload()
-        if not (options.read_only or self._index or self._is_unclaimed(names)):
+        is_new, begun = names <= {OWNER, OPTIONS, OLD_INDEX, METADATA, LATE, EVENTS, ROTATED}, OWNER in names
+        # Refuse to begin a run next to the steps of others; read the directory again if its own steps are there now.
+        if not (options.read_only or self._index or is_new or check_unclaimed(location, self._series, begun=begun)):
             self.reload()
 
     def step_location(self, step: int) -> Location:
@@ -105,11 +107,6 @@ class StepIndex:
         series = "" if self._options.step_prefix is None else self._series
         entries = described.entries if described.format == _SHOWN else ()
         return [entry for entry in entries if entry.location.name.startswith(series)]
-
-    def _is_unclaimed(self, names: frozenset[str]) -> bool:
-        """Refuse to begin a run in a directory with steps of others; return False if its own steps are there now."""
-        own_files = {OWNER, OPTIONS, OLD_INDEX, METADATA, LATE, EVENTS, ROTATED}
-        return names <= own_files or check_unclaimed(self.location, self._series, begun=OWNER in names)
 
     def reload(self, content: Sequence[Entry] | None = None, *, forget: bool = False) -> frozenset[str]:
         """Read the directory, or a listing of it, and return the names; ``forget`` drops the damage found in data."""

@@ -28,9 +28,9 @@ from .retention import KeepPolicy, StepInfo
 _logger = logging.getLogger("holdfast")
 
 DAY = 86400.0
-_SPREAD = math.log(10)  # the standard deviation of the logarithm of the rate of failures, before anything is known
+_SPREAD = math.log(10)  # the prior standard deviation of the logarithm of the failure rate
 _MOST_FREQUENT = 25.0  # logarithm of the maximum number of failures a day
-_RECENT = 20  # number of the newest saves and resumes whose medians count
+_RECENT = 20  # number of recent saves and resumes for the medians
 _NOTABLE = 0.1  # the least relative change of the interval that is reported
 _BOUNDS = (60.0, 3600.0)  # the bounds of "auto" alone, in seconds
 _AUTO = re.compile(r"\s*auto(?:\s+(?P<least>\S.*?)\s+to\s+(?P<greatest>\S.*?))?\s*")
@@ -85,7 +85,11 @@ class Every(SavePolicy, KeepPolicy):
     def kept(self, steps: Sequence[StepInfo]) -> dict[int, str]:
         """Return the steps to keep, each with the reason."""
         ordered = sorted(steps, key=operator.attrgetter("step"))
-        reasons = self._at_multiples(ordered) if self.steps is not None else self._apart(ordered)
+        if self.steps is None:
+            reasons = self._apart(ordered)
+        else:  # step 0, and the first step at or past each multiple
+            first = {info.step // self.steps: info.step for info in reversed(ordered)}
+            reasons = {step: self._why for passed, step in sorted(first.items()) if passed or step == 0}
         why = "" if self.keep is None else f", one of the newest {self.keep}"
         newest = list(reasons.items())[-self.keep if self.keep is not None else 0 :]
         return {step: f"{reason}{why}" for step, reason in newest}
@@ -95,12 +99,6 @@ class Every(SavePolicy, KeepPolicy):
         if self.steps is None:
             return f"every {format_duration(self.interval_secs or 0)}"
         return "every step" if self.steps == 1 else f"every {self.steps} steps"
-
-    def _at_multiples(self, ordered: Sequence[StepInfo]) -> dict[int, str]:
-        """Return step 0, and the first step at or past each multiple."""
-        assert self.steps is not None
-        first = {info.step // self.steps: info.step for info in reversed(ordered)}  # by the multiples passed
-        return {step: self._why for passed, step in sorted(first.items()) if passed or step == 0}
 
     def _apart(self, ordered: Sequence[StepInfo]) -> dict[int, str]:
         """Return the lowest step, and each that was committed some seconds or more after the last of them."""
@@ -156,7 +154,7 @@ class Loss:
     """The expected loss of an interval, in seconds a day."""
 
     saving: float  # the loop waits for saves, or is slowed down by them
-    failing: float  # work that is done again after failures, and the time to resume
+    failing: float  # work that is repeated after failures, and the time to resume
 
     @property
     def together(self) -> float:
@@ -167,7 +165,7 @@ class Loss:
 class _Start:
     began: float
     last: float  # the time of its last event
-    word: str = ""  # how it has ended, if an event says so
+    word: str = ""  # how it ended, if an event says so
     restored: int | None = None
     saved: float | None = None  # the time at which its last save was durable
     failed_at: float | None = None
@@ -184,10 +182,10 @@ class Experience:
 
     def __init__(self, events: Iterable[Mapping[str, Any]] = ()) -> None:
         self.failures = 0
-        self.bounds: tuple[float, float] | None = None  # bounds of a learned interval, as last reported
+        self.bounds: tuple[float, float] | None = None  # bounds of the learned interval, as last reported
         self._starts: dict[str, _Start] = {}
         self._current: _Start | None = None
-        self._lost: _Start | None = None  # the last start that has failed, until another one has resumed
+        self._lost: _Start | None = None  # the last start that failed, until another one has resumed
         self._costs: deque[float] = deque(maxlen=_RECENT)
         self._totals: deque[float] = deque(maxlen=_RECENT)
         self._gaps: deque[float] = deque(maxlen=_RECENT)
@@ -333,8 +331,7 @@ class Experience:
         start.restored = step if isinstance(step, int) else start.restored
         lost, self._lost = self._lost, None
         if lost is not None and lost is not start:
-            since = start.began if lost.failed_at is None else lost.failed_at
-            self._returns.append(max(0.0, when - since))
+            self._returns.append(max(0.0, when - (start.began if lost.failed_at is None else lost.failed_at)))
 
 
 @dataclass
@@ -349,7 +346,7 @@ class LearnedInterval(SavePolicy):
     experience: Experience = field(default_factory=Experience, compare=False, repr=False)
     # The current trigger; replaced as a whole, because events arrive on the thread that saves.
     _now: Every = field(init=False, compare=False, repr=False)
-    _told: float | None = field(default=None, init=False, compare=False, repr=False)
+    _reported: float | None = field(default=None, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         self.learn(())
@@ -376,9 +373,9 @@ class LearnedInterval(SavePolicy):
     def report(self, events: RunEvents, directory: object) -> None:
         """Report the interval in the log and in an event if it has changed notably since the last report."""
         experience, now = self.experience, self.interval_secs
-        if experience.cost is None or (self._told is not None and abs(now / self._told - 1) < _NOTABLE):
+        if experience.cost is None or (self._reported is not None and abs(now / self._reported - 1) < _NOTABLE):
             return
-        self._told = now
+        self._reported = now
         failures = "1 failure" if experience.failures == 1 else f"{experience.failures} failures"
         why = (
             f"a save costs {_short(experience.cost)} and is durable after {_short(experience.durable)}; {failures} in "

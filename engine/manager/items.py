@@ -75,12 +75,11 @@ class ItemSet:
         return sorted(asked.difference(stored.names))
 
     def to_save(self, content: StepContent, not_due: Collection[str]) -> dict[str, ItemToSave]:
-        values, arguments = self._by_name(content.items, content.kwargs)
+        values, arguments = self._by_name(content.items, content.kwargs, "save_kwargs")
         needed = self._checkpointers.keys() - self._optional
         if not isinstance(values, Mapping) or not needed <= values.keys() <= self._checkpointers.keys():
             given = ", ".join(map(str, values)) if isinstance(values, Mapping) else type(values).__name__
             raise OptionError(f"this manager saves the items {', '.join(self._checkpointers)}; given: {given}")
-        self._check_arguments("save_kwargs", arguments)
         return {
             name: ItemToSave(
                 checkpointer.handler,
@@ -123,13 +122,12 @@ class ItemSet:
     def restore(
         self, stored: StoredItems, items: Any, kwargs: Mapping[str, Any], shared: SharedReads | None = None
     ) -> Any:
-        templates, arguments = self._by_name(items, kwargs)
+        templates, arguments = self._by_name(items, kwargs, "restore_kwargs")
         if templates is not None and not isinstance(templates, Mapping):
             raise OptionError(
                 f"this manager restores the items {', '.join(self._checkpointers)}: give templates by item, as "
                 f"{{{next(iter(self._checkpointers))!r}: ...}}; found {type(templates).__name__}"
             )
-        self._check_arguments("restore_kwargs", arguments)
         values = {}
         for name, saved in self._names(stored, templates).items():
             handler, template = self._checkpointers[name].handler, (templates or {}).get(name)
@@ -150,15 +148,15 @@ class ItemSet:
         }
         return structures if self._several else structures.get(ITEM)
 
-    def _by_name(self, items: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-        return (items, kwargs) if self._several else ({ITEM: items}, {ITEM: kwargs})
-
-    def _check_arguments(self, option: str, arguments: Mapping[str, Any]) -> None:
-        if unknown := arguments.keys() - self._checkpointers.keys():
+    def _by_name(self, items: Any, kwargs: Mapping[str, Any], option: str) -> tuple[Any, Mapping[str, Any]]:
+        if not self._several:
+            return {ITEM: items}, {ITEM: kwargs}
+        if unknown := kwargs.keys() - self._checkpointers.keys():
             raise OptionError(
                 f"{option} for unknown items: {', '.join(sorted(unknown))}; this manager has the items "
                 f"{', '.join(self._checkpointers)}"
             )
+        return items, kwargs
 
     def _names(self, stored: StoredItems, wanted: Mapping[str, Any] | None) -> dict[str, str]:
         """Return the names of the wanted items in a checkpoint, which may lack optional ones."""

@@ -37,8 +37,8 @@ _logger = logging.getLogger("holdfast")
 
 _TOKEN = re.compile(r"[0-9a-f]{1,64}")
 
-OWN = "own"  # the folder of what the processes of a host have written
-COPIES = "copies"  # the folder of what other hosts have sent
+OWN = "own"  # the folder with the files of a host's own processes
+COPIES = "copies"  # the folder with the files that other hosts have sent
 
 
 def neighbours(domains: Sequence[str], copies: int) -> list[list[int]]:
@@ -49,7 +49,7 @@ def neighbours(domains: Sequence[str], copies: int) -> list[list[int]]:
     keepers: list[list[int]] = [[] for _ in domains]
     for position, host in enumerate(ring):
         after = [*ring[position + 1 :], *ring[:position]]
-        after.sort(key=lambda other: domains[other] == domains[host])  # stable: those in other domains come first
+        after.sort(key=lambda other: domains[other] == domains[host])  # stable; hosts in other domains come first
         keepers[host] = after[:copies]
     return keepers
 
@@ -62,8 +62,7 @@ class HeldStep:
     record: CheckpointRecord | None = None
 
     def to_json(self) -> dict[str, Any]:
-        record = None if self.record is None else self.record.to_document()
-        return {"files": self.files, "record": record}
+        return {"files": self.files, "record": None if self.record is None else self.record.to_document()}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any], source: str) -> HeldStep:
@@ -80,7 +79,7 @@ class WholeStep:
 
     folder: str  # its name on every host
     record: CheckpointRecord
-    holders: Mapping[str, Sequence[tuple[int, str]]]  # by path, the number of each host that has it, and the folder
+    holders: Mapping[str, Sequence[tuple[int, str]]]  # number and folder of each host that has a file, by path
 
     @property
     def step(self) -> int:
@@ -114,8 +113,8 @@ def gather(folder: str, held: Sequence[Mapping[str, HeldStep]]) -> WholeStep | s
 
 def whole_steps(held: Sequence[Mapping[str, HeldStep]]) -> list[WholeStep]:
     """Return the steps whose every file is on some host, the newest first."""
-    gathered = [gather(folder, held) for folder in set().union(*held)]
-    whole = [step for step in gathered if isinstance(step, WholeStep)]
+    gathered = (gather(folder, held) for folder in set().union(*held))
+    whole = (step for step in gathered if isinstance(step, WholeStep))
     return sorted(whole, key=lambda step: (step.step, step.folder), reverse=True)
 
 
@@ -140,10 +139,10 @@ class _Program:
 
     hosts: Sequence[_Host]
     run: str | None  # the folder of the run whose local steps count; None while the directory of the run is new
-    path_digest: str  # the end of the name of that folder, which stands for the path of the directory
+    path_digest: str  # the end of that folder's name, a digest of the path of the directory
     token: str
     attempt: str  # text that no other start of the program has
-    branches: tuple[LocalBranch, ...]  # the history of which local steps counted at the start
+    branches: tuple[LocalBranch, ...]  # the history at the start, which decides which local steps count
 
 
 class LocalHosts:
@@ -152,27 +151,25 @@ class LocalHosts:
     def __init__(self, options: Local, run: RunDirectory, processes: ProcessGroup) -> None:
         self.root = as_location(options.url, writes=True)
         self.peers: dict[int, Peer] = {}  # the other hosts by number
-        self.newest: WholeStep | None = None  # whole, and newer than all of the directory
-        self._options = options
+        self.newest: WholeStep | None = None  # whole, and newer than every step of the directory
         self._run = run
         self._processes = processes
         self._patience = min(PATIENCE, processes.timeout / 4)
         self._server: PeerServer | None = None
-        self.further: set[int] = set()  # whole steps that count, and are read if they are needed
+        self.further: set[int] = set()  # whole steps that count, and are read if needed
         self.left: set[int] = set()  # whole steps that do not count
-        self._agreed_steps: list[dict[str, HeldStep]] = []  # of process 0
+        self._agreed_steps: list[dict[str, HeldStep]] = []  # on process 0
         self._elsewhere: dict[int, str] = {}  # on process 0, steps that are not known to be of this run, and why
         self.unused: dict[int, str] = {}  # steps that are not whole, or not known to be of this run, and why
         self.program: _Program
         try:
-            self._open()
+            self._open(options)
         except BaseException:
             self.disconnect()
             raise
 
-    def _open(self) -> None:
+    def _open(self, local: Local) -> None:
         """Find the hosts, and the newest step that is whole across them."""
-        local = self._options
         name = local.host or f"{socket.gethostname()}/{machine_identity()}"
         me = {"name": name, "domain": local.failure_domain or name, "url": self.root.url}
         program = self._processes.agree("hosts of local steps", me, self._meet)
@@ -265,7 +262,7 @@ class LocalHosts:
             for entry in entries:
                 step_folder = folder / entry.name
                 before = held.get(step_folder.name, HeldStep({}))
-                files = {entry.name: (where, 0)}  # for what lies in the place of a step, and has no files
+                files = {entry.name: (where, 0)}  # for an entry that is no folder of a step
                 try:
                     if entry.is_directory and not step_folder.is_link():
                         files = {path: (where, size) for path, size in files_in(step_folder)}
@@ -331,7 +328,6 @@ class LocalHosts:
         return step > max(self._run.steps(), default=-1)  # no history was noted: the directory is new
 
     def _counting(self) -> list[WholeStep]:
-        """Return the whole steps that count, the newest first; on process 0."""
         return [whole for whole in whole_steps(self._agreed_steps) if self._counts(whole.folder, whole.step)]
 
     def _choose(self, step: int | None) -> dict[str, Any]:
@@ -370,8 +366,7 @@ class LocalHosts:
             step = WholeStep(whole["folder"], record, holders)
             for digested in (True, False):  # the index first, which has the checksums of the others
                 mine = self._damaged(step, digested) if self.leads else []
-                again = partial(self._again, number, step.folder)
-                answer = self._processes.agree("verified local steps", mine, again)
+                answer = self._processes.agree("verified local steps", mine, partial(self._again, number, step.folder))
                 if answer["damaged"]:
                     break
             else:
@@ -383,7 +378,7 @@ class LocalHosts:
         return step
 
     def forget(self) -> None:
-        self.unused, self.further, self.left = {}, set(), set()  # Other threads may go through those before.
+        self.unused, self.further, self.left = {}, set(), set()  # other threads may iterate over the old ones
 
     def _damaged(self, step: WholeStep, digested: bool) -> list[str]:
         """Return the damaged files of a step on this host: those with a digest in the record, or the others."""
@@ -393,7 +388,7 @@ class LocalHosts:
                 if digested
                 else file_checks(self._location_of(step), step.record)
             )
-        except HoldfastError as error:  # then it is read from the directory, or an older one is
+        except HoldfastError as error:  # then the step in the directory, or an older one, is read
             _logger.warning("the local step %d cannot be verified: %s", step.step, error)
             return [path for path, _ in files_of(step.record)]
         here = [

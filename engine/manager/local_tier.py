@@ -38,7 +38,7 @@ from .run import Run, failing_together
 _logger = logging.getLogger("holdfast")
 
 _KEPT = 2  # local steps
-_BRANCHES = 8  # more than there are parts of the history with one of the kept steps
+_BRANCHES = 8  # more branches than the kept steps can be on
 _SENDERS = 4  # files that a host sends at a time
 _SILENCE = 60.0  # seconds between two events about local saves
 
@@ -64,17 +64,17 @@ class LocalTier(StepPlace):
         self._run, self._steps = run, run.steps
         self._processes, self._clock, self._events = run.processes, run.clock, run.events
         self._previous: int | None = None  # the step after which the next local save is due
-        self._seen: int | None = None  # the last step of the program that this has seen
+        self._seen: int | None = None  # the last step that the program has reported
         self._before: int | None = None  # the step before, unless the run has gone back since
         self._newest = -1  # the largest local step of the history
         # A later restore: its step, and whether it was local. The program may only inspect that step.
         self._restored: tuple[int, bool] | None = None
         self.background = BackgroundSave(seconds(run.options.save_timeout_secs))
-        self._lost: Exception | None = None  # of a save that has missed a process, or the store: the next would, too
+        self._lost: Exception | None = None  # of a save that missed a process, or the store: the next one would, too
         self._error: str | None = None
         self._warned: set[type[Exception]] = set()
         self._saves = 0  # since the last event about them
-        self._told: float | None = None  # the monotonic clock at that event
+        self._last_event: float | None = None  # its time on the monotonic clock
         self._kept: dict[str, int] = {}  # the local steps that count, by their folder, in ascending order
         self._space: Location | None = None  # the folder of the run; None until this run has its directory
         self._hosts = LocalHosts(options, run.steps, run.processes)
@@ -135,7 +135,7 @@ class LocalTier(StepPlace):
             return
         is_same = step == last
         if is_same and restored is not None and self._before is not None and restored[0] < self._before:
-            restored = None  # a look: a program that continues from there comes to the step before first
+            restored = None  # only inspected: a program that continues from there would report the step before first
         if is_same and restored is None and not again:
             return
         if not is_same:
@@ -157,8 +157,7 @@ class LocalTier(StepPlace):
 
     def _read(self, whole: WholeStep) -> None:
         """Make a step of the hosts readable for the run, and keep it."""
-        kept = {**self._kept, whole.folder: whole.step}
-        self._kept = dict(sorted(kept.items(), key=itemgetter(1)))
+        self._kept = dict(sorted({**self._kept, whole.folder: whole.step}.items(), key=itemgetter(1)))
         self._steps.borrowed = {**self._steps.borrowed, whole.step: self._hosts.opened(whole)}
 
     def place_of(self, step: int) -> Location:
@@ -209,7 +208,7 @@ class LocalTier(StepPlace):
     def note(self, history: LocalHistory) -> None:
         """Store a history right before the commit of a save, so that other local steps do not count; on process 0."""
         with self._noting:
-            if history.number >= self._noted:  # the same again after a step was fetched from the mirror
+            if history.number >= self._noted:  # the same history again after a fetch from the mirror
                 self._steps.note_branches(history.branches)
                 self._noted = history.number
 
@@ -241,7 +240,7 @@ class LocalTier(StepPlace):
             folder = f"{self._sequence:08d}.{step}.{self._hosts.program.attempt}"
             if self._hosts.leads:
                 try:
-                    self._remove_uncounted(space, folder)  # before the save, as they may be what fills the host
+                    self._remove_uncounted(space, folder)  # before the save, because they may be what fills the disk
                 except StorageError as error:
                     _logger.debug("%s: local steps that do not count are not removed: %s", space, error)
             save = Save(
@@ -326,7 +325,8 @@ class LocalTier(StepPlace):
             with self._noting:
                 before = list(_on_line(self._kept, history).items())
                 self._keep(dict([*before[-(_KEPT - 1) :], (folder, step)]))
-            self._run.committed(self.place_of(step), record)
+            if self._run.committed is not None:
+                self._run.committed(self.place_of(step), record)
             if self._hosts.leads:
                 self._remove_uncounted(space, folder)
         except Exception as error:  # training continues, and its steps are in the directory
@@ -337,7 +337,7 @@ class LocalTier(StepPlace):
         _logger.debug("local %s", report)
         self._saves += 1
         now = self._clock.monotonic()
-        if self._told is None or now - self._told >= _SILENCE:
+        if self._last_event is None or now - self._last_event >= _SILENCE:
             self._events.write(
                 "saved_locally",
                 step=step,
@@ -347,13 +347,13 @@ class LocalTier(StepPlace):
                 blocked_seconds=round(report.blocked_seconds, 6),
                 total_seconds=round(report.total_seconds, 6),
             )
-            self._told, self._saves = now, 0
+            self._last_event, self._saves = now, 0
 
     def _check_owner(self) -> None:
         """Raise OwnershipError if another run has taken over, on process 0; its local steps are in the same folder."""
         try:
             self._steps.ownership.check()
-        except StorageError as error:  # local steps are for this, too
+        except StorageError as error:  # local steps are also for such a failure
             _logger.debug("%s: whether this run still owns it is not known: %s", self._steps.location, error)
 
     def _failed(self, step: int, error: Exception) -> None:

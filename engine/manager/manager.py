@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -22,8 +23,8 @@ from .directory import record_metrics as add_metrics
 from .intervals import LearnedInterval
 from .items import ItemSet, StepContent
 from .metrics import as_given, plain_metrics
-from .mirror import MirrorStatus, RunMirror, add_mirror, has_remote_mirror
-from .options import CheckpointManagerOptions, LocalStatus, Mirror, save_triggers, shown_call
+from .mirror import MirrorStatus, RunMirror
+from .options import CheckpointManagerOptions, LocalStatus, Mirror, mirror_of, save_triggers, shown_call
 from .ownership import stored_options
 from .resuming import Peek, Restored, StepRestorer
 from .retention import best, newest_with
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_AFTER_ERROR = 10.0  # seconds that a program which ends with an error waits for its mirror
+_AFTER_ERROR = 10.0  # seconds to wait for the mirror when the program ends with an error
 
 
 class CheckpointManager(ExplainsNames):
@@ -99,15 +100,19 @@ class CheckpointManager(ExplainsNames):
         writes = not self.options.read_only
         self.directory: Location = as_location(directory, writes=writes, observer=self.observer)
         reuse = self.options.reuse_unchanged and self.directory.can_share()
-        uploads = has_remote_mirror(self.options)
+        mirror = mirror_of(self.options)
+        uploads = mirror is not None and not as_location(mirror.url).is_local
         self._items = ItemSet(checkpointers, self.options.item_intervals, reuse=reuse, uploads=uploads)
         self._clock = clock or SystemClock()
         barrier = seconds(self.options.barrier_timeout_secs, name="barrier_timeout_secs")
         self.processes = ProcessGroup(self.directory.url, coordinator, barrier)
         self._run = Run(self.directory, self.options, self._clock, self.processes, self.observer, metadata)
         self._steps, self._background, self.events = self._run.steps, self._run.background, self._run.events
-        self._mirror = add_mirror(self._run)  # None without one, and for a manager that only reads
-        self._local: LocalTier | None = None  # the local steps of the hosts; None as above
+        self._mirror: RunMirror | None = None  # None without one, and for a manager that only reads
+        if mirror is not None and writes:
+            self._mirror = RunMirror(as_location(mirror.url), mirror, self._run)
+            self._run.add_place(self._mirror)
+        self._local: LocalTier | None = None  # the local steps of the hosts; None likewise
         if self.options.local is not None and writes:
             from .local_tier import LocalTier  # needs sockets, which take longer to import than a small save
 
@@ -327,7 +332,9 @@ class CheckpointManager(ExplainsNames):
         """
         self._background.join()
         self._run.compare_options()
-        return self._restorer.restore_latest(items, restore_kwargs or {})
+        began = time.perf_counter()
+        whole = self._restorer.newest_whole(items, restore_kwargs or {})
+        return None if whole is None else self._restorer.resume(whole, began)
 
     def peek(self, items: Collection[str] = (), *, step: int | None = None) -> Peek | None:
         """Return what a restore would read, for programs that depend on the step that they resume from.
@@ -473,8 +480,7 @@ class CheckpointManager(ExplainsNames):
             PeerFailedError: It failed because the store that connects the processes did not answer.
         """
         self._run.check_writable()
-        content = StepContent(valid_step(step), items, metrics, custom_metadata, save_kwargs or {})
-        return self._save_locally(content)
+        return self._save_locally(StepContent(valid_step(step), items, metrics, custom_metadata, save_kwargs or {}))
 
     def local_status(self) -> LocalStatus | None:
         """Return what this run has in the local places of its hosts; None without the option ``local``."""
@@ -523,7 +529,7 @@ class CheckpointManager(ExplainsNames):
         """
         self._run.check_writable()
         if self._local is not None:
-            self._background.join()  # saves note the history of the steps of the hosts
+            self._background.join()  # saves store the history of the local steps
             self._run.wait_for_places()
         self._delete("delete", self._steps.delete, step, mirror, everywhere=mirror)
 
@@ -690,8 +696,7 @@ def best_step_in(directory: Location) -> int:
             f"step='best', but the run in {directory} does not rank its checkpoints by the name of a metric "
             "(best_fn=); give the number of the step"
         )
-    only_read = replace(options, read_only=True)
-    with CheckpointManager(directory, options=only_read, coordinator=Alone()) as manager:
+    with CheckpointManager(directory, options=replace(options, read_only=True), coordinator=Alone()) as manager:
         best_step = manager.best_step()
     if best_step is None:
         raise CheckpointNotFoundError(f"step='best', but no checkpoint in {directory} has the metric {options.best_fn}")

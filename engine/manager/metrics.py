@@ -23,11 +23,11 @@ Metric = str | Callable[[Any], Any]
 Mode = Literal["max", "min"]  # whether larger or smaller values are better
 
 _ABSENT = object()
-_NAMELESS = "metric"  # the name of what a lambda returns
-_WHOLE = ""  # the name of metrics that are no dictionary
+_NAMELESS = "metric"  # the name of the result of a lambda
+_WHOLE = ""  # the name for metrics that are no dictionary
 _MOST = 4096  # numbers of one array or list
 _OF_EVALUATION = re.compile(r"(val|valid|validation|eval|evaluation|test|dev)(?![a-z])", re.IGNORECASE)
-_PATIENCE = 1000  # steps that may come without an evaluation
+_PATIENCE = 1000  # steps without an evaluation, at most, before the warning
 
 
 def metric_value(metrics: Mapping[str, Any] | None, metric: Metric) -> float | None:
@@ -182,7 +182,7 @@ class MetricWatch:
         self._metric = metric
         self._where = where
         self._steps = 0
-        self.ended = False  # whether the metric has come, or the warning was given
+        self.ended = False  # whether the metric was reported, or the warning was given
 
     def note(self, step: int, metrics: Mapping[str, Any] | None, saved: Iterable[float | None]) -> None:
         """Note the metrics of a step, which stay on their device; ``saved`` are the values of the saved steps."""
@@ -196,7 +196,7 @@ class MetricWatch:
         # An evaluation metric, such as val_loss, may be missing for a while: loops evaluate rarely.
         elif self._steps >= _PATIENCE or not _OF_EVALUATION.match(missing) or any(map(_OF_EVALUATION.match, names)):
             self.ended = True
-            import difflib  # for an error only
+            import difflib  # imported lazily: only for a warning
 
             near = difflib.get_close_matches(missing, names, n=1)
             about = f"; reported: {shortened(names) or 'no metrics'}" + (f"; did you mean {near[0]}?" if near else "")
@@ -215,7 +215,6 @@ class MetricWatch:
 
 
 def _kind(value: Any) -> str:
-    """Describe a metric that is no number, without its values."""
     if value is None or isinstance(value, str):
         return repr(value)[:60]
     shape = getattr(value, "shape", None)

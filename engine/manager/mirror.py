@@ -34,11 +34,11 @@ from ..errors import (
 from ..forks import Lock
 from ..format import CheckpointRecord
 from ..steps import store_metadata, stored_metadata
-from ..storage import Helper, Location, as_location
+from ..storage import Helper, Location
 from .copying import follow
 from .decisions import Moment, decide
 from .directory import RunDirectory
-from .options import KEEP_PERIODS, CheckpointManagerOptions, Mirror, mirror_of, save_triggers
+from .options import KEEP_PERIODS, CheckpointManagerOptions, Mirror, save_triggers
 from .ownership import NO_LOCAL_STEPS, RunIdentity, stored_options
 from .places import Point, StepPlace
 from .run import Run
@@ -50,7 +50,7 @@ _LONGEST_PAUSE = 300.0
 DELETION_WAIT = 30.0  # seconds that a deletion waits for the mirror
 _FETCH = 86400.0  # seconds that the other processes wait while process 0 fetches a step
 _NICE = 10
-_LOOK = 0.2  # seconds between two looks whether a copy still fits
+_LOOK = 0.2  # seconds between two checks whether a copy still fits
 _MARGIN = 1.2  # factor by which a copy may take longer than the measured rate says
 
 
@@ -82,7 +82,7 @@ class _Copying:
         self.record = record
         self.throttle = Throttle(rate)
         self.progress = CopyProgress()
-        self._since: tuple[float, int] | None = None  # the time, and the bytes that had arrived then
+        self._since: tuple[float, int] | None = None  # a time, and the bytes that had arrived by then
         self._seconds, self._bytes = 0.0, 0
 
     def measure(self, yes: bool) -> None:
@@ -144,7 +144,7 @@ class RunMirror(StepPlace):
         self._saving = False  # whether the run is saving on a disk
         self._due = False
         self._final = False  # whether the run ends, and its newest step is copied, due or not
-        self._has_finished = False  # whether the run has ended the mirror, and not another run
+        self._has_finished = False  # whether this run, and not another, ended the mirror
         self._foreign = False  # whether the mirror belongs to another run
         self._refused: set[str] = set()  # fingerprints of steps that are damaged in the run's directory
         self._warned: set[str] = set()  # kinds of errors that were logged
@@ -189,8 +189,7 @@ class RunMirror(StepPlace):
         return True
 
     def fetch(self, step: int, overwrite: bool) -> bool:
-        label = f"fetch step {step}"
-        fetched = self._processes.decide(label, self._copy_here, step, overwrite, work_timeout=_FETCH)
+        fetched = self._processes.decide(f"fetch step {step}", self._copy_here, step, overwrite, work_timeout=_FETCH)
         if fetched and not self._processes.is_primary:
             self._run.reload()
         return fetched
@@ -200,7 +199,7 @@ class RunMirror(StepPlace):
         run = self._run
         try:
             far = self._look()
-            tombstones = run.tombstones  # read first: a step has one until it is deleted
+            tombstones = run.tombstones  # read first: a step has a tombstone until it is deleted
             record = far.record(step) if step in far else None
             if record is None or tombstones.cover(step, record):
                 return False
@@ -212,8 +211,8 @@ class RunMirror(StepPlace):
             with copied_step(source, destination, record, overwrite=overwrite) as copied:
                 run.ownership.check()
                 if run.branches and step > max(run.steps_and_damaged(), default=-1):
-                    run.note_branches(NO_LOCAL_STEPS)  # the run has continued elsewhere
-        except CheckpointExistsError as error:  # Another program may have committed the step meanwhile.
+                    run.note_branches(NO_LOCAL_STEPS)  # the run continued elsewhere
+        except CheckpointExistsError as error:  # another program may have committed the step meanwhile
             run.reload()
             if step not in run:
                 _logger.warning("%s: step %d cannot be fetched: %s", self.location, step, error)
@@ -303,7 +302,7 @@ class RunMirror(StepPlace):
     def finish(self, timeout: float | None) -> bool:
         """Copy the newest step, due or not, if that takes less than ``timeout`` seconds (None: ``wait_secs``)."""
         limit = self._limit if timeout is None else timeout
-        if self._ending.is_set() and self._has_finished:  # steps after the save of a preemption were recorded since
+        if self._ending.is_set() and self._has_finished:  # the witness recorded steps after a preemption's save
             late = Helper(lambda: self._refresh(self._newest()), "holdfast-mirror", daemon=True)
             late.start()
             late.join(limit)
@@ -322,7 +321,7 @@ class RunMirror(StepPlace):
                 self._thread.join(min(left, _LOOK))
             self._has_finished = not self._is_lost()
             self._end()
-            self._tell()
+            self._warn_of_lacking()
         return self._lacking() is None
 
     def _stop(self, timeout: float = 60.0) -> None:
@@ -339,7 +338,7 @@ class RunMirror(StepPlace):
         if self._far is not None:
             self._far.ownership.release()
 
-    def _tell(self) -> None:
+    def _warn_of_lacking(self) -> None:
         """Log which folder has the newest step, if the mirror lacks it."""
         if (record := self._lacking()) is None:
             return
@@ -416,7 +415,7 @@ class RunMirror(StepPlace):
     def _round(self) -> None:
         far = self._acquire()
         while True:
-            self._delete_covered(far)  # before a step that was deleted meanwhile, and saved again, is copied
+            self._delete_covered(far)  # before copying a step that was deleted and saved again
             self._follow(far)
             if (record := self._next(far)) is None:
                 break
@@ -614,28 +613,12 @@ def _step_of(record: CheckpointRecord) -> int:
     return record.step
 
 
-def add_mirror(run: Run) -> RunMirror | None:
-    """Add the mirror that the options name to the places of a run that writes; return it."""
-    options = mirror_of(run.options)
-    if options is None or run.options.read_only:
-        return None
-    mirror = RunMirror(as_location(options.url), options, run)
-    run.add_place(mirror)
-    return mirror
-
-
-def has_remote_mirror(options: CheckpointManagerOptions) -> bool:
-    """Return whether the mirror uploads the files of steps."""
-    mirror = mirror_of(options)
-    return mirror is not None and not as_location(mirror.url).is_local
-
-
 _open: weakref.WeakSet[RunMirror] = weakref.WeakSet()
 
 
 @atexit.register
-def _tell_at_exit() -> None:
+def _warn_at_exit() -> None:
     """Log the steps that are missing in mirrors whose managers were not closed."""
     for mirror in list(_open):
         if mirror.process == os.getpid():  # a forked child has no mirror
-            mirror._tell()
+            mirror._warn_of_lacking()

@@ -222,7 +222,7 @@ class LocalStatus:
 class CheckpointOptions:
     """When to save and what to keep: the options that managers, callbacks and recipes have in common.
 
-    The triggers add up: a step is saved when any of them asks for it. Where none of ``save_interval_steps``,
+    The triggers add up: a step is saved when any of them asks for it. If none of ``save_interval_steps``,
     ``save_interval_secs`` and ``save_on_best`` is given, ``DEFAULT_TRIGGER`` holds; giving one of them adds no other.
     The retention rules add up, too: a step is kept when any of them wants it, and the newest is always kept.
     """
@@ -279,7 +279,6 @@ class CheckpointOptions:
         return ()
 
     def _time_rule(self, secs: float) -> KeepPolicy:
-        """Return the rule of ``keep_time_interval``."""
         return Every(secs=secs)
 
     def policies(self) -> tuple[tuple[SavePolicy, ...], tuple[KeepPolicy, ...]]:

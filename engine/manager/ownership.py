@@ -38,9 +38,9 @@ from .options import CheckpointManagerOptions, options_document, options_from_do
 
 _logger = logging.getLogger("holdfast")
 
-_LIMIT = 16 << 20  # bytes of a file of this module
-_LOOKS = 5  # at most, at a file by which another manager seems to have taken over
-_PAUSE = 0.1  # seconds between them
+_LIMIT = 16 << 20  # bytes of a file that this module reads
+_LOOKS = 5  # reads, at most, of a file that another manager seems to own
+_PAUSE = 0.1  # seconds between these reads
 
 
 class Ownership:
@@ -97,7 +97,7 @@ class Ownership:
             _owners[self._key] = self
             self._process = os.getpid()
         except BaseException:
-            self._release()  # otherwise the next attempt finds this lock
+            self._release()  # otherwise the next attempt would find this lock
             raise
 
     def check(self, *, at_once: bool = False) -> None:
@@ -216,7 +216,7 @@ class Tombstone(NamedTuple):
     """A deleted step, or all later ones, that the mirror may still have; a step saved again is not covered."""
 
     step: int
-    later: bool = False  # whether it stands for the steps after this one
+    later: bool = False  # whether it is about all steps after this one
     time: float | None = None  # it covers what was saved until then, in seconds since the epoch; None covers any record
     fingerprint: str | None = None  # of the step's record at that time
 
@@ -247,7 +247,7 @@ class Tombstones(frozenset[Tombstone]):
 class LocalBranch(NamedTuple):
     """A part of a run's history: the local saves that one start of the program makes after a step."""
 
-    attempt: str  # text that no other start has
+    attempt: str  # unique text of the start
     sequence: int  # the number of the last local save before
     after: int  # the step from which the program continues; -1 without one
 

@@ -39,7 +39,7 @@ PIECE = 1 << 20  # bytes of the body of a frame, at most
 _FRAME = struct.Struct("<III")  # lengths of head and body, and the crc32c of both
 _HEAD = 64 << 10  # bytes of the head of a frame, at most
 PATIENCE = 30.0  # seconds in which a peer must send or take the next bytes
-_STRANGERS = 64  # connections that have not said the token yet, at most; more must wait
+_STRANGERS = 64  # connections without the token yet, at most; more must wait
 _HELLO = 1 << 10  # bytes of the head of a frame that has the token
 _IDLE = 300.0  # seconds after which a connection without requests is closed
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -75,7 +75,7 @@ class PeerServer:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()
-        self._strangers.release()  # the thread may wait for it, and then finds the listener closed
+        self._strangers.release()  # the thread may be waiting for it, and then finds the listener closed
 
     def _accept(self) -> None:
         while True:
@@ -102,7 +102,7 @@ class PeerServer:
                     asked, _ = _receive(connection)
                     connection.settimeout(self._timeout)
                     self._answer(connection, asked)
-        except Exception as error:  # the peer has gone, or is none of ours
+        except Exception as error:  # the peer has gone, or is a stranger
             _logger.debug("a connection between hosts has ended: %s", error or type(error).__name__)
         finally:
             with self._lock:
@@ -147,7 +147,7 @@ class PeerServer:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:
             if size and hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(descriptor, 0, size)  # a full disk shows before anything is sent in vain
+                os.posix_fallocate(descriptor, 0, size)  # a full disk is noticed before anything is sent
             for piece in pieces:
                 while piece:
                     piece = piece[os.write(descriptor, piece) :]
@@ -275,7 +275,7 @@ def check_private(path: str, *, shared: bool) -> None:
     try:
         status = os.lstat(path)
         is_link = stat.S_ISLNK(status.st_mode)
-        if is_link and shared and status.st_uid in owners:  # as where a disk is mounted elsewhere
+        if is_link and shared and status.st_uid in owners:  # such as to a disk that is mounted elsewhere
             status, is_link = os.stat(path), False
     except FileNotFoundError:
         return
@@ -314,8 +314,7 @@ def _receive(
     connection: socket.socket, memory: memoryview | None = None, *, deadline: float | None = None
 ) -> tuple[dict[str, Any], memoryview]:
     """Return head and body of the next frame; the body is in ``memory`` if given. Strangers have a deadline."""
-    fixed = _exactly(connection, memoryview(bytearray(_FRAME.size)), deadline)
-    head_size, body_size, crc = _FRAME.unpack(fixed)
+    head_size, body_size, crc = _FRAME.unpack(_exactly(connection, memoryview(bytearray(_FRAME.size)), deadline))
     limit = PIECE if memory is None else min(PIECE, len(memory))
     if head_size > (_HEAD if deadline is None else _HELLO) or body_size > limit:
         raise DamagedCheckpointError(f"a peer announced {head_size} and {body_size} bytes, more than {limit}")

@@ -21,7 +21,7 @@ class StepPlace:
     shown = ""  # how messages name it
     url: Place = ""
     background = BackgroundSave()  # the saves of this place, if it has a thread for them
-    writes_directory = False  # whether a fetch copies a step into the directory, which the run must own then
+    writes_directory = False  # whether a fetch copies a step into the directory, which requires its ownership
     identity = RunIdentity()  # the fields of the run's identity that this place supplies
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -72,6 +72,9 @@ class _Damage(NamedTuple):
     process: int = 0
 
 
+ReadStep = tuple[int, Any, Sequence[tuple[int, _Damage]]]  # its number and items, and the damaged steps after it
+
+
 @dataclass(frozen=True, slots=True)
 class StepRestorer:
     """Reads steps back, and passes the step that the run resumes from to the parts of a manager."""
@@ -100,13 +103,8 @@ class StepRestorer:
         self.resumes_from(step, began=began)
         return values
 
-    def restore_latest(self, items: Any, kwargs: Mapping[str, Any]) -> Restored | None:
-        """Read the newest step that is whole for all processes; skip damaged ones with a warning."""
-        began = time.perf_counter()
-        read = partial(self._read_everywhere, items=items, kwargs=kwargs)
-        none = "every checkpoint is damaged. Look with `holdfast verify`; to start over, use another directory"
-        if (whole := self._newest_whole(None, read, none, warns=True)) is None:
-            return None
+    def resume(self, whole: ReadStep, began: float) -> Restored:
+        """Resume from the step that :meth:`newest_whole` returned; warn of the damaged ones."""
         step, values, damaged = whole
         unused = {newer: why for place in self.run.places for newer, why in place.unused.items() if newer > step}
         skipped = dict(sorted({**unused, **{n: damage.reason for n, damage in damaged}}.items(), reverse=True))
@@ -122,14 +120,14 @@ class StepRestorer:
         """Return the step that a restore would take, with the named items."""
         if step is not None:
             self._fetch_missing(step)
-        read = partial(self._read_everywhere, items=dict.fromkeys(items), kwargs={})
-        whole = self._newest_whole(step, read if items else lambda _: ({}, None), "nothing can be read:")
+        whole = self.newest_whole(dict.fromkeys(items), {}, step, peeks=True)
         return None if whole is None else whole[:2]
 
-    def _newest_whole(
-        self, named: int | None, read: Callable[[int], tuple[Any, _Damage | None]], none: str, *, warns: bool = False
-    ) -> tuple[int, Any, list[tuple[int, _Damage]]] | None:
-        """Read the newest step that is whole for all processes, or the named one; return also the damaged ones."""
+    def newest_whole(
+        self, items: Any, kwargs: Mapping[str, Any], named: int | None = None, *, peeks: bool = False
+    ) -> ReadStep | None:
+        """Read the newest step that is whole for all processes, or the named one; skip damaged ones with a warning."""
+        read = partial(self._read_everywhere, items=items, kwargs=kwargs)
         directory = self.run.steps.location
         damaged: list[tuple[int, _Damage]] = []
         missing: set[int] = set()
@@ -138,7 +136,7 @@ class StepRestorer:
             step, is_here = steps.pop(0)
             if not is_here and not self.run.fetch(step):
                 continue
-            values, damage = read(step)
+            values, damage = ({}, None) if peeks and not items else read(step)
             if damage is None:
                 return step, values, damaged
             if step in self.run.steps.borrowed:
@@ -154,7 +152,7 @@ class StepRestorer:
                 if damage is None:
                     return step, values, damaged
                 self._drop(step, damage)
-            if damage.deleted:  # the run that writes here deleted it, and has newer steps
+            if damage.deleted:  # the run that writes here has deleted it, and has newer steps
                 if step in missing:
                     if named is not None:
                         self.run.steps.stored_record(step)  # raises the error that lists the steps
@@ -168,12 +166,14 @@ class StepRestorer:
                 self.run.steps.reload()
                 steps = self._newest_first(named)
                 continue
-            if warns:  # at once, as the next step may end all with an error
+            if not peeks:  # at once, as the next step may end all with an error
                 _logger.warning("%s: step %d is damaged and passed over: %s", directory, step, damage.reason)
             damaged.append((step, damage))
         if damaged:
             lines = [f"step {step}: {damage.reason}" for step, damage in damaged]
-            raise NoWholeCheckpointError(itemized(f"{directory}: {none}", lines))
+            none = "every checkpoint is damaged. Look with `holdfast verify`; to start over, use another directory"
+            headline = "nothing can be read:" if peeks else none
+            raise NoWholeCheckpointError(itemized(f"{directory}: {headline}", lines))
         return None
 
     def resumes_from(
@@ -236,15 +236,13 @@ class StepRestorer:
     @contextlib.contextmanager
     def _shared_reads(self, *, together: bool) -> Iterator[SharedReads | None]:
         """Begin reads that all processes share, if they make the call ``together`` or always do; else yield None."""
-        always = self.run.options.load_and_broadcast
-        processes = self.run.processes
-        transport = processes.transport() if always or (always is None and together) else None
+        option, processes = self.run.options.load_and_broadcast, self.run.processes
+        transport = processes.transport() if option or (option is None and together) else None
         rendezvous = None if transport is None else processes.rendezvous("restore: shared reads")
         if transport is None or rendezvous is None:
             yield None
             return
-        reads = SharedReads(rendezvous, transport, processes.timeout, always=always is True)
-        with contextlib.closing(reads) as shared:
+        with contextlib.closing(SharedReads(rendezvous, transport, processes.timeout, always=option is True)) as shared:
             yield shared
 
     def _newest_first(self, named: int | None) -> list[tuple[int, bool]]:

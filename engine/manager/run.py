@@ -62,7 +62,7 @@ class Run:
         self.changing = Lock(reentrant=True)  # of the thread that begins a save, or takes ownership
         self.learned: LearnedInterval | None = None  # on process 0, the trigger that learns the interval between saves
         # Called with the folder and the record of each committed step, also local ones, on the thread that saves.
-        self.committed: Callable[[Location, CheckpointRecord], object] = lambda *_: None
+        self.committed: Callable[[Location, CheckpointRecord], object] | None = None
         self._metadata = check_json("metadata", metadata)
         self._compared = False  # whether the processes have compared their options
         self._acquired = False
@@ -89,7 +89,7 @@ class Run:
                 return
             local = self.options.local
             identity = RunIdentity(local=None if local is None else as_location(local.url).url)
-            for place in (*self.places, *adding):  # a place that is being added follows once it was read
+            for place in (*self.places, *adding):  # also of a place that is being added
                 identity = place.identity.over(identity)
             self.compare_options()
             strays = self.processes.decide("acquire", self.steps.acquire, self._metadata, identity)

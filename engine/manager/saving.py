@@ -36,8 +36,8 @@ class SaveQueue:
     decisions: SaveDecisions
     abandoned: AbandonedSteps
     _pending: PendingSave | None = None  # the save that is under way
-    _has_told_of_repeated: bool = False
-    _watch: MetricWatch | None = None  # None once the metric that ranks checkpoints has come
+    _warned_of_repeated: bool = False
+    _watch: MetricWatch | None = None  # None once the metric that ranks checkpoints was reported
 
     def __post_init__(self) -> None:
         best_fn = self.run.options.best_fn
@@ -102,8 +102,8 @@ class SaveQueue:
         decision = Decision(True, "forced") if force else self.decide(step, content.metrics)
         replaces = force or self.run.steps.is_damaged(step) or self.abandoned.replaces(step)
         if not decision.save:
-            if not self._has_told_of_repeated and self._is_saved(step) and self.run.processes.is_primary:
-                self._has_told_of_repeated = True
+            if not self._warned_of_repeated and self._is_saved(step) and self.run.processes.is_primary:
+                self._warned_of_repeated = True
                 text = "save(%d) returned False, and what it was given is not saved: %s. force=True replaces it"
                 _logger.warning(text, step, decision.reason)
             return False
@@ -133,7 +133,7 @@ class SaveQueue:
                 save = Save(
                     self.run.steps.step_location(step),
                     values,
-                    overwrite=True,  # a superseded run has committed a step that is there and was not due
+                    overwrite=True,  # a step that is there was committed by a superseded run
                     owned=True,
                     began=began,
                     rendezvous=rendezvous,
@@ -147,7 +147,7 @@ class SaveQueue:
                 _logger.warning(text, self.run.steps.location, step)
             earlier: SaveFailedError | None = None
             try:
-                self.run.observer.reached("saving", step)  # here, so that a drill knows of a thread that has not begun
+                self.run.observer.reached("saving", step)  # here, so that a drill knows of it before the thread begins
                 later = self.run.steps.steps_after(step)
                 self.abandoned.saving(step, later, leaves=LEFT_BEHIND in (content.custom_metadata or {}))
                 self.decisions.save_begins(step)
@@ -169,11 +169,10 @@ class SaveQueue:
             return True
 
     def _complete(self, pending: PendingSave, save: Save, awaited: threading.Event | None = None) -> None:
-        """Write and commit a save, then delete the steps that no rule keeps."""
         step = pending.step
         try:
             with save.completing() as claimed:
-                if not claimed:  # an interrupt has ended the save before this thread began
+                if not claimed:  # an interrupt ended the save before this thread began
                     return
                 self.items.save_begins(step, self.run.steps)
                 items = save.write(awaited)
@@ -201,7 +200,8 @@ class SaveQueue:
             metrics=few(record.metrics),
         )
         self.run.report_interval()
-        self.run.committed(self.run.steps.step_location(step), record)
+        if self.run.committed is not None:
+            self.run.committed(self.run.steps.step_location(step), record)
         self.run.observer.reached("committed", step)
         try:
             with self.items.steps_deleted():
