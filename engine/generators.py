@@ -9,6 +9,7 @@ import contextlib
 import random
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -39,9 +40,14 @@ def capture() -> dict[str, Any]:
         device = getattr(torch, name, None)
         if device is not None and device.is_initialized():
             found[name] = [generator.get_state() for generator in device.default_generators]
-    if torch.backends.mps.is_available():
+    if _has_mps(torch):
         found["mps"] = torch.mps.get_rng_state()
     return found
+
+
+@cache
+def _has_mps(torch: Any) -> bool:
+    return bool(torch.backends.mps.is_available())
 
 
 def as_tree(states: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,7 +107,7 @@ def _restore(states: Mapping[str, Any]) -> list[str]:
             else:
                 missing.append(f"{name}:{index}")
     if "mps" in states:
-        if torch.backends.mps.is_available():
+        if _has_mps(torch):
             torch.mps.set_rng_state(torch.tensor(states["mps"], dtype=torch.uint8))
         else:
             missing.append("mps")

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 
 from .leaves import StaticLeaf, jax, loaded, nnx
 
-_FACTORIES: dict[Any, str] = {kind: kind.__name__ for kind in (bool, dict, float, int, list, set, str, tuple)}
 # Default factories that a document can name; others are not stored.
-FACTORIES: dict[str, Any] = {name: kind for kind, name in _FACTORIES.items()}
+FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}
 
 
 class Contents(NamedTuple):
@@ -88,7 +87,8 @@ def _open_ordered(value: Any) -> Contents:
 
 def _open_default(value: Any) -> Contents:
     factory = value.default_factory
-    return _open_mapping(value, "default_dict", partial(defaultdict, factory), _FACTORIES.get(factory))
+    label = factory.__name__ if factory in FACTORIES.values() else None
+    return _open_mapping(value, "default_dict", partial(defaultdict, factory), label)
 
 
 def _open_deque(value: Any) -> Contents:

@@ -224,8 +224,10 @@ class StepSaver:
         self._positions.take_states(report.extras)
         if live := self._live(report.state, {name: report.extras[name] for name in self._positions.watched}):
             self._versions.note_step(live)
-        if is_first:
-            self._check_savable()  # The first save may be an hour away.
+        if is_first:  # The first save may be an hour away, so what it would refuse is an error now.
+            check_replicated(self._replicated, report.extras, "on_step")
+            self._adapter.check_savable(report.state)
+            check_savable({name: self._positions.tree_of(name, extra) for name, extra in report.extras.items()})
         if self._witness.watches:
             self._witness.note(lambda: report.seen(self._positions.taken), report.epochs)
 
@@ -311,12 +313,6 @@ class StepSaver:
         if extras or not self._adapter.is_component_tree:
             items["extras"] = extras
         return {**items, "process": own} if own else items
-
-    def _check_savable(self) -> None:
-        """Raise OptionError if a replicated extra is missing, and UnsupportedLeafError if a save would raise it."""
-        check_replicated(self._replicated, self._report.extras, "on_step")
-        self._adapter.check_savable(self._report.state)
-        check_savable({name: self._positions.tree_of(name, extra) for name, extra in self._report.extras.items()})
 
     def _warn_of_gradients(self) -> None:
         """Warn once of gradients that no optimizer has used; they are not saved."""
