@@ -60,8 +60,8 @@ def class_name(value: object) -> str:
     return name_of_class(type(value))
 
 
-def name_of_class(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+def name_of_class(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}".removeprefix("builtins.")
 
 
 def build_mapping(make: Callable[[Any], Any], keys: list[Any], values: list[Any]) -> Any:

@@ -299,8 +299,8 @@ def _attributes(value: Any) -> list[str]:
 @functools.cache
 def _attributes_of_modules(lightning: Any) -> frozenset[str]:
     """Return the attributes that every module has: of torch, and of Lightning if that is imported."""
-    kinds = [torch.nn.Module, *([lightning.LightningModule] if hasattr(lightning, "LightningModule") else [])]
-    return frozenset(name for kind in kinds for name in vars(kind()))
+    classes = [torch.nn.Module, *([lightning.LightningModule] if hasattr(lightning, "LightningModule") else [])]
+    return frozenset(name for cls in classes for name in vars(cls()))
 
 
 _CACHES = {"_computed", "_forward_cache"}  # of a metric: its next call, or compute(), sets them

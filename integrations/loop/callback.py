@@ -328,9 +328,9 @@ class CheckpointCallback:
 
     @property
     def preempted(self) -> bool:
-        """Whether one of the signals has arrived.
+        """True if one of the signals has arrived.
 
-        It costs next to nothing, so evaluation loops may read it, too: a supervisor that watches for hangs then sees
+        It costs next to nothing, so evaluation loops may read it, too. A supervisor that watches for hangs then sees
         that the program is alive.
         """
         self._manager.observer.reached("validation", self._last_step)
@@ -348,7 +348,7 @@ class CheckpointCallback:
 
     @property
     def should_stop(self) -> bool:
-        """Whether ``on_step`` has saved because of a preemption and asked to stop."""
+        """True if ``on_step`` has saved because of a preemption, and asked to stop."""
         return self._should_stop
 
     @property

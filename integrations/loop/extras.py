@@ -49,7 +49,7 @@ def is_own(name: str, extra: Any, replicated: Collection[str]) -> bool:
 
 
 def checksum_of(tree: Any) -> int | None:
-    """Return a checksum of the arrays of a saved state, or None without any; jax arrays do not count (perhaps sharded)."""
+    """Return a checksum of the arrays of a saved state, or None without any; jax arrays are omitted."""
     checksum = None
     for leaf in flatten(tree).values:
         if isinstance(leaf, np.ndarray) or is_torch_tensor(leaf):

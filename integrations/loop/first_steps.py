@@ -266,21 +266,21 @@ def _has_place(extras: Mapping[str, Any]) -> bool:
     return "data" in extras
 
 
-def _live(*kinds: type) -> list[Any]:
+def _live(*classes: type) -> list[Any]:
     """Return the live objects of classes and their subclasses, in one pass over all objects."""
-    wanted = [*kinds]
-    for kind in wanted:
-        wanted += kind.__subclasses__()
+    wanted = [*classes]
+    for cls in wanted:
+        wanted += cls.__subclasses__()
     objects = gc.get_objects()
     return [*compress(objects, map({*wanted}.__contains__, map(type, objects)))]
 
 
 def _readers(extras: Mapping[str, Any], state: Any) -> list[Any]:
     """Return the iterators of torch's loaders, if no extra says where they are."""
-    kind: Any = getattr(sys.modules.get("torch.utils.data.dataloader"), "_BaseDataLoaderIter", None)
+    iterator_type: Any = getattr(sys.modules.get("torch.utils.data.dataloader"), "_BaseDataLoaderIter", None)
     parts = state.values() if isinstance(state, dict) else ()
     has_place = _has_place(extras) or any(isinstance(part, LoaderPosition) and not _is_unread(part) for part in parts)
-    return [] if kind is None or has_place else _live(kind)
+    return [] if iterator_type is None or has_place else _live(iterator_type)
 
 
 def _is_unread(extra: Any) -> bool:

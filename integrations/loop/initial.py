@@ -294,12 +294,12 @@ def _plain(value: Any) -> Any:
     return value.item() if is_torch_tensor(value) else np.asarray(value).item()
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, float) and isinstance(other, (int, float)):
-        return math.isclose(one, other, rel_tol=1e-6) or (math.isnan(one) and math.isnan(other))
-    return bool(one == other)
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, tuple) and isinstance(right, tuple):
+        return len(left) == len(right) and all(map(_same, left, right))
+    if isinstance(left, float) and isinstance(right, (int, float)):
+        return math.isclose(left, right, rel_tol=1e-6) or (math.isnan(left) and math.isnan(right))
+    return bool(left == right)
 
 
 def _set(group: dict[str, Any], option: str, value: Any) -> None:

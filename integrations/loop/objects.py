@@ -136,9 +136,9 @@ class ObjectsAdapter(StateAdapter):
     def is_module(self, value: object) -> bool:
         return _is_module(value)
 
-    def fill(self, path: str, module: Any, place: Place) -> Weights:
+    def fill(self, path: str, module: Any, source: Place) -> Weights:
         parts = [path] if path else ()
-        weights = load_weights(place, dict(module.state_dict()), containers=parts, misfits=self.misfits)
+        weights = load_weights(source, dict(module.state_dict()), containers=parts, misfits=self.misfits)
         module.load_state_dict(weights.tree, strict=True)
         return weights
 
@@ -211,17 +211,17 @@ class ComponentAdapter(StateAdapter):
     def restore_kwargs(self) -> Mapping[str, Any]:
         return {"modes": True} if self.misfits is None else {"misfits": self.misfits}
 
-    def with_weights(self, state: Any, place: Place) -> tuple[Any, str]:
-        """Load the weights of each component that is a torch module: those saved for its path, or those at `place`."""
+    def with_weights(self, state: Any, source: Place) -> tuple[Any, str]:
+        """Load the weights of each component that is a torch module: those saved for its path, or those at `source`."""
         from ..components import modules_of
 
         modules = modules_of(state)
         if not modules:
-            return super().with_weights(state, place)
-        checkpoint, loaded = find_checkpoint(as_location(place)), dict[str, Weights]()
+            return super().with_weights(state, source)
+        checkpoint, loaded = find_checkpoint(as_location(source)), dict[str, Weights]()
         for path, module in modules.items():
             parts = [part for part in (checkpoint / STATE / path, checkpoint / path) if part.is_directory()]
-            loaded[path] = load_weights([*parts, place][0], dict(module.state_dict()), misfits=self.misfits)
+            loaded[path] = load_weights([*parts, source][0], dict(module.state_dict()), misfits=self.misfits)
         for path, module in modules.items():
             module.load_state_dict(loaded[path].tree)
         return state, ", ".join(f"{path} from {weights}" for path, weights in loaded.items())

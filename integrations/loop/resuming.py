@@ -217,12 +217,12 @@ def _saved_extras(
     manager: CheckpointManager, restored: Restored, extras: Mapping[str, Any], options: LoopArguments
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the saved extras by name, and the names of the generators that no save has for this process."""
-    common, own = dict(restored.items.get("extras", {})), restored.items.get("process")
+    common, per_process = dict(restored.items.get("extras", {})), restored.items.get("process")
     common.pop(CHECKSUMS, None)
-    if isinstance(own, SavedShares):
-        shares = own.trees
-    elif own is not None or manager.processes.alone:
-        return {**common, **(own or {})}, []
+    if isinstance(per_process, SavedShares):
+        shares = per_process.trees
+    elif per_process is not None or manager.processes.alone:
+        return {**common, **(per_process or {})}, []
     else:  # A single process saves its own extras with the others.
         names = [name for name, extra in extras.items() if is_own(name, extra, options.replicated) and name in common]
         shares = ({name: common.pop(name) for name in names},)

@@ -301,18 +301,20 @@ class StepSaver:
 
     def _items(self, report: Report) -> dict[str, Any]:
         """Return the items of a checkpoint; each process has its own extras, except arrays."""
-        given, own = report.extras, {}
+        given, per_process = report.extras, {}
         items = {STATE: self._adapter.to_tree(report.state)}
         extras = {name: self._positions.tree_of(name, extra) for name, extra in given.items()}
         if not self._manager.processes.alone:
-            own = {name: extras.pop(name) for name, extra in given.items() if is_own(name, extra, self._replicated)}
+            per_process = {
+                name: extras.pop(name) for name, extra in given.items() if is_own(name, extra, self._replicated)
+            }
             extras = {name: without_generators(given.get(name), tree) for name, tree in extras.items()}
             sums = {name: checksum_of(tree) for name, tree in extras.items() if changes_in_place(given[name])}
             if sums := {name: checksum for name, checksum in sums.items() if checksum is not None}:
                 extras[CHECKSUMS] = sums
         if extras or not self._adapter.is_component_tree:
             items["extras"] = extras
-        return {**items, "process": own} if own else items
+        return {**items, "process": per_process} if per_process else items
 
     def _warn_of_gradients(self) -> None:
         """Warn once of gradients that no optimizer has used; they are not saved."""
