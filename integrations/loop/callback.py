@@ -434,13 +434,12 @@ class CheckpointCallback:
             self.extras = {name: restored.extras[name] for name in extras}
             self._restored = restored.step
             state = initial.completed(adapter, restored.state)
-            facts = self._manager.custom_metadata(restored.step) or {}
             offset: int | None = self._options.step_offset
             if offset is None:
-                offset = int(facts.get("step_offset", 0))
+                offset = int(restored.metadata.get("step_offset", 0))
                 if not (restored.is_own or offset):
                     warn_of_index(restored.step, adapter.to_tree(state))
-            began = facts.get(HYPERPARAMETERS, {}) if self._options.hyperparameters == "saved" else {}
+            began = restored.metadata.get(HYPERPARAMETERS, {}) if self._options.hyperparameters == "saved" else {}
             self._begin_steps(adapter, state, extras, restored.step, offset=offset, fresh=fresh, began=began)
             shown = Report(restored.step, state, extras=self._with_generators(self.extras)).seen({})
             self._witness.resume(restored.step, shown, why_not_comparable(self._options, adapter.misfits))

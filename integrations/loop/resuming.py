@@ -56,11 +56,12 @@ _CHANGED = (
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """A restored run: the number of updates, the state after them, and the extras by name."""
+    """A restored run: its step, the state, the extras by name, and the metadata of the step."""
 
     step: int
     state: Any
     extras: dict[str, Any]
+    metadata: Mapping[str, Any]
     is_own: bool  # True if a callback has saved it, as far as this is known
 
 
@@ -180,12 +181,13 @@ def restore(
         logger.warning("fell back past damaged steps (%s): resumed from step %d in %s", lost, step, manager.directory)
     else:
         announce("resumed from step %d in %s", step, manager.directory, shown=manager.processes.is_primary)
-    began = (manager.custom_metadata(step) or {}).get(HYPERPARAMETERS, {})
+    metadata = manager.custom_metadata(step) or {}
+    began = metadata.get(HYPERPARAMETERS, {})
     state = program.settle(state, extras, options.hyperparameters, shown=manager.processes.is_primary, began=began)
     if chosen is not None:
         note_resume(manager, chosen)  # This warns of later steps.
     warn_of_misfits(adapter.misfits, f"step {step}", STATE)
-    return Resumed(step, state, values, "extras" in restored.items or not has_extras)
+    return Resumed(step, state, values, metadata, "extras" in restored.items or not has_extras)
 
 
 def peek(manager: CheckpointManager, resume: Resume) -> Peek | None:
