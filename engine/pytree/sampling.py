@@ -38,13 +38,9 @@ class _Group(NamedTuple):
 
 @dataclass
 class Samples:
-    """Samples of several leaves, perhaps still on their way to the host.
+    """Samples of several leaves, perhaps still on their way to the host."""
 
-    Attributes:
-        count: The number of leaves, whether they could be read or not.
-    """
-
-    count: int
+    count: int  # the number of leaves, unreadable ones included
     _groups: list[_Group] = field(default_factory=list)
     _devices: dict[str, int] = field(default_factory=dict)  # with the first leaf on each
 

@@ -45,11 +45,6 @@ class PreemptionSignal:
     Schedulers send the signal to every process of a job. Processes that :mod:`multiprocessing` starts from now until
     :meth:`restore`, such as the workers of data loaders, survive it, as the save may need them, and end with this
     process. Processes of a bare ``os.fork`` end at the signal.
-
-    >>> preemption = PreemptionSignal()
-    >>> preemption.request()
-    >>> preemption.received
-    True
     """
 
     def __init__(self, signals: Sequence[signal.Signals] = (signal.SIGTERM,)) -> None:
