@@ -1,4 +1,4 @@
-"""The options of training callbacks: those of every manager, and those that only callbacks have."""
+"""The options of training callbacks: the options of every manager, and more that only callbacks have."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def is_leaf(value: Any) -> bool:
     return library is not None or is_jax_abstract(value)
 
 
-class KeyProblem(ValueError):  # noqa: N818 - callers add where the key is
+class KeyProblem(ValueError):  # noqa: N818 - callers add the path of the key
     """Why a key cannot be stored."""
 
 

@@ -311,7 +311,7 @@ def _address(tensor: Any) -> int:
 
 
 def _memory_of(tensor: Any) -> Any:
-    """Return the elements of a tensor in the order of its strides, as a flat view if they lie one after the other."""
+    """Return the elements of a tensor in the order of its strides, as a flat view if they are contiguous."""
     order = sorted(range(tensor.ndim), key=lambda axis: -tensor.stride(axis))
     permuted = tensor.permute(order)
     return permuted.view(-1) if permuted.is_contiguous() else permuted.reshape(-1)

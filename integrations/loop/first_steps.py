@@ -276,7 +276,7 @@ def _live(*classes: type) -> list[Any]:
 
 
 def _readers(extras: Mapping[str, Any], state: Any) -> list[Any]:
-    """Return the iterators of torch's loaders, if no extra says where they are."""
+    """Return the iterators of torch's loaders, unless an extra may have their position."""
     iterator_type: Any = getattr(sys.modules.get("torch.utils.data.dataloader"), "_BaseDataLoaderIter", None)
     parts = state.values() if isinstance(state, dict) else ()
     has_place = _has_place(extras) or any(isinstance(part, LoaderPosition) and not _is_unread(part) for part in parts)

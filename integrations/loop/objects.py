@@ -276,7 +276,7 @@ class VersionCounters:
         return [name for name, gradient in leaves if gradient is not None and _is_usable(gradient)]
 
     def why_lost(self) -> str | None:
-        """Return why the tensors are no longer those of the last step, or None if they are."""
+        """Return why the tensors of the last step cannot be saved, or None if they have not changed since."""
         has_changed = self._are_counted is False and _differ(self._samples, self._sample())
         if has_changed or self._now() != self._noted:
             return "its tensors were changed since; call on_step after every update"

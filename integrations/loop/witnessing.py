@@ -233,7 +233,7 @@ class Witness:
 
     @contextlib.contextmanager
     def _only_logged(self) -> Iterator[None]:
-        """End the witness, but not the training, at an error of its own or of code of the program that it runs."""
+        """End the witness, but not the training, if its code or the code that it calls raises an error."""
         try:
             yield
         except Exception as error:
