@@ -9,6 +9,7 @@ import contextlib
 import random
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -40,9 +41,14 @@ def capture() -> dict[str, Any]:
         device = getattr(torch, name, None)
         if device is not None and device.is_initialized():
             states[name] = [generator.get_state() for generator in device.default_generators]
-    if torch.backends.mps.is_available():
+    if _has_mps(torch):
         states["mps"] = torch.mps.get_rng_state()
     return states
+
+
+@cache
+def _has_mps(torch: Any) -> bool:
+    return bool(torch.backends.mps.is_available())
 
 
 def as_tree(states: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,7 +103,7 @@ def _restore_torch(torch: Any, states: Mapping[str, Any]) -> list[str]:
             # Torch puts this off until the program uses the device.
             getattr(torch, name).set_rng_state(torch.tensor(state, dtype=torch.uint8), index)
         missing += [f"{name}:{index}" for index in range(count, len(saved))]
-    if "mps" in states and torch.backends.mps.is_available():
+    if "mps" in states and _has_mps(torch):
         torch.mps.set_rng_state(torch.tensor(states["mps"], dtype=torch.uint8))
     elif "mps" in states:
         missing.append("mps")

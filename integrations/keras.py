@@ -88,8 +88,8 @@ class CheckpointCallback(Callback):  # type: ignore[misc]  # Keras has no types
     @property
     def initial_epoch(self) -> int:
         """The number of epochs that the checkpoint has finished, for ``initial_epoch`` of ``fit``; 0 without one."""
-        found = self._loop.peek()
-        return 0 if found is None else int(found.extras[_POSITION]["epoch"])
+        checkpoint = self._loop.peek()
+        return 0 if checkpoint is None else int(checkpoint.extras[_POSITION]["epoch"])
 
     def __enter__(self) -> Self:
         self._loop.__enter__()
@@ -143,10 +143,10 @@ class CheckpointCallback(Callback):  # type: ignore[misc]  # Keras has no types
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Report the last batch of an epoch, after the validation."""
-        if self._waiting is None:  # The batch was reported that has stopped the run.
+        if self._waiting is None:  # The last batch was reported, and has stopped the run.
             return
         batch, self._waiting = self._waiting[0], None
-        self.model.reset_metrics()  # The next epoch begins with that, and a resume does.
+        self.model.reset_metrics()  # The next epoch begins with this, and so does a resume.
         self._epoch = epoch + 1
         self._ends.finished = self._epoch
         self._report(batch, logs, {"epoch": self._epoch, "batch": 0})
@@ -159,7 +159,7 @@ class CheckpointCallback(Callback):  # type: ignore[misc]  # Keras has no types
             self._report(batch, logs, {"epoch": self._epoch, "batch": batch + 1})
 
     def _report(self, batch: int, logs: Any, position: Mapping[str, int]) -> None:
-        model = self.model  # On jax, this brings the values of the loop into the model.
+        model = self.model  # On jax, this copies the values of the loop to the model.
         step = self._begin_of_epoch + batch + 1
         outcome = self._loop.on_step(step, {"model": model}, metrics=logs, **{_POSITION: position}, **self._extras)
         if outcome.should_stop:

@@ -1,4 +1,4 @@
-"""The options of training callbacks: those of every manager, and those that only callbacks have."""
+"""The options of training callbacks: the options of every manager, and more that only callbacks have."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ It is called with a name, the saved states, the index of the process and the num
 
 @dataclass(frozen=True, kw_only=True)
 class CallbackOptions(CheckpointOptions):
-    """When a callback saves (if any trigger asks for it), what it keeps (what any rule wants), and how it resumes."""
+    """When a callback saves (as soon as any trigger asks for it), what it keeps (for any rule), and how it resumes."""
 
-    DEFAULT_TRIGGER: ClassVar[Mapping[str, Any]] = {"save_interval_secs": "15m"}  # where none is given
+    DEFAULT_TRIGGER: ClassVar[Mapping[str, Any]] = {"save_interval_secs": "15m"}  # without another one
 
     save_at_end: bool = True
     resume: Resume = "auto"
@@ -92,7 +92,7 @@ class CallbackOptions(CheckpointOptions):
 
     def manager_options(self) -> CheckpointManagerOptions:
         """Return the same options for a :class:`~holdfast.CheckpointManager`."""
-        names = {one.name for one in fields(self)} & {one.name for one in fields(CheckpointManagerOptions)}
+        names = {field.name for field in fields(self)} & {field.name for field in fields(CheckpointManagerOptions)}
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         return CheckpointManagerOptions(**given, **{} if has_triggers(self) else self.DEFAULT_TRIGGER)
 
@@ -120,7 +120,7 @@ class ProgramOptions(CallbackOptions, ProgramPolicies):
 
 
 def epoch_reason(every: int | None, finished: int | None) -> str | None:
-    """Return why a save is due after so many epochs, None within one, if one of ``every`` so many is saved."""
+    """Return why a save is due after ``finished`` epochs (None within one) if every ``every``-th is saved."""
     if every is None or finished is None or finished % every:
         return None
     return "every epoch" if every == 1 else f"every {every} epochs"
@@ -128,10 +128,10 @@ def epoch_reason(every: int | None, finished: int | None) -> str | None:
 
 def _signal(name: Any) -> signal.Signals:
     text = str(getattr(name, "name", name))
-    found = signal.Signals.__members__.get(text if text.startswith("SIG") else f"SIG{text}")
-    if found is None or found.name in ("SIGKILL", "SIGSTOP"):
+    member = signal.Signals.__members__.get(text if text.startswith("SIG") else f"SIG{text}")
+    if member is None or member.name in ("SIGKILL", "SIGSTOP"):
         raise OptionError(
             f"signals: {name!r} is not a signal that a process can handle; give names such as 'SIGTERM', 'SIGINT' or "
             "'SIGUSR1'"
         )
-    return found
+    return member

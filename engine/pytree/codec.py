@@ -137,18 +137,18 @@ def hashable(key: Any) -> Any:
     return tuple(map(hashable, key)) if isinstance(key, (list, tuple)) else key
 
 
-def instance_of(kind: Any, fields: Mapping[str, Any]) -> Any | None:
+def instance_of(cls: Any, fields: Mapping[str, Any]) -> Any | None:
     """Return a named tuple or dataclass with these fields, or None if they do not fit; no code of the class runs."""
-    if not isinstance(kind, type):
+    if not isinstance(cls, type):
         return None
-    if issubclass(kind, tuple):
-        return tuple.__new__(kind, fields.values()) if getattr(kind, "_fields", None) == tuple(fields) else None
-    if not dataclasses.is_dataclass(kind):
+    if issubclass(cls, tuple):
+        return tuple.__new__(cls, fields.values()) if getattr(cls, "_fields", None) == tuple(fields) else None
+    if not dataclasses.is_dataclass(cls):
         return None
-    values = {field.name: fields.get(field.name, field.default) for field in dataclasses.fields(kind)}
+    values = {field.name: fields.get(field.name, field.default) for field in dataclasses.fields(cls)}
     if not fields.keys() <= values.keys() or any(value is dataclasses.MISSING for value in values.values()):
         return None
-    instance = object.__new__(kind)
+    instance = object.__new__(cls)
     for name, value in values.items():
         object.__setattr__(instance, name, value)
     return instance
@@ -170,8 +170,8 @@ def loaded_object(name: str) -> Any:
 
 
 def _instance(name: str, fields: Mapping[str, Any]) -> Any:
-    kind = loaded_object(name)
-    instance = instance_of(_classes.get(name) if kind is None else kind, fields)
+    cls = loaded_object(name)
+    instance = instance_of(_classes.get(name) if cls is None else cls, fields)
     if instance is not None:
         return instance
     raise StateError(

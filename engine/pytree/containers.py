@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 
 from .leaves import StaticLeaf, jax, loaded, nnx
 
-_FACTORIES: dict[Any, str] = {kind: kind.__name__ for kind in (bool, dict, float, int, list, set, str, tuple)}
 # Default factories that a document can name; others are not stored.
-FACTORIES: dict[str, Any] = {name: kind for kind, name in _FACTORIES.items()}
+FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}
 
 
 class Contents(NamedTuple):
@@ -61,8 +60,8 @@ def class_name(value: object) -> str:
     return name_of_class(type(value))
 
 
-def name_of_class(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+def name_of_class(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}".removeprefix("builtins.")
 
 
 def build_mapping(make: Callable[[Any], Any], keys: list[Any], values: list[Any]) -> Any:
@@ -88,7 +87,8 @@ def _open_ordered(value: Any) -> Contents:
 
 def _open_default(value: Any) -> Contents:
     factory = value.default_factory
-    return _open_mapping(value, "default_dict", partial(defaultdict, factory), _FACTORIES.get(factory))
+    label = factory.__name__ if factory in FACTORIES.values() else None
+    return _open_mapping(value, "default_dict", partial(defaultdict, factory), label)
 
 
 def _open_deque(value: Any) -> Contents:

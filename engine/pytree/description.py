@@ -135,7 +135,7 @@ def _bounds(array: NDArray[Any]) -> tuple[int, int]:
 
 
 def _refuse(value: Any) -> ArrayLeaf:
-    kind = class_name(value)
+    name = class_name(value)
     if is_jax_array(value):
         raise LeafProblem(f"is a tracer ({type(value).__name__}); save outside of jax.jit, jax.grad and the like")
     if is_jax_abstract(value):
@@ -143,21 +143,21 @@ def _refuse(value: Any) -> ArrayLeaf:
     if isinstance(value, LeafMetadata):
         raise LeafProblem("is a LeafMetadata, which has no values; it can only be a template")
     if hasattr(value, "state_dict"):
-        raise LeafProblem(f"is of type {kind}; store its state_dict()")
+        raise LeafProblem(f"is of type {name}; store its state_dict()")
     if hasattr(value, "get_state"):
-        raise LeafProblem(f"is of type {kind}; store its get_state()")
+        raise LeafProblem(f"is of type {name}; store its get_state()")
     if callable(value):
         raise LeafProblem(
-            f"is of type {kind}, which is code; leave it out of the tree, as eqx.partition(tree, eqx.is_array) does"
+            f"is of type {name}, which is code; leave it out of the tree, as eqx.partition(tree, eqx.is_array) does"
         )
     # Environments, such as those of gymnasium, have these methods.
     if callable(getattr(value, "step", None)) and callable(getattr(value, "reset", None)):
         raise LeafProblem(
-            f"is an environment ({kind}); leave it out, and begin an episode after a resume with a seed that follows "
+            f"is an environment ({name}); leave it out, and begin an episode after a resume with a seed that follows "
             "from the step, as in reset(seed=step); or pass an object as an extra whose get_state and set_state keep "
             "the state of the environment"
         )
-    raise LeafProblem(f"is of type {kind}; leaves are arrays, numbers, strings, bytes and None")
+    raise LeafProblem(f"is of type {name}; leaves are arrays, numbers, strings, bytes and None")
 
 
 # ---- the leaves of the next tree

@@ -272,9 +272,10 @@ def _plain_node(kind: str, keys: list[Key] | None, children: list[TreeDef | None
     elif keys is None:
         build = _SEQUENCES[kind]
     else:
-        make = _MAKERS.get(kind, dict)
-        if kind == "default_dict":
-            make = partial(defaultdict, FACTORIES.get(label or ""))
+        factory = FACTORIES.get(label or "")
+        make: Callable[[Any], Any] = (
+            partial(defaultdict, factory) if kind == "default_dict" else _MAKERS.get(kind, dict)
+        )
         build = partial(build_mapping, make, keys)
     return TreeDef(kind, keys, children, build, label)
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from ..errors import DamagedCheckpointError, UnsupportedLeafError
 from ..forks import Lock
 from .containers import NnxObjects, expand
+from .host_leaves import INT64
 from .leaves import (
     MIXED,
     NUMBER_TYPES,
@@ -153,7 +154,7 @@ def is_leaf(value: Any) -> bool:
     return library is not None or is_jax_abstract(value)
 
 
-class KeyProblem(ValueError):  # noqa: N818 - callers add where the key is
+class KeyProblem(ValueError):  # noqa: N818 - callers add the path of the key
     """Why a key cannot be stored."""
 
 
@@ -344,27 +345,20 @@ class PackedNumbers:
     The array is made on demand: a walk over live objects only tests whether a sequence is packed.
     """
 
-    __slots__ = ("_array", "_details", "_items")
+    __slots__ = ("_details", "_items")
 
-    def __init__(self, items: list[Any] | None, array: NDArray[Any] | None, details: Details) -> None:
+    def __init__(self, items: list[Any], details: Details) -> None:
         self._items = items
-        self._array = array
         self._details = details
 
     def describe(self) -> ArrayLeaf:
-        array = self._array
-        if array is None:
-            assert self._items is not None
-            array = self._array = _array(str(self._details["elements"]), self._items)
-            self._items = None
+        items, elements = self._items, self._details["elements"]
+        array = _mixed(items) if elements == MIXED else np.array(items, _DTYPES.get(elements))
         return ArrayLeaf.of(array, self._details)
 
     def unpack(self) -> Any:
         """Return a new sequence with the same elements."""
-        if self._items is not None:
-            return _built(self._details, list(self._items))
-        assert self._array is not None
-        return _built(self._details, _elements(self._details, self._array))
+        return _built(self._details, list(self._items))
 
 
 def pack_numbers(value: object) -> PackedNumbers | None:
@@ -373,37 +367,27 @@ def pack_numbers(value: object) -> PackedNumbers | None:
     if sequence is None or len(value) < PACKED_FROM:  # type: ignore[arg-type]  # it is one of the three
         return None
     items: list[Any] = list(value)  # type: ignore[call-overload]
-    packed = _packed(items, set(map(type, items)))
-    if packed is None:
+    elements = _elements_of(items)
+    if elements is None:
         return None
-    elements, array = packed
     details: Details = {"kind": NUMBERS, "sequence": sequence, "elements": elements}
     if isinstance(value, deque) and value.maxlen is not None:
         details["maxlen"] = value.maxlen
-    return PackedNumbers(items, array, details)
+    return PackedNumbers(items, details)
 
 
-def _packed(items: list[Any], kinds: set[Any]) -> tuple[str, NDArray[Any] | None] | None:
-    """Return the name of the elements if they can be packed, and the array if the test needed it."""
-    try:
-        if len(kinds) == 1:
-            (kind,) = kinds
-            if kind in _ELEMENTS:
-                return _ELEMENTS[kind], _array(_ELEMENTS[kind], items) if kind is int else None
-            if issubclass(kind, np.bool_ | np.number) and kind not in (np.longdouble, np.clongdouble):
-                return _NUMPY, None
-        elif kinds <= set(_MIXED_TYPES):
-            is_long = int in kinds and bool((np.abs(np.fromiter(items, "<f8", len(items))) >= 1 << 63).any())
-            return MIXED, _mixed(items) if is_long else None
-    except OverflowError:  # an integer of more than 64 bits
-        pass
-    return None
-
-
-def _array(elements: str, items: list[Any]) -> NDArray[Any]:
-    if elements == MIXED:
-        return _mixed(items)
-    return np.array(items, _DTYPES.get(elements))
+def _elements_of(items: list[Any]) -> str | None:
+    """Return the name of the type of all items; None if they cannot be packed."""
+    kinds: set[Any] = set(map(type, items))
+    if int in kinds:
+        integers = [item for item in items if type(item) is int]
+        if min(integers) not in INT64 or max(integers) not in INT64:
+            return None
+    if len(kinds) > 1:
+        return MIXED if kinds <= set(_MIXED_TYPES) else None
+    (kind,) = kinds
+    is_scalar = issubclass(kind, np.bool_ | np.number) and kind not in (np.longdouble, np.clongdouble)
+    return _ELEMENTS.get(kind, _NUMPY if is_scalar else None)
 
 
 def _mixed(items: list[Any]) -> NDArray[Any]:
@@ -447,13 +431,8 @@ def unpack_numbers(details: Details, array: NDArray[Any], name: str) -> Any:
         )
     if mixed and len(array) and (last := int(array[:, 0].max())) >= len(_MIXED_TYPES):
         raise DamagedCheckpointError(f"leaf {format_path(name)}: type {last} of an element is unknown")
-    return _built(details, _elements(details, array))
-
-
-def _elements(details: Details, array: NDArray[Any]) -> list[Any]:
-    if details["elements"] == _NUMPY:
-        return list(array)
-    return _unmixed(array) if details["elements"] == MIXED else array.tolist()
+    items = list(array) if elements == _NUMPY else _unmixed(array) if mixed else array.tolist()
+    return _built(details, items)
 
 
 def _built(details: Details, items: list[Any]) -> Any:

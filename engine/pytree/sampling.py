@@ -39,13 +39,9 @@ class _Group(NamedTuple):
 
 @dataclass
 class Samples:
-    """Samples of several leaves, perhaps still on their way to the host.
+    """Samples of several leaves, perhaps still on their way to the host."""
 
-    Attributes:
-        count: The number of leaves, whether they could be read or not.
-    """
-
-    count: int
+    count: int  # the number of leaves, unreadable ones included
     _groups: list[_Group] = field(default_factory=list)
     _devices: dict[str, int] = field(default_factory=dict)  # with the first leaf on each
 
@@ -320,7 +316,7 @@ def _address(tensor: Any) -> int:
 
 
 def _memory_of(tensor: Any) -> Any:
-    """Return the elements of a tensor in the order of its strides, as a flat view if they lie one after the other."""
+    """Return the elements of a tensor in the order of its strides, as a flat view if they are contiguous."""
     order = sorted(range(tensor.ndim), key=lambda axis: -tensor.stride(axis))
     permuted = tensor.permute(order)
     return permuted.view(-1) if permuted.is_contiguous() else permuted.reshape(-1)

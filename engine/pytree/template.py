@@ -361,7 +361,7 @@ class FreshTypes:
         self._roots = None if roots is None else sorted(map(escape_key, roots))
 
     def document(self, names: Sequence[str], leaves: Sequence[ArrayLeaf | ValueLeaf]) -> Details:
-        """Return as JSON how the types of the fresh state differ from those of a saved tree."""
+        """Return as JSON how the types of the fresh state differ from the types of a saved tree."""
         types: dict[tuple[int, str, Any], LeafType] = {}  # many leaves share a few descriptions
         grouped: dict[LeafType, list[str]] = {}
         new: list[str] = []

@@ -369,7 +369,7 @@ class _Rule:
 @dataclass(frozen=True, slots=True)
 class _Match:
     rule: _Rule
-    path: str  # the path that its key matches: the leaf's, or that of a container above it
+    path: str  # the path that its key matches, of the leaf or of a container above it
     rest: str  # the leaf's path below ``path``, such as ``Dense_0/kernel``; empty for the leaf itself
     source: str  # the path of its value in the original tree, such as ``params/Dense_0/kernel``
 

@@ -112,17 +112,10 @@ class _Route:
 
 
 class Ways:
-    """Ways from a root to leaves, at most ``most`` of them, and to the plain attributes of the objects between.
+    """Ways from a root to at most ``most`` leaves, or to the ``names``, and to plain attributes of the objects between.
 
-    Args:
-        root: The first root: containers, modules, optimizers, and objects of the program.
-        most: How many leaves are chosen: learning rates, parameters that are trained and the state of their optimizers
-            come first. The rest is in the order of checksums of the names, which is the same in every process.
-        names: Names of the leaves to choose instead.
-
-    Attributes:
-        names: The names of the chosen leaves, keys and attributes joined by dots.
-        total: The number of all leaves.
+    Learning rates, trained parameters and the state of their optimizers come first. The rest is in the order of
+    checksums of the names, which is the same in every process.
     """
 
     def __init__(self, root: Any, most: int, names: Collection[str] | None = None) -> None:
@@ -155,14 +148,14 @@ class Ways:
                     leaves.append((name, below, _rank(child)))
                 elif not isinstance(child.value, _CLOSED) and child.value is not None:
                     queue.append((name, below, child.value, (*above, id(value))))
-        self.total = len(leaves)
+        self.total = len(leaves)  # chosen or not
         if names is None:
             leaves.sort(key=lambda leaf: (leaf[2], zlib.crc32(leaf[0].encode(errors="replace"))))
             self._leaves: dict[str, _Way | None] = {name: way for name, way, _ in leaves[:most]}
         else:
             ways = {name: way for name, way, _ in leaves}
             self._leaves = {name: ways.get(name) for name in names}
-        self.names = tuple(self._leaves)
+        self.names = tuple(self._leaves)  # of the chosen leaves: keys and attributes joined by dots
         self._to_leaves = _Route(way or _NOWHERE for way in self._leaves.values())
         self._to_owners = _Route(way for _, way, _ in self._attributes)
         self._to_optimizers = _Route(optimizers)
@@ -318,8 +311,8 @@ def _attributes(value: Any) -> list[str]:
 @functools.cache
 def _attributes_of_modules(lightning: Any) -> frozenset[str]:
     """Return the attributes that every module has: of torch, and of Lightning if that is imported."""
-    kinds = [torch.nn.Module, *([lightning.LightningModule] if hasattr(lightning, "LightningModule") else [])]
-    return frozenset(name for kind in kinds for name in vars(kind()))
+    classes = [torch.nn.Module, *([lightning.LightningModule] if hasattr(lightning, "LightningModule") else [])]
+    return frozenset(name for cls in classes for name in vars(cls()))
 
 
 _CACHES = {"_computed", "_forward_cache"}  # of a metric: its next call, or compute(), sets them

@@ -1,4 +1,4 @@
-"""The lines about a run that every user should see: how it starts, and how it ends, with the steps that are lost."""
+"""The lines about a run that every user should see: how it starts and ends, and which steps are lost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger("holdfast")
 def announce(text: str, *args: object, shown: bool = True) -> None:
     """Log a line at INFO; if ``shown``, also write it to stderr, unless a handler shows it or the program is silent."""
     logger.info(text, *args)
-    # A level of this logger itself, or a level below which logging is disabled, asks for silence.
+    # A program asks for silence by the level of this logger, or by disabling it.
     silent = logger.level != logging.NOTSET or logger.disabled or logger.manager.disable >= logging.INFO
     is_handled = any(handler.level <= logging.INFO for handler in handlers_of(logger, logging.INFO))
     if shown and not silent and not is_handled and sys.stderr is not None:
@@ -38,7 +38,7 @@ _ADVICE: tuple[tuple[type[BaseException], str], ...] = (
 
 @dataclass(slots=True, eq=False)
 class Ending:
-    """What a run has reported and saved, for a line at its end; a listener of the events of the run."""
+    """The steps that a run has reported and saved, for a line at its end; it listens to the events of the run."""
 
     directory: str
     saves_at_end: bool = True
@@ -46,16 +46,15 @@ class Ending:
     saved: int | None = None  # the last one that was saved or restored
 
     def begin(self) -> None:
-        """Speak at the interpreter's exit, unless the callback is closed or another one goes on with the run."""
+        """Report at the interpreter's exit, unless the callback is closed or another one continues the run."""
         _open[self.directory] = self
 
     def note(self, event: Event) -> None:
-        """Take note of the step that was saved or restored."""
         if event["event"] in ("saved", "restored"):
             self.saved = event.get("step")
 
     def end(self, error: BaseException | None = None, *, shown: bool = False) -> None:
-        """End, with a line about the steps that an exception has lost if ``shown``."""
+        """End; if ``shown``, with a line about the steps that an exception has lost."""
         if _open.get(self.directory) is self:
             del _open[self.directory]
         if error is not None and shown:
@@ -63,7 +62,7 @@ class Ending:
             self.say(f"the loop ended with {type(error).__name__}", advice)
 
     def say(self, how: str, advice: str) -> None:
-        """Say which steps are saved, and warn of those that are lost."""
+        """Announce which steps are saved, and warn of lost ones."""
         if self.step is None:
             return
         if self.step == self.saved:
@@ -79,7 +78,7 @@ os.register_at_fork(after_in_child=_open.clear)
 
 
 def _end_all() -> None:
-    """Speak of what is lost as the interpreter exits, where no step can be saved any more."""
+    """Warn of lost steps as the interpreter exits, when no step can be saved any more."""
     error = getattr(sys, "last_value", None)  # of the exception that ends the program, if one does
     for ending in _open.values():
         if ending.step != ending.saved:

@@ -328,9 +328,9 @@ class CheckpointCallback:
 
     @property
     def preempted(self) -> bool:
-        """Whether one of the signals has arrived.
+        """True if one of the signals has arrived.
 
-        It costs next to nothing, so evaluation loops may read it, too: a supervisor that watches for hangs then sees
+        It costs next to nothing, so evaluation loops may read it, too. A supervisor that watches for hangs then sees
         that the program is alive.
         """
         self._manager.observer.reached("validation", self._last_step)
@@ -348,7 +348,7 @@ class CheckpointCallback:
 
     @property
     def should_stop(self) -> bool:
-        """Whether ``on_step`` has saved because of a preemption and asked to stop."""
+        """True if ``on_step`` has saved because of a preemption, and asked to stop."""
         return self._should_stop
 
     @property
@@ -434,13 +434,12 @@ class CheckpointCallback:
             self.extras = {name: restored.extras[name] for name in extras}
             self._restored = restored.step
             state = initial.completed(adapter, restored.state)
-            facts = self._manager.custom_metadata(restored.step) or {}
             offset: int | None = self._options.step_offset
             if offset is None:
-                offset = int(facts.get("step_offset", 0))
+                offset = int(restored.metadata.get("step_offset", 0))
                 if not (restored.is_own or offset):
                     warn_of_index(restored.step, adapter.to_tree(state))
-            began = facts.get(HYPERPARAMETERS, {}) if self._options.hyperparameters == "saved" else {}
+            began = restored.metadata.get(HYPERPARAMETERS, {}) if self._options.hyperparameters == "saved" else {}
             self._begin_steps(adapter, state, extras, restored.step, offset=offset, fresh=fresh, began=began)
             shown = Report(restored.step, state, extras=self._with_generators(self.extras)).seen({})
             self._witness.resume(restored.step, shown, why_not_comparable(self._options, adapter.misfits))

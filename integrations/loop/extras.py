@@ -23,7 +23,7 @@ from .trees import is_stream, to_tree
 logger = logging.getLogger("holdfast")
 
 GRADIENTS = "accumulated_gradients"
-CHECKSUMS = "replicated_checksums"  # of the arrays of replicated extras, which are compared as plain values are
+CHECKSUMS = "replicated_checksums"  # of the arrays of replicated extras; processes compare them as plain values
 _TAKEN = ("step", "state", "metrics", GRADIENTS, CHECKSUMS)
 _OPTIONS = frozenset(LoopArguments.__dataclass_fields__)
 GLOBAL_GENERATORS = "global_generators"
@@ -44,17 +44,18 @@ def moves(extra: Any) -> bool:
 
 
 def is_own(name: str, extra: Any, replicated: Collection[str]) -> bool:
-    """Return whether each of several processes has an extra of its own, such as the position of its data iterator."""
+    """Return whether an extra differs from process to process, such as the position of a data iterator."""
     return (changes_in_place(extra) or is_plain(extra)) and not (name in replicated or is_replicated(extra))
 
 
 def checksum_of(tree: Any) -> int | None:
-    """Return a checksum of the arrays of a saved state, or None if it has none; those of jax may be sharded."""
-    arrays = [leaf for leaf in flatten(tree).values if isinstance(leaf, np.ndarray) or is_torch_tensor(leaf)]
-    found = 0
-    for array in arrays:
-        found = zlib.crc32(np.ascontiguousarray(array.cpu() if is_torch_tensor(array) else array).tobytes(), found)
-    return found if arrays else None
+    """Return a checksum of the arrays of a saved state, or None without any; jax arrays are omitted."""
+    checksum = None
+    for leaf in flatten(tree).values:
+        if isinstance(leaf, np.ndarray) or is_torch_tensor(leaf):
+            array = np.ascontiguousarray(leaf.cpu() if is_torch_tensor(leaf) else leaf)
+            checksum = zlib.crc32(array.tobytes(), checksum or 0)
+    return checksum
 
 
 def templates_of(extras: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,11 +113,11 @@ def check_extras(extras: Mapping[str, Any]) -> None:
 
 
 def check_replicated(replicated: Collection[str], extras: Mapping[str, Any], method: str) -> None:
-    """Raise OptionError for a name in ``replicated`` of an extra that a method of the callback was not given."""
+    """Raise OptionError if ``replicated`` names an extra that a method of the callback was not given."""
     if unknown := [name for name in replicated if name not in extras]:
-        known = f" (known: {', '.join(extras)})" if extras else ""
+        given = f" (known: {', '.join(extras)})" if extras else ""
         raise OptionError(
-            f"replicated names {unknown[0]!r}, and {method} was given no extra of this name{known}: correct the name, "
+            f"replicated names {unknown[0]!r}, and {method} was given no extra of this name{given}: correct the name, "
             "or pass the extra"
         )
 
@@ -139,7 +140,7 @@ def _is_saveable(extra: Any) -> bool:
 
 
 def warn_of_unrestored(extras: Mapping[str, Any], names: Collection[str]) -> None:
-    """Warn of objects with a state that ``on_step`` gets, and that ``restore_or_initialize`` was not given."""
+    """Warn of objects with a state that only ``on_step`` is given, and not ``restore_or_initialize``."""
     if others := [name for name, extra in extras.items() if name not in names and changes_in_place(extra)]:
         listed = ", ".join(f"{name}={name}" for name in others)
         logger.warning(

@@ -1,6 +1,6 @@
-"""What the first reports and saves of a run show about a loop that would not resume exactly, before anything is lost.
+"""Finds loops that would not resume exactly, by their first reports and saves, before anything is lost.
 
-Nothing of the program is written, called or drawn from: names, samples of values, counters and classes are read.
+It reads names, samples of values, counters and classes. It writes, calls and draws from nothing in the program.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ logger = logging.getLogger("holdfast")
 _ALL = 1 << 30  # leaves
 _TRAINED, _COUNTS, _SAMPLED = 4, 8, 128  # leaves whose values are compared
 _COUNTERS = ("step", "count")  # fields in which a TrainState and optax count updates
-_FAR = 100  # reports between two saves, after which a state that is trained has changed
-# Attributes of torch's iterators that are private: the batches taken, the sampler, whether the iterator is used again.
+_FAR = 100  # reports between two saves, after which any state that is trained has changed
+# Private attributes of torch's iterators: the number of batches taken, the sampler, whether the iterator is reused.
 _TAKEN, _SAMPLER, _PERSISTENT = "_num_yielded", "_index_sampler", "_persistent_workers"
 
 _OTHER_STATE = "on_step(%d) got a state other than restore_or_initialize returned: it lacks %s. Pass the whole state"
@@ -86,7 +86,7 @@ _OTHERWISE = (
 class _Look(NamedTuple):
     step: int
     samples: Samples  # of some leaves
-    versions: list[int]  # how often tensors have changed in place, as they count it
+    versions: list[int]  # how often tensors have changed in place, by their own count
 
 
 class FirstSteps:
@@ -96,20 +96,20 @@ class FirstSteps:
         self._adapter = adapter
         self._reports = self._saves = 0
         self._sampler = Sampler()
-        self._looks: list[_Look] = []  # at what came back and at the first reports, until these are compared
+        self._looks: list[_Look] = []  # at the state that came back and the first reports, until they are compared
         self._saved: tuple[_Look, Ways, int, Mapping[str, Any]] | None = None  # the first save
 
     def look_at_start(self, state: Any, step: int | None, extras: Mapping[str, Any], *, grows: bool) -> None:
-        """Look at what came back from a step, None without a restore; a program that peeks may let the state grow."""
+        """Look at the state of a step that came back, or of no step; a program that peeks may let the state grow."""
         self._is_compared = step is not None and not grows
-        self._read = [(weakref.ref(one), getattr(one, _TAKEN, 0)) for one in _readers(extras, state)]
+        self._read = [(weakref.ref(reader), getattr(reader, _TAKEN, 0)) for reader in _readers(extras, state)]
         if step is not None:
-            self._marks = {path: _mark(one) for path, one in located(state, _mark)}
+            self._marks = {path: _mark(part) for path, part in located(state, _mark)}
             self._ways = Ways(state, _ALL)
             kinds = [*map(_kind, self._ways.follow(state))]
-            arrays, counts = ([place for place, kind in enumerate(kinds) if kind is one] for one in (float, int))
+            arrays, counts = ([n for n, kind in enumerate(kinds) if kind is wanted] for wanted in (float, int))
             self._arrays = len(arrays[:_TRAINED])  # Leaves that are trained come first.
-            self._places = [*arrays[:_TRAINED], *counts[:_COUNTS]]
+            self._chosen = [*arrays[:_TRAINED], *counts[:_COUNTS]]
             self._looks.append(self._look(step, state))
 
     def look_at_report(self, step: int, state: Any, extras: Mapping[str, Any]) -> None:
@@ -130,16 +130,16 @@ class FirstSteps:
     def look_at_save(
         self, step: int, state: Any, metrics: Mapping[str, Any], refused: Callable[[], list[str]], *, is_live: bool
     ) -> bool:
-        """Look at a report that is about to be saved, and at what a resume refuses; return whether that was all."""
+        """Look at a report that is about to be saved, and at what a resume refuses; return whether all is done."""
         self._saves, extras = self._saves + 1, self._extras
         if self._saves == 1:
             self._check_place(step, state)
             if self._is_compared and (problems := refused()):
                 logger.warning(_GROWN, step, shortened(problems, 4))
-        root = {STATE: state, **{name: one for name, one in extras.items() if isinstance(one, dict)}}
+        root = {STATE: state, **{name: extra for name, extra in extras.items() if isinstance(extra, dict)}}
         ways = Ways(root if is_live else None, _ALL) if self._saved is None else self._saved[1]
         leaves = ways.follow(root)
-        if not any(map(is_torch_tensor, leaves)):  # Arrays of jax and numpy do not show who changes them.
+        if not any(map(is_torch_tensor, leaves)):  # Arrays of jax and numpy do not count their changes.
             return not self._looks
         now = _Look(step, Sampler().take(leaves[:_SAMPLED]), [*map(_version, leaves)])
         first, _, reports, before = self._saved = self._saved or (now, ways, self._reports, metrics)
@@ -149,65 +149,71 @@ class FirstSteps:
             _check_optimizers(step, changed, leaves, {STATE: state, **extras})
         if self._reports - reports < _FAR:
             return False
-        has_other_loss = any(before.get(name, one) != one for name, one in metrics.items() if not is_time(name))
+        has_other_loss = any(before.get(name, value) != value for name, value in metrics.items() if not is_time(name))
         if has_other_loss and first.versions == now.versions and not _differ([first, now]):
             _check_use(step, first.step, leaves)
         return True
 
     def _look(self, step: int, state: Any) -> _Look:
         leaves = self._ways.follow(state)
-        chosen = [leaves[place] for place in self._places]
+        chosen = [leaves[number] for number in self._chosen]
         return _Look(step, self._sampler.take(chosen), [*map(_version, chosen)])
 
     def _check_state(self, step: int, state: Any) -> None:
         torch: Any = loaded("torch")
-        for path, one in located(state, _mark):
-            is_same = self._marks.get(path) is _mark(one)  # A copy of that of a module, such as an average, is a state.
-            if is_same and ("param_groups" in one or _addresses(one.values()) & _addresses(_live(torch.nn.Parameter))):
+        for path, part in located(state, _mark):
+            is_same = self._marks.get(path) is _mark(part)  # A copied state dict, such as an average, is a state.
+            if is_same and (
+                "param_groups" in part or _addresses(part.values()) & _addresses(_live(torch.nn.Parameter))
+            ):
                 raise StateError(_STATE_DICT % (path or "the state"))
         if missing := self._ways.ended(state):  # Perhaps other containers or wrappers have the same names.
             names = {unwrapped_name(name) for name in Ways(state, _ALL).names}
             filled = tuple(f"{path}." for path in self._adapter.empty)  # dictionaries that the fresh state has empty
-            left = {f"{path}." for path in empty_dicts(state)} | {one for one in names if one.startswith(filled)}
-            emptied = tuple(path for path in filled if any(one.startswith(path) for one in left))
+            left = {f"{path}." for path in empty_dicts(state)} | {name for name in names if name.startswith(filled)}
+            emptied = tuple(path for path in filled if any(name.startswith(path) for name in left))
             missing = [name for name in missing if unwrapped_name(name) not in names and not name.startswith(emptied)]
-            if missing := sorted(missing):
-                raise StateError(_OTHER_STATE % (step, shortened(missing, 4)))
+            if missing:
+                raise StateError(_OTHER_STATE % (step, shortened(sorted(missing), 4)))
 
     def _leaves_out(self) -> bool:
         """Return whether the first report counts one step more than the second, after equally many updates."""
         steps, samples, versions = zip(*self._looks, strict=True)
         first, second = steps[1] - steps[0], steps[2] - steps[1]
-        counts = (one.fetch(1)[1][self._arrays :, 0].tolist() for one in samples)
+        counts = (sample.fetch(1)[1][self._arrays :, 0].tolist() for sample in samples)
         values = zip(*(now + changes for now, changes in zip(counts, versions, strict=True)), strict=True)
         rises = [(now - start, later - now) for start, now, later in values]
-        return first - 1 == second > 0 and any(one == other > 0 and one % second == 0 for one, other in rises)
+        return first - 1 == second > 0 and any(
+            rise == next_rise > 0 and rise % second == 0 for rise, next_rise in rises
+        )
 
     def _check_place(self, step: int, state: Any) -> None:
-        before = {id(one): taken for ref, taken in self._read if (one := ref()) is not None}
-        for one in _readers(self._extras, state):
-            order, taken = getattr(one, _SAMPLER, None), getattr(one, _TAKEN, 0)
+        before = {id(reader): taken for ref, taken in self._read if (reader := ref()) is not None}
+        for reader in _readers(self._extras, state):
+            order, taken = getattr(reader, _SAMPLER, None), getattr(reader, _TAKEN, 0)
             draws = drawing_sampler(SimpleNamespace(sampler=order, batch_sampler=order)) is not None
-            if draws and before.get(id(one), 0) < taken < len(one) and not getattr(one, _PERSISTENT, False):
-                logger.warning(_NO_PLACE, step, taken, len(one))
+            is_within = before.get(id(reader), 0) < taken < len(reader)
+            if draws and is_within and not getattr(reader, _PERSISTENT, False):
+                logger.warning(_NO_PLACE, step, taken, len(reader))
                 return
 
 
 def cause_in_state(seen: Seen | None) -> str:
-    """Return why a state that was restored as it was saved differs some steps later, by what the program shows."""
+    """Return the likely reason why a state that was restored exactly differs some steps later."""
     torch: Any = loaded("torch")
     if seen is None or STATE not in seen.root or torch is None:  # A trainer saves all schedulers.
         return _OTHERWISE
     if any(located(seen.root, _mark)):
         return _ONLY_DICTS
-    shown = {id(one) for _, one in live_objects({**seen.root, **seen.objects})}
-    schedulers = _live(torch.optim.lr_scheduler.LRScheduler)
-    left = [one for one in schedulers if id(one) not in shown and id(one.optimizer) in shown]
-    return _NO_SCHEDULER % type(left[0]).__qualname__ if left else _OTHERWISE
+    shown = {id(value) for _, value in live_objects({**seen.root, **seen.objects})}
+    for scheduler in _live(torch.optim.lr_scheduler.LRScheduler):
+        if id(scheduler) not in shown and id(scheduler.optimizer) in shown:
+            return _NO_SCHEDULER % type(scheduler).__qualname__
+    return _OTHERWISE
 
 
 def warn_of_index(step: int, tree: Any) -> None:
-    """Warn of a step that another program has saved, if the counters in its state are one ahead of its number."""
+    """Warn of a step that another program has saved if the counters in its state are one ahead of its number."""
     flat = flatten(tree)
     counters = {
         name: int(value)
@@ -219,24 +225,24 @@ def warn_of_index(step: int, tree: Any) -> None:
 
 
 def _check_optimizers(step: int, changed: dict[int, str], leaves: list[Any], root: Any) -> None:
-    """Warn of an optimizer that has changed leaves, by their addresses, and that is not saved, nor its state."""
+    """Warn of an optimizer that has changed leaves, given by their addresses, if neither it nor its state is saved."""
     torch: Any = loaded("torch")
-    own = [one for _, one in live_objects(root) if isinstance(one, torch.optim.Optimizer) and one.state]
+    saved = [value for _, value in live_objects(root) if isinstance(value, torch.optim.Optimizer) and value.state]
     held = _addresses(leaves)
-    left = changed.keys() & held - _addresses(chain(*map(_parameters, own), *map(_moments, own)))
-    others = [(one, _addresses(_moments(one))) for one in _live(torch.optim.Optimizer)] if left else []
-    left -= _addresses(chain(*(_parameters(one) for one, state in others if state & held)))  # saved as state dicts
-    for one, state in others:
-        if (trained := _addresses(_parameters(one)) & left) and state and not state & held:
+    left = changed.keys() & held - _addresses(chain(*map(_parameters, saved), *map(_moments, saved)))
+    others = [(each, _addresses(_moments(each))) for each in _live(torch.optim.Optimizer)] if left else []
+    left -= _addresses(chain(*(_parameters(each) for each, state in others if state & held)))  # saved as state dicts
+    for optimizer, state in others:
+        if (trained := _addresses(_parameters(optimizer)) & left) and state and not state & held:
             shown = sorted(changed[address].removeprefix(f"{STATE}.") for address in trained)
-            logger.warning(_FORGOTTEN, step, type(one).__qualname__, shortened(shown, 3))
+            logger.warning(_FORGOTTEN, step, type(optimizer).__qualname__, shortened(shown, 3))
             return
 
 
 def _check_use(step: int, earlier: int, leaves: list[Any]) -> None:
-    """Warn if parameters are trained that are not in a state that has not changed."""
+    """Warn of an unchanged state if parameters outside of it are trained."""
     torch: Any = loaded("torch")
-    used = (one for one in _live(torch.nn.Parameter) if one.grad is not None)
+    used = (parameter for parameter in _live(torch.nn.Parameter) if parameter.grad is not None)
     trained = chain(used, *map(_parameters, _live(torch.optim.Optimizer)))
     if others := _addresses(trained) - _addresses(leaves):
         logger.warning(_UNUSED, step, earlier, len(others))
@@ -249,45 +255,48 @@ def _differ(looks: list[_Look], end: int | None = None) -> bool:
 
 def _has_place(extras: Mapping[str, Any]) -> bool:
     """Return whether an extra may be a place in the data: ``data``, an object with a state, or a number."""
-    extras = {name: one for name, one in extras.items() if not _is_unread(one)}
-    known = {name for name, one in extras.items() if is_generator(one) or is_versioned(one)}
-    others = [one for name, one in extras.items() if name not in {"epoch", GLOBAL_GENERATORS, *known}]
-    objects = [one for one in others if changes_in_place(one) and not type(one).__module__.startswith("torch.")]
-    numbers = (leaf for one in others if is_plain(one) for leaf in flatten(one).values if type(leaf) is int)
-    return "data" in extras or bool(objects) or next(numbers, None) is not None  # Schedules and scalers are torch's.
+    extras = {name: extra for name, extra in extras.items() if not _is_unread(extra)}
+    for name, extra in extras.items():
+        if name in ("epoch", GLOBAL_GENERATORS) or is_generator(extra) or is_versioned(extra):
+            continue
+        if changes_in_place(extra) and not type(extra).__module__.startswith("torch."):  # Schedules and scalers are.
+            return True
+        if is_plain(extra) and any(type(leaf) is int for leaf in flatten(extra).values):
+            return True
+    return "data" in extras
 
 
-def _live(*kinds: type) -> list[Any]:
-    """Return the live objects of classes and of those derived from them, in one pass over all objects."""
-    wanted = [*kinds]
-    for kind in wanted:
-        wanted += kind.__subclasses__()
+def _live(*classes: type) -> list[Any]:
+    """Return the live objects of classes and their subclasses, in one pass over all objects."""
+    wanted = [*classes]
+    for cls in wanted:
+        wanted += cls.__subclasses__()
     objects = gc.get_objects()
     return [*compress(objects, map({*wanted}.__contains__, map(type, objects)))]
 
 
 def _readers(extras: Mapping[str, Any], state: Any) -> list[Any]:
-    """Return the iterators of torch's loaders, if no extra says where they are."""
-    kind: Any = getattr(sys.modules.get("torch.utils.data.dataloader"), "_BaseDataLoaderIter", None)
+    """Return the iterators of torch's loaders, unless an extra may have their position."""
+    iterator_type: Any = getattr(sys.modules.get("torch.utils.data.dataloader"), "_BaseDataLoaderIter", None)
     parts = state.values() if isinstance(state, dict) else ()
-    has_place = _has_place(extras) or any(isinstance(one, LoaderPosition) and not _is_unread(one) for one in parts)
-    return [] if kind is None or has_place else _live(kind)
+    has_place = _has_place(extras) or any(isinstance(part, LoaderPosition) and not _is_unread(part) for part in parts)
+    return [] if iterator_type is None or has_place else _live(iterator_type)
 
 
 def _is_unread(extra: Any) -> bool:
-    """Return whether an extra is a loader of ours that has given no batch: perhaps another one is read."""
+    """Return whether an extra is a loader of ours that has yielded no batch: the loop may read another one."""
     return isinstance(extra, LoaderPosition) and extra.checksum is None
 
 
 def _mark(value: Any) -> Any:
-    """Return a part of a state dict that is another object in each one that torch makes; None of other values."""
+    """Return the part of a state dict that is a new object in each one that torch makes; None for other values."""
     if not isinstance(value, dict):
         return None
     return value["param_groups"] if {"state", "param_groups"} <= value.keys() else getattr(value, "_metadata", None)
 
 
 def _kind(leaf: Any) -> type | None:
-    """Return float for an array of such numbers, int for a single whole number, None for others and lazy parameters."""
+    """Return float for an array of floats, int for a single integer, None for others and for lazy parameters."""
     torch: Any = loaded("torch")
     if is_torch_tensor(leaf) and torch.nn.parameter.is_lazy(leaf):
         return None
@@ -306,13 +315,13 @@ def _address(leaf: Any) -> int:
 
 
 def _addresses(leaves: Iterable[Any]) -> set[int]:
-    """Return the addresses of tensors in memory, by which those of a state dict are known, too."""
+    """Return the addresses of tensors in memory; a module and its state dict have the same ones."""
     return {*map(_address, leaves)} - {0}
 
 
 def _parameters(optimizer: Any) -> Iterator[Any]:
-    return (one for group in optimizer.param_groups for one in group["params"])
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _moments(optimizer: Any) -> Iterator[Any]:
-    return (one for state in optimizer.state.values() for one in state.values())
+    return (moment for state in optimizer.state.values() for moment in state.values())

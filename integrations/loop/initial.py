@@ -1,4 +1,4 @@
-"""What a program has before a restore: its initial state, which it passes or a function makes, and hyperparameters."""
+"""The state and the hyperparameters that a program has before a restore."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ logger = logging.getLogger("holdfast")
 
 
 class InitialState:
-    """What ``restore_or_initialize`` was given: a state, or a function that makes one and perhaps a template."""
+    """The argument of ``restore_or_initialize``: a state, or a function that makes one, perhaps with a template."""
 
     def __init__(self, given: Any, like: Any = None) -> None:
         self._given = given
@@ -50,7 +50,7 @@ class InitialState:
             self.template = _abstract(given)
 
     def check_fresh(self, adapter: StateAdapter) -> None:
-        """Raise OptionError if there is no checkpoint, and the state that was given has no values."""
+        """Raise OptionError if the state that was given has no values; called if there is no checkpoint."""
         if not self._is_function and (names := _abstract_leaves(adapter, self._given)):
             raise OptionError(
                 f"the state is abstract, and there is no checkpoint to take its values from: {shortened(names)}. Pass "
@@ -58,13 +58,12 @@ class InitialState:
             )
 
     def make(self) -> Any:
-        """Return the state of a fresh start."""
         if not self._is_function:
             return self._given
         return self._given() if self._like is None else _sharded(self._given, self._like)
 
     def values(self, names: Collection[str]) -> dict[str, Any]:
-        """Return the leaves of these names that the function makes; the others are not computed."""
+        """Return the leaves with these names that the function makes, without computing the others."""
         if not self._is_function:
             return {}
         jax: Any = importlib.import_module("jax")
@@ -76,7 +75,7 @@ class InitialState:
         return dict(jax.jit(chosen)())
 
     def completed(self, adapter: StateAdapter, state: Any) -> Any:
-        """Return a restored state, with fresh values for those that the checkpoint lacks."""
+        """Return a restored state, with fresh values for the leaves that the checkpoint lacks."""
         names = _abstract_leaves(adapter, state) if adapter.misfits is not None else []
         if not names:
             return state
@@ -89,9 +88,8 @@ class InitialState:
         flat = flatten(adapter.to_tree(state))
         fresh = flatten(adapter.to_tree(self.make()))
         values = dict(zip(fresh.names, fresh.values, strict=True))
-        merged = [
-            values[name] if _is_abstract(value) else value for name, value in zip(flat.names, flat.values, strict=True)
-        ]
+        named = zip(flat.names, flat.values, strict=True)
+        merged = [values[name] if _is_abstract(value) else value for name, value in named]
         return adapter.from_tree(state, unflatten(flat.structure, merged))
 
 
@@ -143,15 +141,15 @@ def _sharded(init: Any, like: Any) -> Any:
     shardings = [template_sharding(leaf) if hasattr(leaf, "sharding") else None for leaf in wanted]
     state = _abstract(init)
     made = jax.jit(lambda: jax.tree.leaves(to_tree(init())), out_shardings=shardings)()
-    # The template may have other static fields than the state that the function makes.
+    # The state that the function makes may have other static fields than the template.
     return from_tree(state, jax.tree.unflatten(jax.tree.structure(to_tree(state)), made))
 
 
-# ---- hyperparameters in a state: those of the program, those that were saved, and the choice between them
+# ---- hyperparameters in a state: the program's, the saved ones, and the choice between them
 #
 # The options of torch's optimizers, such as learning rates, and the values that ``optax.inject_hyperparams`` keeps are
-# part of a state, so a restore replaces them. A value that a schedule changes is no difference, but its initial rate
-# is.
+# part of a state, so a restore replaces them. A value that a schedule changes does not count as a difference, but the
+# initial rate of the schedule does.
 
 HYPERPARAMETERS = "hyperparameters"  # key in the metadata of a step, for `StartValues.changed`
 _SCHEDULED = ("lr", "base_momentum", "max_momentum", "max_lr", "min_lr")
@@ -166,10 +164,10 @@ class Hyperparameters:
     ) -> None:
         self._adapter = adapter
         self._options = {name: _plain(group[option]) for name, group, option in _options(state, extras)}
-        found = _injected(adapter, state)
-        abstract = {name for name, value in found.items() if is_jax_abstract(value)}
+        leaves = _injected(adapter, state)
+        abstract = {name for name, value in leaves.items() if is_jax_abstract(value)}
         made = initial.values(abstract) if abstract and initial is not None else {}
-        self._leaves = {name: value for name, value in found.items() if name not in abstract} | made
+        self._leaves = {name: value for name, value in leaves.items() if name not in abstract} | made
 
     def settle(
         self,
@@ -180,7 +178,7 @@ class Hyperparameters:
         shown: bool,
         began: Mapping[str, Any] = MappingProxyType({}),
     ) -> Any:
-        """Return the restored state with the hyperparameters that count; log others, except those the run has moved."""
+        """Return the restored state with the hyperparameters that count; log differences that the run did not make."""
         is_mine, lines = counting == "program", []
         moved = {} if is_mine else began
         for name, group, option in _options(state, extras):
@@ -193,14 +191,13 @@ class Hyperparameters:
                 if option == "initial_lr" and saved:  # A schedule has changed the rate since.
                     _set(group, "lr", _plain(group["lr"]) * (mine / saved))
                 _set(group, option, mine)
-        restored = _injected(self._adapter, state)
-        pairs = {name: (mine, restored[name]) for name, mine in self._leaves.items() if name in restored}
-        differing = {name: tuple(map(_plain, pair)) for name, pair in pairs.items() if not _same(*map(_plain, pair))}
-        lines += [
-            f"{format_path(name)} (program {_short(mine)}, saved {_short(saved)})"
-            for name, (mine, saved) in differing.items()
-            if not _same(mine, moved.get(name))
-        ]
+        differing = set()
+        for name, leaf in _injected(self._adapter, state).items():
+            mine, saved = _plain(self._leaves.get(name, leaf)), _plain(leaf)
+            if not _same(mine, saved):
+                differing.add(name)
+                if not _same(mine, moved.get(name)):
+                    lines.append(f"{format_path(name)} (program {_short(mine)}, saved {_short(saved)})")
         if not lines:
             return state
         if is_mine:
@@ -224,7 +221,7 @@ class Hyperparameters:
 
 
 class StartValues:
-    """The hyperparameters that a run began with; a save records those of them that the loop has changed by itself."""
+    """The hyperparameters that a run began with; a save records the start values that the loop has changed."""
 
     def __init__(self, adapter: StateAdapter, state: Any, extras: Mapping[str, Any], began: Mapping[str, Any]) -> None:
         self._adapter = adapter
@@ -234,28 +231,30 @@ class StartValues:
 
     def changed(self, state: Any) -> dict[str, Any]:
         """Return the start values that differ in a state."""
-        found = {name: (self._values.get(name, value), value) for name, value in self._now(state).items()}
-        return {name: start for name, (start, value) in found.items() if not _same(start, value)}
+        pairs = {name: (self._values.get(name, value), value) for name, value in self._now(state).items()}
+        return {name: start for name, (start, value) in pairs.items() if not _same(start, value)}
 
     def _now(self, state: Any) -> dict[str, Any]:
-        options = [one for one in self._options if one[2] in one[1] and not _is_moved(*one[1:])]
-        found = {name: group[option] for name, group, option in options}
-        found |= _injected(self._adapter, state) if self._has_leaves else {}
-        values = {name: _plain(value) for name, value in found.items()}
-        return {name: one for name, one in values.items() if isinstance(one, int | float) and math.isfinite(one)}
+        options = [(name, group, key) for name, group, key in self._options if key in group]
+        values = {name: _plain(group[key]) for name, group, key in options if not _is_moved(group, key)}
+        leaves = _injected(self._adapter, state) if self._has_leaves else {}
+        values |= {name: _plain(leaf) for name, leaf in leaves.items()}
+        return {
+            name: value for name, value in values.items() if isinstance(value, int | float) and math.isfinite(value)
+        }
 
 
 def _objects(state: Any, extras: Mapping[str, Any], kind: str) -> list[tuple[str, Any]]:
-    """Return the objects of a class of ``torch.optim`` that a state and extras hold, each with the path to it."""
+    """Return the objects of a class of ``torch.optim`` that a state and extras hold, each with its path."""
     torch: Any = loaded("torch")
-    found = () if torch is None else chain(live_objects(state), live_objects(dict(extras)))
-    return [(name, value) for name, value in found if isinstance(value, operator.attrgetter(kind)(torch.optim))]
+    objects = () if torch is None else chain(live_objects(state), live_objects(dict(extras)))
+    return [(name, value) for name, value in objects if isinstance(value, operator.attrgetter(kind)(torch.optim))]
 
 
 def _options(state: Any, extras: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Generate the options of torch's optimizers that are numbers, flags or pairs of numbers: name, group and key."""
     for path, optimizer in _objects(state, extras, "Optimizer"):
-        # What an optimizer begins with, and takes no argument for, is its state, as the sums of schedule-free ones are.
+        # A default that is no argument is state of the optimizer, as the sums of schedule-free ones are.
         arguments = inspect.signature(type(optimizer)).parameters
         state_of_groups = {*optimizer.defaults} - {*arguments} if "lr" in arguments else set()
         for index, group in enumerate(optimizer.param_groups):
@@ -278,13 +277,13 @@ def _injected(adapter: StateAdapter, state: Any) -> dict[str, Any]:
     if not isinstance(adapter, TreeAdapter) or "optax" not in sys.modules:
         return {}
     flat = flatten(adapter.to_tree(state))
-    found = {}
+    injected = {}
     for name, value in zip(flat.names, flat.values, strict=True):
         before, key, option = name.rpartition(f".{_INJECTED}.")
         moved = any(other.startswith(f"{before}.{_MOVED}.{option}.") for other in flat.names) if key else True
         if not moved and "." not in option and getattr(value, "shape", ()) == ():
-            found[name] = value
-    return found
+            injected[name] = value
+    return injected
 
 
 def _plain(value: Any) -> Any:
@@ -295,12 +294,12 @@ def _plain(value: Any) -> Any:
     return value.item() if is_torch_tensor(value) else np.asarray(value).item()
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, float) and isinstance(other, (int, float)):
-        return math.isclose(one, other, rel_tol=1e-6) or (math.isnan(one) and math.isnan(other))
-    return bool(one == other)
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, tuple) and isinstance(right, tuple):
+        return len(left) == len(right) and all(map(_same, left, right))
+    if isinstance(left, float) and isinstance(right, (int, float)):
+        return math.isclose(left, right, rel_tol=1e-6) or (math.isnan(left) and math.isnan(right))
+    return bool(left == right)
 
 
 def _set(group: dict[str, Any], option: str, value: Any) -> None:

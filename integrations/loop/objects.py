@@ -43,13 +43,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("holdfast")
 
-_SAMPLED = 8  # parameters whose values are compared, where torch does not count changes
+_SAMPLED = 8  # parameters whose values are compared if torch does not count their changes
 # Packages whose objects are not searched for tensors.
 _FOREIGN = {*sys.stdlib_module_names, "torch", "numpy", "jax", "jaxlib", "flax", "optax"}
 
 
 def is_versioned(value: object) -> bool:
-    """Return whether a value is a torch module or optimizer, whose tensors count their changes."""
+    """Return whether a value is a torch module or optimizer: its tensors count their changes."""
     torch: Any = loaded("torch")
     return (torch is not None and isinstance(value, torch.optim.Optimizer)) or _is_module(value)
 
@@ -60,7 +60,6 @@ def is_component(value: object) -> bool:
 
 
 def adapter_for(state: Any, misfits: Misfits | None) -> StateAdapter:
-    """Return an adapter for states of this kind."""
     if is_component(state):
         return ComponentAdapter(misfits)
     if any(located(state, lambda value: not isinstance(value, (dict, list, tuple)) and _is_object(value))):
@@ -69,7 +68,7 @@ def adapter_for(state: Any, misfits: Misfits | None) -> StateAdapter:
 
 
 def _is_object(value: object) -> bool:
-    """Return whether a value is an object that a graph saves: one of a library, or of the program and no tree."""
+    """Return whether a graph saves a value: an object of a known library, or one of the program that is no tree."""
     graph: Any = _imported("graph")
     if is_versioned(value) or (graph and isinstance(value, (graph.Node, graph.Value, graph.TrackedList))):
         return True
@@ -126,8 +125,8 @@ class ObjectsAdapter(StateAdapter):
 
     def from_tree(self, state: Any, restored: Callable[[], list[str]]) -> Any:
         if changed := restored():
-            what = "as at the save, where the program began otherwise: %s"
-            announce(what, shortened(changed), shown=current_coordinator().process_index == 0)
+            text = "as at the save, where the program began otherwise: %s"
+            announce(text, shortened(changed), shown=current_coordinator().process_index == 0)
         if not isinstance(state, tuple):
             return state
         assert self._holder is not None
@@ -137,46 +136,44 @@ class ObjectsAdapter(StateAdapter):
     def is_module(self, value: object) -> bool:
         return _is_module(value)
 
-    def fill(self, path: str, module: Any, place: Place) -> Weights:
-        own = dict(module.state_dict())
-        weights = load_weights(place, own, containers=[path] if path else (), misfits=self.misfits)
+    def fill(self, path: str, module: Any, source: Place) -> Weights:
+        parts = [path] if path else ()
+        weights = load_weights(source, dict(module.state_dict()), containers=parts, misfits=self.misfits)
         module.load_state_dict(weights.tree, strict=True)
         return weights
 
     def _graph(self, state: Any) -> Checkpoint:
-        """Return the root of the graph for the state, below which the parts of the state have their own paths."""
+        """Return the root of the graph for the state, whose parts are its children."""
         from ..graph import Checkpoint, stand_for
 
         if isinstance(state, Checkpoint):
             return state
-        root = state
-        if isinstance(state, tuple):
-            names = getattr(state, "_fields", range(len(state)))
-            root = dict(zip(names, state, strict=True))
+        is_tuple = isinstance(state, tuple)
+        root = dict(zip(getattr(state, "_fields", range(len(state))), state, strict=True)) if is_tuple else state
         if self._holder is None:
             self._holder = Checkpoint(root=root)
-        else:  # The same root remembers which warnings it has given.
+        else:  # The same holder remembers which warnings it has given.
             stand_for(self._holder, root)
         return self._holder
 
 
 @dataclass(frozen=True)
 class _ObjectsTemplate:
-    """Live objects that take all of a graph or, with ``misfits``, the parts that fit."""
+    """Live objects that are restored from a whole graph or, with ``misfits``, from the parts that fit."""
 
     root: Checkpoint
     misfits: Misfits | None
 
     def prepare(self, stored: StoredGraph) -> Callable[[], list[str]]:
-        """Read and compare all saved values; return a function that changes the objects, and names changed modes."""
+        """Read and compare all saved values; return a function that changes the objects, and returns changed modes."""
         from ..graph import Restoration
 
         restoration = Restoration(stored, self.root, ignore={("save_counter",)}, final=True)
         prepared = restoration.prepare(self.misfits)
-        found = Misfits() if self.misfits is None else self.misfits
-        restoration.report()._note(found)
+        misfits = Misfits() if self.misfits is None else self.misfits
+        restoration.report()._note(misfits)
         if self.misfits is None:
-            found.check(f"{stored.checkpoint}: program and checkpoint differ; nothing was changed:")
+            misfits.check(f"{stored.checkpoint}: program and checkpoint differ; nothing was changed:")
 
         def apply() -> list[str]:
             prepared()
@@ -214,21 +211,20 @@ class ComponentAdapter(StateAdapter):
     def restore_kwargs(self) -> Mapping[str, Any]:
         return {"modes": True} if self.misfits is None else {"misfits": self.misfits}
 
-    def with_weights(self, state: Any, place: Place) -> tuple[Any, str]:
-        """Each component that is a torch module gets the weights of the saved one of its path, or those at `place`."""
+    def with_weights(self, state: Any, source: Place) -> tuple[Any, str]:
+        """Load the weights of each component that is a torch module: those saved for its path, or those at `source`."""
         from ..components import modules_of
 
         modules = modules_of(state)
         if not modules:
-            return super().with_weights(state, place)
-        found = find_checkpoint(as_location(place))
-        loaded = []
+            return super().with_weights(state, source)
+        checkpoint, loaded = find_checkpoint(as_location(source)), dict[str, Weights]()
         for path, module in modules.items():
-            parts = [part for part in (found / STATE / path, found / path) if part.is_directory()]
-            loaded.append(load_weights(parts[0] if parts else place, dict(module.state_dict()), misfits=self.misfits))
-        for module, weights in zip(modules.values(), loaded, strict=True):
-            module.load_state_dict(weights.tree)
-        return state, ", ".join(f"{path} from {weights}" for path, weights in zip(modules, loaded, strict=True))
+            parts = [part for part in (checkpoint / STATE / path, checkpoint / path) if part.is_directory()]
+            loaded[path] = load_weights([*parts, source][0], dict(module.state_dict()), misfits=self.misfits)
+        for path, module in modules.items():
+            module.load_state_dict(loaded[path].tree)
+        return state, ", ".join(f"{path} from {weights}" for path, weights in loaded.items())
 
 
 class VersionCounters:
@@ -238,7 +234,7 @@ class VersionCounters:
         self._sampler = Sampler()
         self._samples: Samples | None = None  # of some parameters at the last step, unless changes are counted
         self._are_counted: bool | None = None  # None before the first change
-        self.has_updated = False  # whether the last step has changed a trained parameter
+        self.has_updated = False  # True if the last step has changed a trained parameter
         self._parts: list[Any] = []
         self._tensors: dict[str, Any] = {}
         self._noted: list[int] = []  # the versions of the tensors at the last step
@@ -251,12 +247,11 @@ class VersionCounters:
         self._noted, self._samples = self._now(), self._sample()
 
     def note_step(self, roots: Mapping[str, Any]) -> None:
-        """Store the counters after a step."""
         parts = [part for root in roots.values() for _, part in located(root, _is_watched)]
         if len(parts) != len(self._parts) or any(map(operator.is_not, parts, self._parts)):
-            known = dict(zip(map(id, self._tensors.values()), self._noted, strict=True))
+            versions = dict(zip(map(id, self._tensors.values()), self._noted, strict=True))
             self.watch(roots)  # The parts are searched once, not at every step.
-            self._parts, self._noted = parts, [known.get(id(tensor), -1) for tensor in self._tensors.values()]
+            self._parts, self._noted = parts, [versions.get(id(tensor), -1) for tensor in self._tensors.values()]
         before, self._noted = self._noted, self._now()
         steps = zip(self._tensors.values(), before, self._noted, strict=True)
         self.has_updated = any(old != new and tensor.requires_grad for tensor, old, new in steps)
@@ -266,9 +261,9 @@ class VersionCounters:
             last, self._samples = self._samples, self._sample()
             self.has_updated = _differ(last, self._samples)
             self._are_counted = False if self.has_updated else self._are_counted
-        # If no backward has changed a gradient since the step before, an optimizer may have used it.
-        leaves = (one for one in self._tensors.values() if one.is_leaf)
-        gradient: Any = next((one.grad for one in leaves if one.grad is not None), None)
+        # If no backward pass has changed a gradient since the step before, an optimizer may have used it.
+        gradients = (tensor.grad for tensor in self._tensors.values() if tensor.is_leaf)
+        gradient: Any = next((each for each in gradients if each is not None), None)
         tensor, version = self._gradient
         self._has_new_gradient = gradient is not None and (tensor() is not gradient or version != gradient._version)
         if self._has_new_gradient:
@@ -276,11 +271,12 @@ class VersionCounters:
 
     def new_gradients(self) -> list[str]:
         """Return the parameters whose gradients the last step has made; this may wait for a device."""
-        tensors = self._tensors if self._has_new_gradient else {}
-        return [name for name, one in tensors.items() if one.is_leaf and one.grad is not None and _is_usable(one.grad)]
+        tensors = self._tensors.items() if self._has_new_gradient else ()
+        leaves = [(name, tensor.grad) for name, tensor in tensors if tensor.is_leaf]
+        return [name for name, gradient in leaves if gradient is not None and _is_usable(gradient)]
 
     def why_lost(self) -> str | None:
-        """Return why the tensors are no longer those of the last step, or None if they are."""
+        """Return why the tensors of the last step cannot be saved, or None if they have not changed since."""
         has_changed = self._are_counted is False and _differ(self._samples, self._sample())
         if has_changed or self._now() != self._noted:
             return "its tensors were changed since; call on_step after every update"
@@ -291,7 +287,7 @@ class VersionCounters:
 
     def _sample(self) -> Samples:
         with contextlib.suppress(Exception):  # Without samples, only what torch counts is noticed.
-            return self._sampler.take([one for one in self._tensors.values() if one.requires_grad][:_SAMPLED])
+            return self._sampler.take([tensor for tensor in self._tensors.values() if tensor.requires_grad][:_SAMPLED])
         return Samples(0)
 
 
@@ -303,7 +299,7 @@ def _differ(before: Samples | None, now: Samples) -> bool:
 
 
 def _is_usable(gradient: Any) -> bool:
-    """Return whether an optimizer would use a gradient: not one that was cleared, or that overflows."""
+    """Return whether an optimizer would use a gradient, which was neither cleared nor overflows."""
     local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
     values = local.coalesce().values() if local.is_sparse else local
     return bool(values.any()) and bool(values.isfinite().all())
@@ -322,26 +318,26 @@ def set_gradients(state: Any, gradients: Mapping[str, Any]) -> list[str]:
 def named_tensors(state: Any) -> dict[str, Any]:
     """Return the tensors that count their changes, each once, by the first path to it."""
     torch: Any = loaded("torch")
-    found: dict[int, tuple[str, Any]] = {}
+    named: dict[int, tuple[str, Any]] = {}
     for name, value in live_objects(state):
         below: Iterable[tuple[Any, Any]] = ()
         if _is_module(value):
             below = chain(value.named_parameters(), value.named_buffers())
         elif isinstance(value, torch.optim.Optimizer):
-            below = enumerate(one for group in value.param_groups for one in group["params"])
-        tensors = [(name, value)] if is_torch_tensor(value) else [(f"{name}.{key}", one) for key, one in below]
-        for place, tensor in tensors:
+            below = enumerate(parameter for group in value.param_groups for parameter in group["params"])
+        tensors = [(name, value)] if is_torch_tensor(value) else [(f"{name}.{key}", tensor) for key, tensor in below]
+        for path, tensor in tensors:
             if not isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin) and not tensor.is_inference():
-                found.setdefault(id(tensor), (place, tensor))
-    return dict(found.values())
+                named.setdefault(id(tensor), (path, tensor))
+    return dict(named.values())
 
 
 def live_objects(state: Any) -> Iterator[tuple[str, Any]]:
-    """Generate the live objects of a state and all that they hold, with the first path to each; none without torch."""
+    """Generate the live objects of a state and all that they hold, each with its first path; none without torch."""
     seen: set[int] = set()
     for root in located(state, _is_watched) if loaded("torch") is not None else ():
-        found = [root]
-        for name, value in found:
+        queue = [root]
+        for name, value in queue:
             if id(value) in seen:
                 continue
             seen.add(id(value))
@@ -354,7 +350,7 @@ def live_objects(state: Any) -> Iterator[tuple[str, Any]]:
                 below = enumerate(value)
             elif not (is_torch_tensor(value) or is_versioned(value) or library in _FOREIGN):
                 below = getattr(value, "__dict__", {}).items()
-            found += [(f"{name}.{key}", one) for key, one in below if not is_python_value(one)]
+            queue += [(f"{name}.{key}", part) for key, part in below if not is_python_value(part)]
 
 
 def _is_module(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""The preemption signal: SIGTERM sets a flag, which a loop checks after each step; worker processes survive it."""
+"""The preemption signal: SIGTERM sets a flag that a loop checks after each step; worker processes survive it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ONE_CTRL_C = 1.0  # seconds within which several signals count as one
 _OF_TERMINALS = (signal.SIGHUP, signal.SIGINT)  # nohup and & ignore them, so that a program outlives its terminal
 
 WITHOUT_GRACE = 10.0
-"""Seconds for the mirror before a process ends early, if ``grace_secs`` is not known."""
+"""Seconds that the mirror gets before a process ends early, if ``grace_secs`` is not known."""
 
 Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 
@@ -44,32 +44,24 @@ class PreemptionSignal:
 
     Schedulers send the signal to every process of a job. Processes that :mod:`multiprocessing` starts from now until
     :meth:`restore`, such as the workers of data loaders, survive it, as the save may need them, and end with this
-    process. Those of a bare ``os.fork`` end at the signal.
-
-    Attributes:
-        signals: The signals that announce a preemption.
-
-    >>> preemption = PreemptionSignal()
-    >>> preemption.request()
-    >>> preemption.received
-    True
+    process. Processes of a bare ``os.fork`` end at the signal.
     """
 
     def __init__(self, signals: Sequence[signal.Signals] = (signal.SIGTERM,)) -> None:
         self.signals = tuple(signals)
         self._received: int | None = None
         self._since = 0.0  # when the signal arrived, on the monotonic clock
-        self.again = False  # whether it has arrived once more, and is not the same one that a launcher forwards
+        self.again = False  # True if another signal has arrived, not the same one forwarded by a launcher
         self._statuses: dict[int, int] = {}
         self._process: int | None = None
-        self._is_told = False  # whether it was said that the handler is not in place
-        self._asked = 0  # calls of reached(); the 1st, 2nd, 4th, ... look for it
+        self._has_warned = False  # of a handler that is not in place
+        self._asked = 0  # calls of reached(); the 1st, 2nd, 4th, ... look for such a handler
         self._previous: dict[int, Handler] = {}
         self._protect_workers()
 
     @property
     def received(self) -> bool:
-        """Whether the signal has arrived; it costs so little that evaluation loops may ask, too."""
+        """True if the signal has arrived; cheap enough for evaluation loops."""
         return self._received is not None
 
     @property
@@ -79,22 +71,22 @@ class PreemptionSignal:
 
     @property
     def ends_run(self) -> bool:
-        """Whether the run ends: it goes on after a notice of Ray, whose number is that of no signal."""
+        """False after a notice of Ray, which is no signal: the run continues."""
         return self.number in signal.valid_signals()
 
     @property
     def exit_status(self) -> int:
-        """The exit status of the process: that of the signal, unless :meth:`add` has set another one."""
+        """The exit status of the process: the usual one of the signal, unless :meth:`add` has set another."""
         return self._statuses.get(self.number, 128 + self.number)
 
     @property
     def installed(self) -> bool:
-        """Whether the handler is in place, in this process."""
+        """True if the handler is in place in this process."""
         return self._process == os.getpid()
 
     @property
     def is_agreed(self) -> bool:
-        """Whether JAX makes all processes agree on the step to stop at, which :meth:`reached` then asks."""
+        """True if JAX makes all processes agree on the step to stop at; :meth:`reached` then asks JAX."""
         jax = loaded("jax")
         return jax is not None and bool(jax.distributed.is_initialized())
 
@@ -111,8 +103,8 @@ class PreemptionSignal:
         return time.monotonic() - self._since
 
     def hand_on(self) -> None:
-        """Send the signal to the handler that was there before, if a program has set one; after :meth:`restore`."""
-        # A later handler stays in place, and would pass the signal on to this one, which is no longer active.
+        """Send the signal to the previous handler, if the program has set one; called after :meth:`restore`."""
+        # A later handler stays in place, and would pass the signal to this one, which is no longer active.
         handler, previous = signal.getsignal(self.number), self._previous.get(self.number)
         if callable(handler) and handler is previous and handler is not signal.default_int_handler:
             signal.raise_signal(self.number)
@@ -124,27 +116,27 @@ class PreemptionSignal:
         return max(0.0, 0.9 * (seconds(grace) - self.age))
 
     def add(self, number: signal.Signals, status: int) -> None:
-        """Add a signal with an exit status of its own; to be called before :meth:`install`."""
+        """Add a signal with its own exit status; called before :meth:`install`."""
         self._statuses[number] = status
         if number not in self.signals:
             self.signals = (*self.signals, number)
 
     def reached(self) -> bool:
-        """Return whether to stop now; in a ``jax.distributed`` run, every process asks after every step, and agrees."""
+        """Return whether to stop now; in a ``jax.distributed`` run, every process asks after every step."""
         if not self.received and self.is_agreed and _jax_agreement.reached():
             self.request()
         self._asked += 1
-        if not (self._asked & (self._asked - 1) or self._is_told) and self.installed:
-            self._tell_of_later_handlers()
+        if not (self._asked & (self._asked - 1) or self._has_warned) and self.installed:
+            self._warn_of_later_handlers()
         return self.received
 
-    def _tell_of_later_handlers(self) -> None:
+    def _warn_of_later_handlers(self) -> None:
         for number in self._previous:
             handler = signal.getsignal(number)
             if getattr(handler, "__func__", None) is PreemptionSignal._handle:
                 continue
-            self._is_told = True
-            # A function of the program may call the handler that it has replaced, which nothing shows.
+            self._has_warned = True
+            # A function of the program may call the handler that it has replaced, which cannot be seen.
             logger.log(
                 logging.INFO if callable(handler) else logging.WARNING,
                 "%s goes to %s, which the program has set after it made the callback: a preemption loses the steps "
@@ -159,7 +151,8 @@ class PreemptionSignal:
         if self.installed:
             return True
         self._protect_workers()
-        if exposed := [one for one in multiprocessing.active_children() if one.daemon and one not in _started]:
+        children = multiprocessing.active_children()
+        if exposed := [child for child in children if child.daemon and child not in _started]:
             logger.warning(
                 "%d worker processes were started before the checkpoint callback was made: a %s to the whole job ends "
                 "them, and then the step may not be saved; make the callback before anything that starts workers",
@@ -169,13 +162,13 @@ class PreemptionSignal:
         if self.is_agreed:
             return False
         if threading.current_thread() is not threading.main_thread():
-            if not self._is_told:
+            if not self._has_warned:
                 logger.warning(
                     "%s is not handled: signal handlers can only be installed from the main thread; "
                     "a preemption loses the steps since the last save",
                     self._names(),
                 )
-            self._is_told = True
+            self._has_warned = True
             return False
         self._process = os.getpid()
         for number in self.signals:
@@ -184,7 +177,7 @@ class PreemptionSignal:
         return True
 
     def restore(self) -> None:
-        """Restore the previous handlers; a later handler that calls this one then reaches the previous one."""
+        """Restore the previous handlers; this one passes calls of a later handler to the previous one."""
         _watchers.discard(self)
         if not _watchers and multiprocessing.process.BaseProcess.start is _start:
             multiprocessing.process.BaseProcess.start = _original_start  # type: ignore[method-assign]
@@ -204,22 +197,21 @@ class PreemptionSignal:
             multiprocessing.process.BaseProcess.start = _start  # type: ignore[assignment, method-assign]
 
     def _names(self) -> str:
-        return " or ".join(one.name for one in self.signals)
+        return " or ".join(each.name for each in self.signals)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        previous = self._previous.get(number)
-        active = self.installed
-        if active:
+        previous, is_active = self._previous.get(number), self.installed
+        if is_active:
             self.request(number)
             if number == signal.SIGHUP:
-                silence_lost_streams()  # The terminal may be closed, and the next line of the program would end it.
-            # Python's own handler of Ctrl-C would raise before the step is saved, so it is called at the second Ctrl-C.
+                silence_lost_streams()  # The terminal may be closed; the next line of output would end the program.
+            # Python's own handler of Ctrl-C would raise before the step is saved, so only the second Ctrl-C reaches it.
             # A terminal and a launcher may both forward the same Ctrl-C.
             if previous is signal.default_int_handler and self.age < _ONE_CTRL_C:
                 return
         if callable(previous):
             previous(number, frame)
-        elif not active and previous != signal.SIG_IGN:
+        elif not is_active and previous != signal.SIG_IGN:
             # In a forked process, or below a handler that is still installed, the signal has its usual effect.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -234,26 +226,20 @@ class PreemptionSignal:
 
 def grace_check(grace: float) -> Callable[[Event], None]:
     """Return a listener of events that warns of saves that take longer than the time between signal and end."""
-
-    def warn(step: Any, took: float) -> None:
-        logger.warning(
-            "saving step %s took %.1f s, longer than grace_secs=%g: after a preemption the process may be killed "
-            "before its last step is durable. Save more often, ask the scheduler for more time, or save less",
-            step,
-            took,
-            grace,
-        )
-
-    return slow_saves(grace, warn)
+    text = (
+        "saving step %s took %.1f s, longer than grace_secs=%g: after a preemption the process may be killed before "
+        "its last step is durable. Save more often, ask the scheduler for more time, or save less"
+    )
+    return slow_saves(grace, lambda step, took: logger.warning(text, step, took, grace))
 
 
 class _JaxAgreement:
     """The point at which all processes of a ``jax.distributed`` run stop."""
 
     # JAX agrees once for each connection, on "the largest number that a process has passed so far, plus one", and
-    # returns true only for that number. So the numbers count the calls since the connection was made, over all runs:
-    # the first step after a resume would be far beyond the agreed number, and that of a second run in the same process
-    # below it. Once reached, the point stays reached, as JAX reports no later signal.
+    # returns True only for that number. So the numbers count the calls since the connection was made, over all runs:
+    # steps would be far above the agreed number after a resume, and below it in a second run of the same process. Once
+    # reached, the point stays reached, as JAX reports no later signal.
 
     def __init__(self) -> None:
         self._connection: Any = None
@@ -261,7 +247,6 @@ class _JaxAgreement:
         self._reached = False
 
     def reached(self) -> bool:
-        """Return whether all processes are to stop at this call."""
         from jax.experimental import multihost_utils
 
         connection = getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
@@ -284,10 +269,10 @@ _jax_agreement = _JaxAgreement()
 # signals, this module wraps its ``Process.start``: a process that is started then runs inside :class:`_Worker`, which
 # ignores those signals, whichever start method is used.
 #
-# A worker still ends when its parent calls ``terminate()``, which sends SIGTERM as well, and when multiprocessing does
-# so at the end of a program: the parent tells the worker through a pipe. A worker also ends when its parent has ended.
+# A worker still ends when its parent, or multiprocessing at the end of a program, calls ``terminate()``, which also
+# sends SIGTERM: the parent announces it through a pipe. A worker also ends when its parent has ended.
 
-_INTERVAL = 1.0  # seconds between two checks whether the parent is alive
+_INTERVAL = 1.0  # seconds between two checks that the parent is alive
 
 _watchers: weakref.WeakSet[PreemptionSignal] = weakref.WeakSet()
 _started: weakref.WeakSet[multiprocessing.process.BaseProcess] = weakref.WeakSet()
@@ -299,36 +284,36 @@ def _start(process: multiprocessing.process.BaseProcess) -> None:
     if not signals or vars(process).get("_popen") is not None:
         _original_start(process)
         return
-    told, tell = multiprocessing.Pipe(duplex=False)
+    receiver, sender = multiprocessing.Pipe(duplex=False)
     # The new process inherits the blocked signals, and unblocks them when its handlers are in place.
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    vars(process)["run"] = _Worker(process.run, signals, signals - blocked, told)
+    vars(process)["run"] = _Worker(process.run, signals, signals - blocked, receiver)
     try:
         _original_start(process)
     finally:
         del vars(process)["run"]
-        told.close()
+        receiver.close()
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     _started.add(process)
     popen: Any = vars(process)["_popen"]
     terminate = popen.terminate
 
-    def tell_and_terminate() -> None:
+    def announce_and_terminate() -> None:
         with contextlib.suppress(OSError):  # The worker has ended.
-            tell.send_bytes(b"end")
+            sender.send_bytes(b"end")
         terminate()
 
-    popen.terminate = tell_and_terminate
+    popen.terminate = announce_and_terminate
 
 
 class _Worker:
-    """Replaces the method ``run`` of a process; it is pickled where processes are spawned."""
+    """Replaces the method ``run`` of a process; it is pickled if the process is spawned."""
 
-    def __init__(self, run: Callable[[], None], signals: set[int], unblock: set[int], told: Connection) -> None:
+    def __init__(self, run: Callable[[], None], signals: set[int], unblock: set[int], receiver: Connection) -> None:
         self._run = run
         self._signals = signals
         self._unblock = unblock
-        self._told = told
+        self._receiver = receiver
         self._parent: int | None = None
         self._status: int | None = None
         self._follows = False
@@ -345,7 +330,7 @@ class _Worker:
             signal.signal(number, self._on_signal)
 
     def _handle_signals_after_torch(self) -> None:
-        """Restore the handlers after a loader of torch or torchdata has replaced them by its own, in C."""
+        """Restore the handlers after a loader of torch or torchdata has replaced them with its own, in C."""
         module: Any = sys.modules.get("torch.utils.data._utils.signal_handling")
         original = getattr(module, "_set_worker_signal_handlers", None)
         if original is None:
@@ -359,14 +344,14 @@ class _Worker:
         module._set_worker_signal_handlers = set_handlers
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._told.poll():
+        if self._receiver.poll():
             if self._status is not None:
                 os._exit(self._status)
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         elif not self._follows:
             self._follows = True
-            # A signal that the new thread received would not interrupt what the main thread waits for.
+            # If the new thread received a signal, that would not interrupt a wait of the main thread.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
             # The interrupted code may hold a lock that threading would acquire.
             _thread.start_new_thread(self._end_with_parent, ())

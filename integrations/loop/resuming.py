@@ -42,7 +42,7 @@ from .trees import from_tree
 
 logger = logging.getLogger("holdfast")
 
-# Parts of a path that differ between starts of a program: times, as Hydra writes them, and counters of loggers.
+# Parts of a path that differ between starts of a program: times in the format of Hydra, and counters of loggers.
 _PER_START = re.compile(r"\d{4}-\d\d-\d\d([_T]\d\d-\d\d-\d\d)?|\d\d-\d\d-\d\d|version_\d+")
 _MOST_NEIGHBOURS = 20  # directories that are searched
 
@@ -56,25 +56,26 @@ _CHANGED = (
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """A restored run: the number of updates, the state after them, and the extras by name."""
+    """A restored run: its step, the state, the extras by name, and the metadata of the step."""
 
     step: int
     state: Any
     extras: dict[str, Any]
-    is_own: bool  # whether a callback has saved it, as far as this is known
+    metadata: Mapping[str, Any]
+    is_own: bool  # True if a callback has saved it, as far as this is known
 
 
 def all_steps(directory: Location, prefix: str | None = None, manager: CheckpointManager | None = None) -> list[int]:
-    """Return the steps in a directory, damaged ones included, and the newest of the hosts that a manager knows of."""
-    found = {entry.step for entry in list_steps(directory, series_of(prefix))}
+    """Return the steps in a directory, damaged ones included, and the newest step that a manager knows on a host."""
+    steps = {entry.step for entry in list_steps(directory, series_of(prefix))}
     newest = None if manager is None else manager.latest_step()
-    return sorted(found if newest is None else {*found, newest})
+    return sorted(steps if newest is None else {*steps, newest})
 
 
 def unfinished_neighbour(directory: Location) -> str:
-    """Return the end of a sentence on an unfinished run whose path differs only in a time or a counter, or ""."""
-    # Hydra puts the time of the start into the path, Lightning's loggers a counter: a program that is started again
-    # saves to another directory, and so starts fresh.
+    """Return a sentence on an unfinished run whose path differs only in a time or a counter, or ""."""
+    # Hydra puts the start time into the path, and Lightning's loggers a counter: a program that is started again saves
+    # to another directory, and so starts fresh.
     if not directory.is_local:
         return ""
     parts = directory.path.parts
@@ -82,15 +83,15 @@ def unfinished_neighbour(directory: Location) -> str:
         return ""
     patterns = [re.sub("[0-9]+", "[0-9]*", part) if _PER_START.fullmatch(part) else glob.escape(part) for part in parts]
     with contextlib.suppress(OSError, HoldfastError):
-        found = sorted(glob.glob(os.path.join(*patterns)), key=os.path.getmtime, reverse=True)
-        for place in found[:_MOST_NEIGHBOURS]:
-            newest = newest_step(list_steps(as_location(place)), whole=True)
+        neighbours = sorted(glob.glob(os.path.join(*patterns)), key=os.path.getmtime, reverse=True)
+        for path in neighbours[:_MOST_NEIGHBOURS]:
+            newest = newest_step(list_steps(as_location(path)), whole=True)
             if newest is None:
                 continue
-            if has_finished(Path(place, EVENTS)):
+            if has_finished(Path(path, EVENTS)):
                 break
             return (
-                f". {place} holds step {newest.step} of a run that has not finished. If that is this run, give it a "
+                f". {path} holds step {newest.step} of a run that has not finished. If that is this run, give it a "
                 "directory that is the same at every start; with Hydra, set hydra.run.dir"
             )
     return ""
@@ -104,8 +105,8 @@ def check_resume(
     option: str = "resume={!r}",
     elsewhere: str = "choose another directory, delete this one",
 ) -> None:
-    """Check that a directory fits ``resume``: ``"must"`` needs a checkpoint, also a damaged one, ``"never"`` none."""
-    # For messages: how the user writes the option, and begins another run elsewhere.
+    """Check that a directory fits ``resume``: ``"must"`` needs a checkpoint, perhaps damaged, ``"never"`` none."""
+    # Messages show how the user writes ``option``, and starts a run ``elsewhere``.
     auto = option.format("auto")
     if resume == "must" and not steps:
         raise CheckpointNotFoundError(
@@ -126,18 +127,18 @@ def resume_step(resume: Resume, manager: CheckpointManager, *, option: str = "re
     steps = manager.all_steps()
     step = resume
     if resume == "best":
-        ranked = any(manager.metrics(one) for one in steps)
+        ranked = any(map(manager.metrics, steps))
         step = (manager.best_step() if ranked else None) or "best"
-    # All processes look for it together, also where some of them see it in the directory.
+    # All processes look for it together, even if some of them see it in the directory.
     fetches = not manager.options.read_only and (manager.options.mirror or manager.options.local) is not None
     if manager.fetch(step) if fetches and type(step) is int else step in steps:
         return int(step)
-    there = f"it has the steps {shortened_steps(steps)}" if steps else "it has no checkpoint"
-    what = "no step has the metric that ranks them" if resume == "best" and steps else there
-    what += elsewhere(manager, step)
+    why = f"it has the steps {shortened_steps(steps)}" if steps else "it has no checkpoint"
+    if resume == "best" and steps:
+        why = "no step has the metric that ranks them"
     raise CheckpointNotFoundError(
-        f"{option.format(resume)}, but {manager.directory} has no such step: {what}. Name one that is there, or set "
-        f"{option.format('auto')} to resume from the newest"
+        f"{option.format(resume)}, but {manager.directory} has no such step: {why}{elsewhere(manager, step)}. Name one "
+        f"that is there, or set {option.format('auto')} to resume from the newest"
     )
 
 
@@ -149,10 +150,10 @@ def restore(
     options: LoopArguments,
 ) -> Resumed | None:
     """Restore the newest whole checkpoint, or without a fallback the step of ``resume``; None if there is none."""
-    # Everything is read before anything is changed in place, except in trees of components.
+    # Except in trees of components, everything is read before anything is changed in place.
     chosen = resume_step(options.resume, manager)
     template = initial.template
-    mine = Hyperparameters(adapter, template, extras, initial)
+    program = Hyperparameters(adapter, template, extras, initial)
     templates: dict[str, Any] = {STATE: adapter.template(template)}
     kwargs = {STATE: adapter.restore_kwargs()}
     if has_extras := bool(extras) or adapter.is_live:
@@ -180,49 +181,50 @@ def restore(
         logger.warning("fell back past damaged steps (%s): resumed from step %d in %s", lost, step, manager.directory)
     else:
         announce("resumed from step %d in %s", step, manager.directory, shown=manager.processes.is_primary)
-    began = (manager.custom_metadata(step) or {}).get(HYPERPARAMETERS, {})
-    state = mine.settle(state, extras, options.hyperparameters, shown=manager.processes.is_primary, began=began)
+    metadata = manager.custom_metadata(step) or {}
+    began = metadata.get(HYPERPARAMETERS, {})
+    state = program.settle(state, extras, options.hyperparameters, shown=manager.processes.is_primary, began=began)
     if chosen is not None:
-        note_resume(manager, chosen)  # This warns of the later steps.
+        note_resume(manager, chosen)  # This warns of later steps.
     warn_of_misfits(adapter.misfits, f"step {step}", STATE)
-    return Resumed(step, state, values, "extras" in restored.items or not has_extras)
+    return Resumed(step, state, values, metadata, "extras" in restored.items or not has_extras)
 
 
 def peek(manager: CheckpointManager, resume: Resume) -> Peek | None:
     """Read the extras, metrics and metadata of the checkpoint that :func:`restore` would take."""
     if resume == "never":
         return None
-    found = manager.peek(["extras", "process"], step=resume_step(resume, manager))
-    if found is None:
+    peeked = manager.peek(["extras", "process"], step=resume_step(resume, manager))
+    if peeked is None:
         return None
-    saved = {**(found.extras.get("extras") or {}), **(found.extras.get("process") or {})}
+    saved = {**(peeked.extras.get("extras") or {}), **(peeked.extras.get("process") or {})}
     given = {name: value for name, value in saved.items() if name not in (GRADIENTS, CHECKSUMS, GLOBAL_GENERATORS)}
-    return dataclasses.replace(found, extras={name: _decoded(value) for name, value in given.items()})
+    return dataclasses.replace(peeked, extras={name: _decoded(value) for name, value in given.items()})
 
 
 def _decoded(value: Any) -> Any:
     try:
         return decode_state(value)
-    except StateError:  # The program has not defined the class yet.
+    except StateError:  # The program has not defined a class yet.
         return value
 
 
-def warn_of_misfits(misfits: Misfits | None, place: str, what: str) -> None:
+def warn_of_misfits(misfits: Misfits | None, source: str, target: str) -> None:
     """Warn of the values that a checkpoint did not have, if any."""
     if misfits is not None and (text := str(misfits)):
-        logger.warning("%s does not have all of the %s (partial='initialize'):%s", place, what, text)
+        logger.warning("%s does not have all of the %s (partial='initialize'):%s", source, target, text)
 
 
 def _saved_extras(
     manager: CheckpointManager, restored: Restored, extras: Mapping[str, Any], options: LoopArguments
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the saved extras by name, and the names of generators that only other processes have saved."""
-    common, own = dict(restored.items.get("extras", {})), restored.items.get("process")
+    """Return the saved extras by name, and the names of the generators that no save has for this process."""
+    common, per_process = dict(restored.items.get("extras", {})), restored.items.get("process")
     common.pop(CHECKSUMS, None)
-    if isinstance(own, SavedShares):
-        shares = own.trees
-    elif own is not None or manager.processes.alone:
-        return {**common, **(own or {})}, []
+    if isinstance(per_process, SavedShares):
+        shares = per_process.trees
+    elif per_process is not None or manager.processes.alone:
+        return {**common, **(per_process or {})}, []
     else:  # A single process saves its own extras with the others.
         names = [name for name, extra in extras.items() if is_own(name, extra, options.replicated) and name in common]
         shares = ({name: common.pop(name) for name in names},)
@@ -269,17 +271,17 @@ def _saved_extras(
 
 
 def _drawn_alike(name: str, states: Sequence[Any]) -> Any | None:
-    """Return the state of a generator from which several processes have drawn alike, as new ones then do, or None."""
-    if name == GLOBAL_GENERATORS:  # Those that no step has drawn from, and that may not be seeded, do not matter.
+    """Return the state of a generator from which all of several processes have drawn alike, or None."""
+    if name == GLOBAL_GENERATORS:  # Idle ones do not matter: perhaps nothing has seeded them.
         states = [{DRAWN: state[DRAWN], IDLE: {}} for state in states if state.get(DRAWN)]
     return states[0] if len(states) > 1 and all(same_state(state, states[0]) for state in states) else None
 
 
 def _restore_gradients(state: Any, extras: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     missing = []
-    for place, objects in (("state", state), ("extras", extras)):
-        found = {name.removeprefix(f"{place}."): one for name, one in saved.items() if name.startswith(f"{place}.")}
-        missing += [f"{place}.{name}" for name in set_gradients(objects, decode_state(found))] if found else []
+    for root, objects in (("state.", state), ("extras.", extras)):
+        gradients = {name.removeprefix(root): value for name, value in saved.items() if name.startswith(root)}
+        missing += [f"{root}{name}" for name in set_gradients(objects, decode_state(gradients))] if gradients else []
     if missing:
         logger.warning("accumulated gradients are lost, as their parameters are gone: %s", shortened(missing))
 
@@ -291,7 +293,7 @@ def _restore_extras(
     extras: Mapping[str, Any],
     options: LoopArguments,
 ) -> tuple[dict[str, Any], Any]:
-    """Give the extras what was saved, except those that keep what they are; return all by name, and saved gradients."""
+    """Restore the extras that were saved, keep the others; return all by name, and saved gradients."""
     (saved, fresh), step = _saved_extras(manager, restored, extras, options), restored.step
     kept = {name: extra for name, extra in extras.items() if name in fresh or (extra is None and name not in saved)}
     if GLOBAL_GENERATORS in extras and GLOBAL_GENERATORS not in saved and GLOBAL_GENERATORS not in fresh:

@@ -94,27 +94,27 @@ class StateAdapter:
         """Return whether an object in a state is a module, whose weights :meth:`fill` can replace."""
         return False
 
-    def fill(self, path: str, module: Any, place: Place) -> Weights:
+    def fill(self, path: str, module: Any, source: Place) -> Weights:
         """Give a module of a state the weights of a checkpoint."""
         raise NotImplementedError
 
-    def with_weights(self, state: Any, place: Place) -> tuple[Any, str]:
+    def with_weights(self, state: Any, source: Place) -> tuple[Any, str]:
         """Return a state with the weights of a checkpoint and everything else unchanged, and a text that names them."""
         modules = list(located(state, self.is_module))
         if len(modules) == 1:
-            return state, str(self.fill(*modules[0], place))
+            return state, str(self.fill(*modules[0], source))
         is_dataclass = dataclasses.is_dataclass(state) and not isinstance(state, type)
         if isinstance(state, dict) and _PARAMS in state:
-            weights = load_weights(place, state[_PARAMS], misfits=self.misfits)
+            weights = load_weights(source, state[_PARAMS], misfits=self.misfits)
             return type(state)({**state, _PARAMS: weights.tree}), str(weights)
         if hasattr(state, _PARAMS) and (is_dataclass or hasattr(state, "_replace")):
-            weights = load_weights(place, state.params, misfits=self.misfits)
+            weights = load_weights(source, state.params, misfits=self.misfits)
             replace = state._replace if hasattr(state, "_replace") else partial(dataclasses.replace, state)
             return replace(**{_PARAMS: weights.tree}), str(weights)
         given = f"{len(modules)} {self.modules}" if modules else self.lacks.format(type(state).__name__)
         raise OptionError(
-            f"init_from={str(place)!r} needs {self.needs}, and this is {given}; load the weights with hf.load, and put "
-            "them where they belong"
+            f"init_from={str(source)!r} needs {self.needs}, and this is {given}; load the weights with hf.load, and "
+            "put them where they belong"
         )
 
 

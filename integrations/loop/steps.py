@@ -224,8 +224,10 @@ class StepSaver:
         self._positions.take_states(report.extras)
         if live := self._live(report.state, {name: report.extras[name] for name in self._positions.watched}):
             self._versions.note_step(live)
-        if is_first:
-            self._check_savable()  # The first save may be an hour away.
+        if is_first:  # The first save may be an hour away, so what it would refuse is an error now.
+            check_replicated(self._replicated, report.extras, "on_step")
+            self._adapter.check_savable(report.state)
+            check_savable({name: self._positions.tree_of(name, extra) for name, extra in report.extras.items()})
         if self._witness.watches:
             self._witness.note(lambda: report.seen(self._positions.taken), report.epochs)
 
@@ -300,24 +302,20 @@ class StepSaver:
 
     def _items(self, report: Report) -> dict[str, Any]:
         """Return the items of a checkpoint; each process has its own extras, except arrays."""
-        given, own = report.extras, {}
+        given, per_process = report.extras, {}
         items = {STATE: self._adapter.to_tree(report.state)}
         extras = {name: self._positions.tree_of(name, extra) for name, extra in given.items()}
         if not self._manager.processes.alone:
-            own = {name: extras.pop(name) for name, extra in given.items() if is_own(name, extra, self._replicated)}
+            per_process = {
+                name: extras.pop(name) for name, extra in given.items() if is_own(name, extra, self._replicated)
+            }
             extras = {name: without_generators(given.get(name), tree) for name, tree in extras.items()}
             sums = {name: checksum_of(tree) for name, tree in extras.items() if changes_in_place(given[name])}
             if sums := {name: checksum for name, checksum in sums.items() if checksum is not None}:
                 extras[CHECKSUMS] = sums
         if extras or not self._adapter.is_component_tree:
             items["extras"] = extras
-        return {**items, "process": own} if own else items
-
-    def _check_savable(self) -> None:
-        """Raise OptionError if a replicated extra is missing, and UnsupportedLeafError if a save would raise it."""
-        check_replicated(self._replicated, self._report.extras, "on_step")
-        self._adapter.check_savable(self._report.state)
-        check_savable({name: self._positions.tree_of(name, extra) for name, extra in self._report.extras.items()})
+        return {**items, "process": per_process} if per_process else items
 
     def _warn_of_gradients(self) -> None:
         """Warn once of gradients that no optimizer has used; they are not saved."""

@@ -1,4 +1,4 @@
-"""Agreement on the step at which to stop: the next point, or the first point on which all processes agree."""
+"""Decides where to stop: at the next point, or at the first one on which all processes agree."""
 
 from __future__ import annotations
 
@@ -23,40 +23,39 @@ from .preemption import PreemptionSignal
 
 logger = logging.getLogger("holdfast")
 
-_WITHOUT_GRACE = 2.0  # seconds for the steps after a preemption, if the grace is not known
+_WITHOUT_GRACE = 2.0  # seconds for the steps after a preemption, if the grace is unknown
 _INTERVAL = 0.1  # seconds between two requests to the store
 _REQUESTS = 1000  # maximum number of requests a second that all processes together send to the store
-_PATIENCE = 60.0  # seconds to wait for the others, which are at most a batch away from the point where they answer
+_PATIENCE = 60.0  # seconds to wait for the others, which answer at most a batch later
 
 _Progress = tuple[int, int]  # finished batches and epochs, and batches of a validation since then
 
 
 class StepsAfterSignal:
-    """The steps that follow the save of a preemption in all processes alike, so that a resume is compared with them."""
+    """The steps that all processes do after the save of a preemption, for the resume to be compared with."""
 
     def __init__(self, options: CallbackOptions, manager: CheckpointManager, preemption: PreemptionSignal) -> None:
-        self.left: int | None = None  # how many may follow; None before such a save, and if none does
+        self.left: int | None = None  # the number that may follow; None before such a save, and if none may
         self._options = options
         self._manager = manager
         self._preemption = preemption
         self._durations: deque[float] = deque(maxlen=20)  # of the last steps
         self._last: float | None = None  # when the last step ended, on the monotonic clock
-        self._until = 0.0  # when none may begin any more
+        self._until = 0.0  # the time after which none may begin
 
     def note_step(self) -> None:
-        """Note that a step has ended."""
         now = time.monotonic()
         if self._last is not None:
             self._durations.append(now - self._last)
         self._last = now
 
     def finish_saves(self) -> None:
-        """Wait until all saves are durable, and in the time that is left also those in the mirror."""
+        """Wait until all saves are durable, and, as far as the time allows, those in the mirror, too."""
         self._manager.wait_until_finished()
         self._manager.finish_mirror(self._preemption.seconds_left(self._options.grace_secs))
 
     def begin(self, left_in_epoch: int | None) -> bool:
-        """Return whether steps follow the save: while a quarter of the grace lasts, and not beyond the epoch's end."""
+        """Return whether steps follow the save: within a quarter of the grace, and within the epoch."""
         options, preemption = self._options, self._preemption
         most = self._manager.observer.steps_after_signal(options.witness_steps_after_signal if options.witness else 0)
         if not most:
@@ -74,7 +73,7 @@ class StepsAfterSignal:
         return self.left is not None
 
     def count(self) -> int:
-        """Count one of these steps, and return how many are left; one process ends them early if time runs out."""
+        """Count one of these steps, and return how many are left; a single process stops early if time runs out."""
         assert self.left is not None
         longest = max(self._durations, default=math.inf)
         has_time = time.monotonic() + 2 * longest <= self._until and not self._preemption.again
@@ -83,7 +82,7 @@ class StepsAfterSignal:
 
 
 class Stop:
-    """Stops a single process at the first point after its signal, and processes of JAX where it makes them agree."""
+    """Stops a single process at the first point after its signal, and processes of JAX at a point that JAX chooses."""
 
     def __init__(self, preemption: PreemptionSignal) -> None:
         self._preemption = preemption
@@ -100,15 +99,15 @@ class Stop:
         return self._preemption.received
 
     def end(self, *, orderly: bool) -> None:
-        """End when training has ended; ``orderly`` is False after an exception, perhaps in this process only."""
+        """Called when training has ended; ``orderly`` is False after an exception, perhaps in this process only."""
 
 
 class AgreedStop(Stop):
     """Stops all processes at the same point, although perhaps only one of them has received the signal."""
 
-    # A thread of each process polls the store for a signal. If there is one, every process reports its progress, and
-    # all stop at the first point that none has passed; while they exchange this, no process passes a point. A point
-    # without a signal costs a lock, and no message.
+    # A thread of each process polls the store for a signal. After a signal, every process reports its progress, and all
+    # stop at the first point that none has passed; meanwhile no process passes a point. A point without a signal costs
+    # a lock, and no message.
 
     def __init__(
         self,
@@ -145,7 +144,7 @@ class AgreedStop(Stop):
             return self._is_due()
 
     def end(self, *, orderly: bool) -> None:
-        """Stop the thread, and tell processes that want to agree later that this one passes no more points."""
+        """Stop the thread, and answer processes that agree later: this one passes no more points."""
         self._ended.set()
         if not orderly or self._thread is None:
             return
@@ -183,7 +182,7 @@ class AgreedStop(Stop):
             self._answered = True
             point = [*self._passed, self._validation_batches()]
             answers = self._group.gather("passed", json.dumps(point).encode(), self._patience)
-            answer = None if answers is None else _first_open([json.loads(one) for one in answers])
+            answer = None if answers is None else _first_open(list(map(json.loads, answers)))
             stop = json.loads(self._group.broadcast("stop", json.dumps(answer).encode(), self._patience))
             self._stop = None if stop is None else tuple(stop)
 
@@ -215,7 +214,7 @@ def _first_open(answers: list[Any]) -> list[int] | None:
 def stop_of(
     processes: ProcessGroup, preemption: PreemptionSignal, validation_batches: Callable[[], float] = lambda: 0.0
 ) -> Stop:
-    """Return what decides where the run stops; ``validation_batches`` returns the length of a validation."""
+    """Return the object that decides where to stop; ``validation_batches`` returns the length of a validation."""
     group = None if preemption.is_agreed else processes.rendezvous("where to stop")
     if group is None:
         return Stop(preemption)
@@ -223,7 +222,7 @@ def stop_of(
 
 
 def barrier_exit(processes: ProcessGroup) -> None:
-    """Barrier: process 0, which may hold the store that connects them, exits last."""
+    """Let process 0, which may host the store that connects the processes, exit last."""
     group = processes.rendezvous("end")
     if group is None:
         return

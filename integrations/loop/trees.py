@@ -42,7 +42,7 @@ class TreeAdapter(StateAdapter):
     def __init__(self, misfits: Misfits | None = None, *, is_live: bool = False) -> None:
         super().__init__(misfits)
         self.is_live = is_live
-        self._kind: type | None = None
+        self._type: type | None = None
         self._optimizer: Callable[[Any], Any] | None = None  # takes the nnx.Optimizer out of a state
         self._count: Any = None  # the array in which an optimizer of the last state counts its updates
         self._fresh: FreshTypes | None = None  # the types at the start of the run, once they are known
@@ -74,8 +74,8 @@ class TreeAdapter(StateAdapter):
         return from_tree(state, restored)
 
     def note_step(self, state: Any) -> None:
-        if type(state) is not self._kind:  # The state is searched once, not at every step.
-            self._kind, self._optimizer = type(state), _optimizer_in(state)
+        if type(state) is not self._type:  # The state is searched once, not at every step.
+            self._type, self._optimizer = type(state), _optimizer_in(state)
         self._count = None if self._optimizer is None else self._updates_of(state)
 
     def why_lost(self, state: Any) -> str | None:
@@ -98,14 +98,14 @@ class TreeAdapter(StateAdapter):
         nnx = loaded("flax.nnx")
         return nnx is not None and isinstance(value, nnx.Module)
 
-    def fill(self, path: str, module: Any, place: Place) -> Weights:
+    def fill(self, path: str, module: Any, source: Place) -> Weights:
         from flax import nnx
 
         parameters = nnx.state(module, nnx.Param)
         # Checkpoints of the module may also hold its other variables, such as statistics, generators and caches.
         others = {".".join(split(name)) for name in flatten(nnx.to_pure_dict(nnx.state(module))).names}
         pure: dict[Any, Any] = nnx.to_pure_dict(parameters)
-        weights = load_weights(place, pure, ignored=others, containers=[path] if path else (), misfits=self.misfits)
+        weights = load_weights(source, pure, ignored=others, containers=[path] if path else (), misfits=self.misfits)
         nnx.replace_by_pure_dict(parameters, weights.tree)
         nnx.update(module, parameters)
         return weights
@@ -184,11 +184,11 @@ def _lacking(values: Any, others: Any, path: str) -> Iterator[str]:
 
 def _optimizer_in(state: Any) -> Callable[[Any], Any] | None:
     """Return a function that takes the ``nnx.Optimizer`` out of a state like this one, or None if there is none."""
-    kind = getattr(loaded("flax.nnx"), "Optimizer", ())
-    if isinstance(state, kind):
+    optimizer_type = getattr(loaded("flax.nnx"), "Optimizer", ())
+    if isinstance(state, optimizer_type):
         return lambda optimizer: optimizer
     items = state.items() if type(state) is dict else enumerate(state) if type(state) in (list, tuple) else ()
-    return next((itemgetter(key) for key, item in items if isinstance(item, kind)), None)
+    return next((itemgetter(key) for key, item in items if isinstance(item, optimizer_type)), None)
 
 
 def _has_changed(before: Any, now: Any) -> bool:

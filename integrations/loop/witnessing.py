@@ -209,7 +209,7 @@ class Witness:
             self._file = RecordFile(step, self._processes.index, self._key, first)
             self._k = 0
 
-    def _committed(self, place: Location, record: CheckpointRecord) -> None:
+    def _committed(self, directory: Location, record: CheckpointRecord) -> None:
         """Write the records of a step that was committed; called on the thread that saves."""
         with self._only_logged():
             files = self._files()
@@ -217,7 +217,7 @@ class Witness:
                 file.finish()
             for file in files:
                 if file.step == record.step:
-                    file.commit(place, record.fingerprint)
+                    file.commit(directory, record.fingerprint)
 
     def close(self) -> None:
         """Compare and write what is left, as the run ends; raises nothing."""
@@ -233,7 +233,7 @@ class Witness:
 
     @contextlib.contextmanager
     def _only_logged(self) -> Iterator[None]:
-        """End the witness, but not the training, at an error of its own or of code of the program that it runs."""
+        """End the witness, but not the training, if its code or the code that it calls raises an error."""
         try:
             yield
         except Exception as error:
