@@ -267,12 +267,10 @@ class TreeConstruction:
         return value
 
     def make(self, saved: SavedComponent, base: type, overrides: Mapping[str, Any]) -> Any:
-        if saved.path in self.under_way:
-            raise DamagedCheckpointError(
-                f"{saved.location}: its constructor spec needs the component itself, or one that does"
-            )
-        self.under_way.add(saved.path)
         description, where = saved.description, str(saved.location)
+        if saved.path in self.under_way:
+            raise DamagedCheckpointError(f"{where}: its constructor spec needs the component itself, or one that does")
+        self.under_way.add(saved.path)
         cls = self._class(description.type, base, where)
         if cls is not None and description.constructor is not None:
             value = self._construct(cls, description.constructor, overrides, where)

@@ -200,17 +200,17 @@ def _described(component: LiveComponent, paths: Mapping[int, Path], saved: Mappi
 
 def _spec_of(value: Any, paths: Mapping[int, Path]) -> tuple[dict[str, Any] | None, str]:
     """Return the constructor spec of an object, or the reason why it is unknown."""
-    method = method_of(value, "get_ctor_args_and_kwargs")
+    method, name = method_of(value, "get_ctor_args_and_kwargs"), type(value).__qualname__
     if isinstance(value, ActorState):
         return None, (
             "the handle of an actor does not know them, whereas RemoteComponent(Class, ...) does, in the place of "
             "Class.remote(...). Pass kind=Class, with arguments of Class by name"
         )
     if method is None:
-        return None, f"{type(value).__qualname__} has no get_ctor_args_and_kwargs()"
+        return None, f"{name} has no get_ctor_args_and_kwargs()"
     arguments = method()
     if arguments is None:
-        return None, f"{type(value).__qualname__} was not made by its constructor; give it get_ctor_args_and_kwargs()"
+        return None, f"{name} was not made by its constructor; give it get_ctor_args_and_kwargs()"
     args, kwargs = arguments
 
     def reference(other: Any) -> str | None:
@@ -229,9 +229,7 @@ def _spec_of(value: Any, paths: Mapping[int, Path]) -> tuple[dict[str, Any] | No
 
     spec, problems = encode_spec(tuple(args), dict(kwargs), reference, nested)
     for problem in problems:
-        _logger.warning(
-            "%s: the constructor's %s; from_checkpoint() will need it as an argument", type(value).__qualname__, problem
-        )
+        _logger.warning("%s: the constructor's %s; from_checkpoint() will need it as an argument", name, problem)
     return spec, ""
 
 

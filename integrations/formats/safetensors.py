@@ -236,10 +236,7 @@ def _placed(file: Location, tensors: Tensors, noted: str) -> dict[str, StoredArr
             places = json.loads(noted)
             if not isinstance(places, dict):
                 raise ValueError("not an object")
-            return {
-                name: _at(tensor, places[name][_OFFSETS]) if name in places else tensor
-                for name, tensor in tensors.items()
-            }
+            return {key: _at(part, places[key][_OFFSETS]) if key in places else part for key, part in tensors.items()}
         except (ValueError, RecursionError, KeyError, TypeError) as error:
             raise DamagedCheckpointError(f"{_SHARDING} in its header: {error}") from error
 

@@ -119,20 +119,14 @@ class _ExtraState(PartState):
 OWN_STATE = "_own_state"  # name of the edge from a module to the part of its state_dict() that the graph lacks
 _MODULE_METHODS = ("state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_state_dict")
 _MODULE_HOOKS = (
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
+    *("_state_dict_hooks", "_state_dict_pre_hooks"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
 _OPTIMIZER_HOOKS = ("_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks")
 # Methods and hooks of these libraries only find or wrap values that are in the graph, too.
 _TRANSPARENT = (
-    "torch.nn.",
-    "torch.optim",
-    "torch.distributed.",
-    "lightning.",
-    "lightning_fabric.",
-    "pytorch_lightning.",
+    *("torch.nn.", "torch.optim", "torch.distributed."),
+    *("lightning.", "lightning_fabric.", "pytorch_lightning."),
 )
 
 
@@ -173,10 +167,10 @@ class ModuleState(PartState):
     def get(self) -> Any:
         state = self.target.state_dict()
         bare = dict(zip(state, joined_names(list(state)), strict=True))
-        beyond = {bare[name]: state[name] for name in self._beyond(state)}
+        extra = {bare[name]: state[name] for name in self._beyond(state)}
         if current_coordinator().process_count == 1 and (sums := accumulated(self.target)):  # Several have a sum each.
-            beyond[_ACCUMULATED] = sums
-        return pack_tree(encode_state(beyond))
+            extra[_ACCUMULATED] = sums
+        return pack_tree(encode_state(extra))
 
     def set(self, value: Any) -> None:
         torch: Any = loaded("torch")
@@ -187,12 +181,10 @@ class ModuleState(PartState):
         decoded = decode_state(value)
         saved = decoded.pop(_ACCUMULATED, None)  # Earlier versions did not save it.
         names = set(wrapped.values())
-        beyond = {
-            name if name in names else wrapped.get(unwrapped_name(name), name): one for name, one in decoded.items()
-        }
-        state.update(beyond)
+        extra = {key if key in names else wrapped.get(unwrapped_name(key), key): leaf for key, leaf in decoded.items()}
+        state.update(extra)
         # The module may give parameters in another form, such as half precision: they keep the values of the graph.
-        names = set(map(unwrapped_name, beyond))
+        names = set(map(unwrapped_name, extra))
         named = self.target.named_parameters()
         exact = [(parameter, parameter.detach().clone()) for name, parameter in named if unwrapped_name(name) in names]
         self.target.load_state_dict(state)
@@ -250,14 +242,12 @@ def _memory(tensor: Any) -> tuple[Any, ...]:
 OPTIMIZER_SLOTS = "slots"  # name of the container of a torch optimizer's values, by the paths of the parameters
 GROUPS = "groups"  # name of the edge from a torch optimizer to the options of its groups
 # Options that decide how an optimizer computes, not what: they depend on the devices of the program.
-_IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
+_EXECUTION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
 def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the saved options of a group, such as its learning rate, by name."""
-    return {
-        name: value for name, value in group.items() if not name.startswith("param") and name not in _IMPLEMENTATION
-    }
+    return {name: value for name, value in group.items() if not name.startswith("param") and name not in _EXECUTION}
 
 
 class OptimizerSlot:

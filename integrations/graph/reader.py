@@ -48,9 +48,7 @@ class GraphView:
             path: Any path to the object; ``""`` is the root.
         """
         edges = self._graph.nodes[self._find(path)].edges
-        return {
-            format_node_path((segment,)): format_node_path(self._graph.path(child)) for segment, child in edges.items()
-        }
+        return {format_node_path((name,)): format_node_path(self._graph.path(child)) for name, child in edges.items()}
 
     def slots(self, path: str) -> dict[str, dict[str, str]]:
         """Return the paths of the values that an optimizer keeps: by the path of the parameter, and by name.

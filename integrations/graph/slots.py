@@ -181,11 +181,8 @@ def _replaced(value: Any, updates: dict[Path, Any]) -> Any:
     below: dict[str, dict[Path, Any]] = {}
     for path, update in updates.items():
         below.setdefault(path[0], {})[path[1:]] = update
-    values = [
-        _replaced(child, below[segment]) if segment in below else child
-        for segment, child in zip(segments, contents.values, strict=True)
-    ]
-    return contents.build(values)
+    children = zip(segments, contents.values, strict=True)
+    return contents.build([_replaced(child, below[name]) if name in below else child for name, child in children])
 
 
 # ---- the last writer of each slot: the latest restore wins, whatever the order in which objects are attached

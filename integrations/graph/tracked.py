@@ -331,9 +331,7 @@ def _register_pytrees() -> None:
         _registered.add("torch")
         register = torch.utils._pytree.register_pytree_node
         register(TrackedList, lambda node: (list(node), None), lambda children, _: _list(None, children))
-        register(
-            TrackedDict, lambda node: (list(node.values()), tuple(node)), lambda children, keys: _dict(keys, children)
-        )
+        register(TrackedDict, lambda node: (list(node.values()), tuple(node)), lambda values, keys: _dict(keys, values))
 
 
 def _sorted(entries: TrackedDict) -> list[Any]:

@@ -214,11 +214,8 @@ class SavedValues:
         names = [str(self._graph.nodes[number].value) for group in numbers for number in group]
         elements = {str(self._graph.nodes[number].value) for assignment in due for number, _ in assignment.covers or ()}
         loaded = iter(self._stored.load(names, as_tensors=elements))
-        built = [
-            self.build(assignment.saved, {number: next(loaded) for number in group})
-            for assignment, group in zip(due, numbers, strict=True)
-        ]
-        return list(map(_like, due, built))
+        values = [{number: next(loaded) for number in group} for group in numbers]
+        return list(map(_like, due, map(self.build, [assignment.saved for assignment in due], values)))
 
     def _problem(self, assignment: Assignment, target: LeafTemplate, leaf: Saved) -> str | None:
         """Return why an object cannot take its value, or why an optimizer's value does not fit its parameter."""

@@ -384,9 +384,7 @@ class BundleTree(StoredTree, NamedVariables):
                 values[name] = _value(bundle, name)
             except UnsupportedLeafError as error:
                 left_out.append(f"{name!r:.200} ({error})")
-        paths = _arranged(
-            {name: object_path(name) if objects is not None else tuple(name.split("/")) for name in values}
-        )
+        paths = _arranged({name: object_path(name) if objects else tuple(name.split("/")) for name in values})
         tree = nested(((path, values[name]) for name, path in paths.items()), root_is_dict=True, number=str)
         bundle_tree = cls.of(prefix, tree, bundle.nbytes, left_out=left_out)
         bundle_tree.files_read = bundle.files
@@ -400,10 +398,8 @@ class BundleTree(StoredTree, NamedVariables):
         return {name: list(entry.shape) for name, entry in self._bundle.tensors.items()}
 
     def dtypes(self) -> dict[str, np.dtype[Any] | None]:
-        return {
-            name: np.dtype(object) if self._bundle.is_text(name) else entry.dtype
-            for name, entry in self._bundle.tensors.items()
-        }
+        tensors, is_text = self._bundle.tensors, self._bundle.is_text
+        return {name: np.dtype(object) if is_text(name) else entry.dtype for name, entry in tensors.items()}
 
     def read_value(self, name: str) -> Any:
         entry = self._bundle.tensors.get(name)
