@@ -135,17 +135,13 @@ def prepare(
 def _refuse_divided(states: Mapping[Path, Any]) -> None:
     """Raise UnsupportedLeafError for arrays of which this process holds only a part."""
     flat = {path: flatten(tree) for path, tree in states.items() if current_coordinator().process_count > 1}
-    divided = [
-        f"{format_component_path(path)}: {format_path(name)}"
-        for path, tree in flat.items()
-        for name, value in zip(tree.names, tree.values, strict=True)
-        if _is_divided(value)
-    ]
-    if divided:
+    leaves = [(path, *leaf) for path, tree in flat.items() for leaf in zip(tree.names, tree.values, strict=True)]
+    shards = [f"{format_component_path(path)}: {format_path(name)}" for path, name, leaf in leaves if _is_divided(leaf)]
+    if shards:
         raise UnsupportedLeafError(
             "these arrays are divided among processes, and components are saved by one process; nothing was written. "
             f"Save them as a tree (hf.save, PyTreeCheckpointHandler), or gather them in get_state(): "
-            f"{shortened(divided, 20)}"
+            f"{shortened(shards, 20)}"
         )
 
 

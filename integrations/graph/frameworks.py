@@ -198,11 +198,8 @@ class ModuleState(PartState):
     def _beyond(self, state: Mapping[str, Any]) -> list[str]:
         in_graph = {_memory(tensor) for tensor in self.target.parameters()}
         in_graph |= {_memory(tensor) for tensor in self.target.buffers() if type(tensor).__name__ == "DTensor"}
-        return [
-            name
-            for name, value in state.items()
-            if not name.endswith("_extra_state") and not (is_torch_tensor(value) and _memory(value) in in_graph)
-        ]
+        names = [name for name in state if not name.endswith("_extra_state")]
+        return [name for name in names if not (is_torch_tensor(state[name]) and _memory(state[name]) in in_graph)]
 
 
 _ACCUMULATED = "holdfast.accumulated"  # what a metric of torchmetrics has accumulated, which its state_dict() lacks

@@ -278,10 +278,8 @@ def _optimizer(value: Any, slot: Slot) -> View:
 
 def options_edge(optimizer: Any) -> Edge:
     """Return the edge from a torch optimizer to the options of its groups, each of which is its own slot."""
-    groups = [
-        {name: OptionSlot(optimizer, number, name) for name in group_options(group)}
-        for number, group in enumerate(optimizer.param_groups)
-    ]
+    options = map(group_options, optimizer.param_groups)
+    groups = [{name: OptionSlot(optimizer, index, name) for name in names} for index, names in enumerate(options)]
     return Edge(GROUPS, GROUPS, Attachment(optimizer, (GROUPS,), groups))
 
 

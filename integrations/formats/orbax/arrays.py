@@ -246,12 +246,9 @@ def missing_files(location: Location, names: Collection[str]) -> dict[str, list[
     by_array: dict[str, list[tuple[str, str]]] = {}
     for name, ends in needed.items():
         for file, end in sorted(ends.items()):
-            size = sizes[file]
-            if isinstance(size, str):
-                by_array.setdefault(name, []).append((file, size))
-            elif size < end:
-                problem = f"it is truncated: expected at least {end} bytes, found {size}"
-                by_array.setdefault(name, []).append((file, problem))
+            size, problem = sizes[file], f"it is truncated: expected at least {end} bytes, found {sizes[file]}"
+            if isinstance(size, str) or size < end:
+                by_array.setdefault(name, []).append((file, size if isinstance(size, str) else problem))
     return by_array
 
 

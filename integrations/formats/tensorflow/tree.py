@@ -155,11 +155,9 @@ class Bundle:
 
     def check_texts(self) -> None:
         """Refuse text of more bytes than the files have, before it is read."""
-        sizes = [
-            entry.size
-            for name, entry in self.tensors.items()
-            if self.is_text(name) and entry.offset + entry.size <= self._sizes.get(self.data_file(entry.shard), 0)
-        ]
+        texts = [entry for name, entry in self.tensors.items() if self.is_text(name)]
+        files = [self._sizes.get(self.data_file(entry.shard), 0) for entry in texts]
+        sizes = [entry.size for entry, size in zip(texts, files, strict=True) if entry.offset + entry.size <= size]
         if sum(sizes) > self.nbytes:
             raise DamagedCheckpointError(f"{self.prefix}: its text claims {sum(sizes)} of {self.nbytes} bytes")
 
