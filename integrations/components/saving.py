@@ -26,14 +26,14 @@ from ...engine.checkpoint import commit_protocol
 from ...engine.clock import SystemClock
 from ...engine.distributed import ProcessInfo, current_coordinator
 from ...engine.errors import OptionError, UnsupportedLeafError, shortened
-from ...engine.format import COMPONENT, RECORD, CheckpointRecord, FileRecord, ItemRecord
+from ...engine.format import COMPONENT, RECORD, TREES, CheckpointRecord, FileRecord, ItemRecord
 from ...engine.handlers import Files, PreparedItem, PyTreeCheckpointHandler, SaveArgs
 from ...engine.pytree import collection_paused, flatten, format_path, import_path, is_jax_array, is_torch_tensor
 from ...engine.stateful import ActorState, adapted
 from ...engine.storage import Location
 from ..graph import Path
 from .constructor_spec import encode_spec
-from .layout import DATA, KIND, METADATA, ComponentParts, Description, below, item_name, part_records
+from .layout import DATA, METADATA, ComponentParts, Description, below, item_name, part_records
 from .live import LiveComponent, discovered, is_component, live_tree, method_of
 from .names import STATE, format_component_path
 from .states import divided, own_states
@@ -89,7 +89,7 @@ class PreparedComponents:
             described = write_file(folder / COMPONENT, self.descriptions[path])
             state = self.states[path]
             files = {**state.merge(folder, [state.write(folder, ProcessInfo(awaited=awaited))]), COMPONENT: described}
-            items[item_name(path)] = ItemRecord("/".join((*path, folder.name)), KIND, files)
+            items[item_name(path)] = ItemRecord("/".join((*path, folder.name)), TREES, files)
         return items
 
 

@@ -50,7 +50,6 @@ TREE_NOTE = "holdfast.tree"  # the member of the metadata that describes the tre
 BARE_LEAF = "value"  # the name of the tensor if the tree is one bare leaf
 _BATCH = 64 << 20  # bytes of leaves that are read together
 _STEP = 1 << 20  # bytes that are written at a time
-_PT = {"format": "pt"}  # metadata that other libraries expect
 _LENGTH_BYTES = 8
 _HEADER_LIMIT = 100_000_000  # bytes; the limit of the reference implementation
 _METADATA = "__metadata__"
@@ -367,7 +366,7 @@ def write_tensors(
     contents: Callable[[], Iterable[NDArray[Any]]],
 ) -> None:
     """Write tensors with these names, dtypes and shapes, in their order."""
-    header, size = _encode_header(tensors, {**_PT, **metadata})
+    header, size = _encode_header(tensors, {"format": "pt", **metadata})  # other libraries expect this format
 
     def parts() -> Iterator[NDArray[np.uint8]]:
         yield np.frombuffer(header, np.uint8)

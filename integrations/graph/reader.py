@@ -28,7 +28,6 @@ from .values import PLAIN_KINDS
 from .views import COUNTER
 
 _logger = logging.getLogger("holdfast")
-_SUFFIX = f"/{ATTRIBUTES}/{VALUE}"  # the end of TensorFlow's names of values
 
 
 class GraphView:
@@ -142,7 +141,7 @@ class CheckpointReader:
         """Return the storage name of the value at a path, or with a name of TensorFlow's, or None."""
         if path in self._values or path == "":
             return self._values.get(path)
-        tensorflow = path.endswith(_SUFFIX)
+        tensorflow = path.endswith(f"/{ATTRIBUTES}/{VALUE}")
         number = self._stored.graph.find(tuple(map(escape_key, object_path(path))) if tensorflow else parse_path(path))
         return None if number is None else self._stored.graph.nodes[number].value
 

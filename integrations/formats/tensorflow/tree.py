@@ -245,7 +245,6 @@ def _check_bools(elements: NDArray[Any]) -> NDArray[Any]:
 GRAPH_KEY = "_CHECKPOINTABLE_OBJECT_GRAPH"  # the name of the tensor that holds the graph
 ATTRIBUTES = ".ATTRIBUTES"
 VALUE = "VARIABLE_VALUE"  # the attribute of objects that are one value
-_SLOT = "/.OPTIMIZER_SLOT/"
 _SLOTS = "slots"  # the key above the slots of an optimizer, as in graphs that holdfast saves
 _SHARING = 16  # objects that may share a value; no more than two in practice
 _ESCAPED = re.compile(r"\.(?:\.|S)")
@@ -284,7 +283,7 @@ def object_path(key: str) -> tuple[str, ...]:
     head, mark, attribute = key.partition(f"/{ATTRIBUTES}/")
     if not mark:
         return tuple(key.split("/"))
-    variable, mark, slot = head.partition(_SLOT)
+    variable, mark, slot = head.partition("/.OPTIMIZER_SLOT/")
     path = [*_segments(slot)[:-1], _SLOTS, *_segments(variable), _segments(slot)[-1]] if mark else _segments(head)
     return tuple(path) if attribute == VALUE and path else (*path, ATTRIBUTES, attribute)
 
