@@ -65,9 +65,9 @@ class GraphView:
         """Return the name of an object's type; ``""`` for most values."""
         return self._graph.nodes[self._find(path)].type
 
-    def same(self, first: str, other: str) -> bool:
+    def same(self, one: str, other: str) -> bool:
         """Return whether two paths lead to one object."""
-        return self._find(first) == self._find(other)
+        return self._find(one) == self._find(other)
 
     def _find(self, path: str) -> int:
         number = self._graph.find(parse_path(path) if path else ())
