@@ -266,7 +266,7 @@ BUILDERS: Mapping[Name, Builder] = {
     **{Name(f"numpy.{core}.multiarray", "_reconstruct"): _Array for core in ("core", "_core")},
     **{Name(f"numpy.{core}.multiarray", "scalar"): _scalar for core in ("core", "_core")},
     **{
-        Name(module, "AttributeDict"): lambda *_: {}
+        Name(module, "AttributeDict"): lambda _state=None: {}
         for module in (
             "lightning.fabric.utilities.data",
             "lightning_fabric.utilities.data",
