@@ -356,10 +356,10 @@ def variable_accessors(variable: Any) -> tuple[Callable[[], Any], Callable[[Any]
 # ---- Keras 3 on torch and jax: models, layers, optimizers, metrics and variables
 #
 # Their state is in their variables. As in TensorFlow, a variable or layer has the name of the attribute that holds it.
-# Where there is none, as in a Sequential model, layers have the names that the program gave them, or else those of
-# their classes, numbered within the layer that holds them, as in the files of ``save_weights``
-# (https://keras.io/api/models/model_saving_apis/weights_saving_and_loading): names of Keras (``dense_1``) are numbers
-# of a process, and differ for a second model.
+# If there is none, as in a Sequential model, a layer has the name that the program gave it, or the name of its class
+# with a number within the layer that holds it, as in the files of ``save_weights``
+# (https://keras.io/api/models/model_saving_apis/weights_saving_and_loading). Keras counts layers in each process
+# (``dense_1``), so that its names differ for a second model.
 
 LAYER, OPTIMIZER, VARIABLE = "Layer", "Optimizer", "Variable"
 _KINDS = {LAYER, OPTIMIZER, VARIABLE, "Metric", "SeedGenerator"}
@@ -398,7 +398,7 @@ def keras_children(value: Any, order: list[int] | None = None, saved: Iterable[s
     wanted, named, listed = {id(part) for _, part in pairs}, list[tuple[str, Any]](), set[int]()
     for name, child in {**vars(value), **vars(value).get("_modules", {})}.items():
         part, held = _held(child, wanted)
-        if not held or name == "_layers":  # a Sequential model lists those of the program by number
+        if not held or name == "_layers":  # a Sequential model lists its layers by number
             continue
         if order is not None and isinstance(part, list) and len(part) == len(order):
             part = [part[order.index(index)] for index in range(len(order))]

@@ -169,7 +169,7 @@ def load_checkpoint(path: Place) -> CheckpointReader:
 
 
 def plain_values(stored: StoredGraph) -> Peek:
-    """Read the numbers and texts of a checkpoint, except those of optimizers and of the states of objects."""
+    """Read the numbers and texts of a checkpoint, without the values of optimizers and the states of objects."""
     graph = stored.graph
     options = [graph.path(node.edges[GROUPS]) for node in graph.nodes if node.groups and GROUPS in node.edges]
     names: dict[str, str] = {}

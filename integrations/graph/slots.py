@@ -53,7 +53,7 @@ def format_section(title: str, names: Sequence[str]) -> list[str]:
 
 
 class Slot(Protocol):
-    anchor: Any  # the object whose lifetime bounds that of the slot; it has weak references where possible
+    anchor: Any  # the slot exists as long as this object, which has weak references if possible
     trail: Path  # the path from the anchor to the slot
 
     def get(self) -> Any:

@@ -234,7 +234,7 @@ def missing_files(location: Location, names: Collection[str]) -> dict[str, list[
     except (HoldfastError, OSError) as error:
         return {name: [(MANIFEST_NAME, str(error))] for name in names}
     wanted = {f"{name}/".encode() if name else b"": name for name in names}
-    needed: dict[str, dict[str, int]] = {}  # by array, where its last value in each file ends
+    needed: dict[str, dict[str, int]] = {}  # by array and file: the offset at which its last value ends
     for row, key in enumerate(entries.keys):
         cuts = (0, *(cut + 1 for cut, letter in enumerate(key) if letter == ord("/")))
         name = next((wanted[key[:cut]] for cut in cuts if key[:cut] in wanted), None)

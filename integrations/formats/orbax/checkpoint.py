@@ -181,7 +181,7 @@ def _is_tree(location: Location, names: frozenset[str]) -> bool:
 
 
 def _holds_items(location: Location) -> bool:
-    """True if a directory without metadata of its own holds items, as early versions wrote them."""
+    """True if a directory without metadata holds items, as early versions wrote them."""
     folders = sorted(entry.name for entry in location.entries() if entry.is_directory)
     names = [name for name in folders if _may_be_item(name) and not _STEP.fullmatch(name) and "." not in name]
     for name in names[:_SEARCHED]:

@@ -43,7 +43,7 @@ from .index import (
     text,
 )
 
-MOST_LEAVES = 1 << 16  # elements of a tensor that may become leaves of their own
+MOST_LEAVES = 1 << 16  # maximum number of elements of a tensor that become leaves
 _CHECKSUM_BYTES = 4
 _PADDING = 4  # maximum size of an array whose elements are padded to the longest, relative to the text
 _SMALL = 1 << 20  # bytes of such an array that are always accepted
