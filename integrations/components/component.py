@@ -141,11 +141,8 @@ class Checkpointable:
         try:
             return str(run_on_primary(f"saving components to {where}", [], work, coordinator))
         except BarrierTimeoutError as error:
-            message = (
-                f"{error}. Call it on process 0, too, or save from this process alone, with "
-                "coordinator=hf.processes.Alone()"
-            )
-            raise BarrierTimeoutError(message, error.missing) from None
+            advice = "Call it on process 0, too, or save from this process alone, with coordinator=hf.processes.Alone()"
+            raise BarrierTimeoutError(f"{error}. {advice}", error.missing) from None
 
     def restore_from_path(
         self,

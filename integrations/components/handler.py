@@ -92,14 +92,8 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
             UnsupportedLeafError: A state cannot be saved; names the value.
         """
         refuse_arguments(self, kwargs, self.prepare)
-        return prepare(
-            item,
-            state=state,
-            use_msgpack=self._use_msgpack,
-            layout=layout or self.layout,
-            handlers=self._handlers if snapshot else None,
-            reuse=reuse,
-        )
+        layout, handlers = layout or self.layout, self._handlers if snapshot else None
+        return prepare(item, state=state, use_msgpack=self._use_msgpack, layout=layout, handlers=handlers, reuse=reuse)
 
     def restore(
         self,

@@ -45,7 +45,6 @@ from .names import STATE
 VERSION = (1, 0)
 _DOCUMENT = "component"
 METADATA = "metadata.json"  # a copy of the description in the state's folder, for human readers
-KIND = TREES  # kind of the items of a tree of components
 # The folder for arrays in a state's folder: made first, so that both names become durable together.
 DATA = "d"
 _LEVELS = 32  # directories above a path that are searched for its tree
@@ -140,7 +139,7 @@ def parts_of(record: CheckpointRecord) -> dict[Path, ItemRecord]:
     for name, item in record.items.items():
         path = _path_of(name)
         parent, _, folder = item.folder.rpartition("/")
-        if parent == "/".join(path) and _is_own(folder) and item.kind == KIND and COMPONENT in item.files:
+        if parent == "/".join(path) and _is_own(folder) and item.kind == TREES and COMPONENT in item.files:
             parts[path] = item
     return parts
 

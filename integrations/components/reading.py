@@ -300,9 +300,7 @@ def with_records(tree: Any, structure: TreeDef | None, component: Any, where: Lo
         _logger.warning(
             "%s: the state holds a %s, and the program has no such class with the same fields, so that set_state of %s "
             "gets a dictionary of its fields; import the class before the restore, or allow it (components.allow)",
-            where,
-            label,
-            type(component).__qualname__,
+            *(where, label, type(component).__qualname__),
         )
     return tree
 

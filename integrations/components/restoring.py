@@ -267,12 +267,10 @@ class TreeConstruction:
         return value
 
     def make(self, saved: SavedComponent, base: type, overrides: Mapping[str, Any]) -> Any:
-        if saved.path in self.under_way:
-            raise DamagedCheckpointError(
-                f"{saved.location}: its constructor spec needs the component itself, or one that does"
-            )
-        self.under_way.add(saved.path)
         description, where = saved.description, str(saved.location)
+        if saved.path in self.under_way:
+            raise DamagedCheckpointError(f"{where}: its constructor spec needs the component itself, or one that does")
+        self.under_way.add(saved.path)
         cls = self._class(description.type, base, where)
         if cls is not None and description.constructor is not None:
             value = self._construct(cls, description.constructor, overrides, where)
@@ -359,7 +357,7 @@ class TreeConstruction:
         return self.made[saved.path]
 
     def _nested(self, content: Any) -> Any:
-        """Make an object from a spec inside of another spec."""
+        """Make an object from a spec inside another spec."""
         spec = check_spec(content.get("constructor") if isinstance(content, dict) else content)
         where = str(self.saved.location)
         cls = self.permissions.resolve(content.get("class"), where, made=True)

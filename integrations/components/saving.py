@@ -26,14 +26,14 @@ from ...engine.checkpoint import commit_protocol
 from ...engine.clock import SystemClock
 from ...engine.distributed import ProcessInfo, current_coordinator
 from ...engine.errors import OptionError, UnsupportedLeafError, shortened
-from ...engine.format import COMPONENT, RECORD, CheckpointRecord, FileRecord, ItemRecord
+from ...engine.format import COMPONENT, RECORD, TREES, CheckpointRecord, FileRecord, ItemRecord
 from ...engine.handlers import Files, PreparedItem, PyTreeCheckpointHandler, SaveArgs
 from ...engine.pytree import collection_paused, flatten, format_path, import_path, is_jax_array, is_torch_tensor
 from ...engine.stateful import ActorState, adapted
 from ...engine.storage import Location
 from ..graph import Path
 from .constructor_spec import encode_spec
-from .layout import DATA, KIND, METADATA, ComponentParts, Description, below, item_name, part_records
+from .layout import DATA, METADATA, ComponentParts, Description, below, item_name, part_records
 from .live import LiveComponent, discovered, is_component, live_tree, method_of
 from .names import STATE, format_component_path
 from .states import divided, own_states
@@ -89,7 +89,7 @@ class PreparedComponents:
             described = write_file(folder / COMPONENT, self.descriptions[path])
             state = self.states[path]
             files = {**state.merge(folder, [state.write(folder, ProcessInfo(awaited=awaited))]), COMPONENT: described}
-            items[item_name(path)] = ItemRecord("/".join((*path, folder.name)), KIND, files)
+            items[item_name(path)] = ItemRecord("/".join((*path, folder.name)), TREES, files)
         return items
 
 
@@ -135,17 +135,13 @@ def prepare(
 def _refuse_divided(states: Mapping[Path, Any]) -> None:
     """Raise UnsupportedLeafError for arrays of which this process holds only a part."""
     flat = {path: flatten(tree) for path, tree in states.items() if current_coordinator().process_count > 1}
-    divided = [
-        f"{format_component_path(path)}: {format_path(name)}"
-        for path, tree in flat.items()
-        for name, value in zip(tree.names, tree.values, strict=True)
-        if _is_divided(value)
-    ]
-    if divided:
+    leaves = [(path, *leaf) for path, tree in flat.items() for leaf in zip(tree.names, tree.values, strict=True)]
+    shards = [f"{format_component_path(path)}: {format_path(name)}" for path, name, leaf in leaves if _is_divided(leaf)]
+    if shards:
         raise UnsupportedLeafError(
             "these arrays are divided among processes, and components are saved by one process; nothing was written. "
             f"Save them as a tree (hf.save, PyTreeCheckpointHandler), or gather them in get_state(): "
-            f"{shortened(divided, 20)}"
+            f"{shortened(shards, 20)}"
         )
 
 
@@ -200,17 +196,17 @@ def _described(component: LiveComponent, paths: Mapping[int, Path], saved: Mappi
 
 def _spec_of(value: Any, paths: Mapping[int, Path]) -> tuple[dict[str, Any] | None, str]:
     """Return the constructor spec of an object, or the reason why it is unknown."""
-    method = method_of(value, "get_ctor_args_and_kwargs")
+    method, name = method_of(value, "get_ctor_args_and_kwargs"), type(value).__qualname__
     if isinstance(value, ActorState):
         return None, (
             "the handle of an actor does not know them, whereas RemoteComponent(Class, ...) does, in the place of "
             "Class.remote(...). Pass kind=Class, with arguments of Class by name"
         )
     if method is None:
-        return None, f"{type(value).__qualname__} has no get_ctor_args_and_kwargs()"
+        return None, f"{name} has no get_ctor_args_and_kwargs()"
     arguments = method()
     if arguments is None:
-        return None, f"{type(value).__qualname__} was not made by its constructor; give it get_ctor_args_and_kwargs()"
+        return None, f"{name} was not made by its constructor; give it get_ctor_args_and_kwargs()"
     args, kwargs = arguments
 
     def reference(other: Any) -> str | None:
@@ -229,9 +225,7 @@ def _spec_of(value: Any, paths: Mapping[int, Path]) -> tuple[dict[str, Any] | No
 
     spec, problems = encode_spec(tuple(args), dict(kwargs), reference, nested)
     for problem in problems:
-        _logger.warning(
-            "%s: the constructor's %s; from_checkpoint() will need it as an argument", type(value).__qualname__, problem
-        )
+        _logger.warning("%s: the constructor's %s; from_checkpoint() will need it as an argument", name, problem)
     return spec, ""
 
 

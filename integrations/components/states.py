@@ -133,17 +133,15 @@ def fetched(
         pool.shutdown(cancel_futures=True)
 
 
-def own_states(
-    components: Iterable[LiveComponent], *, snapshot: bool = False, partial: bool = False
-) -> dict[Path, Any]:
+def own_states(live: Iterable[LiveComponent], *, snapshot: bool = False, partial: bool = False) -> dict[Path, Any]:
     """Take the states of components; with ``partial``, values for parameters outside of the tree may be missing."""
 
     def ask(live: LiveComponent) -> Any:
         return call_get_state(live.value, not_components=sorted(child.name for child in live.children) or None)
 
-    listed, states = list(components), dict[Path, Any]()
-    with fetched(listed, ask) as take:
-        for component in listed:
+    components, states = list(live), dict[Path, Any]()
+    with fetched(components, ask) as take:
+        for component in components:
             if not overrides(component.value, "get_state"):
                 states[component.path] = default_state(component, snapshot=snapshot, partial=partial)
                 continue

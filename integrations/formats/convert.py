@@ -335,12 +335,9 @@ def _import(
             )
             save.commit(record)
         written = NativeCheckpoint(target)
-        problems = [
-            f"{name}: {problem.leaf or problem.file}: {problem.what}"
-            for name, item_kind in written.items.items()
-            if item_kind == TREE
-            for problem in written.tree(name).verify(share.advance)
-        ]
+        names = [name for name, item_kind in written.items.items() if item_kind == TREE]
+        found = [(name, problem) for name in names for problem in written.tree(name).verify(share.advance)]
+        problems = [f"{name}: {problem.leaf or problem.file}: {problem.what}" for name, problem in found]
         if problems:
             raise DamagedCheckpointError(itemized(f"{target} does not read as it was written:", problems))
     _warn(checkpoint, left_out)
@@ -456,11 +453,9 @@ class _LaterPiece:
 
 def _with_empties(node: TreeDef, kept: Iterator[bool]) -> TreeDef:
     """Replace every leaf that is not kept by an empty dictionary."""
-    children = [
-        (None if next(kept) else TreeDef("dict", [], [], dict)) if child is None else _with_empties(child, kept)
-        for child in node.children
-    ]
-    return TreeDef(node.kind, node.keys, children, node.build, node.label)
+    empty = TreeDef("dict", [], [], dict)
+    parts = [(None if next(kept) else empty) if part is None else _with_empties(part, kept) for part in node.children]
+    return TreeDef(node.kind, node.keys, parts, node.build, node.label)
 
 
 def _host_leaf(leaf: SavedLeaf, loader: _Loader) -> ArrayLeaf | ValueLeaf:

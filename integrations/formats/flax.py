@@ -22,7 +22,6 @@ from ...engine.storage import Entry, Location
 
 _LIMIT = 1 << 36  # bytes of a file, which is read into memory
 _COMPLEX, _SCALAR, _TUPLE = 2, 3, 4
-_CHUNKED = "__msgpack_chunked_array__"
 
 
 def looks_like_msgpack(file: Location) -> bool:
@@ -62,7 +61,7 @@ def _extension(code: int, data: bytes, depth: int) -> Any:
 
 def _mapping(value: dict[Any, Any]) -> Any:
     """Return a dictionary with text as keys, or the array whose parts it holds."""
-    if _CHUNKED in value:
+    if "__msgpack_chunked_array__" in value:
         return _joined(value)
     for key in value:
         if not isinstance(key, str | int) or isinstance(key, bool):

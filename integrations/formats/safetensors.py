@@ -50,7 +50,6 @@ TREE_NOTE = "holdfast.tree"  # the member of the metadata that describes the tre
 BARE_LEAF = "value"  # the name of the tensor if the tree is one bare leaf
 _BATCH = 64 << 20  # bytes of leaves that are read together
 _STEP = 1 << 20  # bytes that are written at a time
-_PT = {"format": "pt"}  # metadata that other libraries expect
 _LENGTH_BYTES = 8
 _HEADER_LIMIT = 100_000_000  # bytes; the limit of the reference implementation
 _METADATA = "__metadata__"
@@ -236,10 +235,7 @@ def _placed(file: Location, tensors: Tensors, noted: str) -> dict[str, StoredArr
             places = json.loads(noted)
             if not isinstance(places, dict):
                 raise ValueError("not an object")
-            return {
-                name: _at(tensor, places[name][_OFFSETS]) if name in places else tensor
-                for name, tensor in tensors.items()
-            }
+            return {key: _at(part, places[key][_OFFSETS]) if key in places else part for key, part in tensors.items()}
         except (ValueError, RecursionError, KeyError, TypeError) as error:
             raise DamagedCheckpointError(f"{_SHARDING} in its header: {error}") from error
 
@@ -370,7 +366,7 @@ def write_tensors(
     contents: Callable[[], Iterable[NDArray[Any]]],
 ) -> None:
     """Write tensors with these names, dtypes and shapes, in their order."""
-    header, size = _encode_header(tensors, {**_PT, **metadata})
+    header, size = _encode_header(tensors, {"format": "pt", **metadata})  # other libraries expect this format
 
     def parts() -> Iterator[NDArray[np.uint8]]:
         yield np.frombuffer(header, np.uint8)

@@ -180,8 +180,8 @@ class Checkpoint(Node):
         """
         if path is None:
             return RestoreStatus(None, self)
-        template = CheckpointTemplate(self, partial=partial, rename=rename, select=select, exclude=exclude)
-        return template.prepare(self._open(path))()
+        values = CheckpointTemplate(self, partial=partial, rename=rename, select=select, exclude=exclude)
+        return values.prepare(self._open(path))()
 
     def read(
         self,
@@ -196,10 +196,8 @@ class Checkpoint(Node):
 
         Args, result and errors are as for :meth:`restore`.
         """
-        template = CheckpointTemplate(
-            self, counts=False, partial=partial, rename=rename, select=select, exclude=exclude
-        )
-        return template.prepare(self._open(path))()
+        values = CheckpointTemplate(self, counts=False, partial=partial, rename=rename, select=select, exclude=exclude)
+        return values.prepare(self._open(path))()
 
     def peek(self, path: Place) -> Peek:
         """Return what a restore would read: the step, and the numbers and texts of the program.

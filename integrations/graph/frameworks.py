@@ -121,20 +121,14 @@ class _ExtraState(PartState):
 OWN_STATE = "_own_state"  # name of the edge from a module to the part of its state_dict() that the graph lacks
 _MODULE_METHODS = ("state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_state_dict")
 _MODULE_HOOKS = (
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
+    *("_state_dict_hooks", "_state_dict_pre_hooks"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
 _OPTIMIZER_HOOKS = ("_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks")
 # Methods and hooks of these libraries only find or wrap values that are in the graph, too.
 _TRANSPARENT = (
-    "torch.nn.",
-    "torch.optim",
-    "torch.distributed.",
-    "lightning.",
-    "lightning_fabric.",
-    "pytorch_lightning.",
+    *("torch.nn.", "torch.optim", "torch.distributed."),
+    *("lightning.", "lightning_fabric.", "pytorch_lightning."),
 )
 
 
@@ -175,10 +169,10 @@ class ModuleState(PartState):
     def get(self) -> Any:
         state = self.target.state_dict()
         bare = dict(zip(state, joined_names(list(state)), strict=True))
-        beyond = {bare[name]: state[name] for name in self._beyond(state)}
+        extra = {bare[name]: state[name] for name in self._beyond(state)}
         if current_coordinator().process_count == 1 and (sums := accumulated(self.target)):  # Several have a sum each.
-            beyond[_ACCUMULATED] = sums
-        return pack_tree(encode_state(beyond))
+            extra[_ACCUMULATED] = sums
+        return pack_tree(encode_state(extra))
 
     def set(self, value: Any) -> None:
         torch: Any = loaded("torch")
@@ -189,12 +183,10 @@ class ModuleState(PartState):
         decoded = decode_state(value)
         saved = decoded.pop(_ACCUMULATED, None)  # Earlier versions did not save it.
         names = set(wrapped.values())
-        beyond = {
-            name if name in names else wrapped.get(unwrapped_name(name), name): one for name, one in decoded.items()
-        }
-        state.update(beyond)
+        extra = {key if key in names else wrapped.get(unwrapped_name(key), key): leaf for key, leaf in decoded.items()}
+        state.update(extra)
         # The module may give parameters in another form, such as half precision: they keep the values of the graph.
-        names = set(map(unwrapped_name, beyond))
+        names = set(map(unwrapped_name, extra))
         named = self.target.named_parameters()
         exact = [(parameter, parameter.detach().clone()) for name, parameter in named if unwrapped_name(name) in names]
         self.target.load_state_dict(state)
@@ -208,11 +200,8 @@ class ModuleState(PartState):
     def _beyond(self, state: Mapping[str, Any]) -> list[str]:
         in_graph = {_memory(tensor) for tensor in self.target.parameters()}
         in_graph |= {_memory(tensor) for tensor in self.target.buffers() if type(tensor).__name__ == "DTensor"}
-        return [
-            name
-            for name, value in state.items()
-            if not name.endswith(EXTRA_STATE) and not (is_torch_tensor(value) and _memory(value) in in_graph)
-        ]
+        names = [name for name in state if not name.endswith(EXTRA_STATE)]
+        return [name for name in names if not (is_torch_tensor(state[name]) and _memory(state[name]) in in_graph)]
 
 
 _ACCUMULATED = "holdfast.accumulated"  # what a metric of torchmetrics has accumulated, which its state_dict() lacks
@@ -252,14 +241,12 @@ def _memory(tensor: Any) -> tuple[Any, ...]:
 OPTIMIZER_SLOTS = "slots"  # name of the container of a torch optimizer's values, by the paths of the parameters
 GROUPS = "groups"  # name of the edge from a torch optimizer to the options of its groups
 # Options that decide how an optimizer computes, not what: they depend on the devices of the program.
-_IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
+_EXECUTION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
 def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the saved options of a group, such as its learning rate, by name."""
-    return {
-        name: value for name, value in group.items() if not name.startswith("param") and name not in _IMPLEMENTATION
-    }
+    return {name: value for name, value in group.items() if not name.startswith("param") and name not in _EXECUTION}
 
 
 class OptimizerSlot:
@@ -371,10 +358,10 @@ def variable_accessors(variable: Any) -> tuple[Callable[[], Any], Callable[[Any]
 # ---- Keras 3 on torch and jax: models, layers, optimizers, metrics and variables
 #
 # Their state is in their variables. As in TensorFlow, a variable or layer has the name of the attribute that holds it.
-# Where there is none, as in a Sequential model, layers have the names that the program gave them, or else those of
-# their classes, numbered within the layer that holds them, as in the files of ``save_weights``
-# (https://keras.io/api/models/model_saving_apis/weights_saving_and_loading): names of Keras (``dense_1``) are numbers
-# of a process, and differ for a second model.
+# If there is none, as in a Sequential model, a layer has the name that the program gave it, or the name of its class
+# with a number within the layer that holds it, as in the files of ``save_weights``
+# (https://keras.io/api/models/model_saving_apis/weights_saving_and_loading). Keras counts layers in each process
+# (``dense_1``), so that its names differ for a second model.
 
 LAYER, OPTIMIZER, VARIABLE = "Layer", "Optimizer", "Variable"
 _KINDS = {LAYER, OPTIMIZER, VARIABLE, "Metric", "SeedGenerator"}
@@ -413,7 +400,7 @@ def keras_children(value: Any, order: list[int] | None = None, saved: Iterable[s
     wanted, named, listed = {id(part) for _, part in pairs}, list[tuple[str, Any]](), set[int]()
     for name, child in {**vars(value), **vars(value).get("_modules", {})}.items():
         part, held = _held(child, wanted)
-        if not held or name == "_layers":  # a Sequential model lists those of the program by number
+        if not held or name == "_layers":  # a Sequential model lists its layers by number
             continue
         if order is not None and isinstance(part, list) and len(part) == len(order):
             part = [part[order.index(index)] for index in range(len(order))]

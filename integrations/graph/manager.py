@@ -185,9 +185,10 @@ class CheckpointManager:
         """
         step, failed = None if self._counter is None else _number(self._counter), None
         self._forget_failed()
-        interval = self._interval if check_interval else None
-        if step is not None and self._last is not None and (step == self._last or step < self._last + (interval or 0)):
-            return None
+        if step is not None and self._last is not None:
+            is_early = check_interval and step < self._last + (self._interval or 0)
+            if is_early or step == self._last:
+                return None
         wanted = None if checkpoint_number is None else _number(checkpoint_number)
         if self._limit is not None:  # A save under way pushes others off the list.
             try:

@@ -300,12 +300,8 @@ class Bindings:
         others = [binding for binding in kept if binding.identity not in (None, identity) and binding.lives]
         if fixed and others:
             if self.conflicts.get(number) != (others[0].path, path):
-                _logger.warning(
-                    "%s is one object in the checkpoint, but %s and %s are two; only the first of them is restored",
-                    format_node_path(self._graph.path(number)),
-                    format_node_path(others[0].path),
-                    format_node_path(path),
-                )
+                text = "%s is one object in the checkpoint, but %s and %s are two; only the first of them is restored"
+                _logger.warning(text, *map(format_node_path, (self._graph.path(number), others[0].path, path)))
             self.conflicts[number] = others[0].path, path
             return False
         if identity is not None:

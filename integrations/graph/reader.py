@@ -28,7 +28,6 @@ from .values import PLAIN_KINDS
 from .views import COUNTER
 
 _logger = logging.getLogger("holdfast")
-_SUFFIX = f"/{ATTRIBUTES}/{VALUE}"  # the end of TensorFlow's names of values
 
 
 class GraphView:
@@ -48,9 +47,7 @@ class GraphView:
             path: Any path to the object; ``""`` is the root.
         """
         edges = self._graph.nodes[self._find(path)].edges
-        return {
-            format_node_path((segment,)): format_node_path(self._graph.path(child)) for segment, child in edges.items()
-        }
+        return {format_node_path((name,)): format_node_path(self._graph.path(child)) for name, child in edges.items()}
 
     def slots(self, path: str) -> dict[str, dict[str, str]]:
         """Return the paths of the values that an optimizer keeps: by the path of the parameter, and by name.
@@ -68,9 +65,9 @@ class GraphView:
         """Return the name of an object's type; ``""`` for most values."""
         return self._graph.nodes[self._find(path)].type
 
-    def same(self, first: str, other: str) -> bool:
+    def same(self, one: str, other: str) -> bool:
         """Return whether two paths lead to one object."""
-        return self._find(first) == self._find(other)
+        return self._find(one) == self._find(other)
 
     def _find(self, path: str) -> int:
         number = self._graph.find(parse_path(path) if path else ())
@@ -144,7 +141,7 @@ class CheckpointReader:
         """Return the storage name of the value at a path, or with a name of TensorFlow's, or None."""
         if path in self._values or path == "":
             return self._values.get(path)
-        tensorflow = path.endswith(_SUFFIX)
+        tensorflow = path.endswith(f"/{ATTRIBUTES}/{VALUE}")
         number = self._stored.graph.find(tuple(map(escape_key, object_path(path))) if tensorflow else parse_path(path))
         return None if number is None else self._stored.graph.nodes[number].value
 
@@ -172,7 +169,7 @@ def load_checkpoint(path: Place) -> CheckpointReader:
 
 
 def plain_values(stored: StoredGraph) -> Peek:
-    """Read the numbers and texts of a checkpoint, except those of optimizers and of the states of objects."""
+    """Read the numbers and texts of a checkpoint, without the values of optimizers and the states of objects."""
     graph = stored.graph
     options = [graph.path(node.edges[GROUPS]) for node in graph.nodes if node.groups and GROUPS in node.edges]
     names: dict[str, str] = {}

@@ -326,11 +326,8 @@ class Restoration:
     def found_anything(self) -> bool:
         """True if anything but the root was found in the checkpoint."""
         graph = self._matching.graph
-        return any(
-            number in self.progress.wanted or graph.nodes[number].value is None
-            for number in self._matching.bindings.by_number
-            if number != 0
-        )
+        numbers = self._matching.bindings.by_number.keys() - {0}
+        return any(number in self.progress.wanted or graph.nodes[number].value is None for number in numbers)
 
     @collection_paused()
     def report(self) -> RestoreReport:

@@ -87,9 +87,8 @@ class SavedGraph:
         return tuple(reversed(keys))
 
     def values(self) -> Iterator[tuple[int, SavedNode]]:
-        for number in [*self.above, *self._slots]:
-            if self.nodes[number].value is not None:
-                yield number, self.nodes[number]
+        pairs = ((number, self.nodes[number]) for number in (*self.above, *self._slots))
+        return (pair for pair in pairs if pair[1].value is not None)
 
     def find(self, path: Path) -> int | None:
         """Return the node that any path leads to, or None."""

@@ -53,7 +53,7 @@ def format_section(title: str, names: Sequence[str]) -> list[str]:
 
 
 class Slot(Protocol):
-    anchor: Any  # the object whose lifetime bounds that of the slot; it has weak references where possible
+    anchor: Any  # the slot exists as long as this object, which has weak references if possible
     trail: Path  # the path from the anchor to the slot
 
     def get(self) -> Any:
@@ -181,11 +181,8 @@ def _replaced(value: Any, updates: dict[Path, Any]) -> Any:
     below: dict[str, dict[Path, Any]] = {}
     for path, update in updates.items():
         below.setdefault(path[0], {})[path[1:]] = update
-    values = [
-        _replaced(child, below[segment]) if segment in below else child
-        for segment, child in zip(segments, contents.values, strict=True)
-    ]
-    return contents.build(values)
+    children = zip(segments, contents.values, strict=True)
+    return contents.build([_replaced(child, below[name]) if name in below else child for name, child in children])
 
 
 # ---- the last writer of each slot: the latest restore wins, whatever the order in which objects are attached

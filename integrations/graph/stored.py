@@ -234,12 +234,9 @@ class StoredGraph:
         every = [leaf for group in leaves for leaf in group]
         arrays = self.read_arrays(every)
         saved = [self.leaves[leaf].saved for leaf in every]
-        templates = [
-            with_request(name, LeafRequest(kind="torch"), leaf, None)
-            if leaf.kind == "torch" and name in as_tensors
-            else None
-            for name, leaf in zip(every, saved, strict=True)
-        ]
+        request, pairs = LeafRequest(kind="torch"), list(zip(every, saved, strict=True))
+        tensors = {name for name, leaf in pairs if leaf.kind == "torch" and name in as_tensors}
+        templates = [with_request(name, request, leaf, None) if name in tensors else None for name, leaf in pairs]
         with naming(self.location):
             values = iter(materialize(templates, saved, arrays, every))
         return [

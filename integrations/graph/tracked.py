@@ -331,9 +331,7 @@ def _register_pytrees() -> None:
         _registered.add("torch")
         register = torch.utils._pytree.register_pytree_node
         register(TrackedList, lambda node: (list(node), None), lambda children, _: _list(None, children))
-        register(
-            TrackedDict, lambda node: (list(node.values()), tuple(node)), lambda children, keys: _dict(keys, children)
-        )
+        register(TrackedDict, lambda node: (list(node.values()), tuple(node)), lambda values, keys: _dict(keys, values))
 
 
 def _sorted(entries: TrackedDict) -> list[Any]:
@@ -354,13 +352,9 @@ def _dict(keys: Iterable[Any], children: Iterable[Any]) -> TrackedDict:
 def tracked_attributes(value: object) -> list[tuple[str, Any]]:
     """Return the attributes of an object, without those that its class or a base names in ``__untracked__``."""
     untracked = {name for cls in type(value).__mro__ for name in vars(cls).get("__untracked__", ())}
-    slots = [
-        name
-        for base in reversed(type(value).__mro__)
-        if "__slots__" in vars(base)
-        for name, member in vars(base).items()
-        if isinstance(member, types.MemberDescriptorType) and hasattr(value, name)
-    ]
+    tables = [vars(base) for base in reversed(type(value).__mro__) if "__slots__" in vars(base)]
+    members = [name for table in tables for name in table if isinstance(table[name], types.MemberDescriptorType)]
+    slots = [name for name in members if hasattr(value, name)]
     attributes = {**getattr(value, "__dict__", {}), **{name: getattr(value, name) for name in slots}}
     return [(name, child) for name, child in attributes.items() if name not in untracked]
 

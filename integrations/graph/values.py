@@ -213,11 +213,8 @@ class SavedValues:
         numbers = [[number for number, _ in assignment.values()] for assignment in due]
         names = [str(self._graph.nodes[number].value) for group in numbers for number in group]
         loaded = iter(self._stored.load(names, as_tensors=names))
-        built = [
-            self.build(assignment.saved, {number: next(loaded) for number in group})
-            for assignment, group in zip(due, numbers, strict=True)
-        ]
-        return list(map(_like, due, built))
+        values = [{number: next(loaded) for number in group} for group in numbers]
+        return list(map(_like, due, map(self.build, [assignment.saved for assignment in due], values)))
 
     def _problem(self, assignment: Assignment, target: LeafTemplate, leaf: Saved) -> str | None:
         """Return why an object cannot take its value, or why an optimizer's value does not fit its parameter."""

@@ -180,7 +180,7 @@ def _classify_object(value: Any, slot: Slot) -> View:
     if is_stateful(value):
         return Leaf(StateSlot(value, *_anchor(value, slot)), shared=True)
     contents, parameters = expand(value), getattr(type(value), "__dataclass_params__", None)
-    is_dataclass = contents is not None and contents.kind == "dataclass"  # jax builds those of other kinds
+    is_dataclass = contents is not None and contents.kind == "dataclass"  # jax builds dataclasses of other kinds
     if is_dataclass and parameters is not None and not parameters.frozen:
         names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
         return Branch(class_name(value), _attributes(value, [(name, getattr(value, name)) for name in names], slot))
@@ -278,10 +278,8 @@ def _optimizer(value: Any, slot: Slot) -> View:
 
 def options_edge(optimizer: Any) -> Edge:
     """Return the edge from a torch optimizer to the options of its groups, each of which is its own slot."""
-    groups = [
-        {name: OptionSlot(optimizer, number, name) for name in group_options(group)}
-        for number, group in enumerate(optimizer.param_groups)
-    ]
+    options = map(group_options, optimizer.param_groups)
+    groups = [{name: OptionSlot(optimizer, index, name) for name in names} for index, names in enumerate(options)]
     return Edge(GROUPS, GROUPS, Attachment(optimizer, (GROUPS,), groups))
 
 

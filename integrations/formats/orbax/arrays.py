@@ -234,7 +234,7 @@ def missing_files(location: Location, names: Collection[str]) -> dict[str, list[
     except (HoldfastError, OSError) as error:
         return {name: [(MANIFEST_NAME, str(error))] for name in names}
     wanted = {f"{name}/".encode() if name else b"": name for name in names}
-    needed: dict[str, dict[str, int]] = {}  # by array, where its last value in each file ends
+    needed: dict[str, dict[str, int]] = {}  # by array and file: the offset at which its last value ends
     for row, key in enumerate(entries.keys):
         cuts = (0, *(cut + 1 for cut, letter in enumerate(key) if letter == ord("/")))
         name = next((wanted[key[:cut]] for cut in cuts if key[:cut] in wanted), None)
@@ -246,12 +246,9 @@ def missing_files(location: Location, names: Collection[str]) -> dict[str, list[
     by_array: dict[str, list[tuple[str, str]]] = {}
     for name, ends in needed.items():
         for file, end in sorted(ends.items()):
-            size = sizes[file]
-            if isinstance(size, str):
-                by_array.setdefault(name, []).append((file, size))
-            elif size < end:
-                problem = f"it is truncated: expected at least {end} bytes, found {size}"
-                by_array.setdefault(name, []).append((file, problem))
+            size, problem = sizes[file], f"it is truncated: expected at least {end} bytes, found {sizes[file]}"
+            if isinstance(size, str) or size < end:
+                by_array.setdefault(name, []).append((file, size if isinstance(size, str) else problem))
     return by_array
 
 

@@ -34,16 +34,12 @@ _JSON_FILES = ("metadata", "data.json")
 METRICS_FOLDER = "metrics"
 ONLY_ITEM = "default"  # the name of the item of a manager that has one item
 _KEYS = ("jax_random_key", "np_random_key")
-_ARRAY_HANDLER = "ArrayCheckpointHandler"
-_TREE_HANDLERS = ("PyTree", "Standard", "Array", "RandomKey")
 _BESIDE_ARRAYS = frozenset({TREE_FILE, SHARDING_FILE, ARRAYS_FOLDER})
 # The item with the devices of every process, of managers of checkpoints on the disks of hosts.
 _PROCESSES = "process_metadata"
-_PROCESSES_FILE = "global_process_metadata.json"
 RUN_METADATA = "metadata"  # name of the folder next to the steps with the program's metadata of the run
 RUN_METADATA_FILE = "_ROOT_METADATA"
 _SEARCHED = 32  # directories that are searched for items if no file marks a checkpoint
-_NEVER_ITEMS = frozenset({ARRAYS_FOLDER, "d"})
 
 
 class _Item(NamedTuple):
@@ -79,7 +75,7 @@ class OrbaxCheckpoint(CheckpointSource):
                     self._items[name] = item
         self._processes = 0  # the number of processes that saved it, each on the disk of its host
         if self._items.pop(_PROCESSES, None) is not None:
-            file = location / _PROCESSES / _PROCESSES_FILE
+            file = location / _PROCESSES / "global_process_metadata.json"
             listed = read_json(file)
             if not isinstance(listed, list) or not listed:
                 problem = f"expected a list with an entry for each process, found {type(listed).__name__}"
@@ -185,7 +181,7 @@ def _is_tree(location: Location, names: frozenset[str]) -> bool:
 
 
 def _holds_items(location: Location) -> bool:
-    """True if a directory without metadata of its own holds items, as early versions wrote them."""
+    """True if a directory without metadata holds items, as early versions wrote them."""
     folders = sorted(entry.name for entry in location.entries() if entry.is_directory)
     names = [name for name in folders if _may_be_item(name) and not _STEP.fullmatch(name) and "." not in name]
     for name in names[:_SEARCHED]:
@@ -196,7 +192,7 @@ def _holds_items(location: Location) -> bool:
 
 
 def _may_be_item(name: str) -> bool:
-    return name not in _NEVER_ITEMS and UNFINISHED not in name and not name.startswith(("ocdbt.", "."))
+    return name not in (ARRAYS_FOLDER, "d") and UNFINISHED not in name and not name.startswith(("ocdbt.", "."))
 
 
 def _item(folder: Location, handler: str, *, listed: bool) -> _Item | None:
@@ -206,7 +202,7 @@ def _item(folder: Location, handler: str, *, listed: bool) -> _Item | None:
         if entries.get(name):
             return _Item(TREE, folder / name, bare=name == _KEYS[0], is_key=name == _KEYS[0])
     if _is_tree(folder, frozenset(entries)):
-        return _Item(TREE, folder, bare=handler.endswith(_ARRAY_HANDLER))
+        return _Item(TREE, folder, bare=handler.endswith("ArrayCheckpointHandler"))
     if folder.name == METRICS_FOLDER and entries.get(METRICS_FOLDER) is False:
         return _Item(METRICS, folder, file=METRICS_FOLDER)
     for name in _JSON_FILES:
@@ -217,6 +213,6 @@ def _item(folder: Location, handler: str, *, listed: bool) -> _Item | None:
     # Orbax records only items that it saved: reading one whose files are gone raises an error that names the file.
     if "Json" in handler:
         return _Item(JSON, folder, file=_JSON_FILES[0])
-    if any(text in handler for text in _TREE_HANDLERS):
+    if any(text in handler for text in ("PyTree", "Standard", "Array", "RandomKey")):
         return _Item(TREE, folder)
     return _Item(handler.rpartition(".")[2] or "files", folder)

@@ -295,9 +295,7 @@ def _metadata_files(checkpoint: CheckpointSource) -> dict[str, bytes]:
         raise OptionError(
             f"{checkpoint.location}: {', '.join(archives)}: a zip file, in which Orbax finds no arrays; export a copy"
         )
-    plans = {
-        name: OrbaxPlan(checkpoint.tree(name), in_place=True) for name, saved in items.items() if saved.kind == TREE
-    }
+    plans = {name: OrbaxPlan(checkpoint.tree(name), in_place=True) for name, item in items.items() if item.kind == TREE}
     folders = {name: saved.folder for name, saved in items.items() if saved.kind in (TREE, JSON)}
     return _files(checkpoint, folders, plans)
 
@@ -320,7 +318,7 @@ def _files(source: CheckpointSource, folders: Mapping[str, str], plans: Mapping[
 
 
 def _export(
-    checkpoint: CheckpointSource,
+    source: CheckpointSource,
     target: Location,
     item: str | None,
     select: Patterns | None,
@@ -329,21 +327,19 @@ def _export(
     *,
     managed: bool,
 ) -> Sequence[TreeSource]:
-    wanted = _wanted(checkpoint, item if select is None else checkpoint.only_tree(item))
-    trees = {name: selected(checkpoint.tree(name), select) for name, item_kind in wanted.items() if item_kind == TREE}
+    wanted = _wanted(source, item if select is None else source.only_tree(item))
+    trees = {name: selected(source.tree(name), select) for name, item_kind in wanted.items() if item_kind == TREE}
     plans = {name: OrbaxPlan(tree, in_place=False) for name, tree in trees.items()}
     # Items that each process has for itself are called loader/0; the names of Orbax's items have no slash.
     folders = {name: ONLY_ITEM if managed and len(wanted) == 1 else name.replace("/", "_") for name in wanted}
     if len(set(folders.values())) != len(folders):
-        raise OptionError(
-            f"{checkpoint.location}: two items would have the same name in Orbax; name the item to export"
-        )
+        raise OptionError(f"{source.location}: two items would have the same name in Orbax; name the item to export")
     is_one_tree = not managed and len(plans) == len(wanted) == 1
     if is_one_tree:
         (plan,) = plans.values()
-        files = plan.files() | checkpoint_document(TREE_HANDLER, checkpoint.time, checkpoint.custom_metadata)
+        files = plan.files() | checkpoint_document(TREE_HANDLER, source.time, source.custom_metadata)
     else:
-        files = _files(checkpoint, folders, plans)
+        files = _files(source, folders, plans)
     share.expect(sum(leaf.nbytes for plan in plans.values() for leaf in plan.arrays.values()))
     with share, _finished(target) as folder:
         for name, plan in plans.items():

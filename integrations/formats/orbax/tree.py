@@ -178,11 +178,8 @@ class OrbaxTree(OtherTree):
         entries_here = location.entries()
         names = {entry.name for entry in entries_here if not entry.is_directory}
         self._processes = processes
-        self._present = sorted(
-            int(entry.name.removeprefix(PROCESS_FOLDER))
-            for entry in entries_here
-            if processes and entry.name.removeprefix(PROCESS_FOLDER).isdecimal()
-        )
+        indices = [entry.name.removeprefix(PROCESS_FOLDER) for entry in entries_here if processes]
+        self._present = sorted(int(index) for index in indices if index.isdecimal())
         folders = [location / f"{PROCESS_FOLDER}{index}" for index in self._present]
         self._databases = ProcessDatabases(folders) if folders else None
         self._typed_key = typed_key
@@ -334,11 +331,8 @@ class OrbaxTree(OtherTree):
             if (name and any(part in ("", ".", "..") for part in name.split("/"))) or "\0" in name:
                 raise DamagedCheckpointError(f"a leaf is called {name!r:.200}, which is not the name of a folder")
             kvstore = {**base, "path": f"{base['path']}{name}/" if name else base["path"]}
-        return {
-            "driver": "zarr3" if self._metadata.use_zarr3 else "zarr",
-            "kvstore": kvstore,
-            "fill_missing_data_reads": not self._metadata.complete,
-        }
+        driver, fill = "zarr3" if self._metadata.use_zarr3 else "zarr", not self._metadata.complete
+        return {"driver": driver, "kvstore": kvstore, "fill_missing_data_reads": fill}
 
     def _leaf(self, parameter: Parameter) -> SavedLeaf:
         name = storage_name(parameter.path)

@@ -95,7 +95,6 @@ def _seconds(text: str) -> float:
 
 
 _DATA = re.compile(r"(.+)\.data-[0-9]{5,}-of-[0-9]{5,}", re.DOTALL)
-_SAVED_MODEL = "saved_model.pb"
 _FORMAT = "TensorFlow"
 
 
@@ -120,7 +119,7 @@ def _prefix_of(name: str) -> str:
 def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
     if not names:
         return _recognise_prefix(location)
-    if _SAVED_MODEL in names:
+    if "saved_model.pb" in names:
         return _recognise_prefix(location / "variables" / "variables")
     prefixes = _prefixes(location, names)
     newest = _newest(location, names, prefixes)

@@ -43,7 +43,7 @@ from .index import (
     text,
 )
 
-MOST_LEAVES = 1 << 16  # elements of a tensor that may become leaves of their own
+MOST_LEAVES = 1 << 16  # maximum number of elements of a tensor that become leaves
 _CHECKSUM_BYTES = 4
 _PADDING = 4  # maximum size of an array whose elements are padded to the longest, relative to the text
 _SMALL = 1 << 20  # bytes of such an array that are always accepted
@@ -155,11 +155,9 @@ class Bundle:
 
     def check_texts(self) -> None:
         """Refuse text of more bytes than the files have, before it is read."""
-        sizes = [
-            entry.size
-            for name, entry in self.tensors.items()
-            if self.is_text(name) and entry.offset + entry.size <= self._sizes.get(self.data_file(entry.shard), 0)
-        ]
+        texts = [entry for name, entry in self.tensors.items() if self.is_text(name)]
+        files = [self._sizes.get(self.data_file(entry.shard), 0) for entry in texts]
+        sizes = [entry.size for entry, size in zip(texts, files, strict=True) if entry.offset + entry.size <= size]
         if sum(sizes) > self.nbytes:
             raise DamagedCheckpointError(f"{self.prefix}: its text claims {sum(sizes)} of {self.nbytes} bytes")
 
@@ -247,7 +245,6 @@ def _check_bools(elements: NDArray[Any]) -> NDArray[Any]:
 GRAPH_KEY = "_CHECKPOINTABLE_OBJECT_GRAPH"  # the name of the tensor that holds the graph
 ATTRIBUTES = ".ATTRIBUTES"
 VALUE = "VARIABLE_VALUE"  # the attribute of objects that are one value
-_SLOT = "/.OPTIMIZER_SLOT/"
 _SLOTS = "slots"  # the key above the slots of an optimizer, as in graphs that holdfast saves
 _SHARING = 16  # objects that may share a value; no more than two in practice
 _ESCAPED = re.compile(r"\.(?:\.|S)")
@@ -286,7 +283,7 @@ def object_path(key: str) -> tuple[str, ...]:
     head, mark, attribute = key.partition(f"/{ATTRIBUTES}/")
     if not mark:
         return tuple(key.split("/"))
-    variable, mark, slot = head.partition(_SLOT)
+    variable, mark, slot = head.partition("/.OPTIMIZER_SLOT/")
     path = [*_segments(slot)[:-1], _SLOTS, *_segments(variable), _segments(slot)[-1]] if mark else _segments(head)
     return tuple(path) if attribute == VALUE and path else (*path, ATTRIBUTES, attribute)
 
@@ -384,9 +381,7 @@ class BundleTree(StoredTree, NamedVariables):
                 values[name] = _value(bundle, name)
             except UnsupportedLeafError as error:
                 left_out.append(f"{name!r:.200} ({error})")
-        paths = _arranged(
-            {name: object_path(name) if objects is not None else tuple(name.split("/")) for name in values}
-        )
+        paths = _arranged({name: object_path(name) if objects else tuple(name.split("/")) for name in values})
         tree = nested(((path, values[name]) for name, path in paths.items()), root_is_dict=True, number=str)
         bundle_tree = cls.of(prefix, tree, bundle.nbytes, left_out=left_out)
         bundle_tree.files_read = bundle.files
@@ -400,10 +395,8 @@ class BundleTree(StoredTree, NamedVariables):
         return {name: list(entry.shape) for name, entry in self._bundle.tensors.items()}
 
     def dtypes(self) -> dict[str, np.dtype[Any] | None]:
-        return {
-            name: np.dtype(object) if self._bundle.is_text(name) else entry.dtype
-            for name, entry in self._bundle.tensors.items()
-        }
+        tensors, is_text = self._bundle.tensors, self._bundle.is_text
+        return {name: np.dtype(object) if is_text(name) else entry.dtype for name, entry in tensors.items()}
 
     def read_value(self, name: str) -> Any:
         entry = self._bundle.tensors.get(name)

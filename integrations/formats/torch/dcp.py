@@ -337,9 +337,8 @@ def _places(data: Mapping[Any, Any]) -> Places:
             raise DamagedCheckpointError(f"entry {shown(name)} is in {shown(file)}, which is not a file of its folder")
         if type(begin) is not int or type(length) is not int or not 0 <= begin <= _LARGEST or length < 0:
             raise DamagedCheckpointError(f"entry {shown(name)} has an offset or size that {file} cannot have")
-        places[shown(name) if type(name) is not str else name, None if offset is None else sizes(offset)] = Extent(
-            file, begin, length, is_compressed
-        )
+        start = None if offset is None else sizes(offset)
+        places[name if type(name) is str else shown(name), start] = Extent(file, begin, length, is_compressed)
     return places
 
 
@@ -427,9 +426,7 @@ def export_dcp(source: TreeSource, destination: Location) -> None:
             # Closing torch's archive hides the error of the file.
             raise (cause.__context__ if isinstance(cause.__context__, OSError) else cause) from error
         written = recognise(partial, frozenset(entry.name for entry in partial.entries()))
-        problems = ["it is not recognised"] if written is None else written.source.verify()
+        problems = ["it is not recognised"] if written is None else list(map(str, written.source.verify()))
         if problems:
-            raise DamagedCheckpointError(
-                itemized(f"{destination} does not read as it was written:", list(map(str, problems)))
-            )
+            raise DamagedCheckpointError(itemized(f"{destination} does not read as it was written:", problems))
         partial.sync_directory()

@@ -44,7 +44,6 @@ from .pickles import Inert, Name, shown, unpickle
 
 ZIP_MAGIC = b"PK\x03\x04"
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-_LIGHTNING_VERSION = "pytorch-lightning_version"
 _NEEDED = ("state_dict", "optimizer_states")  # the members of a Lightning checkpoint that are never pruned
 _VISITS = 200_000  # nodes of a tree, plus one for each byte of its pickle: shared containers count each time
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
@@ -187,7 +186,7 @@ def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
         with naming(location, " cannot be read as a file of torch.save"):
             archive = TorchArchive(opened(reader, 0, size))
             tree = read_object(archive)
-    is_lightning = isinstance(tree, dict) and _LIGHTNING_VERSION in tree and "state_dict" in tree
+    is_lightning = isinstance(tree, dict) and "pytorch-lightning_version" in tree and "state_dict" in tree
     left: list[str] = []
     tree = without_objects(tree, left, len(archive.pickle), _NEEDED if is_lightning else None)
 
@@ -201,7 +200,6 @@ def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
     return SingleTree("Lightning" if is_lightning else "torch", location, source, size, step)
 
 
-_LIGHTNING_FILE = ".ckpt"
 _STEP_IN_NAME = re.compile(r"(?:^|.*[-_])step=([0-9]{1,18})(?:[-_.].*|)", re.DOTALL)
 _DISTRIBUTED = ".metadata"  # name of the file in the directory that several processes saved as one ``.ckpt``
 
@@ -210,7 +208,7 @@ def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
     """Find the ``.ckpt`` files of a Lightning run, by the step in the name or in the file."""
     files: dict[int, tuple[bool, int, str]] = {}
     for entry in entries:
-        if not entry.name.endswith(_LIGHTNING_FILE):
+        if not entry.name.endswith(".ckpt"):
             continue
         file, step = location / entry.name, None
         match = _STEP_IN_NAME.fullmatch(entry.name)

@@ -45,8 +45,6 @@ _STORAGES = {
     "ComplexFloatStorage": "complex64",
     "UntypedStorage": "uint8",
 }
-_ARRAY_CONSTRUCTORS = [Name(f"numpy.{core}.multiarray", "_reconstruct") for core in ("core", "_core")]
-_SCALAR_CONSTRUCTORS = [Name(f"numpy.{core}.multiarray", "scalar") for core in ("core", "_core")]
 
 
 def named_dtype(dtype: object) -> TorchDType:
@@ -271,10 +269,10 @@ BUILDERS: Mapping[Name, Builder] = {
     Name("builtins", "complex"): lambda real, imaginary: complex(float(real), float(imaginary)),
     Name("_codecs", "encode"): _encode,
     Name("numpy", "dtype"): _DType,
-    **dict.fromkeys(_ARRAY_CONSTRUCTORS, _Array),
-    **dict.fromkeys(_SCALAR_CONSTRUCTORS, _scalar),
+    **{Name(f"numpy.{core}.multiarray", "_reconstruct"): _Array for core in ("core", "_core")},
+    **{Name(f"numpy.{core}.multiarray", "scalar"): _scalar for core in ("core", "_core")},
     **{
-        Name(module, "AttributeDict"): lambda *_: {}
+        Name(module, "AttributeDict"): lambda _state=None: {}
         for module in (
             "lightning.fabric.utilities.data",
             "lightning_fabric.utilities.data",
