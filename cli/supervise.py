@@ -288,8 +288,7 @@ def supervise(
                 if not signals.received:
                     continue
                 names = [signal.Signals(number).name for number in signals.received]
-                preempted = start.kind == "preempted"
-                status = PREEMPTED if preempted else shell_status(start.returncode) or FAILED
+                status = PREEMPTED if start.kind == "preempted" else shell_status(start.returncode) or FAILED
                 verdict = Verdict("end", f"{' and '.join(names)} before the restart", status)
             log("ended", why=verdict.why, status=verdict.status, starts=len(starts))
             return verdict.status

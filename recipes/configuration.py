@@ -71,8 +71,8 @@ class Configuration:
     def resolved(self) -> dict[str, Any]:
         """Return every key with its value as plain data; the keys that identify the run come first."""
         values = self.config.model_dump(mode="json")
-        order = ["recipe", "name", "run_dir", *self.config.IDENTITY]
-        return {key: values[key] for key in [*order, *values] if key in values}
+        order = ("recipe", "name", "run_dir", *self.config.IDENTITY, *values)
+        return {key: values[key] for key in order if key in values}
 
     def yaml(self) -> str:
         return to_yaml(self.resolved())

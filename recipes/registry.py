@@ -122,8 +122,7 @@ class Recipe:
             return self.function
         if missing := self.missing():
             raise MissingExtraError(f"the recipe {self.name} needs {' and '.join(missing)}: {self.install}")
-        module = importlib.import_module(f".{self.name}", __package__)
-        run: Callable[[Any, RunContext], Outcome] = module.run
+        run: Callable[[Any, RunContext], Outcome] = importlib.import_module(f".{self.name}", __package__).run
         return run
 
 

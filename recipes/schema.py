@@ -285,8 +285,7 @@ class _Scheduled(Config):
         yield from super().conflicts()
         warmup, decay = self.optimizer.warmup_steps, self.optimizer.decay_steps
         if warmup >= decay:
-            text = f"expected more steps than warmup_steps ({warmup}), found {decay}"
-            yield ("optimizer", "decay_steps"), text
+            yield ("optimizer", "decay_steps"), f"expected more steps than warmup_steps ({warmup}), found {decay}"
 
 
 class DigitsModel(Section):

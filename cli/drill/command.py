@@ -258,15 +258,10 @@ class _Drill:
         for steps in self._steps_of("reference").values():
             kept = max((step for step in steps if step <= origin), default=None)
             left |= {folder for step, folder in steps.items() if step != kept}
+        made_by_runs = shutil.ignore_patterns(".*", "events*", "owner.json")
 
         def ignored(folder: str, names: list[str]) -> set[str]:
-            """Return the names of files that every run makes itself, and of other steps."""
-            is_ignored = [name.startswith((".", "events")) or name == "owner.json" for name in names]
-            return {
-                name
-                for name, ignore in zip(names, is_ignored, strict=True)
-                if ignore or os.path.join(folder, name) in left
-            }
+            return made_by_runs(folder, names) | {name for name in names if os.path.join(folder, name) in left}
 
         for path in source.iterdir():
             if path.is_dir():
@@ -427,8 +422,7 @@ class _Drill:
     def _claims(self, name: str) -> dict[str, str]:
         """Return the directories of a run as the program names them, with the names of their stand-ins."""
         runs = self._folder / RUNS  # The folder was there when the directories were claimed.
-        claims = read_claims(self._folder / name)
-        return {claim["url"]: os.path.relpath(claim["target"], runs) for claim in claims}
+        return {claim["url"]: os.path.relpath(claim["target"], runs) for claim in read_claims(self._folder / name)}
 
     def _steps_in(self, name: str, target: str) -> dict[int, str]:
         """Return the committed steps in a stand-in for a directory, with their folders."""
@@ -471,14 +465,10 @@ class _Drill:
 
     def _missing(self, name: str, with_name: str) -> list[StepDifference]:
         """Return the last step of each directory if the interrupted run lacks it."""
-        steps, last = (
-            self._steps_of(name),
-            {url: max(found) for url, found in self._steps_of(with_name).items() if found},
-        )
+        steps = self._steps_of(name)
         missing = LeafDifference("", "", "missing", "the interrupted run has no checkpoint of this step")
-        return [
-            StepDifference(step, _label(url), [missing]) for url, step in last.items() if step not in steps.get(url, {})
-        ]
+        last = [(url, max(expected)) for url, expected in self._steps_of(with_name).items() if expected]
+        return [StepDifference(step, _label(url), [missing]) for url, step in last if step not in steps.get(url, {})]
 
     def _ignores(self, leaf: str) -> bool:
         return any(fnmatch.fnmatchcase(leaf, pattern) for pattern in self._options.ignore)

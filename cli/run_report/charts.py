@@ -56,7 +56,7 @@ class TimeScale:
                     self.pauses.append((position, longest, pause))
                 position += min(pause, longest)
             self._times += [begin, end]
-            self._places += [position, position + end - begin]
+            self._places += [position, position + (end - begin)]
             position += end - begin
         whole = position or 1.0
         self._places = [position / whole for position in self._places]
@@ -408,6 +408,5 @@ def _draw(node: Node, *, is_open: bool) -> Markup:
         below = count(sum(child.leaves for child in rest), "leaf", "leaves")
         text = f"{len(rest)} more, with {below}, {format_size(sum(child.bytes for child in rest))}"
         parts.append(tag("div", text, class_="leaf left-out"))
-    about = tag("span", count(node.leaves, "leaf", "leaves"))
-    summary = tag("summary", tag("code", node.name), " ", about, size)
+    summary = tag("summary", tag("code", node.name), " ", tag("span", count(node.leaves, "leaf", "leaves")), size)
     return tag("details", summary, *parts, open=True if is_open else None)

@@ -303,8 +303,7 @@ def _shown_steps(run: RunFacts) -> list[CheckpointSummary]:
         if step.damage or step.step == run.best or any("pinned" in reason for reason in step.kept)
     ][-_STEPS // 2 :]
     others = sorted(set(range(len(run.checkpoints))).difference(special))
-    chosen = sorted([*special, *others[-(_STEPS - len(special)) :]])
-    return [run.checkpoints[index] for index in chosen]
+    return [run.checkpoints[index] for index in sorted([*special, *others[-(_STEPS - len(special)) :]])]
 
 
 def _step(run: RunFacts, step: CheckpointSummary) -> dict[str, Cell]:

@@ -236,8 +236,7 @@ class CheckpointCallback(ResumingCallback):
     @property
     def best_model_path(self) -> str:
         """The path of the best checkpoint, the newest one without ``best_fn``; empty if there is none, or no metric."""
-        step = self._store.manager.best_step()
-        return "" if step is None else self._store.path_of(step)
+        return self._store.path_of(self._store.manager.best_step())
 
     @best_model_path.setter
     def best_model_path(self, path: str) -> None:
@@ -251,8 +250,7 @@ class CheckpointCallback(ResumingCallback):
     @property
     def last_model_path(self) -> str:
         """The path of the newest checkpoint; empty when there is none."""
-        step = self._store.manager.latest_step()
-        return "" if step is None else self._store.path_of(step)
+        return self._store.path_of(self._store.manager.latest_step())
 
     @property
     def current_score(self) -> torch.Tensor | None:
@@ -319,8 +317,7 @@ class CheckpointCallback(ResumingCallback):
         stop = self._stop(trainer.fit_loop.epoch_loop.val_loop)
         if not isinstance(stop, AgreedStop):
             self._evaluation = stop  # Several processes can agree only after the first batch.
-        fit = Fit(trainer, self._store, self._options, self._preemption)
-        self._recorder = FitRecorder(fit, stop, callback=self)
+        self._recorder = FitRecorder(Fit(trainer, self._store, self._options, self._preemption), stop, callback=self)
         self._witness = self._recorder.witness.run
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
@@ -345,9 +342,8 @@ class CheckpointCallback(ResumingCallback):
 
     def on_validation_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         """Leave a validation after a preemption, as the time may run out."""
-        self._store.observer.reached(
-            "validation", trainer.global_step if self._recorder is None else self._recorder.fit.step
-        )
+        step = trainer.global_step if self._recorder is None else self._recorder.fit.step
+        self._store.observer.reached("validation", step)
         if self._recorder is None or trainer.sanity_checking:
             self._leave_evaluation(trainer)
         else:
@@ -482,7 +478,6 @@ def take_weights(trainer: Any, module: Any, source: Place, misfits: Misfits | No
             f"init_from={str(source)!r} does not work with {type(trainer.strategy).__name__}, which shards the module "
             "before weights can be loaded; load them in the module's configure_model"
         )
-    state = dict(module.state_dict())
-    weights = load_weights(source, state, misfits=misfits)
+    weights = load_weights(source, dict(module.state_dict()), misfits=misfits)
     module.load_state_dict(weights.tree, strict=True)
     return weights

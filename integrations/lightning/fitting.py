@@ -47,8 +47,7 @@ class _Optimizer(NamedTuple):
     names: _Names | None
 
     def positions(self) -> dict[str, int]:
-        flat = enumerate(chain.from_iterable(self.names or ()))
-        return {name: index for index, name in flat if name is not None}
+        return {name: index for index, name in enumerate(chain.from_iterable(self.names or ())) if name is not None}
 
 
 def _optimizers_of(trainer: Any) -> list[_Optimizer]:

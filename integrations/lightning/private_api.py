@@ -135,12 +135,10 @@ def follow_choices(callback: type) -> None:
         connector: Any = getattr(sys.modules.get(f"{package}.{_CONNECTOR}"), "_CheckpointConnector", None)
         choose = getattr(connector, "_parse_ckpt_path", None)  # `check_version` names what a trainer lacks
         if choose is not None and not hasattr(choose, "__wrapped__"):
-            _follow(connector, callback)
+            connector._parse_ckpt_path = _following(choose, callback)
 
 
-def _follow(connector: Any, callback: type) -> None:
-    original = connector._parse_ckpt_path
-
+def _following(original: Callable[..., Any], callback: type) -> Callable[..., Any]:
     @functools.wraps(original)
     def parse(self: Any, state_fn: Any, ckpt_path: Any, model_provided: bool, model_connected: bool) -> Any:
         vars(self)[_GIVEN] = ckpt_path
@@ -157,7 +155,7 @@ def _follow(connector: Any, callback: type) -> None:
                 warnings.filterwarnings("ignore", message=message, category=UserWarning)
             return original(self, state_fn, ckpt_path, **models)
 
-    connector._parse_ckpt_path = parse
+    return parse
 
 
 def was_given_no_path(trainer: Any) -> bool:
@@ -412,8 +410,7 @@ _FACTS = (
 
 def logged_averages(trainer: Any) -> dict[str, Any]:
     """Return the averages that the module has logged since the epoch began, by key."""
-    logged = trainer.fit_loop.epoch_loop._results
-    return {key: _entry(metric) for key, metric in logged.items() if _is_kept(metric)}
+    return {key: _entry(metric) for key, metric in trainer.fit_loop.epoch_loop._results.items() if _is_kept(metric)}
 
 
 def restore_logged(trainer: Any, saved: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:

@@ -210,10 +210,9 @@ class EpochReplay:
             self._fit.count(original, fetcher)
             return
         # Of several loaders, shorter ones begin again, and are seeded, in the middle of an epoch.
-        before, drawn = self._random(), fetcher.fetched
-        marks = loaders.marks(private_api.iterator_of(fetcher.combined_loader).iterators)
+        before, drawn, marks = self._random(), fetcher.fetched, loaders.marks(fetcher)
         self._fit.count(original, fetcher)
-        if loaders.has_restarted(marks, loaders.marks(private_api.iterator_of(fetcher.combined_loader).iterators)):
+        if loaders.has_restarted(marks, loaders.marks(fetcher)):
             self._start.setdefault("restarts", {})[drawn] = before
 
     def fit_ends(self) -> None:

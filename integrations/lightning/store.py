@@ -196,8 +196,8 @@ class RunStore:
         """Return the steps in the directory and, during a ``fit``, the local step of the hosts."""
         return all_steps(self.directory, self._options.step_prefix, self._manager if self.is_open else None)
 
-    def path_of(self, step: int) -> str:
-        return str(step_location(self.manager, step))
+    def path_of(self, step: int | None) -> str:
+        return "" if step is None else str(step_location(self.manager, step))
 
     def step_of(self, path: Place) -> int | None:
         """Return the step with this path, or None if the path is not in this directory."""

@@ -61,9 +61,7 @@ class _LeftError(Exception):
 def to_tree(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Convert a checkpoint of Lightning to a tree that the engine saves; also return a line for each omitted entry."""
     plain = _Plain()
-    first = [name for name in _FIRST if name in checkpoint]
-    order = [*first, *(name for name in checkpoint if name not in first)]
-    tree = plain.entries({name: checkpoint[name] for name in order}, ())
+    tree = plain.entries({name: checkpoint[name] for name in (*_FIRST, *checkpoint) if name in checkpoint}, ())
     if lost := [line for line in plain.left if line.partition("/")[0].partition(" ")[0] in _REQUIRED]:
         raise UnsupportedLeafError(
             "the run could not be resumed without these parts of its state, which are neither arrays nor plain data: "
@@ -229,8 +227,7 @@ def as_plain(value: Any) -> tuple[Any, str] | None:
         is_found = value.__module__.partition(".")[0] in _LIBRARIES and loaded_object(name) is value
         return (name.replace(":", "."), f"class {name}") if is_found else None
     if dataclasses.is_dataclass(value) and not isinstance(value, torch.nn.Module):
-        entries = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return entries, f"dataclass {path}"
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}, f"dataclass {path}"
     if type(value).__module__.partition(".")[0] == "omegaconf":
         return sys.modules["omegaconf"].OmegaConf.to_container(value, resolve=False), "omegaconf"
     return None

@@ -51,8 +51,7 @@ def __getattr__(name):  # type checkers read __init__.pyi
         # With name and obj, a traceback suggests the public name that is closest.
         hint = _instead_of(name)
         here = {} if hint else {"name": name, "obj": _sys.modules[__name__]}
-        error = AttributeError(f"module 'holdfast' has no attribute {name!r}{hint}", **here)
-        raise error from None
+        raise AttributeError(f"module 'holdfast' has no attribute {name!r}{hint}", **here) from None
 
 
 def _instead_of(name):
