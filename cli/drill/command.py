@@ -356,9 +356,8 @@ class _Drill:
         options, folder = self._options, self._folder / "starts" / plan.name
         folder.mkdir(parents=True)
         plan.write(self._folder)
-        start = Start(plan.name, interruption)
+        start, trace, offset = Start(plan.name, interruption), plan.trace(self._folder), 0
         reported: list[dict[str, Any]] = []
-        offset = 0
         with open(self._folder / f"{log}.log", "ab") as output:
             output.write(f"--- {plan.name}: {interruption or 'no interruption'}\n".encode())
             output.flush()
@@ -368,7 +367,7 @@ class _Drill:
 
             def look() -> bool:
                 nonlocal offset, signalled, why
-                events, offset = read_events(plan.trace(self._folder), offset)
+                events, offset = read_events(trace, offset)
                 reported.extend(events)
                 if program.forwarded or (self._folder / STRAYS).exists():
                     return True
@@ -397,8 +396,7 @@ class _Drill:
                 raise _StoppedError(program.forwarded[-1])
             self._check_strays()
         start.killed = why == "grace"
-        reported += read_events(plan.trace(self._folder), offset)[0]
-        start.trace = Trace.of_first_process(reported)
+        start.trace = Trace.of_first_process(reported + read_events(trace, offset)[0])
         names = [event["event"] for event in program.new_events()]
         start.state = next((name for name in reversed(names) if name in ("preempted", "finished", "failed")), None)
         return start

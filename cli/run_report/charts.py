@@ -9,7 +9,6 @@ Lines do not scale (``vector-effect``), and dots are lines of length 0 with roun
 from __future__ import annotations
 
 import datetime
-import itertools
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -118,7 +117,7 @@ def timeline(history: History) -> tuple[Markup, bool]:
     lanes = (
         _lane("program", _drawn(_programs(attempts, scale), "programs")),
         _lane("saves", _drawn(_saves(history.saves, scale), "saves")),
-        _lane("waited for saves", *_waiting(attempts, scale)),
+        _lane("waited for saves", *_waiting(history.saves, scale)),
         _lane("events", tag("div", *_marks(history.notes, scale), class_="marks")),
         _lane("", *pauses, *ticks, kind="lane axis"),
     )
@@ -157,10 +156,10 @@ def _saves(saves: Sequence[Save], scale: TimeScale) -> Iterator[Markup]:
         yield tag("path", tag("title", text), class_="saved", d=f"M{right:.1f} 10V90")
 
 
-def _waiting(attempts: Sequence[Attempt], scale: TimeScale) -> Iterator[Markup]:
+def _waiting(saves: Sequence[Save], scale: TimeScale) -> Iterator[Markup]:
     """Draw the share of the time that the training loop waited for saves, in buckets."""
     waited = [0.0] * _BUCKETS
-    for save in itertools.chain.from_iterable(attempt.saves for attempt in attempts):
+    for save in saves:
         began = scale.place(save.time - save.total)  # The loop waits at the beginning of a save.
         waited[min(_BUCKETS - 1, int(began * _BUCKETS))] += save.blocked
     shares = [

@@ -74,7 +74,6 @@ def _grow_trackers(module: Any, names: Collection[str]) -> None:
 
 
 _Flags = dict[str, dict[str, bool]]
-"""The values of each flag by the name of the parameter or submodule."""
 
 
 class ModuleSwitches:

@@ -52,12 +52,12 @@ class _Optimizer(NamedTuple):
 
 def _optimizers_of(trainer: Any) -> list[_Optimizer]:
     names = {id(value): unwrapped_name(name) for name, value in trainer.lightning_module.named_parameters()}
-
-    def described(optimizer: Any) -> _Optimizer:
-        groups = [[names.get(id(value)) for value in group["params"]] for group in optimizer.param_groups]
-        return _Optimizer(class_name(optimizer), groups)
-
-    return [*map(described, trainer.strategy.optimizers)]
+    return [
+        _Optimizer(
+            class_name(optimizer), [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
+        )
+        for optimizer in trainer.strategy.optimizers
+    ]
 
 
 class Fitting:

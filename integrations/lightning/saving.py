@@ -34,9 +34,7 @@ class Newest:
 
     step: int
     metrics: Mapping[str, float] | None = None  # None unless the directory holds the checkpoint
-    is_cut_off: bool = (
-        False  # whether something that follows the last batch of the step is missing, such as a validation
-    )
+    is_cut_off: bool = False  # whether the step lacks something that follows its last batch, such as a validation
 
     def is_complete(self, step: int) -> bool:
         """Return whether a step is saved with everything that belongs to it."""
