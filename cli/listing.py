@@ -126,8 +126,8 @@ def _sizes(item: dict[str, Any], *, shares: bool) -> list[str]:
     """Return the size of a step and, if steps share files, the size of the files that only it has."""
     if item["damage"] is not None and item["time"] is None:
         return ["-"] * (1 + shares)
-    own = [format_size(item["bytes"] - item["shared_bytes"])] if shares else []
-    return [format_size(item["bytes"]), *own]
+    unshared = [format_size(item["bytes"] - item["shared_bytes"])] if shares else []
+    return [format_size(item["bytes"]), *unshared]
 
 
 def _run(location: Location) -> dict[str, Any]:

@@ -113,7 +113,7 @@ class Recipe:
 
     @property
     def install(self) -> str:
-        """The command that installs what it needs."""
+        """The command that installs the required packages."""
         return install_command("recipes", self.extra)
 
     def program(self) -> Callable[[Any, RunContext], Outcome]:

@@ -1,4 +1,4 @@
-"""``holdfast drill`` rehearses preemptions of a program, and compares its checkpoints with those of an undisturbed run.
+"""``holdfast drill`` rehearses preemptions of a program, and compares its checkpoints with an undisturbed run.
 
 There is one reference run, and then one run that is interrupted repeatedly. Only if the two differ does a second
 reference run show whether the program is deterministic. Every start of the program carries out a :class:`DrillPlan`:
@@ -268,7 +268,7 @@ class _Drill:
                 shutil.copytree(path, self._folder / RUNS / path.name, ignore=ignored)
 
     def _interrupted(self, interruptions: Sequence[Interruption], saved: Sequence[int], reference: Start) -> None:
-        """Run the program with interruptions until its checkpoints differ from those of the reference run."""
+        """Run the program with interruptions until its checkpoints differ from the reference run."""
         report, last = self._report, reference.trace.steps[-1]
         for number, interruption in enumerate([*interruptions, None]):
             name = f"start-{number + 1}" if self._origin is None else f"start-{number + 1}-from-{self._origin}"

@@ -58,7 +58,7 @@ class RunFacts:
     """One run, or one checkpoint."""
 
     name: str
-    place: str
+    path: str
     checkpoints: list[CheckpointSummary]
     history: History
     experience: Experience = field(default_factory=Experience)  # what the events say about saves and failures
@@ -78,21 +78,16 @@ class RunFacts:
         return sum(step.added_bytes for step in self.checkpoints)
 
 
-def find_runs(places: Sequence[str]) -> tuple[list[Location], int]:
+def find_runs(paths: Sequence[str]) -> tuple[list[Location], int]:
     """Return the directories to report on, and the number of omitted ones; a folder of runs stands for its runs."""
     directories: list[Location] = []
-    for place in places:
-        location = checkpoints_at(place)
+    for path in paths:
+        location = checkpoints_at(path)
         below = [] if is_one_checkpoint(location) else runs_below(location)
         if below and list_checkpoints(location):  # The directory itself has checkpoints of another library.
             below = []
-        directories += [_inside(location / name) for name in below] or [location]
+        directories += [checkpoints_at((location / name).url) for name in below] or [location]
     return directories[:_MOST_RUNS], len(directories[_MOST_RUNS:])
-
-
-def _inside(run: Location) -> Location:
-    inside = run / INSIDE_A_RUN
-    return inside if inside.is_directory() else run
 
 
 def read_run(location: Location, reading: Reading) -> RunFacts:

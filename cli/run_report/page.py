@@ -49,7 +49,7 @@ def draw_page(runs: Sequence[RunFacts], *, now: float, version: str, left_out: i
 
 
 def _run(run: RunFacts, number: int, now: float, *, only: bool) -> Markup:
-    path = tag("p", tag("code", run.place), class_="place")
+    path = tag("p", tag("code", run.path), class_="place")
     parts = [
         tag("header", tag("h1" if only else "h2", run.name, " ", _state(run)), path),
         _alarms(run, now),

@@ -67,21 +67,21 @@ class CheckpointCallback(ResumingCallback):
 
     Step N means ``trainer.global_step == N``: N optimizer updates are in the checkpoint. Batches that train the module
     without an optimizer of Lightning count as well, as in manual optimization with ``use_pl_optimizer=False``. A run
-    that is interrupted anywhere and resumed ends bit for bit where the uninterrupted run does. In the middle of an
+    that is interrupted anywhere and resumed ends with the same bits as an uninterrupted run. In the middle of an
     epoch, data loaders with ``state_dict`` and ``load_state_dict`` continue where they were; others draw the earlier
     batches again.
 
     A ``ckpt_path`` given to ``fit`` wins over the newest checkpoint; it may name a step of this or another directory,
-    or one of Lightning's own files. Without one, only this directory decides: the files of a ``ModelCheckpoint`` beside
-    this callback are never resumed from. ``trainer.test(ckpt_path="best")`` and ``"last"`` work as usual.
+    or one of Lightning's own files. Without one, only this directory decides: a run never resumes from the files of a
+    ``ModelCheckpoint``. ``trainer.test(ckpt_path="best")`` and ``"last"`` work as usual.
 
     SIGTERM only sets a flag. The next point between two batches, or before a validation, saves, waits until the files
     are durable, and ends the process with status 143; workers of data loaders survive until then. A signal within a
-    validation ends the process at once, and the run resumes from the last step that was saved: nothing can be saved in
-    a validation, where callbacks may have put an average in the place of the weights. After other
-    exceptions, the callback does not save (except with ``save_on_exception``), but lets a save that is under way
-    finish. Under SLURM, the signal for requeueing saves in the same way, requeues the job, and ends the process with
-    status 75; files that Lightning has saved for requeueing are left alone.
+    validation ends the process at once, and the run resumes from the last saved step: nothing can be saved in a
+    validation, in which callbacks may have replaced the weights by an average. After other exceptions, the callback
+    does not save (except with ``save_on_exception``), but lets a pending save finish. Under SLURM, the signal for
+    requeueing saves in the same way, requeues the job, and ends the process with status 75; files that Lightning has
+    saved for requeueing are left alone.
 
     Under DDP (``strategy="ddp"``) and ``ModelParallelStrategy`` (FSDP2) all processes save one checkpoint, each
     a share of the parameters and of the optimizers, and each its own random generators and place in the data; SIGTERM
@@ -192,7 +192,7 @@ class CheckpointCallback(ResumingCallback):
 
     @property
     def proof(self) -> Proof:
-        """What the comparison of a resumed ``fit`` with the steps before the stop has shown so far."""
+        """The result, so far, of the comparison of a resumed ``fit`` with the steps before the stop."""
         return Proof() if self._witness is None else self._witness.proof
 
     @property
@@ -326,7 +326,7 @@ class CheckpointCallback(ResumingCallback):
             self._recorder.resume_from(checkpoint)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Note what the program has set in its optimizers, before the restore replaces it."""
+        """Note the hyperparameters that the program has set, before the restore replaces them."""
         if self._recorder is not None:
             self._recorder.fitting.note_hyperparameters()
 
@@ -341,7 +341,7 @@ class CheckpointCallback(ResumingCallback):
             self._recorder.begin_batch(batch)
 
     def on_validation_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        """Leave a validation after a preemption, as the time may run out."""
+        """Leave a validation after a preemption, because time may run out."""
         step = trainer.global_step if self._recorder is None else self._recorder.fit.step
         self._store.observer.reached("validation", step)
         if self._recorder is None or trainer.sanity_checking:
@@ -350,7 +350,7 @@ class CheckpointCallback(ResumingCallback):
             self._recorder.during_validation()
 
     def on_test_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        """Leave a test, or predictions, in which the process was asked to end."""
+        """Leave a test, or predictions, if the process was asked to end."""
         self._leave_evaluation(trainer)
 
     on_predict_batch_end = on_test_batch_end
@@ -361,12 +361,12 @@ class CheckpointCallback(ResumingCallback):
             self._recorder.writer.note_metrics(self._recorder.fit.step)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Announce that there was nothing left to do, where a run had ended already."""
+        """Announce that there was nothing left to do, if the run had ended already."""
         if self._recorder is not None:
             self._recorder.finish()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Let a save that is under way finish; with ``save_on_exception``, save the last point between two batches."""
+        """Let a pending save finish; with ``save_on_exception``, save the last point between two batches."""
         try:
             if self._recorder is not None:
                 self._recorder.writer.save_after(exception)
@@ -375,7 +375,7 @@ class CheckpointCallback(ResumingCallback):
         try:
             self._end(trainer, orderly=False, error=exception)
         except HoldfastError:
-            # The exception under way matters more, so this one must not replace it.
+            # The first exception matters more, so this one must not replace it.
             logger.exception("a save failed in the background while training was ending with an exception")
 
     def teardown(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
@@ -387,7 +387,7 @@ class CheckpointCallback(ResumingCallback):
         self._end(trainer, orderly=True)
 
     def _chosen(self, trainer: Any, path: Any) -> Any:
-        """Return the path to resume from: the one that was given, or the one that process 0 has found for all."""
+        """Return the path to resume from: the given path, or the one that process 0 finds for all."""
         decides, self._decides = self._decides, False
         path = None if private_api.is_left_alone(trainer, path) else path
         named = path and not isinstance(path, ResumePath)

@@ -251,7 +251,8 @@ class Fitting:
                 else:
                     self.misfits.differs(f"{path}/{name}", f"shape {_shape(value.shape)}", _shape(shape))
         self.misfits.surplus(f"{path}/{name}" for name in positions if name not in flat)
-        origins = _origins_of_groups(live.names or [], saved.names or [])
+        others = {index: {*group} - {None} for index, group in enumerate(saved.names or ())}
+        origins = [_closest(index, {*group}, others) for index, group in enumerate(live.names or ())]
         self._groups[index] = len(saved.names or ()), origins
         options = []
         for number, (group, source) in enumerate(zip(groups, origins, strict=True)):
@@ -339,12 +340,6 @@ def _matched(live: Sequence[_Optimizer], saved: Sequence[_Optimizer]) -> list[in
         unnamed = index in free and saved[index].names is None
         origins.append(index if unnamed else _closest(index, optimizer.positions().keys(), free))
     return origins
-
-
-def _origins_of_groups(live: _Names, saved: _Names) -> list[int | None]:
-    """Return, for each group, the index of the saved one with most of its parameters; None if there is none."""
-    others = {index: {*group} - {None} for index, group in enumerate(saved)}
-    return [_closest(index, {*group}, others) for index, group in enumerate(live)]
 
 
 def _closest(index: int, names: AbstractSet[Any], others: Mapping[int, AbstractSet[Any]]) -> int | None:

@@ -76,7 +76,7 @@ def load_loader_states(loaders: Sequence[object], saved: Sequence[Any], *, ended
 
 
 def other_loaders(loaders: Sequence[object], saved: Sequence[Any]) -> StateError:
-    """Return the error for loaders that differ from those of the save."""
+    """Return the error for loaders that differ from the saved ones."""
     return StateError(
         f"the checkpoint holds the state of {len(saved)} training data loaders, but {len(_stateful(loaders))} of this "
         "run's loaders have state_dict and load_state_dict: use the loaders that the checkpoint was saved with"

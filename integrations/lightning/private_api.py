@@ -226,17 +226,11 @@ def clear_restart(loop: Any) -> None:
             clear_restart(child)
 
 
-def finish_epoch(progress: Any) -> None:
-    """Set the counters of a loop that was saved between two epochs as after a finished epoch."""
+def finish_epoch(progress: Any, *, within: bool = False) -> None:
+    """Set the counters of a loop as after a finished epoch; ``within`` if it was saved within this epoch."""
     for tracker in (progress.total, progress.current):
-        tracker.ready = tracker.started = tracker.completed = tracker.processed
-
-
-def end_epoch(progress: Any) -> None:
-    """Count an epoch within which the run has ended."""
-    for tracker in (progress.total, progress.current):
-        tracker.processed = tracker.ready
-    finish_epoch(progress)
+        count = tracker.ready if within else tracker.processed
+        tracker.ready = tracker.started = tracker.processed = tracker.completed = count
 
 
 # ---- parts of trainers, loops and strategies

@@ -249,7 +249,7 @@ class EpochReplay:
         self._restore_module(saved)
         private_api.clear_restart(self._loop)
         if self._loop.max_epochs in (None, -1) or self._loop.epoch_progress.current.processed < self._loop.max_epochs:
-            private_api.end_epoch(self._loop.epoch_progress)  # The run has ended within this epoch.
+            private_api.finish_epoch(self._loop.epoch_progress, within=True)  # The run has ended within this epoch.
         self._restore_random(saved, saved.tree["random"])
 
     def _begin_again(self, saved: SavedPosition) -> None:

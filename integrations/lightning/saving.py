@@ -91,7 +91,7 @@ class StepWriter:
             return
         saved = self.newest.metrics
         late = {name: value for name, value in self._ledger.of(step).items() if not _same(saved, name, value)}
-        stored: dict[str, float] = self._fit.store.processes.decide("late metrics", dict, late)  # those of process 0
+        stored: dict[str, float] = self._fit.store.processes.decide("late metrics", dict, late)  # of process 0
         if stored:
             self._fit.store.manager.record_metrics(step, stored)
         self.newest = replace(self.newest, metrics={**saved, **stored})

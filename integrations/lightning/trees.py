@@ -77,12 +77,12 @@ def to_tree(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return tree, plain.left
 
 
-def from_tree(tree: dict[str, Any], place: object = "this checkpoint") -> dict[str, Any]:
+def from_tree(tree: dict[str, Any], source: object = "this checkpoint") -> dict[str, Any]:
     """Convert a tree that was loaded without a template to a checkpoint of Lightning; tensors share its memory."""
     version = tree.get(_VERSION, 0)
     if not isinstance(version, int) or version > VERSION:
         raise FormatVersionError(
-            f"{place}: the state of its Lightning run has version {version!r:.20}, and this version of holdfast reads "
+            f"{source}: the state of its Lightning run has version {version!r:.20}, and this version of holdfast reads "
             f"versions up to {VERSION}; install the one that wrote it, or a newer one"
         )
     types = {tuple(keys): type_name for keys, type_name in json.loads(tree.get(_TYPES, "[]"))}
