@@ -77,7 +77,7 @@ def list_at(location: Location) -> None:
 
 
 def _add_witness(location: Location, checkpoints: list[dict[str, Any]]) -> None:
-    """Add the verdict on the newest resume from each step, from the events of the run; or that none was compared."""
+    """Add the verdict on the newest resume from each step, or ``recorded`` if no resume was compared."""
     listed, only = location.snapshot(), [item["path"] for item in checkpoints] == [str(location)]
     proofs = witness_events(read_run_events(location.parent if only else location))
     for item in checkpoints:

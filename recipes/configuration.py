@@ -170,7 +170,7 @@ def read_config(name: str) -> tuple[str, str]:
 
 
 def expand_sweep(arguments: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return each combination of values (``seed=0,1,2`` has three) with a name for its folder; "" if it is the only."""
+    """Return each combination of values with a name for its folder: three for ``seed=0,1,2``; "" for a single one."""
     parts = [argument.partition("=") for argument in arguments]
     choices = [[f"{key}{equals}{value}" for value in _items(text)] for key, equals, text in parts]
     several = [index for index, values in enumerate(choices) if len(values) > 1]

@@ -103,7 +103,7 @@ class Recipe:
     summary: str  # one line for users
     schema: type[Config]
     extra: str = ""  # the extra of holdfast that it needs
-    packages: tuple[str, ...] = ()  # the import names of the packages that it needs in addition
+    packages: tuple[str, ...] = ()  # the import names of further packages that it needs
     # The program if it is imported already; None for the modules of this package.
     function: Callable[[Any, RunContext], Outcome] | None = None
 

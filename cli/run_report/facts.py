@@ -61,7 +61,7 @@ class RunFacts:
     path: str
     checkpoints: list[CheckpointSummary]
     history: History
-    experience: Experience = field(default_factory=Experience)  # what the events say about saves and failures
+    experience: Experience = field(default_factory=Experience)  # the saves and failures in the events
     format: str = "holdfast"
     best: int | None = None
     best_metric: str | None = None

@@ -209,7 +209,7 @@ class CheckpointCallback(ResumingCallback):
                 not there.
         """
         steps = self._store.steps()
-        if self._store.may_fetch:  # ``setup`` asks the mirror, when the processes are connected.
+        if self._store.may_fetch:  # ``setup`` asks the mirror after the processes are connected.
             return ResumePath(self._store.directory) if steps and self._options.resume in ("auto", "must") else None
         if self._options.resume == "must":
             check_resume("must", steps, self._store.directory)
@@ -394,7 +394,7 @@ class CheckpointCallback(ResumingCallback):
         if named and not decides:
             return path
         if private_api.only_searches(trainer):
-            return None  # A Tuner finds the same at every start of the program, even if the fit after it resumes.
+            return None  # A Tuner finds the same at every start of the program, even if the next fit resumes.
         if named:
             # The trainer was given no path, and found the newer file of a ModelCheckpoint.
             paths = [callback.ckpt_path for callback in _callbacks_of(trainer)]

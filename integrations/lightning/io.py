@@ -198,7 +198,7 @@ class EngineCheckpointIO(HoldfastCheckpointIO):
 
 
 def install(trainer: Any, store: RunStore) -> None:
-    """Put a plugin that saves with the engine in front of the checkpoint plugin of a trainer's strategy, once."""
+    """Let a trainer and its strategy save, delete and load the steps of a run with the engine; done once."""
     strategy = trainer.strategy
     plugin = strategy.checkpoint_io
     while isinstance(plugin, EngineCheckpointIO):

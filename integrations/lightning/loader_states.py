@@ -236,7 +236,7 @@ def restore_loader_generators(states: Mapping[str, Any], loaders: Sequence[objec
 
 
 def _generators(loaders: Sequence[object]) -> dict[str, Any]:
-    """Return the generator of each loader and sampler, once, by a name such as ``0.sampler.generator``."""
+    """Return the distinct generators of loaders and samplers by a name such as ``0.sampler.generator``."""
     # A loader with a state restores its own generator, except in torchdata, which draws the seeds of workers from it.
     by_id: dict[int, tuple[str, Any]] = {}
     for index, loader in enumerate(loaders):

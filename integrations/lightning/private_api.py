@@ -204,7 +204,7 @@ class LoopHooks:
         setattr(owner, name, method)
 
     def remove(self) -> None:
-        """Remove all wrappers. One that is wrapped in turn stays, and only calls the original method."""
+        """Remove all wrappers. A wrapper that was itself wrapped stays, but only calls the original method."""
         self._active = False
         for owner, name, before, method in reversed(self._placed):
             if vars(owner).get(name) is not method:
@@ -467,7 +467,7 @@ FINDERS = ("LearningRateFinder", "BatchSizeFinder")
 
 
 def is_search_file(path: object) -> bool:
-    """Return whether a search restores the file at a path after its trials."""
+    """Return whether a path is a file that a search restores after its trials."""
     return os.path.basename(str(path)).startswith((".lr_find", ".scale_batch_size"))
 
 
