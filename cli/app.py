@@ -79,7 +79,7 @@ def command(name: str) -> click.Command:
 
 
 def _import_numpy() -> None:
-    """Import numpy without the threads of OpenBLAS, and first, as it takes longer deep within other imports."""
+    """Import numpy without the threads of OpenBLAS, and early, because a nested import takes longer."""
     threads = os.environ.get("OPENBLAS_NUM_THREADS")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     import numpy  # noqa: F401

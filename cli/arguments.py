@@ -79,9 +79,9 @@ def deletes(function: Callable[..., Any]) -> Callable[..., Any]:
     return prefix(dry_run(yes(as_json(function))))
 
 
-def checkpoints_at(place: str) -> Location:
+def checkpoints_at(path: str) -> Location:
     """Return the directory of checkpoints, or the checkpoint of any library, that the path or URL of a user means."""
-    location = as_location(place).snapshot()
+    location = as_location(path).snapshot()
     if (location / RECORD).is_there():
         return location
     inside = location / INSIDE_A_RUN
@@ -93,7 +93,7 @@ def checkpoints_at(place: str) -> Location:
             with location.open_data() as file:
                 left = left_by_download(file)
             problem = f"this is {left}" if left else "this file is no checkpoint of a supported library"
-        raise CheckpointNotFoundError(f"{place}: {problem}; give a run, a directory of checkpoints or one step")
+        raise CheckpointNotFoundError(f"{path}: {problem}; give a run, a directory of checkpoints or one step")
     return location
 
 

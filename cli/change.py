@@ -42,11 +42,11 @@ from .streams import configure_logging, say
 class ChangedRun:
     """The steps of one run that a command changes; with ``takes_strays``, folders without a record count as steps."""
 
-    def __init__(self, place: str, prefix: str | None, *, takes_strays: bool = False) -> None:
+    def __init__(self, directory: str, prefix: str | None, *, takes_strays: bool = False) -> None:
         configure_logging("warning")
-        self.location = checkpoints_at(place)
+        self.location = checkpoints_at(directory)
         if is_one_checkpoint(self.location):
-            raise OptionError(f"{place}: this is one checkpoint; give the directory of its run, and the step")
+            raise OptionError(f"{directory}: this is one checkpoint; give the directory of its run, and the step")
         listed = find_steps(self.location)
         steps = listed.entries or (stray_folders(self.location, None, ()) if takes_strays else ())
         if not steps:

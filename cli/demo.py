@@ -17,13 +17,7 @@ from collections.abc import Sequence
 from ..engine.errors import DONE, FAILED, PREEMPTED
 from .streams import say
 
-RECIPE = (
-    "run",
-    "flax_digits",
-    "train.steps=6000",
-    "checkpoint.save_interval_steps=500",
-    "logging.interval_steps=1000",
-)
+RECIPE = ["run", "flax_digits", "train.steps=6000", "checkpoint.save_interval_steps=500", "logging.interval_steps=1000"]
 _PROGRESS = re.compile(r"step (\d+) of (\d+)")
 
 
@@ -34,27 +28,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say("usage: python -m holdfast.cli.demo [DIR]", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory(prefix="holdfast-demo-") as temporary:
-        return _demonstrate(arguments[0] if arguments else temporary)
-
-
-def _demonstrate(directory: str) -> int:
-    stopped, whole = (os.path.join(directory, name) for name in ("preempted", "uninterrupted"))
-    run = [*RECIPE, f"run_dir={stopped}"]
-    steps = [  # text, command, and exit status
-        ("A training run. Half-way, the machine is taken away: SIGTERM.", run, PREEMPTED),
-        (f"Exit status {PREEMPTED}: preempted and saved, run me again. The same command again:", run, DONE),
-        ("For comparison, the same run without an interruption:", [*RECIPE, f"run_dir={whole}"], DONE),
-        ("Do both end with the same bits?", ["diff", stopped, whole], DONE),
-        ("Is everything on the disk whole? Every byte is read and checked:", ["verify", stopped], DONE),
-        ("And what was kept, and why?", ["ls", stopped], DONE),
-    ]
-    for text, command, expected in steps:
-        say(f"\n{text}", flush=True)
-        status = _holdfast(command, preempt=expected == PREEMPTED)
-        if status != expected:
-            command_line = shlex.join(["holdfast", *command])
-            say(f"demo: {command_line}: expected exit status {expected}, found {status}", file=sys.stderr)
-            return FAILED
+        directory = arguments[0] if arguments else temporary
+        stopped, whole = (os.path.join(directory, name) for name in ("preempted", "uninterrupted"))
+        run = [*RECIPE, f"run_dir={stopped}"]
+        steps = [  # text, command, and exit status
+            ("A training run. Half-way, the machine is taken away: SIGTERM.", run, PREEMPTED),
+            (f"Exit status {PREEMPTED}: preempted and saved, run me again. The same command again:", run, DONE),
+            ("For comparison, the same run without an interruption:", [*RECIPE, f"run_dir={whole}"], DONE),
+            ("Do both end with the same bits?", ["diff", stopped, whole], DONE),
+            ("Is everything on the disk whole? Every byte is read and checked:", ["verify", stopped], DONE),
+            ("And what was kept, and why?", ["ls", stopped], DONE),
+        ]
+        for text, command, expected in steps:
+            say(f"\n{text}", flush=True)
+            if (status := _holdfast(command, preempt=expected == PREEMPTED)) != expected:
+                command_line = shlex.join(["holdfast", *command])
+                say(f"demo: {command_line}: expected exit status {expected}, found {status}", file=sys.stderr)
+                return FAILED
     return DONE
 
 

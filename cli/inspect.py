@@ -145,8 +145,8 @@ def _about(leaf: LeafSummary, numbers: Mapping[tuple[str, str], LeafStatistics])
 
 
 @click.command()
-@click.argument("one", metavar="A", help="A checkpoint, or the directory of a run: a path or URL.")
-@click.argument("other", metavar="B", help="What it is compared with.")
+@click.argument("left", metavar="A", help="A checkpoint, or the directory of a run: a path or URL.")
+@click.argument("right", metavar="B", help="What it is compared with.")
 @arguments.step_of("The step of A; by default the newest.", value_type=str)
 @arguments.step_of("The step of B; by default the step of A, or the newest.", "other_step")
 @click.option(
@@ -155,7 +155,7 @@ def _about(leaf: LeafSummary, numbers: Mapping[tuple[str, str], LeafStatistics])
 @click.option("--atol", type=click.FloatRange(min=0), default=0.0, help="Absolute tolerance.")
 @arguments.as_json
 def diff(
-    one: str, other: str, step: str | None, other_step: int | None, rtol: float, atol: float, as_json: bool
+    left: str, right: str, step: str | None, other_step: int | None, rtol: float, atol: float, as_json: bool
 ) -> int:
     """Compare two checkpoints leaf by leaf: structure, dtypes, shapes and values.
 
@@ -167,11 +167,11 @@ def diff(
     from ..engine.sources import compare_checkpoints
 
     if step is not None and not step.isdecimal():
-        other, step = step, other
+        right, step = step, right
     number = click.IntRange(min=0)(step)
     try:
-        first = open_checkpoint(checkpoints_at(one), number)
-        second = open_checkpoint(checkpoints_at(other), number if other_step is None else other_step)
+        first = open_checkpoint(checkpoints_at(left), number)
+        second = open_checkpoint(checkpoints_at(right), number if other_step is None else other_step)
         with progress_of("compare", shown=not as_json) as progress:
             differences = list(compare_checkpoints(first, second, rtol=rtol, atol=atol, progress=progress))
     except HoldfastError as error:  # Status 1 would mean that they differ.

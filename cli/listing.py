@@ -77,7 +77,7 @@ def list_at(location: Location) -> None:
 
 
 def _add_witness(location: Location, checkpoints: list[dict[str, Any]]) -> None:
-    """Add the verdict on the newest resume from each step, from the events of the run; or that none was compared."""
+    """Add the verdict on the newest resume from each step, or ``recorded`` if no resume was compared."""
     listed, only = location.snapshot(), [item["path"] for item in checkpoints] == [str(location)]
     proofs = witness_events(read_run_events(location.parent if only else location))
     for item in checkpoints:
@@ -126,8 +126,8 @@ def _sizes(item: dict[str, Any], *, shares: bool) -> list[str]:
     """Return the size of a step and, if steps share files, the size of the files that only it has."""
     if item["damage"] is not None and item["time"] is None:
         return ["-"] * (1 + shares)
-    own = [format_size(item["bytes"] - item["shared_bytes"])] if shares else []
-    return [format_size(item["bytes"]), *own]
+    unshared = [format_size(item["bytes"] - item["shared_bytes"])] if shares else []
+    return [format_size(item["bytes"]), *unshared]
 
 
 def _run(location: Location) -> dict[str, Any]:

@@ -33,7 +33,7 @@ _JSON = "--json"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command with its arguments, by default those of the process, and return the exit status."""
+    """Run the command with its arguments, by default ``sys.argv``, and return the exit status."""
     open_closed_streams()
     if arguments is None and sys.argv[1:2] != ["run"]:  # The program of a recipe may rely on the last collection.
         atexit.register(gc.freeze)  # At exit, the interpreter would search all imported modules for garbage.
@@ -73,10 +73,10 @@ def _explained(error: BaseException) -> tuple[str, int]:
     if (usage_message := getattr(error, "format_message", None)) is not None:  # an error of the argument parser
         command = getattr(getattr(error, "ctx", None), "command_path", "holdfast")
         return f"{usage_message()} ({command} --help shows how to call it)", BAD_USAGE
-    kind = type(error)
-    if kind.__module__.partition(".")[0] == __package__.partition(".")[0]:
+    error_type = type(error)
+    if error_type.__module__.partition(".")[0] == __package__.partition(".")[0]:
         return str(error), FAILED
-    return f"{kind.__qualname__}: {error} ({_TRACEBACK} shows where)", FAILED
+    return f"{error_type.__qualname__}: {error} ({_TRACEBACK} shows where)", FAILED
 
 
 if __name__ == "__main__":

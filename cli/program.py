@@ -43,13 +43,12 @@ class Signals:
         self._sockets = socket.socketpair()
 
     def __enter__(self) -> Self:
-        read, write = self._sockets
-        read.setblocking(False)
-        write.setblocking(False)
+        for end in self._sockets:
+            end.setblocking(False)
         for number in FORWARDED:
             self._previous[number] = signal.signal(number, self._note)
         self._previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)  # It interrupts a sleep.
-        self._wakeup = signal.set_wakeup_fd(write.fileno(), warn_on_full_buffer=False)
+        self._wakeup = signal.set_wakeup_fd(self._sockets[1].fileno(), warn_on_full_buffer=False)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -56,9 +56,8 @@ class Meter:
 
     def close(self) -> None:
         """Remove the bar."""
-        bar, self._bar = self._bar, None
-        if bar is not None:
-            bar.stop()
+        if self._bar is not None:
+            self._bar.stop()
 
     def _draw(self) -> None:
         if self._bar is None:

@@ -73,7 +73,7 @@ def open_closed_streams() -> None:
             setattr(sys, name, open(os.devnull, "w" if number else "r"))  # noqa: SIM115 # stays open as long as the process
         elif number and isinstance(stream := getattr(sys, name), io.TextIOWrapper):
             with contextlib.suppress(OSError):  # a pipe that was opened to append
-                stream.reconfigure(errors="backslashreplace")  # A terminal of ASCII shows what it can.
+                stream.reconfigure(errors="backslashreplace")  # An ASCII terminal shows escapes.
 
 
 def write_error(text: str) -> None:

@@ -288,8 +288,7 @@ def supervise(
                 if not signals.received:
                     continue
                 names = [signal.Signals(number).name for number in signals.received]
-                preempted = start.kind == "preempted"
-                status = PREEMPTED if preempted else shell_status(start.returncode) or FAILED
+                status = PREEMPTED if start.kind == "preempted" else shell_status(start.returncode) or FAILED
                 verdict = Verdict("end", f"{' and '.join(names)} before the restart", status)
             log("ended", why=verdict.why, status=verdict.status, starts=len(starts))
             return verdict.status
@@ -307,13 +306,11 @@ def _start(
     if lost := silence_lost_streams():  # The first line that the program prints would end it.
         log("output_lost", streams=lost)
     # torchrun gives its workers 30 seconds after a signal by default.
-    environment = {_SHUTDOWN: os.environ.get(_SHUTDOWN, str(math.ceil(watch.grace)))}
-    program = Program(command, folder, signals, environment)
+    program = Program(command, folder, signals, {_SHUTDOWN: os.environ.get(_SHUTDOWN, str(math.ceil(watch.grace)))})
     log("started", command=list(command), pid=program.pid, start=number)
     record, forwarded = RunRecord(), 0
-    note = slow_saves(
-        watch.grace, lambda step, took: log("slow_save", step=step, total_seconds=took, grace_seconds=watch.grace)
-    )
+    grace = watch.grace
+    note = slow_saves(grace, lambda step, took: log("slow_save", step=step, total_seconds=took, grace_seconds=grace))
 
     def look() -> bool:
         nonlocal forwarded
@@ -325,10 +322,9 @@ def _start(
         for event in events:
             note(event)
             if event["event"] == "witness" and event.get("process") == 0:
+                layers = [*map(str, layers)] if isinstance(layers := event.get("layers"), list) else []
                 facts = {name: event.get(name) for name in ("exact", "directory")}
-                layers = event.get("layers")
-                listed = [*map(str, layers)] if isinstance(layers, list) else []
-                log("witness", step=event.get("saved_step"), layers=listed, **facts)
+                log("witness", step=event.get("saved_step"), layers=layers, **facts)
         return watch.hang is not None and _overdue(program, watch) is not None
 
     returncode = program.wait(look)
@@ -345,10 +341,9 @@ def _start(
     asked = bool(program.forwarded)
     kind = kind_of(returncode, record.state, hung=hung, asked=asked)
     steps = {directory: step for directory, step in newest.items() if step >= 0}
-    extra = {"left_running": left} if left else {}
     took = time.monotonic() - program.began
     facts = {"status": shell_status(returncode), "seconds": round(took, 3)}
-    log(kind, **facts, newest=steps, **extra)
+    log(kind, **facts, newest=steps, **({"left_running": left} if left else {}))
     last = program.last_sign()[1]
     _report_end(record, how=kind, **facts, step=None if last < 0 else last, why=why)
     return Start(kind, returncode, progress, asked, early=record.state is None and took < EARLY)

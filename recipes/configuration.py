@@ -71,8 +71,8 @@ class Configuration:
     def resolved(self) -> dict[str, Any]:
         """Return every key with its value as plain data; the keys that identify the run come first."""
         values = self.config.model_dump(mode="json")
-        order = ["recipe", "name", "run_dir", *self.config.IDENTITY]
-        return {key: values[key] for key in [*order, *values] if key in values}
+        order = ("recipe", "name", "run_dir", *self.config.IDENTITY, *values)
+        return {key: values[key] for key in order if key in values}
 
     def yaml(self) -> str:
         return to_yaml(self.resolved())
@@ -84,7 +84,7 @@ def load_configuration(name: str, arguments: Sequence[str] = ()) -> Configuratio
     problems = document.problems
     if not isinstance(document.root, dict):
         text = f"expected a section with keys, the first of them recipe, found {described(document.root)}"
-        raise ConfigError(problems or [Problem(document.place_of(()), "", text)])
+        raise ConfigError(problems or [Problem(document.origin_of(()), "", text)])
     _override(document, arguments)
     recipe = _recipe(document)
     try:
@@ -92,13 +92,13 @@ def load_configuration(name: str, arguments: Sequence[str] = ()) -> Configuratio
         config = recipe.schema.model_validate_json(json.dumps(document.root))
         wrong = list(config.conflicts())
     except ValidationError as error:
-        reported = {(problem.place, problem.key) for problem in problems}
+        reported = {(problem.origin, problem.key) for problem in problems}
         explained = ((item["loc"], _explained(item, recipe)) for item in error.errors(include_url=False))
-        wrong = [(path, text) for path, text in explained if (document.place_of(path), dotted(path)) not in reported]
-    problems += [Problem(document.place_of(path), dotted(path), text) for path, text in wrong]
+        wrong = [(path, text) for path, text in explained if (document.origin_of(path), dotted(path)) not in reported]
+    problems += [Problem(document.origin_of(path), dotted(path), text) for path, text in wrong]
     if problems:
-        raise ConfigError(sorted(problems, key=lambda problem: problem.place.line or math.inf))
-    return Configuration(document.place_of(()).source, recipe, config)
+        raise ConfigError(sorted(problems, key=lambda problem: problem.origin.line or math.inf))
+    return Configuration(document.origin_of(()).source, recipe, config)
 
 
 class _TooManyFilesError(ConfigError):
@@ -114,34 +114,34 @@ def _read(name: str, around: tuple[str, ...], numbers: Iterator[int]) -> Documen
     document = read_yaml(text, source)
     if not isinstance(document.root, dict) or "defaults" not in document.root:
         return document
-    names, place, problems = document.root.pop("defaults"), document.place_of(("defaults",)), document.problems
+    names, origin, problems = document.root.pop("defaults"), document.origin_of(("defaults",)), document.problems
     names = [names] if isinstance(names, str) else names
     base: Any = {}
-    places: dict[KeyPath, SourceLine] = {}
+    origins: dict[KeyPath, SourceLine] = {}
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         text = f"expected the name of a file, or a list of them, found {described(names)}"
-        problems.append(Problem(place, "defaults", text))
+        problems.append(Problem(origin, "defaults", text))
         return document
     for name in names:
         sibling = Path(source).parent / name
         path = next((str(path) for path in (sibling, Path(f"{sibling}.yaml")) if path.is_file()), name)
         if path in (*around, source):
-            problems.append(Problem(place, "defaults", f"{name} includes itself, by way of {source}"))
+            problems.append(Problem(origin, "defaults", f"{name} includes itself, by way of {source}"))
             continue
         try:
             inner = _read(path, (*around, source), numbers)
         except _TooManyFilesError:
             raise
         except ConfigError as error:
-            problems += [Problem(place, "defaults", str(problem)) for problem in error.problems]
+            problems += [Problem(origin, "defaults", str(problem)) for problem in error.problems]
             continue
         problems += inner.problems
         if isinstance(inner.root, dict):
-            base, places = merged(base, inner.root), places | inner.places
+            base, origins = merged(base, inner.root), origins | inner.origins
         elif not inner.problems:
             text = f"{name}: expected a file of a section with keys, found {described(inner.root)}"
-            problems.append(Problem(place, "defaults", text))
-    document.root, document.places = merged(base, document.root), places | document.places
+            problems.append(Problem(origin, "defaults", text))
+    document.root, document.origins = merged(base, document.root), origins | document.origins
     return document
 
 
@@ -170,7 +170,7 @@ def read_config(name: str) -> tuple[str, str]:
 
 
 def expand_sweep(arguments: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return each combination of values (``seed=0,1,2`` has three) with a name for its folder; "" if it is the only."""
+    """Return each combination of values with a name for its folder: three for ``seed=0,1,2``; "" for a single one."""
     parts = [argument.partition("=") for argument in arguments]
     choices = [[f"{key}{equals}{value}" for value in _items(text)] for key, equals, text in parts]
     several = [index for index, values in enumerate(choices) if len(values) > 1]
@@ -203,18 +203,18 @@ def _override(document: Document, arguments: Sequence[str]) -> None:
     """Override values by ``key=value`` arguments: the keys are dotted, with indices into lists; the values are YAML."""
     given: dict[KeyPath, str] = {}
     for argument in arguments:
-        place = SourceLine(f"argument {argument}")
+        origin = SourceLine(f"argument {argument}")
         key, equals, text = argument.partition("=")
         path: KeyPath = tuple(key.split("."))
         earlier = next((other for other in given if other[: len(path)] == path or path[: len(other)] == other), None)
         if not equals or "" in path:
-            document.problems.append(Problem(place, "", "expected key=value, such as train.steps=400"))
+            document.problems.append(Problem(origin, "", "expected key=value, such as train.steps=400"))
         elif earlier is not None:
-            document.problems.append(Problem(place, key, f"the key is given twice; the first is {given[earlier]}"))
+            document.problems.append(Problem(origin, key, f"the key is given twice; the first is {given[earlier]}"))
         else:
             given[path] = argument
-            value = read_yaml(text, place.source, one_place=True)
-            document.problems += [Problem(place, key, problem.text) for problem in value.problems]
+            value = read_yaml(text, origin.source, one_origin=True)
+            document.problems += [Problem(origin, key, problem.text) for problem in value.problems]
             try:
                 if not value.problems:
                     document.put(path, value)
@@ -236,7 +236,7 @@ def _recipe(document: Document) -> Recipe:
         text = str(error)
     if "recipe" not in document.root:
         text = f"the key is missing; expected one of {names}"
-    raise ConfigError([*document.problems, Problem(document.place_of(("recipe",)), "recipe", text)])
+    raise ConfigError([*document.problems, Problem(document.origin_of(("recipe",)), "recipe", text)])
 
 
 def _explained(error: ErrorDetails, recipe: Recipe) -> str:
@@ -278,40 +278,40 @@ class Document:
     """The values of a text as plain data, the origin of each key, and the problems."""
 
     root: Any
-    places: dict[KeyPath, SourceLine]
+    origins: dict[KeyPath, SourceLine]
     problems: list[Problem] = field(default_factory=list)
 
-    def place_of(self, path: KeyPath) -> SourceLine:
+    def origin_of(self, path: KeyPath) -> SourceLine:
         """Return the origin of a key, or of the closest section around a key that is not in the text."""
-        while path not in self.places:
+        while path not in self.origins:
             path = path[:-1]
-        return self.places[path]
+        return self.origins[path]
 
-    def report(self, place: SourceLine, path: KeyPath, text: str) -> None:
-        self.problems.append(Problem(place, dotted(path), text))
+    def report(self, origin: SourceLine, path: KeyPath, text: str) -> None:
+        self.problems.append(Problem(origin, dotted(path), text))
 
     def put(self, path: KeyPath, value: Document) -> None:
         """Set the value at a path, which may index lists, and add missing sections; refuse a path through a value."""
-        place, inside = value.places[()], self.root
+        origin, inside = value.origins[()], self.root
         here: KeyPath = ()
         for depth, key in enumerate(path, 1):
             if isinstance(inside, list):
                 if not str(key).isdigit() or int(key) >= len(inside):
                     text = f"expected the index of an item, 0 to {len(inside) - 1}, found {key}"
-                    raise ConfigError([Problem(place, dotted(path[:depth]), text)])
+                    raise ConfigError([Problem(origin, dotted(path[:depth]), text)])
                 key = int(key)
             elif not isinstance(inside, dict):
                 text = f"expected a section to set a key in, found {described(inside)}"
-                raise ConfigError([Problem(place, dotted(path[: depth - 1]), text)])
+                raise ConfigError([Problem(origin, dotted(path[: depth - 1]), text)])
             elif key not in inside:
                 inside[key] = {}
             here = (*here, key)
-            self.places.setdefault(here, place)
+            self.origins.setdefault(here, origin)
             if depth == len(path):
                 inside[key] = value.root
             inside = inside[key]
-        kept = {other: place for other, place in self.places.items() if other[: len(here)] != here}
-        self.places = kept | {(*here, *inner): place for inner, place in value.places.items()}
+        kept = {other: origin for other, origin in self.origins.items() if other[: len(here)] != here}
+        self.origins = kept | {(*here, *inner): origin for inner, origin in value.origins.items()}
 
 
 def merged(base: Any, values: Any) -> Any:
@@ -331,28 +331,28 @@ def compose(text: str) -> Any:
     return YAML(typ="safe", pure=True).compose(text)
 
 
-def read_yaml(text: str, source: str, *, one_place: bool = False) -> Document:
-    """Read one YAML document: its values and problems; the lines are not numbered if the text is ``one_place``."""
-    place = SourceLine(source)
-    document = Document(None, {(): place})
+def read_yaml(text: str, source: str, *, one_origin: bool = False) -> Document:
+    """Read one YAML document: its values and problems; the lines are not numbered if the text is ``one_origin``."""
+    origin = SourceLine(source)
+    document = Document(None, {(): origin})
 
     def line(number: int) -> SourceLine:
-        return place if one_place else SourceLine(source, number)
+        return origin if one_origin else SourceLine(source, number)
 
     try:
         root = compose(text)
         if root is not None:
-            document.root = _Reader(document, line).value(root, (), place)
+            document.root = _Reader(document, line).value(root, (), origin)
     except RecursionError as error:
         document.report(line(*error.args), (), f"lists and sections lie in each other more than {_DEEPEST} deep")
     except OverflowError:  # probably from aliases of aliases
         document.problems.clear()
-        document.report(place, (), f"this has more than {_MOST} values, those of aliases included")
+        document.report(origin, (), f"this has more than {_MOST} values, those of aliases included")
     except MarkedYAMLError as error:
         mark, problem = error.problem_mark or error.context_mark, error.problem or error.context
-        document.report(place if mark is None else line(mark.line + 1), (), f"this is not YAML: {problem}")
+        document.report(origin if mark is None else line(mark.line + 1), (), f"this is not YAML: {problem}")
     except YAMLError as error:
-        document.report(place, (), f"this is not YAML: {' '.join(str(error).split())}")
+        document.report(origin, (), f"this is not YAML: {' '.join(str(error).split())}")
     return document
 
 
@@ -366,15 +366,15 @@ class _Reader:
         self._open: set[int] = set()
         self._count = 0  # values so far
 
-    def value(self, node: Node, path: KeyPath, place: SourceLine) -> Any:
-        """Return the value of a node whose key was written at ``place``; raise OverflowError if there are too many."""
+    def value(self, node: Node, path: KeyPath, origin: SourceLine) -> Any:
+        """Return the value of a node whose key was written at ``origin``; raise OverflowError if there are too many."""
         self._count += 1
         if self._count > _MOST:
             raise OverflowError
-        self._document.places[path] = place
+        self._document.origins[path] = origin
         content: Any = None
         if id(node) in self._open:
-            self._document.report(place, path, "an alias that holds itself has no value")
+            self._document.report(origin, path, "an alias that holds itself has no value")
         elif isinstance(node, MappingNode | SequenceNode) and node.tag in (f"{_TAG}map", f"{_TAG}seq"):
             self._open.add(id(node))
             if isinstance(node, MappingNode):
@@ -384,51 +384,51 @@ class _Reader:
                 content = [self.value(item, (*path, i), self._line(item.start_mark.line + 1)) for i, item in items]
             self._open.discard(id(node))
         elif isinstance(node, ScalarNode) and node.tag in _TEXT_TAGS:
-            content = self._with_environment(node, path, place)
+            content = self._with_environment(node, path, origin)
         else:
-            content = self._scalar(node, path, place)
+            content = self._scalar(node, path, origin)
         return content
 
     def _section(self, node: MappingNode, path: KeyPath) -> dict[str, Any]:
         values: dict[str, Any] = {}
         for key_node, value_node in node.value:
-            place = self._line(key_node.start_mark.line + 1)
+            origin = self._line(key_node.start_mark.line + 1)
             key = str(key_node.value)
             if not isinstance(key_node, ScalarNode):
-                self._document.report(place, path, "a key must be text, found a list or a section")
+                self._document.report(origin, path, "a key must be text, found a list or a section")
             elif key in values:
-                first = self._document.places[*path, key]
-                self._document.report(place, (*path, key), f"the key is given twice; the first is at {first}")
+                first = self._document.origins[*path, key]
+                self._document.report(origin, (*path, key), f"the key is given twice; the first is at {first}")
             else:
-                values[key] = self.value(value_node, (*path, key), place)
+                values[key] = self.value(value_node, (*path, key), origin)
         return values
 
-    def _scalar(self, node: Node, path: KeyPath, place: SourceLine) -> Any:
+    def _scalar(self, node: Node, path: KeyPath, origin: SourceLine) -> Any:
         if isinstance(node, ScalarNode) and node.tag in _PLAIN_TAGS:
             try:
                 return self._constructor.construct_object(node)
             except ValueError:
                 pass
-        self._document.report(place, path, f"the tag {node.tag} is not allowed: write plain YAML")
+        self._document.report(origin, path, f"the tag {node.tag} is not allowed: write plain YAML")
         return None
 
-    def _with_environment(self, node: ScalarNode, path: KeyPath, place: SourceLine) -> Any:
+    def _with_environment(self, node: ScalarNode, path: KeyPath, origin: SourceLine) -> Any:
         def variable(match: re.Match[str]) -> str:
             value = os.environ.get(match[1], match[2])
             if value is None:
                 text = f"the environment has no variable {match[1]}; set it, or write ${{env:{match[1]},value}}"
-                self._document.report(place, path, text)
+                self._document.report(origin, path, text)
             return value or ""
 
         text = _ENVIRONMENT.sub(variable, node.value)
         if "${env:" in _ENVIRONMENT.sub("", node.value):
             expected = "${env:NAME} or ${env:NAME,value} with the name of a variable"
-            self._document.report(place, path, f"expected {expected}, found {node.value!r:.80}")
+            self._document.report(origin, path, f"expected {expected}, found {node.value!r:.80}")
         if node.style is None and _ENVIRONMENT.fullmatch(node.value):
             try:
                 again = compose(text)
             except (YAMLError, RecursionError):
                 return text
             if isinstance(again, ScalarNode) and again.tag in _PLAIN_TAGS:
-                return self._scalar(again, path, place)
+                return self._scalar(again, path, origin)
         return text

@@ -26,12 +26,12 @@ class SourceLine:
 class Problem:
     """A problem: the origin, the key, and what was expected and found."""
 
-    place: SourceLine
+    origin: SourceLine
     key: str
     text: str
 
     def __str__(self) -> str:
-        return ": ".join(part for part in (str(self.place), self.key, self.text) if part)
+        return ": ".join(part for part in (str(self.origin), self.key, self.text) if part)
 
 
 class ConfigError(OptionError):

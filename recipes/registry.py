@@ -103,7 +103,7 @@ class Recipe:
     summary: str  # one line for users
     schema: type[Config]
     extra: str = ""  # the extra of holdfast that it needs
-    packages: tuple[str, ...] = ()  # the import names of the packages that it needs in addition
+    packages: tuple[str, ...] = ()  # the import names of further packages that it needs
     # The program if it is imported already; None for the modules of this package.
     function: Callable[[Any, RunContext], Outcome] | None = None
 
@@ -113,7 +113,7 @@ class Recipe:
 
     @property
     def install(self) -> str:
-        """The command that installs what it needs."""
+        """The command that installs the required packages."""
         return install_command("recipes", self.extra)
 
     def program(self) -> Callable[[Any, RunContext], Outcome]:
@@ -122,8 +122,7 @@ class Recipe:
             return self.function
         if missing := self.missing():
             raise MissingExtraError(f"the recipe {self.name} needs {' and '.join(missing)}: {self.install}")
-        module = importlib.import_module(f".{self.name}", __package__)
-        run: Callable[[Any, RunContext], Outcome] = module.run
+        run: Callable[[Any, RunContext], Outcome] = importlib.import_module(f".{self.name}", __package__).run
         return run
 
 

@@ -132,9 +132,9 @@ def _callback_arguments(configuration: Configuration, newest: int) -> dict[str, 
     return arguments
 
 
-def _weights_at(place: Place) -> Location:
+def _weights_at(source: Place) -> Location:
     """Return the checkpoints to take weights from; the directory of a run stands for the checkpoints in it."""
-    location = as_location(place)
+    location = as_location(source)
     inside = location / "checkpoints"
     return inside if inside.is_directory() and not (location / RECORD).exists() else location
 

@@ -157,14 +157,14 @@ class TrainSection(Section):
     steps: Count = 1000
     """Optimizer updates in all; may be raised later to train a finished run on."""
     eval_interval_steps: Count = 100
-    """Evaluate every so many steps; the Flax recipes do it at the end as well."""
+    """Number of steps between two evaluations; the Flax recipes also evaluate at the end."""
 
 
 class LoggingSection(Section):
     """What to report meanwhile."""
 
     interval_steps: Count = 100
-    """Report the progress every so many steps."""
+    """Number of steps between two reports of the progress."""
     level: Literal["debug", "info", "warning", "error"] = "info"
     """The least important messages to log; info has a line for every save."""
 
@@ -285,8 +285,7 @@ class _Scheduled(Config):
         yield from super().conflicts()
         warmup, decay = self.optimizer.warmup_steps, self.optimizer.decay_steps
         if warmup >= decay:
-            text = f"expected more steps than warmup_steps ({warmup}), found {decay}"
-            yield ("optimizer", "decay_steps"), text
+            yield ("optimizer", "decay_steps"), f"expected more steps than warmup_steps ({warmup}), found {decay}"
 
 
 class DigitsModel(Section):
@@ -397,7 +396,7 @@ class SelfPlaySwap(Section):
     path: Annotated[str, Field(min_length=1)] | None = None
     """The directory of the policy in another checkpoint, such as .../300/state/learner/policies/p0; null for none."""
     at_step: Step = 0
-    """Swap when so many updates are done; a run that is resumed later does not do it again."""
+    """Number of updates before the swap; a run that is resumed later does not swap again."""
 
 
 class SelfPlay(Config):

@@ -1,4 +1,4 @@
-"""``holdfast drill`` rehearses preemptions of a program, and compares its checkpoints with those of an undisturbed run.
+"""``holdfast drill`` rehearses preemptions of a program, and compares its checkpoints with an undisturbed run.
 
 There is one reference run, and then one run that is interrupted repeatedly. Only if the two differ does a second
 reference run show whether the program is deterministic. Every start of the program carries out a :class:`DrillPlan`:
@@ -258,22 +258,17 @@ class _Drill:
         for steps in self._steps_of("reference").values():
             kept = max((step for step in steps if step <= origin), default=None)
             left |= {folder for step, folder in steps.items() if step != kept}
+        made_by_runs = shutil.ignore_patterns(".*", "events*", "owner.json")
 
         def ignored(folder: str, names: list[str]) -> set[str]:
-            """Return the names of files that every run makes itself, and of other steps."""
-            is_ignored = [name.startswith((".", "events")) or name == "owner.json" for name in names]
-            return {
-                name
-                for name, ignore in zip(names, is_ignored, strict=True)
-                if ignore or os.path.join(folder, name) in left
-            }
+            return made_by_runs(folder, names) | {name for name in names if os.path.join(folder, name) in left}
 
         for path in source.iterdir():
             if path.is_dir():
                 shutil.copytree(path, self._folder / RUNS / path.name, ignore=ignored)
 
     def _interrupted(self, interruptions: Sequence[Interruption], saved: Sequence[int], reference: Start) -> None:
-        """Run the program with interruptions until its checkpoints differ from those of the reference run."""
+        """Run the program with interruptions until its checkpoints differ from the reference run."""
         report, last = self._report, reference.trace.steps[-1]
         for number, interruption in enumerate([*interruptions, None]):
             name = f"start-{number + 1}" if self._origin is None else f"start-{number + 1}-from-{self._origin}"
@@ -361,9 +356,8 @@ class _Drill:
         options, folder = self._options, self._folder / "starts" / plan.name
         folder.mkdir(parents=True)
         plan.write(self._folder)
-        start = Start(plan.name, interruption)
+        start, trace, offset = Start(plan.name, interruption), plan.trace(self._folder), 0
         reported: list[dict[str, Any]] = []
-        offset = 0
         with open(self._folder / f"{log}.log", "ab") as output:
             output.write(f"--- {plan.name}: {interruption or 'no interruption'}\n".encode())
             output.flush()
@@ -373,7 +367,7 @@ class _Drill:
 
             def look() -> bool:
                 nonlocal offset, signalled, why
-                events, offset = read_events(plan.trace(self._folder), offset)
+                events, offset = read_events(trace, offset)
                 reported.extend(events)
                 if program.forwarded or (self._folder / STRAYS).exists():
                     return True
@@ -402,8 +396,7 @@ class _Drill:
                 raise _StoppedError(program.forwarded[-1])
             self._check_strays()
         start.killed = why == "grace"
-        reported += read_events(plan.trace(self._folder), offset)[0]
-        start.trace = Trace.of_first_process(reported)
+        start.trace = Trace.of_first_process(reported + read_events(trace, offset)[0])
         names = [event["event"] for event in program.new_events()]
         start.state = next((name for name in reversed(names) if name in ("preempted", "finished", "failed")), None)
         return start
@@ -427,8 +420,7 @@ class _Drill:
     def _claims(self, name: str) -> dict[str, str]:
         """Return the directories of a run as the program names them, with the names of their stand-ins."""
         runs = self._folder / RUNS  # The folder was there when the directories were claimed.
-        claims = read_claims(self._folder / name)
-        return {claim["url"]: os.path.relpath(claim["target"], runs) for claim in claims}
+        return {claim["url"]: os.path.relpath(claim["target"], runs) for claim in read_claims(self._folder / name)}
 
     def _steps_in(self, name: str, target: str) -> dict[int, str]:
         """Return the committed steps in a stand-in for a directory, with their folders."""
@@ -471,14 +463,10 @@ class _Drill:
 
     def _missing(self, name: str, with_name: str) -> list[StepDifference]:
         """Return the last step of each directory if the interrupted run lacks it."""
-        steps, last = (
-            self._steps_of(name),
-            {url: max(found) for url, found in self._steps_of(with_name).items() if found},
-        )
+        steps = self._steps_of(name)
         missing = LeafDifference("", "", "missing", "the interrupted run has no checkpoint of this step")
-        return [
-            StepDifference(step, _label(url), [missing]) for url, step in last.items() if step not in steps.get(url, {})
-        ]
+        last = [(url, max(expected)) for url, expected in self._steps_of(with_name).items() if expected]
+        return [StepDifference(step, _label(url), [missing]) for url, step in last if step not in steps.get(url, {})]
 
     def _ignores(self, leaf: str) -> bool:
         return any(fnmatch.fnmatchcase(leaf, pattern) for pattern in self._options.ignore)

@@ -29,7 +29,7 @@ _KINDS = {  # The first part of a path that is one of these words decides the ki
     "counter": "step steps count iteration",
 }
 _STATE_OF_OPTIMIZER = re.compile(r"(.*)[/.](?:slots|state[/.]\d+)[/.]")
-_WORDS = {word: kind for kind, words in _KINDS.items() for word in words.split()}
+_WORDS = {word: state for state, words in _KINDS.items() for word in words.split()}
 
 
 def kind_of_state(leaf: str) -> str:
@@ -125,11 +125,11 @@ class Finding:
         )
 
     @staticmethod
-    def new_directory(url: str, known: Sequence[str]) -> Finding:
+    def new_directory(url: str, expected: Sequence[str]) -> Finding:
         return Finding(
             "new_directory",
             f"the program writes to another directory when it is started again: {url}, and in the reference run to "
-            f"{shortened(known)}; a run that is started again begins from the beginning",
+            f"{shortened(expected)}; a run that is started again begins from the beginning",
             "give the run a directory whose name does not change, without a date or a process number",
         )
 

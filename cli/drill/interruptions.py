@@ -65,13 +65,12 @@ def choose(
     """Return the interruptions of a run with these steps, at least two, and notes on what is omitted."""
     # After SIGKILL, the run resumes from an earlier step, so the same step can be interrupted again.
     kill, term = signal.SIGKILL, options.preemption
-    chosen: list[tuple[int, int, Interruption]] = []
+    chosen: list[Interruption] = []
     notes: list[str] = []
     inner = list(steps[1:-1]) or list(steps[:1])
 
     def add(number: signal.Signals, point: Point, step: int) -> None:
-        rank = ("step", "commit", "validation").index(point) + (0 if number == kill else 3)
-        chosen.append((step, rank, Interruption(number, point, step)))
+        chosen.append(Interruption(number, point, step))
 
     draw = random.Random(options.seed)
     taken: set[int] = set()
@@ -104,8 +103,9 @@ def choose(
             if kind == "twice" and step in following:
                 add(term, "step", following[step])
                 taken.add(following[step])
-    ordered = [interruption for _, _, interruption in sorted(chosen, key=lambda entry: entry[:2])]
-    return list(dict.fromkeys(ordered)), notes
+    points: Sequence[Point] = ("step", "commit", "validation")
+    chosen.sort(key=lambda planned: (planned.step, planned.signal != kill, points.index(planned.point)))
+    return list(dict.fromkeys(chosen)), notes
 
 
 def places_to_save(options: DrillOptions) -> tuple[int, ...]:

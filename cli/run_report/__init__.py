@@ -49,27 +49,6 @@ def report(directories: Sequence[str], output: str, no_statistics: bool, norm_st
     """
     configure_logging("error")
     target = Path(output)
-    _check(target)
-    locations, more = find_runs(directories)
-    with progress_of("read", shown=not as_json) as progress:
-        runs = [read_run(location, Reading(progress, not no_statistics, norm_steps)) for location in locations]
-    page = draw_page(runs, now=time.time(), version=__version__, left_out=more)
-    content = page.encode("utf-8", "replace")  # File names may hold halves of surrogate pairs.
-    as_location(target).write_bytes(content)
-    if as_json:
-        intervals = {run.place: [*map(asdict, choices(run.experience))] for run in runs}
-        paths = [*map(str, locations)]
-        print_json({"file": str(target), "runs": paths, "bytes": len(content), "intervals": intervals})
-        return DONE
-    say(f"{target}: {count(len(runs), 'run')}, {format_size(len(content))}")
-    for run in runs:
-        if (line := advice(run.experience)) is not None:
-            say(f"{run.name}: {line}")
-    return DONE
-
-
-def _check(target: Path) -> None:
-    """Refuse to replace anything that is no report."""
     if target.is_dir():
         raise OptionError(f"--output={target}: this is a directory; name a file, such as {target / 'report.html'}")
     if not target.parent.is_dir():
@@ -78,3 +57,19 @@ def _check(target: Path) -> None:
         with target.open("rb") as file:
             if GENERATOR.encode() not in file.read(1000):
                 raise OptionError(f"--output={target}: this file is no report of holdfast; choose another name")
+    locations, more = find_runs(directories)
+    with progress_of("read", shown=not as_json) as progress:
+        runs = [read_run(location, Reading(progress, not no_statistics, norm_steps)) for location in locations]
+    page = draw_page(runs, now=time.time(), version=__version__, left_out=more)
+    content = page.encode("utf-8", "replace")  # File names may hold halves of surrogate pairs.
+    as_location(target).write_bytes(content)
+    if as_json:
+        intervals = {run.path: [*map(asdict, choices(run.experience))] for run in runs}
+        paths = [*map(str, locations)]
+        print_json({"file": str(target), "runs": paths, "bytes": len(content), "intervals": intervals})
+        return DONE
+    say(f"{target}: {count(len(runs), 'run')}, {format_size(len(content))}")
+    for run in runs:
+        if (line := advice(run.experience)) is not None:
+            say(f"{run.name}: {line}")
+    return DONE

@@ -9,7 +9,6 @@ Lines do not scale (``vector-effect``), and dots are lines of length 0 with roun
 from __future__ import annotations
 
 import datetime
-import itertools
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -56,7 +55,7 @@ class TimeScale:
                     self.pauses.append((position, longest, pause))
                 position += min(pause, longest)
             self._times += [begin, end]
-            self._places += [position, position + end - begin]
+            self._places += [position, position + (end - begin)]
             position += end - begin
         whole = position or 1.0
         self._places = [position / whole for position in self._places]
@@ -66,9 +65,9 @@ class TimeScale:
         """Return the position of a time on the axis, from 0 to 1."""
         return float(np.interp(time, self._times, self._places))
 
-    def time(self, place: float) -> float:
+    def time(self, position: float) -> float:
         """Return the time at a position on the axis."""
-        return float(np.interp(place, self._places, self._times))
+        return float(np.interp(position, self._places, self._times))
 
 
 def clock_text(time: float) -> str:
@@ -118,20 +117,20 @@ def timeline(history: History) -> tuple[Markup, bool]:
     lanes = (
         _lane("program", _drawn(_programs(attempts, scale), "programs")),
         _lane("saves", _drawn(_saves(history.saves, scale), "saves")),
-        _lane("waited for saves", *_waiting(attempts, scale)),
+        _lane("waited for saves", *_waiting(history.saves, scale)),
         _lane("events", tag("div", *_marks(history.notes, scale), class_="marks")),
-        _lane("", *pauses, *ticks, kind="lane axis"),
+        _lane("", *pauses, *ticks, css_class="lane axis"),
     )
     return tag("div", *lanes, class_="timeline", role="group", aria_label="Timeline of the run"), bool(pauses)
 
 
-def _lane(name: str, *plot: Markup, kind: str = "lane") -> Markup:
-    return tag("div", tag("div", name, class_="lane-name"), tag("div", *plot, class_="plot"), class_=kind)
+def _lane(name: str, *plot: Markup, css_class: str = "lane") -> Markup:
+    return tag("div", tag("div", name, class_="lane-name"), tag("div", *plot, class_="plot"), class_=css_class)
 
 
-def _drawn(content: Iterable[Markup], kind: str) -> Markup:
+def _drawn(content: Iterable[Markup], css_class: str) -> Markup:
     box = f"0 0 {WIDTH:g} {HEIGHT:g}"
-    return tag("svg", *content, class_=kind, viewBox=box, preserveAspectRatio="none", role="img")
+    return tag("svg", *content, class_=css_class, viewBox=box, preserveAspectRatio="none", role="img")
 
 
 def _programs(attempts: Sequence[Attempt], scale: TimeScale) -> Iterator[Markup]:
@@ -157,10 +156,10 @@ def _saves(saves: Sequence[Save], scale: TimeScale) -> Iterator[Markup]:
         yield tag("path", tag("title", text), class_="saved", d=f"M{right:.1f} 10V90")
 
 
-def _waiting(attempts: Sequence[Attempt], scale: TimeScale) -> Iterator[Markup]:
+def _waiting(saves: Sequence[Save], scale: TimeScale) -> Iterator[Markup]:
     """Draw the share of the time that the training loop waited for saves, in buckets."""
     waited = [0.0] * _BUCKETS
-    for save in itertools.chain.from_iterable(attempt.saves for attempt in attempts):
+    for save in saves:
         began = scale.place(save.time - save.total)  # The loop waits at the beginning of a save.
         waited[min(_BUCKETS - 1, int(began * _BUCKETS))] += save.blocked
     shares = [
@@ -194,10 +193,10 @@ def _marks(notes: Sequence[Note], scale: TimeScale) -> Iterator[Markup]:
         )
 
 
-def _rectangle(x: float, width: float, y: float, height: float, kind: str, text: str = "") -> Markup:
+def _rectangle(x: float, width: float, y: float, height: float, css_class: str, text: str = "") -> Markup:
     title = (tag("title", text),) if text else ()
     geometry = {"x": x, "y": y, "width": width, "height": height}
-    return tag("rect", *title, class_=kind, **{name: f"{value:.1f}" for name, value in geometry.items()})
+    return tag("rect", *title, class_=css_class, **{name: f"{value:.1f}" for name, value in geometry.items()})
 
 
 # ---- lines over steps
@@ -218,8 +217,8 @@ def line_chart(
     def y(value: float) -> float:
         return HEIGHT * (high - value) / (high - low)
 
-    def dots(kind: str, steps: Iterable[int]) -> Markup:
-        return tag("path", class_=kind, d="".join(f"M{x(step):.1f} {y(by_step[step]):.1f}h0" for step in steps))
+    def dots(css_class: str, steps: Iterable[int]) -> Markup:
+        return tag("path", class_=css_class, d="".join(f"M{x(step):.1f} {y(by_step[step]):.1f}h0" for step in steps))
 
     levels = _levels(low, high)
     drawn = [tag("path", class_="grid", d=f"M0 {y(level):.1f}H{WIDTH:g}") for level in levels]
@@ -260,17 +259,17 @@ def _figure(caption: Iterable[str], plot: Markup, first: int, last: int) -> Mark
 
 
 def size_chart(sizes: Sequence[tuple[int, int, int]]) -> Markup:
-    """Draw the sizes of steps: ``(step, own bytes, shared bytes)``; of many, the largest in each group."""
+    """Draw the sizes of steps: ``(step, unshared bytes, shared bytes)``; of many, the largest in each group."""
     group = max(1, math.ceil(len(sizes) / _BARS))
     bars = [max(sizes[i : i + group], key=lambda size: size[1] + size[2]) for i in range(0, len(sizes), group)]
-    most = max(own + shared for _, own, shared in bars) or 1
+    most = max(unshared + shared for _, unshared, shared in bars) or 1
     width = WIDTH / len(bars)
     fill = min(width * 0.8, 60.0)
     drawn = []
-    for number, (step, own, shared) in enumerate(bars):
+    for number, (step, unshared, shared) in enumerate(bars):
         left = number * width + (width - fill) / 2
-        own_height, shared_height = HEIGHT * own / most, HEIGHT * shared / most
-        text = f"step {step}: {format_size(own + shared)}"
+        own_height, shared_height = HEIGHT * unshared / most, HEIGHT * shared / most
+        text = f"step {step}: {format_size(unshared + shared)}"
         text += f", of which {format_size(shared)} shared" if shared else ""
         drawn.append(_rectangle(left, fill, HEIGHT - own_height, own_height, "own", text))
         if shared:
@@ -355,16 +354,15 @@ class Node:
     leaf: LeafSummary | None = None
     leaves: int = 0  # how many leaves are below
     bytes: int = 0
-    shown: list[Node] | None = None  # the children that are drawn; None until they are chosen
+    shown: list[Node] = field(default_factory=list)  # the children that are drawn
 
 
 def draw_tree(leaves: Sequence[LeafSummary]) -> tuple[Markup, int]:
     """Return the HTML of a tree, the upper levels first, and the number of omitted leaves."""
     root = _tree(leaves)
     drawn = _choose(root)
-    opened = root.shown or []
-    is_open = len(opened) == 1 or drawn <= _OPEN
-    return join(*(_draw(node, is_open=is_open) for node in opened)), len(leaves) - drawn
+    is_open = len(root.shown) == 1 or drawn <= _OPEN
+    return join(*(_draw(node, is_open=is_open) for node in root.shown)), len(leaves) - drawn
 
 
 def _tree(leaves: Sequence[LeafSummary]) -> Node:
@@ -374,7 +372,6 @@ def _tree(leaves: Sequence[LeafSummary]) -> Node:
         if len(keys) > _DEEP:
             keys = [*keys[: _DEEP - 1], "/".join(keys[_DEEP - 1 :])]
         node = root
-        node.leaves, node.bytes = node.leaves + 1, node.bytes + leaf.bytes
         for key in keys:
             node = node.children.setdefault(key, Node(key))
             node.leaves, node.bytes = node.leaves + 1, node.bytes + leaf.bytes
@@ -402,12 +399,10 @@ def _draw(node: Node, *, is_open: bool) -> Markup:
         leaf_type = f"{leaf.dtype}{list(leaf.shape)}" if leaf.dtype else leaf.kind
         about = " ".join(filter(None, [leaf_type, leaf.value or "", leaf.sharding]))
         return tag("div", tag("code", node.name), " ", tag("span", about), size, class_="leaf")
-    shown = node.shown or []
-    parts = [_draw(child, is_open=False) for child in shown]
-    if rest := list(node.children.values())[len(shown) :]:
+    parts = [_draw(child, is_open=False) for child in node.shown]
+    if rest := list(node.children.values())[len(node.shown) :]:
         below = count(sum(child.leaves for child in rest), "leaf", "leaves")
         text = f"{len(rest)} more, with {below}, {format_size(sum(child.bytes for child in rest))}"
         parts.append(tag("div", text, class_="leaf left-out"))
-    about = tag("span", count(node.leaves, "leaf", "leaves"))
-    summary = tag("summary", tag("code", node.name), " ", about, size)
+    summary = tag("summary", tag("code", node.name), " ", tag("span", count(node.leaves, "leaf", "leaves")), size)
     return tag("details", summary, *parts, open=True if is_open else None)

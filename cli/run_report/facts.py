@@ -58,10 +58,10 @@ class RunFacts:
     """One run, or one checkpoint."""
 
     name: str
-    place: str
+    path: str
     checkpoints: list[CheckpointSummary]
     history: History
-    experience: Experience = field(default_factory=Experience)  # what the events say about saves and failures
+    experience: Experience = field(default_factory=Experience)  # the saves and failures in the events
     format: str = "holdfast"
     best: int | None = None
     best_metric: str | None = None
@@ -78,21 +78,16 @@ class RunFacts:
         return sum(step.added_bytes for step in self.checkpoints)
 
 
-def find_runs(places: Sequence[str]) -> tuple[list[Location], int]:
+def find_runs(paths: Sequence[str]) -> tuple[list[Location], int]:
     """Return the directories to report on, and the number of omitted ones; a folder of runs stands for its runs."""
     directories: list[Location] = []
-    for place in places:
-        location = checkpoints_at(place)
+    for path in paths:
+        location = checkpoints_at(path)
         below = [] if is_one_checkpoint(location) else runs_below(location)
         if below and list_checkpoints(location):  # The directory itself has checkpoints of another library.
             below = []
-        directories += [_inside(location / name) for name in below] or [location]
+        directories += [checkpoints_at((location / name).url) for name in below] or [location]
     return directories[:_MOST_RUNS], len(directories[_MOST_RUNS:])
-
-
-def _inside(run: Location) -> Location:
-    inside = run / INSIDE_A_RUN
-    return inside if inside.is_directory() else run
 
 
 def read_run(location: Location, reading: Reading) -> RunFacts:
@@ -109,28 +104,24 @@ def read_run(location: Location, reading: Reading) -> RunFacts:
         facts.format = find_steps(location).format or "holdfast"
         with contextlib.suppress(HoldfastError):
             facts.metadata = stored_metadata(location)
-        facts.best_metric, facts.best = _best(location, checkpoints)
-    _read_newest(facts, location, is_one, reading)
+        options = stored_options(location)
+        if options is not None and isinstance(options.best_fn, str):
+            infos = [
+                StepInfo(step=step.step, time=step.time, metrics=step.metrics) for step in checkpoints if step.time
+            ]
+            facts.best_metric, facts.best = options.best_fn, best(infos, options.best_fn, options.ranking_mode)
+    _read_newest(facts, location, reading)
     return facts
 
 
-def _best(location: Location, checkpoints: Sequence[CheckpointSummary]) -> tuple[str | None, int | None]:
-    options = stored_options(location)
-    if options is None or not isinstance(options.best_fn, str):
-        return None, None
-    infos = [StepInfo(step=step.step, time=step.time, metrics=step.metrics) for step in checkpoints if step.time]
-    return options.best_fn, best(infos, options.best_fn, options.ranking_mode)
-
-
-def _read_newest(facts: RunFacts, location: Location, is_one: bool, reading: Reading) -> None:
+def _read_newest(facts: RunFacts, location: Location, reading: Reading) -> None:
     """Describe the newest step that can be read."""
     if not facts.checkpoints:
         return
     whole = [checkpoint for checkpoint in facts.checkpoints if checkpoint.damage is None]
     try:
-        newest = location if is_one else find_checkpoint(location, None)
-        last = whole[-1] if whole else None
-        facts.newest = next((checkpoint for checkpoint in whole if checkpoint.path == str(newest)), last)
+        newest, last = str(find_checkpoint(location, None)), whole[-1] if whole else None
+        facts.newest = next((checkpoint for checkpoint in whole if checkpoint.path == newest), last)
         if facts.newest is None:
             return
         facts.leaves = describe(facts.newest.path)

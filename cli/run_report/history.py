@@ -8,7 +8,7 @@ import os
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ...engine.clock import format_size
 from ...engine.errors import shortened_steps
@@ -22,15 +22,8 @@ How = Literal["finished", "closed", "preempted", "crashed", "hung", "failed", "l
 
 _CHARTED = 16  # maximum number of numbers in a list that are charted
 
-WORDS: Mapping[How, str] = {
-    "finished": "finished",
-    "closed": "closed",
-    "preempted": "preempted",
-    "crashed": "crashed",
-    "hung": "hung",
-    "failed": "failed",
+WORDS: Mapping[How, str] = {how: how for how in get_args(How)} | {
     "lost": "ended without a record",
-    "running": "running",
     "open": "running or lost",
 }
 PROOFS: Mapping[str, str] = {"exact": "exact", "inexact": "not exact", "rounding": "exact up to rounding"}

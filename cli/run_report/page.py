@@ -49,7 +49,7 @@ def draw_page(runs: Sequence[RunFacts], *, now: float, version: str, left_out: i
 
 
 def _run(run: RunFacts, number: int, now: float, *, only: bool) -> Markup:
-    path = tag("p", tag("code", run.place), class_="place")
+    path = tag("p", tag("code", run.path), class_="place")
     parts = [
         tag("header", tag("h1" if only else "h2", run.name, " ", _state(run)), path),
         _alarms(run, now),
@@ -116,15 +116,13 @@ def _alarms(run: RunFacts, now: float) -> Markup:
 
 def _figures(run: RunFacts, now: float) -> Markup:
     history, newest = run.history, run.newest
-    figures: list[tuple[str, str, str]] = []
+    shown: list[tuple[str, str, str]] = []
     if newest is not None:
-        figures.append(
-            ("Newest step", f"{newest.step}", "" if newest.time is None else f"{age(now - newest.time)} ago")
-        )
+        shown.append(("Newest step", f"{newest.step}", "" if newest.time is None else f"{age(now - newest.time)} ago"))
     if run.best is not None and run.best_metric is not None:
         values = history.metrics.get(run.best_metric, {})
         value = f"{run.best_metric} {number_text(values[run.best])}" if run.best in values else run.best_metric
-        figures.append(("Best step", str(run.best), value))
+        shown.append(("Best step", str(run.best), value))
     if history.attempts:
         ends = [
             (history.ended("failed", "crashed"), "crashed"),
@@ -132,28 +130,26 @@ def _figures(run: RunFacts, now: float) -> Markup:
             (history.ended("preempted"), "preempted"),
             (history.ended("lost"), "without a record"),
         ]
-        figures.append(("Starts", str(len(history.attempts)), _numbered(ends) or "no interruption"))
+        shown.append(("Starts", str(len(history.attempts)), _numbered(ends) or "no interruption"))
         ran = sum(attempt.ended - attempt.began for attempt in history.attempts)
-        figures.append(("Ran", duration(ran), ""))
+        shown.append(("Ran", duration(ran), ""))
         share = f"{percent(history.blocked / ran)} of the time" if ran else ""
-        figures.append(("Waited for saves", duration(history.blocked), share))
+        shown.append(("Waited for saves", duration(history.blocked), share))
         if len(history.attempts) > 1:
             least = "at least " if history.hides_steps else ""
             lost = f"{least}{duration(history.redone_seconds)} lost" if history.redone_seconds else ""
             text = lost or ("a killed start hides its last steps" if least else "nothing lost")
             steps = count(history.redone_steps, "step") if history.redone_steps or not least else "unknown steps"
-            figures.append(("Trained again", f"{least if history.redone_steps else ''}{steps}", text))
+            shown.append(("Trained again", f"{least if history.redone_steps else ''}{steps}", text))
         if proofs := [attempt.proof or "" for attempt in history.attempts if attempt.restored is not None]:
             verdicts = [(proofs.count(proof), PROOFS.get(proof, "not compared")) for proof in (*PROOFS, "")]
-            figures.append(("Resumes", str(len(proofs)), _numbered(verdicts)))
+            shown.append(("Resumes", str(len(proofs)), _numbered(verdicts)))
     if run.checkpoints:
         shared = sum(step.bytes for step in run.checkpoints) - run.disk_bytes
         text = f"{format_size(run.disk_bytes)} on disk{f', {format_size(shared)} shared' if shared else ''}"
-        figures.append(("Kept", count(len(run.checkpoints), "step"), text))
-    cards = (
-        tag("div", tag("dt", name), tag("dd", tag("b", value), tag("span", text))) for name, value, text in figures
-    )
-    return tag("dl", *cards, class_="figures") if figures else Markup()
+        shown.append(("Kept", count(len(run.checkpoints), "step"), text))
+    cards = (tag("div", tag("dt", name), tag("dd", tag("b", value), tag("span", text))) for name, value, text in shown)
+    return tag("dl", *cards, class_="figures") if shown else Markup()
 
 
 def _numbered(numbers: Sequence[tuple[int, str]]) -> str:
@@ -303,8 +299,7 @@ def _shown_steps(run: RunFacts) -> list[CheckpointSummary]:
         if step.damage or step.step == run.best or any("pinned" in reason for reason in step.kept)
     ][-_STEPS // 2 :]
     others = sorted(set(range(len(run.checkpoints))).difference(special))
-    chosen = sorted([*special, *others[-(_STEPS - len(special)) :]])
-    return [run.checkpoints[index] for index in chosen]
+    return [run.checkpoints[index] for index in sorted([*special, *others[-(_STEPS - len(special)) :]])]
 
 
 def _step(run: RunFacts, step: CheckpointSummary) -> dict[str, Cell]:
@@ -398,10 +393,8 @@ def _leaf(leaf: LeafStatistics, statistics: Statistics, several: bool) -> dict[s
     if len(steps := statistics.steps) > 1:
         norms = statistics.norms.get((leaf.item, leaf.path), [])
         read = [norm for norm in norms if norm is not None]
-        change = (read[-1] - read[0]) / read[0] if len(read) > 1 and read[0] else None
-        cells["Norm moved"] = (
-            Number("-", -math.inf) if change is None else Number(f"{100 * change:+.3g} %", abs(change))
-        )
+        moved = (read[-1] - read[0]) / read[0] if len(read) > 1 and read[0] else None
+        cells["Norm moved"] = Number("-", -math.inf) if moved is None else Number(f"{100 * moved:+.3g} %", abs(moved))
         cells[f"Norm from step {steps[0]} to {steps[-1]}"] = Cell(sparkline(norms), 0.0)
     return cells
 

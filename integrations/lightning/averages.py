@@ -22,7 +22,7 @@ logger = logging.getLogger("holdfast")
 
 
 def capture_averages(trainer: Any) -> dict[str, Any]:
-    """Return the values accumulated since the epoch began, and those of metrics that no epoch resets."""
+    """Return the values accumulated since the epoch began, and the values of metrics that no epoch resets."""
     return {
         "logged": logged_averages(trainer),
         "metrics": {
@@ -74,7 +74,6 @@ def _grow_trackers(module: Any, names: Collection[str]) -> None:
 
 
 _Flags = dict[str, dict[str, bool]]
-"""The values of each flag by the name of the parameter or submodule."""
 
 
 class ModuleSwitches:

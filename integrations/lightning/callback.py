@@ -67,21 +67,21 @@ class CheckpointCallback(ResumingCallback):
 
     Step N means ``trainer.global_step == N``: N optimizer updates are in the checkpoint. Batches that train the module
     without an optimizer of Lightning count as well, as in manual optimization with ``use_pl_optimizer=False``. A run
-    that is interrupted anywhere and resumed ends bit for bit where the uninterrupted run does. In the middle of an
+    that is interrupted anywhere and resumed ends with the same bits as an uninterrupted run. In the middle of an
     epoch, data loaders with ``state_dict`` and ``load_state_dict`` continue where they were; others draw the earlier
     batches again.
 
     A ``ckpt_path`` given to ``fit`` wins over the newest checkpoint; it may name a step of this or another directory,
-    or one of Lightning's own files. Without one, only this directory decides: the files of a ``ModelCheckpoint`` beside
-    this callback are never resumed from. ``trainer.test(ckpt_path="best")`` and ``"last"`` work as usual.
+    or one of Lightning's own files. Without one, only this directory decides: a run never resumes from the files of a
+    ``ModelCheckpoint``. ``trainer.test(ckpt_path="best")`` and ``"last"`` work as usual.
 
     SIGTERM only sets a flag. The next point between two batches, or before a validation, saves, waits until the files
     are durable, and ends the process with status 143; workers of data loaders survive until then. A signal within a
-    validation ends the process at once, and the run resumes from the last step that was saved: nothing can be saved in
-    a validation, where callbacks may have put an average in the place of the weights. After other
-    exceptions, the callback does not save (except with ``save_on_exception``), but lets a save that is under way
-    finish. Under SLURM, the signal for requeueing saves in the same way, requeues the job, and ends the process with
-    status 75; files that Lightning has saved for requeueing are left alone.
+    validation ends the process at once, and the run resumes from the last saved step: nothing can be saved in a
+    validation, in which callbacks may have replaced the weights by an average. After other exceptions, the callback
+    does not save (except with ``save_on_exception``), but lets a pending save finish. Under SLURM, the signal for
+    requeueing saves in the same way, requeues the job, and ends the process with status 75; files that Lightning has
+    saved for requeueing are left alone.
 
     Under DDP (``strategy="ddp"``) and ``ModelParallelStrategy`` (FSDP2) all processes save one checkpoint, each
     a share of the parameters and of the optimizers, and each its own random generators and place in the data; SIGTERM
@@ -192,7 +192,7 @@ class CheckpointCallback(ResumingCallback):
 
     @property
     def proof(self) -> Proof:
-        """What the comparison of a resumed ``fit`` with the steps before the stop has shown so far."""
+        """The result, so far, of the comparison of a resumed ``fit`` with the steps before the stop."""
         return Proof() if self._witness is None else self._witness.proof
 
     @property
@@ -209,7 +209,7 @@ class CheckpointCallback(ResumingCallback):
                 not there.
         """
         steps = self._store.steps()
-        if self._store.may_fetch:  # ``setup`` asks the mirror, when the processes are connected.
+        if self._store.may_fetch:  # ``setup`` asks the mirror after the processes are connected.
             return ResumePath(self._store.directory) if steps and self._options.resume in ("auto", "must") else None
         if self._options.resume == "must":
             check_resume("must", steps, self._store.directory)
@@ -236,8 +236,7 @@ class CheckpointCallback(ResumingCallback):
     @property
     def best_model_path(self) -> str:
         """The path of the best checkpoint, the newest one without ``best_fn``; empty if there is none, or no metric."""
-        step = self._store.manager.best_step()
-        return "" if step is None else self._store.path_of(step)
+        return self._store.path_of(self._store.manager.best_step())
 
     @best_model_path.setter
     def best_model_path(self, path: str) -> None:
@@ -251,8 +250,7 @@ class CheckpointCallback(ResumingCallback):
     @property
     def last_model_path(self) -> str:
         """The path of the newest checkpoint; empty when there is none."""
-        step = self._store.manager.latest_step()
-        return "" if step is None else self._store.path_of(step)
+        return self._store.path_of(self._store.manager.latest_step())
 
     @property
     def current_score(self) -> torch.Tensor | None:
@@ -319,8 +317,7 @@ class CheckpointCallback(ResumingCallback):
         stop = self._stop(trainer.fit_loop.epoch_loop.val_loop)
         if not isinstance(stop, AgreedStop):
             self._evaluation = stop  # Several processes can agree only after the first batch.
-        fit = Fit(trainer, self._store, self._options, self._preemption)
-        self._recorder = FitRecorder(fit, stop, callback=self)
+        self._recorder = FitRecorder(Fit(trainer, self._store, self._options, self._preemption), stop, callback=self)
         self._witness = self._recorder.witness.run
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
@@ -329,7 +326,7 @@ class CheckpointCallback(ResumingCallback):
             self._recorder.resume_from(checkpoint)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Note what the program has set in its optimizers, before the restore replaces it."""
+        """Note the hyperparameters that the program has set, before the restore replaces them."""
         if self._recorder is not None:
             self._recorder.fitting.note_hyperparameters()
 
@@ -344,17 +341,16 @@ class CheckpointCallback(ResumingCallback):
             self._recorder.begin_batch(batch)
 
     def on_validation_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        """Leave a validation after a preemption, as the time may run out."""
-        self._store.observer.reached(
-            "validation", trainer.global_step if self._recorder is None else self._recorder.fit.step
-        )
+        """Leave a validation after a preemption, because time may run out."""
+        step = trainer.global_step if self._recorder is None else self._recorder.fit.step
+        self._store.observer.reached("validation", step)
         if self._recorder is None or trainer.sanity_checking:
             self._leave_evaluation(trainer)
         else:
             self._recorder.during_validation()
 
     def on_test_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        """Leave a test, or predictions, in which the process was asked to end."""
+        """Leave a test, or predictions, if the process was asked to end."""
         self._leave_evaluation(trainer)
 
     on_predict_batch_end = on_test_batch_end
@@ -365,12 +361,12 @@ class CheckpointCallback(ResumingCallback):
             self._recorder.writer.note_metrics(self._recorder.fit.step)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Announce that there was nothing left to do, where a run had ended already."""
+        """Announce that there was nothing left to do, if the run had ended already."""
         if self._recorder is not None:
             self._recorder.finish()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Let a save that is under way finish; with ``save_on_exception``, save the last point between two batches."""
+        """Let a pending save finish; with ``save_on_exception``, save the last point between two batches."""
         try:
             if self._recorder is not None:
                 self._recorder.writer.save_after(exception)
@@ -379,7 +375,7 @@ class CheckpointCallback(ResumingCallback):
         try:
             self._end(trainer, orderly=False, error=exception)
         except HoldfastError:
-            # The exception under way matters more, so this one must not replace it.
+            # The first exception matters more, so this one must not replace it.
             logger.exception("a save failed in the background while training was ending with an exception")
 
     def teardown(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
@@ -391,14 +387,14 @@ class CheckpointCallback(ResumingCallback):
         self._end(trainer, orderly=True)
 
     def _chosen(self, trainer: Any, path: Any) -> Any:
-        """Return the path to resume from: the one that was given, or the one that process 0 has found for all."""
+        """Return the path to resume from: the given path, or the one that process 0 finds for all."""
         decides, self._decides = self._decides, False
         path = None if private_api.is_left_alone(trainer, path) else path
         named = path and not isinstance(path, ResumePath)
         if named and not decides:
             return path
         if private_api.only_searches(trainer):
-            return None  # A Tuner finds the same at every start of the program, even if the fit after it resumes.
+            return None  # A Tuner finds the same at every start of the program, even if the next fit resumes.
         if named:
             # The trainer was given no path, and found the newer file of a ModelCheckpoint.
             paths = [callback.ckpt_path for callback in _callbacks_of(trainer)]
@@ -482,7 +478,6 @@ def take_weights(trainer: Any, module: Any, source: Place, misfits: Misfits | No
             f"init_from={str(source)!r} does not work with {type(trainer.strategy).__name__}, which shards the module "
             "before weights can be loaded; load them in the module's configure_model"
         )
-    state = dict(module.state_dict())
-    weights = load_weights(source, state, misfits=misfits)
+    weights = load_weights(source, dict(module.state_dict()), misfits=misfits)
     module.load_state_dict(weights.tree, strict=True)
     return weights

@@ -47,18 +47,17 @@ class _Optimizer(NamedTuple):
     names: _Names | None
 
     def positions(self) -> dict[str, int]:
-        flat = enumerate(chain.from_iterable(self.names or ()))
-        return {name: index for index, name in flat if name is not None}
+        return {name: index for index, name in enumerate(chain.from_iterable(self.names or ())) if name is not None}
 
 
 def _optimizers_of(trainer: Any) -> list[_Optimizer]:
     names = {id(value): unwrapped_name(name) for name, value in trainer.lightning_module.named_parameters()}
-
-    def described(optimizer: Any) -> _Optimizer:
-        groups = [[names.get(id(value)) for value in group["params"]] for group in optimizer.param_groups]
-        return _Optimizer(class_name(optimizer), groups)
-
-    return [*map(described, trainer.strategy.optimizers)]
+    return [
+        _Optimizer(
+            class_name(optimizer), [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
+        )
+        for optimizer in trainer.strategy.optimizers
+    ]
 
 
 class Fitting:
@@ -252,7 +251,8 @@ class Fitting:
                 else:
                     self.misfits.differs(f"{path}/{name}", f"shape {_shape(value.shape)}", _shape(shape))
         self.misfits.surplus(f"{path}/{name}" for name in positions if name not in flat)
-        origins = _origins_of_groups(live.names or [], saved.names or [])
+        others = {index: {*group} - {None} for index, group in enumerate(saved.names or ())}
+        origins = [_closest(index, {*group}, others) for index, group in enumerate(live.names or ())]
         self._groups[index] = len(saved.names or ()), origins
         options = []
         for number, (group, source) in enumerate(zip(groups, origins, strict=True)):
@@ -340,12 +340,6 @@ def _matched(live: Sequence[_Optimizer], saved: Sequence[_Optimizer]) -> list[in
         unnamed = index in free and saved[index].names is None
         origins.append(index if unnamed else _closest(index, optimizer.positions().keys(), free))
     return origins
-
-
-def _origins_of_groups(live: _Names, saved: _Names) -> list[int | None]:
-    """Return, for each group, the index of the saved one with most of its parameters; None if there is none."""
-    others = {index: {*group} - {None} for index, group in enumerate(saved)}
-    return [_closest(index, {*group}, others) for index, group in enumerate(live)]
 
 
 def _closest(index: int, names: AbstractSet[Any], others: Mapping[int, AbstractSet[Any]]) -> int | None:

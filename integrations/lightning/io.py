@@ -109,7 +109,7 @@ class HoldfastCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a checkpoint; ``weights_only`` does not matter for those of the engine, which hold no code."""
+        """Load a checkpoint; ``weights_only`` does not matter for a checkpoint of the engine, which holds no code."""
         checkpoint = self.read(path)
         if checkpoint is not None:
             return checkpoint
@@ -133,21 +133,12 @@ class HoldfastCheckpointIO(CheckpointIO):
 
 
 class EngineCheckpointIO(HoldfastCheckpointIO):
-    """Saves and loads the steps of a run, reads other checkpoints of the engine, and leaves the rest to ``inner``."""
+    """Loads the steps of a run and other checkpoints of the engine, and leaves the rest to ``inner``."""
 
     def __init__(self, store: RunStore, strategy: Any) -> None:
         super().__init__(strategy.checkpoint_io)
         self.store = store
         self._strategy = strategy
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
-    ) -> None:
-        """Save a step of the run; the files are written in the background."""
-        if (step := self.store.step_of(path)) is None:
-            self.inner.save_checkpoint(checkpoint, path, storage_options)
-        else:
-            self.store.save(step, lambda: checkpoint, self._strategy)
 
     def read(
         self, path: str | os.PathLike[str], template: Callable[[], Template] = lambda: None
@@ -168,18 +159,12 @@ class EngineCheckpointIO(HoldfastCheckpointIO):
             return None
         return named_as(self._strategy.lightning_module, checkpoint)
 
-    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        if (step := self.store.step_of(path)) is None:
-            self.inner.remove_checkpoint(path)
-        else:
-            self.store.delete(step)
-
     def teardown(self) -> None:
         super().teardown()
         self.store.at_teardown.close()
 
     # ---- wrappers of methods of a trainer and its strategy, with which all processes save, delete and load a step
-    # together: Lightning would call the plugin in one of them, or in none
+    # together: Lightning would call the plugin in one of them, or in none; the files are written in the background
 
     def save_together(
         self, trainer: Any, original: Any, filepath: Any, weights_only: Any = None, storage_options: Any = None
@@ -192,12 +177,16 @@ class EngineCheckpointIO(HoldfastCheckpointIO):
             self._strategy.barrier("CheckpointCallback")
 
     def save_given(self, original: Any, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        save = original if self.store.step_of(filepath) is None else self.save_checkpoint
-        save(checkpoint, filepath, storage_options=storage_options)
+        if (step := self.store.step_of(filepath)) is None:
+            original(checkpoint, filepath, storage_options=storage_options)
+        else:
+            self.store.save(step, lambda: checkpoint, self._strategy)
 
     def remove_together(self, original: Callable[..., None], filepath: Any) -> None:
-        remove = original if self.store.step_of(filepath) is None else self.remove_checkpoint
-        remove(filepath)
+        if (step := self.store.step_of(filepath)) is None:
+            original(filepath)
+        else:
+            self.store.delete(step)
 
     def load_in_place(self, original: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
         """Load into the module and the optimizers, if the strategy itself does that."""
@@ -209,7 +198,7 @@ class EngineCheckpointIO(HoldfastCheckpointIO):
 
 
 def install(trainer: Any, store: RunStore) -> None:
-    """Put a plugin that saves with the engine in front of the checkpoint plugin of a trainer's strategy, once."""
+    """Let a trainer and its strategy save, delete and load the steps of a run with the engine; done once."""
     strategy = trainer.strategy
     plugin = strategy.checkpoint_io
     while isinstance(plugin, EngineCheckpointIO):
@@ -218,12 +207,12 @@ def install(trainer: Any, store: RunStore) -> None:
         plugin = plugin.inner
     plugin = strategy.checkpoint_io = EngineCheckpointIO(store, strategy)
     hooks = LoopHooks()  # They stay as long as the plugin.
-    if can_save(strategy) and (strategy.world_size > 1 or is_sharded(strategy)):
+    if can_save(strategy):
         hooks.place(trainer, "save_checkpoint", partial(plugin.save_together, trainer))
         hooks.place(strategy, "save_checkpoint", plugin.save_given)
         hooks.place(strategy, "remove_checkpoint", plugin.remove_together)
-        if is_sharded(strategy):
-            hooks.place(strategy, "load_checkpoint", plugin.load_in_place)
+    if is_sharded(strategy):
+        hooks.place(strategy, "load_checkpoint", plugin.load_in_place)
 
 
 def redirect_resume(trainer: Any, choose: Callable[[Any], Any]) -> None:

@@ -15,7 +15,7 @@ from ...engine.generators import as_tree, capture, restore
 from ...engine.loaders import generators_of, is_torchdata_loader, nodes_of, samplers_of
 from ...engine.stateful import is_replicated, restore_state, state_of, warn_of_lost_draws, warn_of_samplers
 from ..hugging_face import as_start
-from .private_api import draws_ahead, have_ended, set_ended
+from .private_api import draws_ahead, have_ended, iterator_of, set_ended
 from .trees import is_plain_tree
 
 logger = logging.getLogger("holdfast")
@@ -76,7 +76,7 @@ def load_loader_states(loaders: Sequence[object], saved: Sequence[Any], *, ended
 
 
 def other_loaders(loaders: Sequence[object], saved: Sequence[Any]) -> StateError:
-    """Return the error for loaders that differ from those of the save."""
+    """Return the error for loaders that differ from the saved ones."""
     return StateError(
         f"the checkpoint holds the state of {len(saved)} training data loaders, but {len(_stateful(loaders))} of this "
         "run's loaders have state_dict and load_state_dict: use the loaders that the checkpoint was saved with"
@@ -122,8 +122,9 @@ def start_workers(loaders: Sequence[Any], indices: Collection[int]) -> None:
             iter(loader)
 
 
-def marks(iterators: Sequence[Any]) -> list[tuple[Any, int]]:
-    """Return the positions that :func:`has_restarted` compares at the next batch."""
+def marks(fetcher: Any) -> list[tuple[Any, int]]:
+    """Return the positions of iterators, which :func:`has_restarted` compares at the next batch."""
+    iterators = iterator_of(fetcher.combined_loader).iterators
     return [(iterator, getattr(iterator, "_num_yielded", 0)) for iterator in iterators]
 
 
@@ -170,8 +171,7 @@ class DrawnAhead:
     def begin(self, loaders: Sequence[object], replicated: Collection[str]) -> None:
         """Begin an epoch of some loaders; ``replicated`` names state that is the same in all processes."""
         self._loaders = loaders
-        declared = replicated_states(loaders, replicated)
-        self._is_for_all = all_stateful(loaders) and len(declared) == len(loaders)
+        self._is_for_all = all_stateful(loaders) and len(replicated_states(loaders, replicated)) == len(loaders)
 
     def note(self, fetcher: Any) -> None:
         """Note the states of the loaders before training on a batch draws the next one."""
@@ -236,7 +236,7 @@ def restore_loader_generators(states: Mapping[str, Any], loaders: Sequence[objec
 
 
 def _generators(loaders: Sequence[object]) -> dict[str, Any]:
-    """Return the generator of each loader and sampler, once, by a name such as ``0.sampler.generator``."""
+    """Return the distinct generators of loaders and samplers by a name such as ``0.sampler.generator``."""
     # A loader with a state restores its own generator, except in torchdata, which draws the seeds of workers from it.
     by_id: dict[int, tuple[str, Any]] = {}
     for index, loader in enumerate(loaders):

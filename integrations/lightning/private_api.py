@@ -135,12 +135,10 @@ def follow_choices(callback: type) -> None:
         connector: Any = getattr(sys.modules.get(f"{package}.{_CONNECTOR}"), "_CheckpointConnector", None)
         choose = getattr(connector, "_parse_ckpt_path", None)  # `check_version` names what a trainer lacks
         if choose is not None and not hasattr(choose, "__wrapped__"):
-            _follow(connector, callback)
+            connector._parse_ckpt_path = _following(choose, callback)
 
 
-def _follow(connector: Any, callback: type) -> None:
-    original = connector._parse_ckpt_path
-
+def _following(original: Callable[..., Any], callback: type) -> Callable[..., Any]:
     @functools.wraps(original)
     def parse(self: Any, state_fn: Any, ckpt_path: Any, model_provided: bool, model_connected: bool) -> Any:
         vars(self)[_GIVEN] = ckpt_path
@@ -157,7 +155,7 @@ def _follow(connector: Any, callback: type) -> None:
                 warnings.filterwarnings("ignore", message=message, category=UserWarning)
             return original(self, state_fn, ckpt_path, **models)
 
-    connector._parse_ckpt_path = parse
+    return parse
 
 
 def was_given_no_path(trainer: Any) -> bool:
@@ -206,7 +204,7 @@ class LoopHooks:
         setattr(owner, name, method)
 
     def remove(self) -> None:
-        """Remove all wrappers. One that is wrapped in turn stays, and only calls the original method."""
+        """Remove all wrappers. A wrapper that was itself wrapped stays, but only calls the original method."""
         self._active = False
         for owner, name, before, method in reversed(self._placed):
             if vars(owner).get(name) is not method:
@@ -228,17 +226,11 @@ def clear_restart(loop: Any) -> None:
             clear_restart(child)
 
 
-def finish_epoch(progress: Any) -> None:
-    """Set the counters of a loop that was saved between two epochs as after a finished epoch."""
+def finish_epoch(progress: Any, *, within: bool = False) -> None:
+    """Set the counters of a loop as after a finished epoch; ``within`` if it was saved within this epoch."""
     for tracker in (progress.total, progress.current):
-        tracker.ready = tracker.started = tracker.completed = tracker.processed
-
-
-def end_epoch(progress: Any) -> None:
-    """Count an epoch within which the run has ended."""
-    for tracker in (progress.total, progress.current):
-        tracker.processed = tracker.ready
-    finish_epoch(progress)
+        count = tracker.ready if within else tracker.processed
+        tracker.ready = tracker.started = tracker.processed = tracker.completed = count
 
 
 # ---- parts of trainers, loops and strategies
@@ -412,8 +404,7 @@ _FACTS = (
 
 def logged_averages(trainer: Any) -> dict[str, Any]:
     """Return the averages that the module has logged since the epoch began, by key."""
-    logged = trainer.fit_loop.epoch_loop._results
-    return {key: _entry(metric) for key, metric in logged.items() if _is_kept(metric)}
+    return {key: _entry(metric) for key, metric in trainer.fit_loop.epoch_loop._results.items() if _is_kept(metric)}
 
 
 def restore_logged(trainer: Any, saved: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
@@ -476,7 +467,7 @@ FINDERS = ("LearningRateFinder", "BatchSizeFinder")
 
 
 def is_search_file(path: object) -> bool:
-    """Return whether a search restores the file at a path after its trials."""
+    """Return whether a path is a file that a search restores after its trials."""
     return os.path.basename(str(path)).startswith((".lr_find", ".scale_batch_size"))
 
 

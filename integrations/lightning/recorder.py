@@ -180,8 +180,7 @@ class FitRecorder:
             return
         if stop and self.writer.newest.is_complete(step):
             self._leave()
-        holds_gradients = private_api.is_accumulating(loop) or self.fit.holds_gradients
-        if holds_gradients or private_api.has_done_all_batches(loop):
+        if private_api.is_accumulating(loop) or self.fit.holds_gradients or private_api.has_done_all_batches(loop):
             return
         self._considered = step
         self._consider(step, "batch", stop=stop, ended=loop.epoch_loop.done)

@@ -210,10 +210,9 @@ class EpochReplay:
             self._fit.count(original, fetcher)
             return
         # Of several loaders, shorter ones begin again, and are seeded, in the middle of an epoch.
-        before, drawn = self._random(), fetcher.fetched
-        marks = loaders.marks(private_api.iterator_of(fetcher.combined_loader).iterators)
+        before, drawn, marks = self._random(), fetcher.fetched, loaders.marks(fetcher)
         self._fit.count(original, fetcher)
-        if loaders.has_restarted(marks, loaders.marks(private_api.iterator_of(fetcher.combined_loader).iterators)):
+        if loaders.has_restarted(marks, loaders.marks(fetcher)):
             self._start.setdefault("restarts", {})[drawn] = before
 
     def fit_ends(self) -> None:
@@ -250,7 +249,7 @@ class EpochReplay:
         self._restore_module(saved)
         private_api.clear_restart(self._loop)
         if self._loop.max_epochs in (None, -1) or self._loop.epoch_progress.current.processed < self._loop.max_epochs:
-            private_api.end_epoch(self._loop.epoch_progress)  # The run has ended within this epoch.
+            private_api.finish_epoch(self._loop.epoch_progress, within=True)  # The run has ended within this epoch.
         self._restore_random(saved, saved.tree["random"])
 
     def _begin_again(self, saved: SavedPosition) -> None:

@@ -53,8 +53,7 @@ def share_of(
         saved["point"] = "batch"
         saved["rescaled"] = Fraction(before, now)
     if is_new and "averages" in saved:
-        empty = {"updates": 0, "states": {}}
-        saved["averages"] = {"metrics": dict.fromkeys(saved["averages"]["metrics"], empty)}
+        saved["averages"] = {"metrics": {name: {"updates": 0, "states": {}} for name in saved["averages"]["metrics"]}}
     if before != now and trainer.is_global_zero:
         order = "; a loader that shuffles has another order in one process than in several"
         samples = f"the epoch continues after as many samples{order if 1 in (before, now) else ''}"

@@ -34,9 +34,7 @@ class Newest:
 
     step: int
     metrics: Mapping[str, float] | None = None  # None unless the directory holds the checkpoint
-    is_cut_off: bool = (
-        False  # whether something that follows the last batch of the step is missing, such as a validation
-    )
+    is_cut_off: bool = False  # whether the step lacks something that follows its last batch, such as a validation
 
     def is_complete(self, step: int) -> bool:
         """Return whether a step is saved with everything that belongs to it."""
@@ -93,7 +91,7 @@ class StepWriter:
             return
         saved = self.newest.metrics
         late = {name: value for name, value in self._ledger.of(step).items() if not _same(saved, name, value)}
-        stored: dict[str, float] = self._fit.store.processes.decide("late metrics", dict, late)  # those of process 0
+        stored: dict[str, float] = self._fit.store.processes.decide("late metrics", dict, late)  # of process 0
         if stored:
             self._fit.store.manager.record_metrics(step, stored)
         self.newest = replace(self.newest, metrics={**saved, **stored})

@@ -196,8 +196,8 @@ class RunStore:
         """Return the steps in the directory and, during a ``fit``, the local step of the hosts."""
         return all_steps(self.directory, self._options.step_prefix, self._manager if self.is_open else None)
 
-    def path_of(self, step: int) -> str:
-        return str(step_location(self.manager, step))
+    def path_of(self, step: int | None) -> str:
+        return "" if step is None else str(step_location(self.manager, step))
 
     def step_of(self, path: Place) -> int | None:
         """Return the step with this path, or None if the path is not in this directory."""
@@ -373,7 +373,7 @@ def is_checkpoint(path: Place) -> bool:
     return (location / RECORD).exists() or bool(list_steps(location))
 
 
-def _checkpoint(restored: Any, place: Place) -> dict[str, Any]:
+def _checkpoint(restored: Any, source: Place) -> dict[str, Any]:
     """Return restored items as Lightning's dictionary with the position of this process."""
     # If another number of processes saved, the position also has the positions of all of them, as ``shares``. A process
     # that had no position gets the one of process 0.
@@ -382,15 +382,15 @@ def _checkpoint(restored: Any, place: Place) -> dict[str, Any]:
         tree, position = restored[ITEM], restored.get(PROCESS)
     if not isinstance(tree, dict) or not {"state_dict", "pytorch-lightning_version"} <= tree.keys():
         raise StateError(
-            f"{place} was not saved from a Lightning trainer; load it with hf.load, or with the callback that saved it"
+            f"{source} was not saved from a Lightning trainer; load it with hf.load, or with the callback that saved it"
         )
-    checkpoint, processes = from_tree(tree, place), current_coordinator()
+    checkpoint, processes = from_tree(tree, source), current_coordinator()
     if isinstance(position, SavedShares):
-        shares = [from_tree(share, place)[POSITION] for share in position.trees]
+        shares = [from_tree(share, source)[POSITION] for share in position.trees]
     elif position is None and POSITION in checkpoint and processes.process_count > 1:
         shares = [checkpoint[POSITION]]
     else:
-        return {**checkpoint, **from_tree(position or {}, place)}
+        return {**checkpoint, **from_tree(position or {}, source)}
     share = shares[processes.process_index if processes.process_index < len(shares) else 0]
     return {**checkpoint, POSITION: {**share, "shares": shares}}
 

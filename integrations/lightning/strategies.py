@@ -128,8 +128,7 @@ class SharedState:
 
     def __init__(self, strategy: Any) -> None:
         module = strategy.lightning_module
-        gloo = torch.distributed.get_backend() == "gloo"
-        self._channel = torch.device("cpu") if gloo else strategy.root_device
+        self._channel = torch.device("cpu") if torch.distributed.get_backend() == "gloo" else strategy.root_device
         self._large: list[torch.Tensor] = []
         self._parameters = {unwrapped_name(name) for name, _ in module.named_parameters(remove_duplicate=False)}
         # An optimizer that shards its own state returns all of it on process 0, and nothing on the others.

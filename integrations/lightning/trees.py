@@ -61,9 +61,7 @@ class _LeftError(Exception):
 def to_tree(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Convert a checkpoint of Lightning to a tree that the engine saves; also return a line for each omitted entry."""
     plain = _Plain()
-    first = [name for name in _FIRST if name in checkpoint]
-    order = [*first, *(name for name in checkpoint if name not in first)]
-    tree = plain.entries({name: checkpoint[name] for name in order}, ())
+    tree = plain.entries({name: checkpoint[name] for name in (*_FIRST, *checkpoint) if name in checkpoint}, ())
     if lost := [line for line in plain.left if line.partition("/")[0].partition(" ")[0] in _REQUIRED]:
         raise UnsupportedLeafError(
             "the run could not be resumed without these parts of its state, which are neither arrays nor plain data: "
@@ -79,12 +77,12 @@ def to_tree(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return tree, plain.left
 
 
-def from_tree(tree: dict[str, Any], place: object = "this checkpoint") -> dict[str, Any]:
+def from_tree(tree: dict[str, Any], source: object = "this checkpoint") -> dict[str, Any]:
     """Convert a tree that was loaded without a template to a checkpoint of Lightning; tensors share its memory."""
     version = tree.get(_VERSION, 0)
     if not isinstance(version, int) or version > VERSION:
         raise FormatVersionError(
-            f"{place}: the state of its Lightning run has version {version!r:.20}, and this version of holdfast reads "
+            f"{source}: the state of its Lightning run has version {version!r:.20}, and this version of holdfast reads "
             f"versions up to {VERSION}; install the one that wrote it, or a newer one"
         )
     types = {tuple(keys): type_name for keys, type_name in json.loads(tree.get(_TYPES, "[]"))}
@@ -229,8 +227,7 @@ def as_plain(value: Any) -> tuple[Any, str] | None:
         is_found = value.__module__.partition(".")[0] in _LIBRARIES and loaded_object(name) is value
         return (name.replace(":", "."), f"class {name}") if is_found else None
     if dataclasses.is_dataclass(value) and not isinstance(value, torch.nn.Module):
-        entries = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return entries, f"dataclass {path}"
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}, f"dataclass {path}"
     if type(value).__module__.partition(".")[0] == "omegaconf":
         return sys.modules["omegaconf"].OmegaConf.to_container(value, resolve=False), "omegaconf"
     return None

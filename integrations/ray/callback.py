@@ -40,9 +40,9 @@ class CheckpointCallback(LoopCallback):
 
     It takes the same options, and does the same outside of Ray Train. In a worker, it also does this:
 
-    - Every saved step is reported to Ray when it is durable: ``ray.train.report`` with the metrics of the step, and
-      with its checkpoint where it lies, so that it is stored once. Reports wait for all workers, so that a step is
-      reported when the next one is saved, at a preemption, or at the end.
+    - Every saved step is reported to Ray when it is durable: ``ray.train.report`` gets the metrics of the step, and
+      its checkpoint in place, without a copy. Reports wait for all workers, so a step is reported when the next one is
+      saved, at a preemption, or at the end.
     - A checkpoint that is reported belongs to Ray, whose ``CheckpointConfig(num_to_keep=...)`` deletes it. With
       ``max_to_keep`` or another option of retention, the callback deletes, and reports only metrics: Ray does not start
       a run again whose checkpoints are gone. (``Result`` then has neither, as Ray keeps metrics with checkpoints.)

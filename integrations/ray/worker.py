@@ -26,7 +26,7 @@ DRAINED = 1000
 _TIMEOUT = 30.0  # seconds to wait for the main thread of the actor, which Ray keeps free
 _SCHEMES = {"s3": "s3://", "gcs": "gs://", "abfs": "abfs://"}  # by the type of a pyarrow file system
 _CREDENTIALS = ("access_key", "account_key", "access_token", "sas_token", "client_id", "anonymous", "role_arn")
-"""Options with which a file system has credentials of its own; a URL takes credentials from the environment."""
+"""Options with which a file system has its own credentials; a URL takes credentials from the environment."""
 
 _signals: weakref.WeakValueDictionary[int, WorkerSignal] = weakref.WeakValueDictionary()  # `_call` looks them up.
 
@@ -34,16 +34,16 @@ _signals: weakref.WeakValueDictionary[int, WorkerSignal] = weakref.WeakValueDict
 def run_directory(name: str = "checkpoints") -> str:
     """Return the directory of checkpoints in the storage of this run of Ray Train, for every worker the same.
 
-    Ray registers the checkpoints that lie in there as they are, without a copy. It is ``name`` in the directory that
+    Ray registers the checkpoints in it without a copy. It is ``name`` in the directory that
     ``RunConfig(storage_path=..., name=...)`` chooses; give both, so that a program that is started again finds it.
 
     Args:
         name: The name of the directory.
 
     Returns:
-        A path, or a URL such as ``s3://bucket/runs/digits/checkpoints``. Where the storage has options of its own, such
-        as an endpoint or ``RunConfig(storage_filesystem=...)``, the URL is that of
-        ``holdfast.storage.as_location(..., filesystem=...)``, with what is promised there.
+        A path, or a URL such as ``s3://bucket/runs/digits/checkpoints``. If the storage has its own options, such as an
+        endpoint or ``RunConfig(storage_filesystem=...)``, the URL is the one of
+        ``holdfast.storage.as_location(..., filesystem=...)``, with the same promises.
 
     Raises:
         StateError: This is no worker of Ray Train.

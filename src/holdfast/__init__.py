@@ -26,7 +26,7 @@ except ImportError:
         "run it in WSL 2 (wsl --install), with checkpoints on the disk of Linux"
     ) from None
 
-# Names tell of another project's distribution `holdfast`, whose modules would lie between those of this one.
+# The names show whether another project's distribution `holdfast` is installed, whose modules would mix with these.
 for _place in _sys.path:
     with _contextlib.suppress(OSError):
         for _name in _os.listdir(_place):
@@ -40,7 +40,7 @@ _MODULES = ("errors", "handlers", "type_handlers", "reports", "processes", "stor
 
 
 def __getattr__(name):  # type checkers read __init__.pyi
-    """Load a public name; the error about a name of one of the modules says where it is."""
+    """Load a public name; if a name is in one of the modules, the error says which."""
     try:
         return _load(name)
     except AttributeError:
@@ -51,12 +51,11 @@ def __getattr__(name):  # type checkers read __init__.pyi
         # With name and obj, a traceback suggests the public name that is closest.
         hint = _instead_of(name)
         here = {} if hint else {"name": name, "obj": _sys.modules[__name__]}
-        error = AttributeError(f"module 'holdfast' has no attribute {name!r}{hint}", **here)
-        raise error from None
+        raise AttributeError(f"module 'holdfast' has no attribute {name!r}{hint}", **here) from None
 
 
 def _instead_of(name):
-    """Return what is here instead of a name of Orbax, for the end of a message."""
+    """Return the counterpart of a name of Orbax, for the end of a message."""
     return _importlib.import_module("holdfast.engine.foreign_arguments").object_instead_of(name)
 
 

@@ -96,5 +96,5 @@ def _args_of_saved(saved: LeafMetadata, sharding: Any, set_global_shape: bool) -
 
 
 def _number(dtype: np.dtype[Any]) -> np.dtype[Any] | None:
-    """Return a dtype of numbers; None for others, to which nothing is cast."""
+    """Return a numeric dtype; None for other dtypes, to which nothing is cast."""
     return None if number_kind(dtype) is None else dtype

@@ -1,4 +1,4 @@
-"""The callback for ``model.fit`` of Keras 3. It is no attribute of ``holdfast`` until it is imported, as Keras is."""
+"""The callback for ``model.fit`` of Keras 3. ``import holdfast`` does not import this module, which imports Keras."""
 
 from .integrations.keras import CheckpointCallback
 
