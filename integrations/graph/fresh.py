@@ -13,7 +13,7 @@ from ...engine.pytree import LeafTemplate, Saved, collection_paused, compare, de
 from .frameworks import OptionSlot, TensorSlot
 from .slots import BoxSlot, PartSlot, Path, Place, StateSlot, format_node_path
 from .tracked import Node
-from .values import MADE_KINDS, NUMBER_VALUES, is_plain
+from .values import MADE_KINDS, NUMBER_VALUES, PLAIN_CONTAINERS, is_plain
 from .views import Leaf
 from .walk import LiveGraph, LiveNode, walk
 
@@ -21,7 +21,7 @@ from .walk import LiveGraph, LiveNode, walk
 class _Object:
     """One object without its value, which steps change."""
 
-    def __init__(self, node: LiveNode, known: dict[int, bool]) -> None:
+    def __init__(self, node: LiveNode, known: tuple[dict[int, bool], dict[int, bool]]) -> None:
         view = node.view
         slot = view.slot if isinstance(view, Leaf) else None
         self.edges: dict[str, _Object] = {}
@@ -33,19 +33,24 @@ class _Object:
         self.opens = isinstance(view, Leaf) and (node.value is None or view.opened is not None)
         self.template = _template(node)
         is_array = self.template is not None and self.template.kind in MADE_KINDS
-        self.is_made = is_array or is_plain(node.value, known, arrays=True)
+        # Whether the program's elements can be replaced at once, without arrays and with them.
+        self.is_plain = is_plain(node.value, known[0]), is_plain(node.value, known[1], arrays=True)
+        self.is_made = is_array or self.is_plain[True]
+        self.is_tuple, self.is_container = isinstance(node.value, tuple), type(node.value) in PLAIN_CONTAINERS
+        self.is_fixed = view.in_place if isinstance(view, Leaf) else not view.functional
 
 
 class FreshObjects:
     """A description of objects: the edges between them, and the kinds of their values."""
 
     def __init__(self, live: LiveGraph) -> None:
-        known: dict[int, bool] = {}
+        known: tuple[dict[int, bool], dict[int, bool]] = {}, {}
         found = {id(node): _Object(node, known) for node in live.own}
         for node in reversed(live.own):  # what is below an object comes after it
             one, own = found[id(node)], [pair for pair in node.edges.items() if not pair[1].outside]
             one.edges = {segment: found[id(child)] for segment, child in own}
             one.has_values = one.has_values or any(child.has_values for child in one.edges.values())
+            one.is_made = one.is_made or (one.is_container and all(child.is_made for child in one.edges.values()))
         self._root = found[id(live.nodes[0])]
 
     @classmethod
@@ -57,25 +62,36 @@ class FreshObjects:
     def refused(self, later: FreshObjects) -> Iterator[str]:
         """Generate a line for each part of later objects that a restore into these would refuse."""
         queue: list[tuple[_Object, _Object, Path]] = [(self._root, later._root, ())]
-        seen = set[tuple[int, int]]()
+        seen, first = set[tuple[int, int]](), dict[int, tuple[int, Path]]()
         for fresh, now, path in queue:
             if (id(fresh), id(now)) in seen:
                 continue
             seen.add((id(fresh), id(now)))
+            one, where = first.setdefault(id(now), (id(fresh), path)) if fresh.is_fixed else (id(fresh), path)
+            if one != id(fresh):
+                yield f"{format_node_path(where)} and {format_node_path(path)}: two objects in the fresh state"
+                continue
             if now.is_leaf and (fresh.is_leaf or now.is_packed):
                 if (problem := _problem(fresh, now, format_node_path(path))) is not None:
                     yield problem
             elif now.is_leaf or (fresh.is_leaf and not (fresh.opens and now.is_made)):
                 yield f"{format_node_path(path)}: another object than in the fresh state"
-            elif not fresh.is_leaf and not (now.is_sequence and now.is_made):
-                for segment, one in {**fresh.edges, **now.edges}.items():
+            elif not fresh.is_leaf and not _is_replaced(fresh, now):
+                for segment, child in {**fresh.edges, **now.edges}.items():
                     below = (*path, segment)
                     if segment in fresh.edges and segment in now.edges:
-                        queue.append((fresh.edges[segment], one, below))
-                    elif one.has_values and segment in fresh.edges:
+                        queue.append((fresh.edges[segment], child, below))
+                    elif child.has_values and segment in fresh.edges:
                         yield f"{format_node_path(below)}: only in the fresh state"
-                    elif one.has_values and not one.is_option and not (now.is_dict and one.is_made):
+                    elif child.has_values and not child.is_option and not (now.is_dict and child.is_made):
                         yield f"{format_node_path(below)}: not in the fresh state"
+
+
+def _is_replaced(fresh: _Object, now: _Object) -> bool:
+    """Return whether a restore gives a sequence of plain values all elements at once."""
+    changes = len(fresh.edges) != len(now.edges)
+    is_new = now.is_made if changes else now.is_plain[False] and not fresh.is_tuple
+    return is_new and fresh.is_sequence and now.is_sequence and fresh.is_plain[changes]
 
 
 def _problem(fresh: _Object, now: _Object, path: str) -> str | None:
