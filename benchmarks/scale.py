@@ -33,7 +33,7 @@ import numpy as np
 
 import holdfast as hf
 from holdfast.engine.arrays.assignment import WriteAssignment
-from holdfast.engine.arrays.fragments import Fragment, make_fragment, merge_fragments, short_token
+from holdfast.engine.arrays.fragments import Fragment, make_fragment, merge_fragments
 from holdfast.engine.arrays.plan import Catalog, Layout, chunk_table, plan_files
 from holdfast.engine.distributed import ProcessInfo
 from holdfast.engine.format import CheckpointRecord, FileRecord, ItemRecord, crc32c, encode_document
@@ -124,7 +124,7 @@ def measure(processes: int, leaves: int) -> Scale:
         What it took.
     """
     names, described = make_tree(processes, leaves)
-    layout, token = Layout(), short_token(uuid.uuid4().hex)
+    layout, token = Layout(), uuid.uuid4().hex[:8]
     began = time.perf_counter()
     catalog = Catalog(names, described, layout)
     assignment = WriteAssignment(catalog, processes)
@@ -173,10 +173,10 @@ def write_checkpoint(folder: Path, processes: int, leaves: int) -> str:
         The leaf that can be read, as ``select=`` takes it.
     """
     names, described = make_tree(processes, leaves, kind="numpy")
-    layout, token = Layout(), short_token(uuid.uuid4().hex)
+    layout, token = Layout(), uuid.uuid4().hex[:8]
     catalog = Catalog(names, described, layout)
     assignment = WriteAssignment(catalog, processes)
-    zeros = catalog.column([crc32c(bytes(kind.spec.chunk_nbytes)) for kind in catalog.kinds], np.uint32)
+    zeros = catalog.column(lambda encoding: crc32c(bytes(encoding.spec.chunk_nbytes)), np.uint32)
     chosen = len(names) // 2 // SHAPES * SHAPES  # a small one
     checksum = int(zeros[chosen]).to_bytes(4, "little")
     (folder / "state" / "d").mkdir(parents=True)

@@ -10,12 +10,12 @@
 ``change``      prune, rm, rollback, pin and unpin
 ``convert``     cp, import and export
 ``supervise``   supervise: the rules for restarts, and the loop
-``drill``       drill, in a folder of its own
-``run_report``  report, in a folder of its own
+``drill``       drill, a package
+``run_report``  report, a package
 ``program``     another program as a child process: started, watched, ended
-``child``       inside of such a program: its heartbeat, and where a rehearsal begins
+``child``       inside of such a program: its heartbeat, and the start of a rehearsal
 ``report``      the output of the commands: tables for people, JSON for programs
-``progress``    how far a command is
-``streams``     what is printed, log lines, and standard streams that are closed
+``progress``    the progress of a command
+``streams``     printable text, log lines, and closed standard streams
 ==============  ==========================================================================================
 """

@@ -1,4 +1,4 @@
-"""The list of the commands, in the order of ``holdfast --help``, and what the shell completes."""
+"""The list of commands, in the order of ``holdfast --help``, and the completion of shells."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COMMANDS = {
     "import": "Import checkpoints of another library.",
     "export": "Export a checkpoint to the format of another library.",
 }
-_MODULES = {  # where the commands are
+_MODULES = {  # the commands in each module
     "listing": "ls watch",
     "inspect": "show diff verify",
     "change": "prune rm rollback pin unpin",
@@ -43,8 +43,8 @@ _MODULES = {  # where the commands are
     "drill.command": "drill",
     "run_report": "report",
 }
-_NAME, _COMPLETE = "holdfast", "_HOLDFAST_COMPLETE"  # the variable with which a script asks for completions
-_SCRIPTS = {  # by shell: where its script goes, and the line that a startup file needs for it
+_NAME, _COMPLETE = "holdfast", "_HOLDFAST_COMPLETE"  # the variable with which a shell requests completions
+_SCRIPTS = {  # by shell: the path of the script, and the startup file with the line that loads it
     "bash": (".bash_completions/holdfast.sh", ".bashrc", "source ~/.bash_completions/holdfast.sh"),
     "zsh": (".zfunc/_holdfast", ".zshrc", "fpath+=~/.zfunc; autoload -Uz compinit; compinit"),
     "fish": (".config/fish/completions/holdfast.fish", None, ""),
@@ -52,7 +52,7 @@ _SCRIPTS = {  # by shell: where its script goes, and the line that a startup fil
 
 
 def execute(arguments: Sequence[str]) -> int:
-    """Run a command with its arguments, or complete those of a shell; return the exit status."""
+    """Run a command with its arguments, or complete the arguments in a shell; return the exit status."""
     if instruction := os.environ.get(_COMPLETE):
         from click.shell_completion import shell_complete
 
@@ -63,33 +63,33 @@ def execute(arguments: Sequence[str]) -> int:
         with _app.make_context(_NAME, words) as context:
             status: int = _app.invoke(context)
             return status
-    except click.exceptions.Exit as ended:  # --help and --version end so.
+    except click.exceptions.Exit as ended:  # from --help and --version
         return ended.exit_code
     except click.Abort as error:  # Ctrl-C at a question
         raise KeyboardInterrupt from error
 
 
 def command(name: str) -> click.Command:
-    """Import a command. To import all of their modules takes longer than to list checkpoints."""
+    """Import a command; importing all of their modules would take longer than listing checkpoints."""
     module = next(module for module, names in _MODULES.items() if name in names.split())
     if module == "inspect":
         _import_numpy()
-    found: click.Command = getattr(import_module(f".{module}", __package__), name + "_" * (name == "import"))
-    return found
+    imported: click.Command = getattr(import_module(f".{module}", __package__), name + "_" * (name == "import"))
+    return imported
 
 
 def _import_numpy() -> None:
-    """Import numpy without the threads of OpenBLAS, and not deep within other imports, where it takes longer."""
+    """Import numpy without the threads of OpenBLAS, and first, as it takes longer deep within other imports."""
     threads = os.environ.get("OPENBLAS_NUM_THREADS")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     import numpy  # noqa: F401
 
     if threads is None:
-        del os.environ["OPENBLAS_NUM_THREADS"]  # The caller of `main`, and what it starts, may want more.
+        del os.environ["OPENBLAS_NUM_THREADS"]  # The caller of `main` and its child processes may want more.
 
 
 class _Unloaded(click.Command):
-    """Stands in the list for a command, which is imported when it is called or its arguments are completed."""
+    """Stands in for a command in the list; it is imported when it is called or its arguments are completed."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
@@ -104,7 +104,7 @@ class _App(click.Group):
 
 
 def _set_up_completion(context: click.Context, option: click.Parameter, asked: bool) -> None:
-    """Print the script with which a shell completes the command, or install it."""
+    """Print or install the script with which a shell completes the command."""
     if not asked:
         return
     shell = os.path.basename(os.environ.get("SHELL", ""))
@@ -117,10 +117,10 @@ def _set_up_completion(context: click.Context, option: click.Parameter, asked: b
     if option.name == "show_completion":
         click.echo(script)
         context.exit()
-    from pathlib import Path  # imported lazily: no other command needs it
+    from pathlib import Path  # Imported lazily: no other command needs it.
 
-    place, startup, line = _SCRIPTS[shell]
-    path = Path.home() / place
+    relative, startup, line = _SCRIPTS[shell]
+    path = Path.home() / relative
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(script, encoding="utf-8")
     if startup is not None:

@@ -16,7 +16,7 @@ from ..engine.storage import Location, as_location
 INSIDE_A_RUN = "checkpoints"
 _STEP = click.IntRange(min=0)
 _Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
-_LOOKED_AT = 100  # maximum number of folders to search below a directory without checkpoints
+_SEARCHED = 100  # maximum number of folders to search below a directory without checkpoints
 
 directory = click.argument(
     "directory", metavar="DIR", help="A run, a directory of checkpoints, or one checkpoint: a path or URL."
@@ -26,9 +26,9 @@ source = click.argument("source", metavar="SRC", help="A run, a directory of che
 
 
 def step_of(
-    text: str, name: str = "step", kind: Any = _STEP, *, many: bool = False, required: bool = False
+    text: str, name: str = "step", value_type: Any = _STEP, *, many: bool = False, required: bool = False
 ) -> _Decorator:
-    """Return a decorator for a step, or ``many``, that users give by position or with an option of the same name."""
+    """Return a decorator for one step, or ``many``, given by position or with an option of the same name."""
     option = f"--{name.removesuffix('s').replace('_', '-')}"
     shown = option[2:].upper() + "..." * many
 
@@ -43,15 +43,11 @@ def step_of(
             raise click.MissingParameter(ctx=context, param=parameter)
         return given if many else next(iter(given), None)
 
-    more: dict[str, Any] = {
-        "multiple": True,
-        "expose_value": False,
-        "is_eager": True,
-        "help": "The same, as an option.",
-    }
-    by_name = click.option(option, f"{name}_option", metavar="STEP", type=kind, callback=note, **more)
-    more = {"nargs": -1 if many else 1, "required": False, "help": text, "callback": merge}
-    by_position = click.argument(name, metavar=shown if required else f"[{shown}]", type=kind, **more)
+    more: dict[str, Any] = {"type": value_type, "callback": note, "help": "The same, as an option."}
+    more |= {"multiple": True, "expose_value": False, "is_eager": True}
+    by_name = click.option(option, f"{name}_option", metavar="STEP", **more)
+    more = {"type": value_type, "callback": merge, "help": text, "nargs": -1 if many else 1, "required": False}
+    by_position = click.argument(name, metavar=shown if required else f"[{shown}]", **more)
     return lambda function: by_position(by_name(function))
 
 
@@ -61,8 +57,7 @@ def duration(option: str, text: str, *, name: str | None = None, default: str | 
     def read(_context: click.Context, _parameter: click.Parameter, value: str | None) -> float | None:
         return None if value is None else seconds(value, name=option)
 
-    names = [option] if name is None else [option, name]
-    return click.option(*names, default=default, callback=read, help=text)
+    return click.option(option, *filter(None, [name]), default=default, callback=read, help=text)
 
 
 step = step_of("The step.")
@@ -78,14 +73,14 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for 
 
 
 def deletes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the arguments of the commands that delete checkpoints of a run, besides which ones."""
+    """Add the arguments that are common to the commands that delete checkpoints of a run."""
     dry_run = click.option("--dry-run", is_flag=True, help="Print what would be deleted; delete nothing.")
     yes = click.option("--yes", "-y", is_flag=True, help="Do not ask.")
     return prefix(dry_run(yes(as_json(function))))
 
 
 def checkpoints_at(place: str) -> Location:
-    """Return the manager's directory, or the one checkpoint, of any library, that a path or URL of a user means."""
+    """Return the directory of checkpoints, or the checkpoint of any library, that the path or URL of a user means."""
     location = as_location(place).snapshot()
     if (location / RECORD).is_there():
         return location
@@ -93,34 +88,33 @@ def checkpoints_at(place: str) -> Location:
     if inside.is_directory() and not is_foreign(location):
         return inside
     if not location.is_directory() and not is_foreign(location):
-        what = "no such directory"
+        problem = "no such directory"
         if location.exists():
             with location.open_data() as file:
                 left = left_by_download(file)
-            what = f"this is {left}" if left else "this file is no checkpoint of a supported library"
-        raise CheckpointNotFoundError(f"{place}: {what}; give a run, a directory of checkpoints or one step")
+            problem = f"this is {left}" if left else "this file is no checkpoint of a supported library"
+        raise CheckpointNotFoundError(f"{place}: {problem}; give a run, a directory of checkpoints or one step")
     return location
 
 
 def is_one_checkpoint(location: Location) -> bool:
-    """Return whether a location is one checkpoint, not a directory of them."""
     return (location / RECORD).is_there() or is_foreign(location)
 
 
 def runs_below(location: Location) -> list[str]:
-    """Return the names of the folders, among the first hundred of a directory, that hold holdfast checkpoints."""
+    """Return which of the first hundred folders of a directory hold holdfast checkpoints."""
     if not location.is_local or is_ours(location):  # Listing the folders of an object store takes long.
         return []
     try:
-        folders = [entry.name for entry in location.entries() if entry.is_directory][:_LOOKED_AT]
+        folders = [entry.name for entry in location.entries() if entry.is_directory][:_SEARCHED]
         return sorted(name for name in folders if any(map(is_ours, (location / name, location / name / INSIDE_A_RUN))))
     except StorageError:
         return []
 
 
 def where_else(location: Location) -> str:
-    """Return the end of a sentence that names checkpoints near a directory without any, or an empty string."""
+    """Return the end of an error message: the checkpoints near a directory that has none."""
     if (location.parent / RECORD).is_there():
         return f"; it is a part of the checkpoint {location.parent}"
-    found = runs_below(location)
-    return f"; there are some below: {shortened(found)}" if found else ""
+    runs = runs_below(location)
+    return f"; there are some below: {shortened(runs)}" if runs else ""

@@ -1,6 +1,6 @@
-"""``holdfast prune``, ``rm``, ``pin``, ``unpin`` and ``rollback``: changing what a run has kept.
+"""``holdfast prune``, ``rm``, ``pin``, ``unpin`` and ``rollback`` change which checkpoints a run keeps.
 
-All of them acquire the directory as a run does, so a directory that a run is writing to is refused.
+All of them acquire the directory as a run does, and refuse a directory that a run is writing to.
 """
 
 from __future__ import annotations
@@ -40,36 +40,38 @@ from .streams import configure_logging, say
 
 
 class ChangedRun:
-    """The steps of one run that a command changes; ``takes_strays`` says whether folders without a record are steps."""
+    """The steps of one run that a command changes; with ``takes_strays``, folders without a record count as steps."""
 
     def __init__(self, place: str, prefix: str | None, *, takes_strays: bool = False) -> None:
         configure_logging("warning")
         self.location = checkpoints_at(place)
         if is_one_checkpoint(self.location):
             raise OptionError(f"{place}: this is one checkpoint; give the directory of its run, and the step")
-        found = find_steps(self.location)
-        steps = found.entries or (stray_folders(self.location, None, ()) if takes_strays else ())
+        listed = find_steps(self.location)
+        steps = listed.entries or (stray_folders(self.location, None, ()) if takes_strays else ())
         if not steps:
             raise CheckpointNotFoundError(f"{self.location}: no checkpoint was found{where_else(self.location)}")
-        if found.entries and not found.is_native:
-            raise OptionError(f"{self.location}: {found.format} wrote these checkpoints; holdfast changes only its own")
+        if listed.entries and not listed.is_native:
+            raise OptionError(
+                f"{self.location}: {listed.format} wrote these checkpoints; holdfast changes only its own"
+            )
         chosen = _of_one_prefix(self.location, steps, prefix)
         self.series = chosen[0].series
-        self.entries = chosen if found.entries else []
+        self.entries = chosen if listed.entries else []
         strays = stray_folders(self.location, self.series, self.entries) if takes_strays else []
         self.strays = [entry.step for entry in strays]
         identity = stored_identity(self.location)
         self.mirror, self.local = identity.mirror, identity.local
-        found_options, self.function = stored_rules(self.location)
-        stored = found_options or CheckpointManagerOptions()
-        self.options = replace(stored, read_only=False, step_prefix=prefix_of(self.series))
+        stored, self.function = stored_rules(self.location)
+        options = stored or CheckpointManagerOptions()
+        self.options = replace(options, read_only=False, step_prefix=prefix_of(self.series))
 
     @contextlib.contextmanager
     def manager(self) -> Iterator[CheckpointManager]:
         """Open the run to change it; the retention rules of its last program stay stored."""
         logger, is_other = logging.getLogger("holdfast"), lambda record: record.msg is not LEFT_ALONE
         with CheckpointManager(self.location, options=self.options) as manager:
-            logger.addFilter(is_other)  # `rm` may be about to delete these folders
+            logger.addFilter(is_other)  # `rm` may be about to delete these folders.
             try:
                 manager.acquire()
             finally:
@@ -79,22 +81,20 @@ class ChangedRun:
     def check(self, steps: Collection[int]) -> None:
         """Raise CheckpointNotFoundError for steps that are not there."""
         there = sorted([*(entry.step for entry in self.entries), *self.strays])
-        missing = sorted(set(steps) - set(there))
-        if missing:
+        if missing := sorted(set(steps) - set(there)):
             raise CheckpointNotFoundError(
                 f"{self.location}: no checkpoint of step {shortened_steps(missing)}; there are {shortened_steps(there)}"
             )
 
     def counted(self, steps: Collection[int]) -> str:
-        """Return how many checkpoints, and folders that are none, the folders of steps are."""
+        """Describe how many of the steps are checkpoints, and how many are folders without one."""
         strays = len(set(steps).intersection(self.strays))
-        counts = [count(len(steps) - strays, "checkpoint", "checkpoints")] if len(steps) > strays else []
-        return " and ".join(
-            [*counts, *([count(strays, "folder", "folders") + " without a checkpoint"] if strays else [])]
-        )
+        checkpoints = count(len(steps) - strays, "checkpoint") if len(steps) > strays else ""
+        folders = f"{count(strays, 'folder')} without a checkpoint" if strays else ""
+        return " and ".join(filter(None, [checkpoints, folders]))
 
     def mirrored_after(self, step: int) -> list[int] | None:
-        """Return the later steps that only the mirror has; None where it cannot be read."""
+        """Return the later steps that only the mirror has; None if the mirror cannot be read."""
         if self.mirror is None:
             return []
         here = {entry.step for entry in self.entries}
@@ -105,7 +105,7 @@ class ChangedRun:
         return [entry.step for entry in there if entry.step > step and entry.step not in here]
 
     def nbytes(self, steps: Collection[int]) -> int:
-        """Return the bytes of steps whose records can be read."""
+        """Return the bytes of the steps whose records can be read."""
         return sum(entry.record.nbytes for entry in self.entries if entry.step in steps and entry.record is not None)
 
 
@@ -150,7 +150,7 @@ def prune(directory: str, only: bool, prefix: str | None, dry_run: bool, yes: bo
             f"deleted; the metrics are: {', '.join(metrics) or 'none'}"
         )
     kept = reasons(infos, applied)
-    doomed = [info.step for info in infos if info.step not in kept]
+    unkept = [info.step for info in infos if info.step not in kept]
     damaged = [entry.step for entry in run.entries if entry.record is None]
     if not as_json:
         for step, why in kept.items():
@@ -160,7 +160,7 @@ def prune(directory: str, only: bool, prefix: str | None, dry_run: bool, yes: bo
     if run.mirror is not None and not as_json:
         say(f"the mirror {run.mirror} keeps what its own rules keep, and stays as it is")
     more = {"kept": kept, "damaged": damaged}
-    return _delete(run, doomed, yes, dry_run, as_json=as_json, more=more, in_mirror=False)
+    return _delete(run, unkept, yes, dry_run, as_json=as_json, more=more, in_mirror=False)
 
 
 def _pruning_options(run: ChangedRun, rules: dict[str, Any], only: bool) -> CheckpointManagerOptions:
@@ -211,8 +211,7 @@ def rollback(directory: str, step: int, prefix: str | None, dry_run: bool, yes: 
         if run.local is not None:
             say(f"local steps that the hosts have in {run.local} do not count any more")
     after = step if mirrored or mirrored is None or run.local is not None else None
-    more = {"resumes_from": step}
-    return _delete(run, later, yes, dry_run, as_json=as_json, more=more, after=after)
+    return _delete(run, later, yes, dry_run, as_json=as_json, more={"resumes_from": step}, after=after)
 
 
 def _delete(
@@ -227,14 +226,14 @@ def _delete(
     after: int | None = None,
 ) -> int:
     nbytes = run.nbytes(steps)
-    what = f"{run.counted(steps)} of {run.location}, {format_size(nbytes)}"
+    counted = f"{run.counted(steps)} of {run.location}, {format_size(nbytes)}"
     if not as_json:
-        say(f"delete {shortened_steps(steps)}: {what}" if steps else "nothing to delete")
+        say(f"delete {shortened_steps(steps)}: {counted}" if steps else "nothing to delete")
     deleted: list[int] = []
     anything = bool(steps) or after is not None
     if anything and not yes and not dry_run and not sys.stdin.isatty():
         raise OptionError("nothing was deleted: this is no terminal to ask on; give --yes, or --dry-run to look")
-    if anything and not dry_run and (yes or click.confirm(f"Delete {what}?")):
+    if anything and not dry_run and (yes or click.confirm(f"Delete {counted}?")):
         with run.manager() as manager, progress_of("delete", shown=not as_json) as progress:
             progress.expect(nbytes)
             for step in reversed(steps):  # Deleting the latest first leaves a valid run at any moment.
@@ -242,58 +241,41 @@ def _delete(
                 deleted.append(step)
                 progress.advance(run.nbytes([step]))
             if after is not None:
-                manager.delete_after(after)  # The mirror may have other later steps.
+                manager.delete_after(after)  # The mirror may have more later steps.
             if in_mirror:
                 settle_mirror(manager)
     elif anything and not dry_run:
         say("nothing was deleted")
         return FAILED
     if as_json:
-        print_json(
-            {
-                "directory": str(run.location),
-                "dry_run": dry_run,
-                "delete": list(steps),
-                "bytes": nbytes,
-                "deleted": deleted[::-1],
-                **(more or {}),
-            }
-        )
+        facts = {"directory": str(run.location), "dry_run": dry_run, "delete": list(steps), "bytes": nbytes}
+        print_json({**facts, "deleted": deleted[::-1], **(more or {})})
     elif deleted:
         say(f"deleted {run.counted(deleted)}")
     return DONE
 
 
-@click.command()
-@arguments.run_directory
-@arguments.steps
-@arguments.prefix
-@arguments.as_json
-def pin(directory: str, steps: Sequence[int], prefix: str | None, as_json: bool) -> int:
-    """Keep checkpoints until they are unpinned, even if no rule keeps them."""
-    return _pin(directory, steps, prefix, pinned=True, as_json=as_json)
+def _pinning(name: str, text: str) -> click.Command:
+    @click.command(name, help=text)
+    @arguments.run_directory
+    @arguments.steps
+    @arguments.prefix
+    @arguments.as_json
+    def change(directory: str, steps: Sequence[int], prefix: str | None, as_json: bool) -> int:
+        run = ChangedRun(directory, prefix)
+        run.check(steps)
+        with run.manager() as manager:
+            for step in steps:
+                getattr(manager, name)(step)
+            settle_mirror(manager)
+        if as_json:
+            print_json({"directory": str(run.location), f"{name}ned": list(steps)})
+        else:
+            say(f"{name}ned {shortened_steps(list(steps))}")
+        return DONE
+
+    return change
 
 
-@click.command()
-@arguments.run_directory
-@arguments.steps
-@arguments.prefix
-@arguments.as_json
-def unpin(directory: str, steps: Sequence[int], prefix: str | None, as_json: bool) -> int:
-    """Leave checkpoints to the retention rules again."""
-    return _pin(directory, steps, prefix, pinned=False, as_json=as_json)
-
-
-def _pin(place: str, steps: Sequence[int], prefix: str | None, *, pinned: bool, as_json: bool) -> int:
-    run = ChangedRun(place, prefix)
-    run.check(steps)
-    with run.manager() as manager:
-        for step in steps:
-            (manager.pin if pinned else manager.unpin)(step)
-        settle_mirror(manager)
-    done = "pinned" if pinned else "unpinned"
-    if as_json:
-        print_json({"directory": str(run.location), done: list(steps)})
-    else:
-        say(f"{done} {shortened_steps(list(steps))}")
-    return DONE
+pin = _pinning("pin", "Keep checkpoints until they are unpinned, even if no rule keeps them.")
+unpin = _pinning("unpin", "Leave checkpoints to the retention rules again.")

@@ -26,29 +26,29 @@ from ..engine.storage import append_line
 
 ENTRY = f"{__name__}:observer"
 SUPERVISOR = "HOLDFAST_SUPERVISOR"  # environment variable with the folder that a supervisor reads
-STACKS = getattr(signal, "SIGRTMAX", 64) - 5  # signal that makes a supervised process print the stacks of its threads
+STACKS = getattr(signal, "SIGRTMAX", 64) - 5  # makes a supervised process print the stacks of its threads
 BEAT = struct.Struct("=dq")  # a heartbeat: seconds on the system's monotonic clock, and the step; -1 before the first
 
 _logger = logging.getLogger("holdfast")
 
 
 def observer() -> Observer:
-    """Return the observer of this process: its heartbeat, within the rehearsal if there is one."""
-    found: Observer = Unobserved()
+    """Return the observer of this process: its heartbeat, wrapped by the rehearsal if there is one."""
+    heartbeat: Observer = Unobserved()
     if folder := os.environ.get(SUPERVISOR):
         try:
-            found = Heartbeat(Path(folder))
+            heartbeat = Heartbeat(Path(folder))
         except OSError as error:
             _logger.warning("%s=%s: the supervisor cannot be told of this run: %s", SUPERVISOR, folder, error)
     if folder := os.environ.get(DRILL):
         from .drill.rehearsal import Rehearsal
 
-        return Rehearsal(Path(folder), found)
-    return found
+        return Rehearsal(Path(folder), heartbeat)
+    return heartbeat
 
 
 class Heartbeat(Observer):
-    """Shows a supervisor the progress and the events of this process, and prints stacks of its threads if asked to."""
+    """Shows a supervisor the progress and events of this process, and prints the stacks of its threads on a signal."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / f"heartbeat.{os.getpid()}"
@@ -58,7 +58,7 @@ class Heartbeat(Observer):
         self._events = folder / EVENTS
         self._step = -1
         if sys.stderr is not None and hasattr(faulthandler, "register"):
-            with contextlib.suppress(OSError, ValueError, RuntimeError):  # stderr may have no descriptor
+            with contextlib.suppress(OSError, ValueError, RuntimeError):  # Standard error may have no descriptor.
                 faulthandler.register(STACKS, all_threads=True)
                 (folder / f"stacks.{os.getpid()}").touch()
 

@@ -1,4 +1,4 @@
-"""``holdfast cp``, ``import`` and ``export``: copies of checkpoints, and conversions from and for other libraries."""
+"""``holdfast cp``, ``import`` and ``export``: copies of checkpoints, and conversions between libraries."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ def cp(source: str, destination: str, overwrite: bool, max_bandwidth: str | None
             say(f"holdfast: {destination}: what was copied stays; the same command continues with it", file=sys.stderr)
             raise
     if as_json:
-        print_json({"checkpoints": [dataclasses.asdict(one) for one in copies]})
+        print_json({"checkpoints": [dataclasses.asdict(copy) for copy in copies]})
         return DONE
-    for one in copies:
-        there = "" if one.sent == one.bytes else f", {format_size(one.bytes - one.sent)} of it there already"
-        say(f"{one.source} -> {one.path}: {format_size(one.bytes)}{there}")
+    for copy in copies:
+        there = "" if copy.sent == copy.bytes else f", {format_size(copy.bytes - copy.sent)} of it there already"
+        say(f"{copy.source} -> {copy.path}: {format_size(copy.bytes)}{there}")
     return DONE
 
 
@@ -79,17 +79,16 @@ def import_(source: str, destination: str, overwrite: bool, as_json: bool) -> in
     Nothing in them is ever executed.
     """
     configure_logging("error")  # This command prints the leaves that it leaves out.
-    place = checkpoints_at(source)
-    if is_ours(place):
+    location = checkpoints_at(source)
+    if is_ours(location):
         raise OptionError(f"{source} is holdfast's own; holdfast cp copies it")
     with _command_options_in_errors(), progress_of("import", shown=not as_json) as progress:
-        conversions = import_checkpoint(place, destination, overwrite=overwrite, progress=progress)
+        conversions = import_checkpoint(location, destination, overwrite=overwrite, progress=progress)
     _print(conversions, as_json=as_json)
     return DONE
 
 
 def _step_or_best(text: str) -> int | str:
-    """Read the number of a step, or ``best``."""
     if text == "best":
         return text
     if text.isdecimal():
@@ -100,10 +99,7 @@ def _step_or_best(text: str) -> int | str:
 @click.command()
 @arguments.source
 @click.argument(
-    "destination",
-    metavar="[DST]",
-    required=False,
-    help="The file (orbax, dcp: directory); none with --in-place.",
+    "destination", metavar="[DST]", required=False, help="The file (orbax, dcp: directory); none with --in-place."
 )
 @click.option(
     "--to",
@@ -111,7 +107,7 @@ def _step_or_best(text: str) -> int | str:
     help="The format; by default torch for .pt, .pth and .ckpt, safetensors for .safetensors.",
 )
 @click.option("--in-place", is_flag=True, help="Only add the small files with which orbax reads it in place.")
-@arguments.step_of("A number, or best; by default the newest.", kind=_step_or_best)
+@arguments.step_of("A number, or best; by default the newest.", value_type=_step_or_best)
 @click.option("--item", help="The item, if there are several.")
 @arguments.select
 @click.option("--root", help="Only what is in this container, such as model, with names that begin there.")
@@ -139,31 +135,29 @@ def export(
             raise OptionError("--in-place takes --to orbax and --step, and neither DST nor another option")
         if step == "best":
             raise OptionError("--in-place takes the number of a step, and not --step best")
-        return _add_metadata(source, step, as_json=as_json)
+        from ..integrations.formats.orbax.export import add_orbax_metadata
+
+        paths = [*map(str, add_orbax_metadata(checkpoints_at(source), step=step))]
+        if as_json:
+            print_json({"checkpoints": paths})
+        else:
+            say("".join(f"{path}: orbax can read it now, too\n" for path in paths), end="")
+        return DONE
     if destination is None:
         raise OptionError(
             "DST is missing: give the file or directory to write" + (", or use --in-place" if to == "orbax" else "")
         )
-    place, to = checkpoints_at(source), to or check_suffix(destination)
+    location, to = checkpoints_at(source), to or check_suffix(destination)
+    chosen: dict[str, Any] = {"step": step, "item": item, "select": select or None, "root": root}
     with _command_options_in_errors(), progress_of("export", shown=not as_json) as progress:
-        conversions = export_checkpoint(
-            place,
-            destination,
-            to,
-            step=step,
-            item=item,
-            select=select or None,
-            root=root,
-            overwrite=overwrite,
-            progress=progress,
-        )
+        conversions = export_checkpoint(location, destination, to, **chosen, overwrite=overwrite, progress=progress)
     _print(conversions, as_json=as_json)
     return DONE
 
 
 @contextlib.contextmanager
 def _command_options_in_errors() -> Iterator[None]:
-    """Name the option of the command where an error names the argument of the function."""
+    """Replace arguments of functions in error messages by the options of the command."""
     try:
         yield
     except (CheckpointExistsError, OptionError, TreeMismatchError) as error:
@@ -173,24 +167,12 @@ def _command_options_in_errors() -> Iterator[None]:
         raise type(error)(message) from error
 
 
-def _add_metadata(source: str, step: int | None, *, as_json: bool) -> int:
-    from ..integrations.formats.orbax.export import add_orbax_metadata
-
-    places = [str(place) for place in add_orbax_metadata(checkpoints_at(source), step=step)]
-    if as_json:
-        print_json({"checkpoints": places})
-        return DONE
-    for place in places:
-        say(f"{place}: orbax can read it now, too")
-    return DONE
-
-
 def _print(conversions: Sequence[Conversion], *, as_json: bool) -> None:
     if as_json:
-        print_json({"checkpoints": [dataclasses.asdict(done) for done in conversions]})
+        print_json({"checkpoints": [dataclasses.asdict(conversion) for conversion in conversions]})
         return
-    for done in conversions:
-        leaves = count(done.leaves, "leaf", "leaves")
-        say(f"{done.source} -> {done.path}: {leaves}, {format_size(done.bytes)} ({done.format})")
-        for line in done.left_out:
+    for conversion in conversions:
+        size = f"{count(conversion.leaves, 'leaf', 'leaves')}, {format_size(conversion.bytes)}"
+        say(f"{conversion.source} -> {conversion.path}: {size} ({conversion.format})")
+        for line in conversion.left_out:
             say(f"  left out: {line}")

@@ -1,4 +1,4 @@
-"""A demonstration: a run is preempted half-way, resumes, and ends where an uninterrupted run ends, bit for bit.
+"""A demonstration: a run is preempted half-way, resumes, and ends with the same bits as an uninterrupted run.
 
 ``python -m holdfast.cli.demo [DIR]`` leaves its files in DIR; without it, they are removed.
 """
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _demonstrate(directory: str) -> int:
     stopped, whole = (os.path.join(directory, name) for name in ("preempted", "uninterrupted"))
     run = [*RECIPE, f"run_dir={stopped}"]
-    steps = [  # what is shown, the command, and its exit status
+    steps = [  # text, command, and exit status
         ("A training run. Half-way, the machine is taken away: SIGTERM.", run, PREEMPTED),
         (f"Exit status {PREEMPTED}: preempted and saved, run me again. The same command again:", run, DONE),
         ("For comparison, the same run without an interruption:", [*RECIPE, f"run_dir={whole}"], DONE),
@@ -61,7 +61,7 @@ def _demonstrate(directory: str) -> int:
 def _holdfast(arguments: Sequence[str], *, preempt: bool = False) -> int:
     """Run the command, repeat its output, and send SIGTERM half-way if asked to."""
     say(f"$ holdfast {shlex.join(arguments)}", flush=True)
-    # sys.executable runs the command of this installation; the search path may have another one.
+    # sys.executable runs the command of this installation; PATH may have another one.
     process = subprocess.Popen(
         [sys.executable, "-m", "holdfast.cli.main", *arguments],
         stdout=subprocess.PIPE,
@@ -72,8 +72,8 @@ def _holdfast(arguments: Sequence[str], *, preempt: bool = False) -> int:
     with process, process.stdout as lines:
         for line in lines:
             say(f"  {line}", end="", flush=True)
-            found = _PROGRESS.search(line)
-            if preempt and found and int(found[1]) * 2 >= int(found[2]):
+            progress = _PROGRESS.search(line)
+            if preempt and progress and int(progress[1]) * 2 >= int(progress[2]):
                 say(f"  $ kill -TERM {process.pid}", flush=True)
                 process.send_signal(signal.SIGTERM)
                 preempt = False

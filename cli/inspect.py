@@ -1,4 +1,4 @@
-"""``holdfast show``, ``diff`` and ``verify`` inspect checkpoints without any framework."""
+"""``holdfast show``, ``diff`` and ``verify`` inspect checkpoints without importing a framework."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def _saying_where_else(location: Location) -> Iterator[None]:
-    """Add the places of checkpoints nearby to an error about a directory without any."""
+    """Add the locations of checkpoints nearby to an error about a directory without any."""
     try:
         yield
     except CheckpointNotFoundError as error:
@@ -65,9 +65,9 @@ def show(
 ) -> int:
     """List every leaf of a checkpoint, by default of the newest."""
     configure_logging("warning")
-    place = checkpoints_at(directory)
-    with _saying_where_else(place):
-        location = find_checkpoint(place, step)
+    checkpoints = checkpoints_at(directory)
+    with _saying_where_else(checkpoints):
+        location = find_checkpoint(checkpoints, step)
     checkpoint = open_at(location)
     chosen = PathFilter(select or None)
     leaves = describe(location)
@@ -79,10 +79,10 @@ def show(
     leaves = [leaf for leaf in leaves if chosen.chooses(leaf.path.split("/"))]
     numbers = {}
     if statistics:
-        from ..engine.sources import leaf_statistics  # imported lazily: other commands compare nothing
+        from ..engine.sources import leaf_statistics  # Imported lazily: other commands compute nothing.
 
         with progress_of("read", shown=not as_json) as progress:
-            numbers = {(one.item, one.path): one for one in leaf_statistics(checkpoint, select or None, progress)}
+            numbers = {(leaf.item, leaf.path): leaf for leaf in leaf_statistics(checkpoint, select or None, progress)}
     if as_json:
         listed = [asdict(leaf) for leaf in leaves]
         if statistics:
@@ -93,12 +93,8 @@ def show(
     total = format_size(sum(leaf.bytes for leaf in leaves))
     saved = "" if checkpoint.time is None else f", saved {age(time.time() - checkpoint.time)} ago"
     wrote = "" if isinstance(checkpoint, NativeCheckpoint) else f", written by {checkpoint.format}"
-    own = (
-        f" ({format_size(checkpoint.nbytes - shared)} on disk are its own, {format_size(shared)} shared)"
-        if shared
-        else ""
-    )
-    summary = f"{location}: {count(len(leaves), 'leaf', 'leaves')}, {total}{own}{saved}{wrote}"
+    sizes = f" ({format_size(checkpoint.nbytes - shared)} on disk are its own, {format_size(shared)} shared)"
+    summary = f"{location}: {count(len(leaves), 'leaf', 'leaves')}, {total}{sizes if shared else ''}{saved}{wrote}"
     if as_tree:
         print_tree(summary, [(f"{leaf.item}/{leaf.path}", leaf.bytes, _about(leaf, numbers)) for leaf in leaves])
         return DONE
@@ -127,32 +123,31 @@ def show(
     return DONE
 
 
-def _numbers(one: LeafStatistics | None) -> dict[str, Any] | None:
-    """Return the statistics of a leaf as JSON."""
-    return None if one is None else {key: value for key, value in asdict(one).items() if key not in ("item", "path")}
+def _numbers(leaf: LeafStatistics | None) -> dict[str, Any] | None:
+    return None if leaf is None else {key: value for key, value in asdict(leaf).items() if key not in ("item", "path")}
 
 
-def _columns(one: LeafStatistics | None) -> list[str]:
-    if one is None:
+def _columns(leaf: LeafStatistics | None) -> list[str]:
+    if leaf is None:
         return [""] * 6
-    values = (one.minimum, one.maximum, one.mean, one.norm)
-    return [*("" if value is None else f"{value:.5g}" for value in values), str(one.nan), str(one.inf)]
+    values = (leaf.minimum, leaf.maximum, leaf.mean, leaf.norm)
+    return [*("" if value is None else f"{value:.5g}" for value in values), str(leaf.nan), str(leaf.inf)]
 
 
 def _about(leaf: LeafSummary, numbers: Mapping[tuple[str, str], LeafStatistics]) -> str:
-    """Return a leaf in one line: its type and shape, and its numbers."""
-    one = numbers.get((leaf.item, leaf.path))
-    kind = f"{leaf.dtype}{list(leaf.shape)}" if leaf.dtype else leaf.kind
-    if one is None:
-        return kind if leaf.value is None else f"{kind} {leaf.value}"
-    names = ("min", "max", "mean", "norm", "nan", "inf")
-    return ", ".join([kind, *(f"{name} {text}" for name, text in zip(names, _columns(one), strict=True) if text != "")])
+    """Describe a leaf in one line: its type and shape, and its numbers."""
+    leaf_type = f"{leaf.dtype}{list(leaf.shape)}" if leaf.dtype else leaf.kind
+    statistics = numbers.get((leaf.item, leaf.path))
+    if statistics is None:
+        return leaf_type if leaf.value is None else f"{leaf_type} {leaf.value}"
+    texts = zip(("min", "max", "mean", "norm", "nan", "inf"), _columns(statistics), strict=True)
+    return ", ".join([leaf_type, *(f"{name} {text}" for name, text in texts if text != "")])
 
 
 @click.command()
 @click.argument("one", metavar="A", help="A checkpoint, or the directory of a run: a path or URL.")
 @click.argument("other", metavar="B", help="What it is compared with.")
-@arguments.step_of("The step of A; by default the newest.", kind=str)
+@arguments.step_of("The step of A; by default the newest.", value_type=str)
 @arguments.step_of("The step of B; by default the step of A, or the newest.", "other_step")
 @click.option(
     "--rtol", type=click.FloatRange(min=0), default=0.0, help="Relative tolerance; by default bits are compared."
@@ -178,21 +173,21 @@ def diff(
         first = open_checkpoint(checkpoints_at(one), number)
         second = open_checkpoint(checkpoints_at(other), number if other_step is None else other_step)
         with progress_of("compare", shown=not as_json) as progress:
-            found = list(compare_checkpoints(first, second, rtol=rtol, atol=atol, progress=progress))
-    except HoldfastError as error:  # 1 would say that they differ
+            differences = list(compare_checkpoints(first, second, rtol=rtol, atol=atol, progress=progress))
+    except HoldfastError as error:  # Status 1 would mean that they differ.
         say(f"holdfast: {error}", file=sys.stderr)
         return BAD_USAGE
-    places = [str(checkpoint.location) for checkpoint in (first, second)]
+    paths = [str(first.location), str(second.location)]
     if as_json:
-        print_json({"checkpoints": places, "same": not found, "differences": [asdict(item) for item in found]})
-        return FAILED if found else DONE
-    if not found:
-        within = "" if not rtol and not atol else f" within the tolerances (rtol {rtol:g}, atol {atol:g})"
-        say(f"{places[0]} and {places[1]} are the same{within or ', bit for bit'}")
-        return DONE
-    print_table(["LEAF", "DIFFERS IN", "HOW"], [[item.name, item.kind, item.detail] for item in found])
-    say(f"\n{count(len(found), 'leaf differs', 'leaves differ')} between {places[0]} and {places[1]}")
-    return FAILED
+        listed = [asdict(leaf) for leaf in differences]
+        print_json({"checkpoints": paths, "same": not differences, "differences": listed})
+    elif differences:
+        print_table(["LEAF", "DIFFERS IN", "HOW"], [[leaf.name, leaf.kind, leaf.detail] for leaf in differences])
+        say(f"\n{count(len(differences), 'leaf differs', 'leaves differ')} between {' and '.join(paths)}")
+    else:
+        within = f" within the tolerances (rtol {rtol:g}, atol {atol:g})" if rtol or atol else ", bit for bit"
+        say(f"{' and '.join(paths)} are the same{within}")
+    return FAILED if differences else DONE
 
 
 @click.command()
@@ -215,20 +210,19 @@ def verify(directory: str, step: int | None, as_json: bool) -> int:
                 "path": str(item.path),
                 "bytes": item.bytes,
                 "ok": not item.problems,
-                "problems": [{"file": p.file, "leaf": p.leaf, "what": p.what} for p in item.problems],
+                "problems": [problem._asdict() for problem in item.problems],
             }
             for item in result.checkpoints
         ]
-        print_json(
-            {"directory": str(location), "ok": result.ok, "checkpoints": checkpoints, "strays": list(result.strays)}
-        )
+        facts = {"directory": str(location), "ok": result.ok}
+        print_json({**facts, "checkpoints": checkpoints, "strays": list(result.strays)})
         return DONE if result.ok else FAILED
     names = step_names([(item.step, item.path) for item in result.checkpoints], "step ", result.checkpoints[0].path)
     for name, item in zip(names, result.checkpoints, strict=True):
         if not item.problems:
             say(f"{name}: whole, {format_size(item.bytes)} read and checked")
             continue
-        say(f"{name}: DAMAGED, {count(len(item.problems), 'problem', 'problems')}")
+        say(f"{name}: DAMAGED, {count(len(item.problems), 'problem')}")
         for problem in item.problems:
             leaf = f" ({problem.leaf})" if problem.leaf else ""
             say(f"  {problem.file}{leaf}: {problem.what}")

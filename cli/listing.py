@@ -1,4 +1,4 @@
-"""``holdfast ls`` and ``watch`` list checkpoints; they import no arrays, which would take longer than to list a run."""
+"""``holdfast ls`` and ``watch`` list checkpoints; they do not import numpy, which takes longer than listing a run."""
 
 from __future__ import annotations
 
@@ -54,33 +54,33 @@ def ls(directories: Sequence[str], as_json: bool) -> int:
 
 
 def _listing(location: Location) -> dict[str, Any]:
-    """Return the checkpoints of a location, or the runs below it, and where else the run has steps, as JSON."""
-    found = [{**shown(item), "witness": None} for item in _checkpoints(location)]
-    _add_witness(location, found)
-    runs = [] if found else [_run(location / name) for name in runs_below(location)]
-    facts = {"directory": str(location), "checkpoints": found}
+    """Return the checkpoints of a location, or the runs below it, and the other places of the run, as JSON."""
+    checkpoints = [{**shown(summary), "witness": None} for summary in _checkpoints(location)]
+    _add_witness(location, checkpoints)
+    runs = [] if checkpoints else [_run(location / name) for name in runs_below(location)]
+    facts = {"directory": str(location), "checkpoints": checkpoints}
     return {**facts, **({"runs": runs} if runs else {}), **_other_places(location)}
 
 
 def list_at(location: Location) -> None:
-    """Print the checkpoints of a location and where else the run has steps, or its runs."""
-    found = _listing(location)
-    if "runs" in found:
-        _print_runs(found["runs"])
-    elif not found["checkpoints"]:
+    """Print the checkpoints of a location, or the runs below it, and the other places of the run."""
+    listing = _listing(location)
+    if "runs" in listing:
+        _print_runs(listing["runs"])
+    elif not listing["checkpoints"]:
         say(f"no checkpoints in {location}{where_else(location)}")
     else:
-        _print_steps(found["checkpoints"])
+        _print_steps(listing["checkpoints"])
     for name, text in _PLACES.items():
-        if name in found:
-            say(text.format(found[name]))
+        if name in listing:
+            say(text.format(listing[name]))
 
 
-def _add_witness(location: Location, found: list[dict[str, Any]]) -> None:
-    """Add how the newest resume from each step was, by the events of the run, or that steps after it are recorded."""
-    listed, only = location.snapshot(), [item["path"] for item in found] == [str(location)]
+def _add_witness(location: Location, checkpoints: list[dict[str, Any]]) -> None:
+    """Add the verdict on the newest resume from each step, from the events of the run; or that none was compared."""
+    listed, only = location.snapshot(), [item["path"] for item in checkpoints] == [str(location)]
     proofs = witness_events(read_run_events(location.parent if only else location))
-    for item in found:
+    for item in checkpoints:
         proof = proofs.get(item["step"])
         folder = listed if only else listed / item["path"].rpartition("/")[2]
         # An event from before the save is about another checkpoint of the same step.
@@ -96,15 +96,15 @@ def _other_places(location: Location) -> dict[str, str]:
         run = stored_identity(location)
     except StorageError:
         return {}
-    places = {"mirror": run.mirror, "local": run.local, "mirror_of": run.directory}
-    return {name: place for name, place in places.items() if place is not None}
+    urls = {"mirror": run.mirror, "local": run.local, "mirror_of": run.directory}
+    return {name: url for name, url in urls.items() if url is not None}
 
 
-def _print_steps(found: list[dict[str, Any]]) -> None:
+def _print_steps(checkpoints: list[dict[str, Any]]) -> None:
     now = time.time()
-    shares = any(item["shared_bytes"] for item in found)
-    witness = ["WITNESS"] if any(item["witness"] for item in found) else []
-    names = step_names([(item["step"], item["path"]) for item in found])
+    shares = any(item["shared_bytes"] for item in checkpoints)
+    witness = ["WITNESS"] if any(item["witness"] for item in checkpoints) else []
+    names = step_names([(item["step"], item["path"]) for item in checkpoints])
     rows = [
         [
             name,
@@ -115,7 +115,7 @@ def _print_steps(found: list[dict[str, Any]]) -> None:
             *[item["witness"] or "" for _ in witness],
             "ok" if item["damage"] is None else f"damaged: {item['damage']}",
         ]
-        for name, item in zip(names, found, strict=True)
+        for name, item in zip(names, checkpoints, strict=True)
     ]
     sizes = ["SIZE", "OWN"] if shares else ["SIZE"]
     columns = ["STEP", "AGE", *sizes, "METRICS", "KEPT BECAUSE", *witness, "STATE"]
@@ -123,7 +123,7 @@ def _print_steps(found: list[dict[str, Any]]) -> None:
 
 
 def _sizes(item: dict[str, Any], *, shares: bool) -> list[str]:
-    """Return the size of a step and, where steps share files, the size of its own files."""
+    """Return the size of a step and, if steps share files, the size of the files that only it has."""
     if item["damage"] is not None and item["time"] is None:
         return ["-"] * (1 + shares)
     own = [format_size(item["bytes"] - item["shared_bytes"])] if shares else []
@@ -131,15 +131,15 @@ def _sizes(item: dict[str, Any], *, shares: bool) -> list[str]:
 
 
 def _run(location: Location) -> dict[str, Any]:
-    """Return a run as JSON: its checkpoints in numbers, and the one that was saved last."""
+    """Return a run as JSON: numbers about its checkpoints, and the one that was saved last."""
     inside = location / INSIDE_A_RUN
-    found = _checkpoints(inside if is_ours(inside) and not is_one_checkpoint(location) else location)
-    checkpoints = [shown(item) for item in found]
+    summaries = _checkpoints(inside if is_ours(inside) and not is_one_checkpoint(location) else location)
+    checkpoints = [shown(summary) for summary in summaries]
     return {
         "name": location.name,
         "checkpoints": len(checkpoints),
-        "bytes": sum(item.bytes for item in found),
-        "disk_bytes": sum(item.added_bytes for item in found),
+        "bytes": sum(summary.bytes for summary in summaries),
+        "disk_bytes": sum(summary.added_bytes for summary in summaries),
         "damaged": [item["step"] for item in checkpoints if item["damage"] is not None],
         "newest": max(checkpoints, key=lambda item: item["time"] or 0.0, default=None),
     }
@@ -168,11 +168,11 @@ def _print_runs(runs: list[dict[str, Any]]) -> None:
     print_table(columns, rows, right=["CHECKPOINTS", "NEWEST", "AGE", *sizes])
 
 
-def shown(item: CheckpointSummary) -> dict[str, Any]:
+def shown(summary: CheckpointSummary) -> dict[str, Any]:
     """Return a checkpoint as JSON."""
-    found = asdict(item)
-    del found["added_bytes"]  # depends on the other steps of the list
-    return {**found, "step": None if item.step < 0 else item.step}
+    facts = {**asdict(summary), "step": None if summary.step < 0 else summary.step}
+    del facts["added_bytes"]  # It depends on the other steps in the list.
+    return facts
 
 
 def _checkpoints(location: Location) -> list[CheckpointSummary]:
@@ -180,11 +180,11 @@ def _checkpoints(location: Location) -> list[CheckpointSummary]:
 
 
 def describe_one(location: Location) -> CheckpointSummary:
-    """Describe one checkpoint, as a step of its directory if it is one; otherwise its step may be -1 (unknown)."""
+    """Describe one checkpoint, as a step of its directory if possible; otherwise its step may be -1 (unknown)."""
     for item in list_checkpoints(location.parent):
         if item.path == str(location):
             return replace(item, added_bytes=item.bytes)
-    from ..engine.sources import open_at  # imported lazily: the import takes longer than listing a run
+    from ..engine.sources import open_at  # Imported lazily: the import takes longer than listing a run.
 
     checkpoint = open_at(location)
     return CheckpointSummary(
@@ -206,16 +206,15 @@ def describe_one(location: Location) -> CheckpointSummary:
 def watch(directory: str, interval: float, as_json: bool) -> int:
     """Follow a run: print its checkpoints as they come and go, until Ctrl-C."""
     location = checkpoints_at(directory)
-    before: dict[str, CheckpointSummary] = {}
+    before = {} if as_json else _listed(location)
     if not as_json:
-        before = _listed(location)
         list_at(location)
     try:
         while True:
             now = _listed(location)
-            for what, item, text in _changes(before, now):
-                line = f"{time.strftime('%H:%M:%S')} {what} {text}"
-                say(json.dumps(finite({"change": what, **shown(item)})) if as_json else line, flush=True)
+            for change, summary, text in _changes(before, now):
+                line = f"{time.strftime('%H:%M:%S')} {change} {text}"
+                say(json.dumps(finite({"change": change, **shown(summary)})) if as_json else line, flush=True)
             before = now
             time.sleep(max(0.1, interval))
     except KeyboardInterrupt:
@@ -229,7 +228,7 @@ def _listed(location: Location) -> dict[str, CheckpointSummary]:
 def _changes(
     before: dict[str, CheckpointSummary], now: dict[str, CheckpointSummary]
 ) -> Iterator[tuple[str, CheckpointSummary, str]]:
-    """Generate each difference between two listings: the change, its checkpoint, and the rest of a line."""
+    """Yield each difference between two listings: the change, its checkpoint, and the rest of the line."""
     for path in sorted(before.keys() - now.keys(), key=lambda path: before[path].step):
         yield "deleted", before[path], f"{before[path].step}"
     for path, item in sorted(now.items(), key=lambda pair: pair[1].step):

@@ -1,6 +1,6 @@
-"""The entry point: takes arguments, returns the exit status, prints errors as one line on standard error.
+"""The entry point: takes arguments, returns the exit status, and prints errors as one line on standard error.
 
-With ``--json``, standard output has the error as well, as JSON.
+With ``--json``, it prints the error on standard output as well, as JSON.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _JSON = "--json"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with its arguments, by default those of the process, and return the exit status."""
     open_closed_streams()
-    if arguments is None and sys.argv[1:2] != ["run"]:  # code that others wrote may rely on that search
-        atexit.register(gc.freeze)  # the interpreter searches for garbage as it ends, in all that has been imported
+    if arguments is None and sys.argv[1:2] != ["run"]:  # The program of a recipe may rely on the last collection.
+        atexit.register(gc.freeze)  # At exit, the interpreter would search all imported modules for garbage.
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    own = arguments.index("--") if "--" in arguments else len(arguments)  # later arguments belong to another program
-    with_traceback, as_json = (flag in arguments[:own] for flag in (_TRACEBACK, _JSON))
-    arguments = [argument for argument in arguments[:own] if argument != _TRACEBACK] + arguments[own:]
+    end = arguments.index("--") if "--" in arguments else len(arguments)  # Later arguments belong to another program.
+    with_traceback, as_json = (flag in arguments[:end] for flag in (_TRACEBACK, _JSON))
+    arguments = [argument for argument in arguments[:end] if argument != _TRACEBACK] + arguments[end:]
     try:
         from .app import execute
 
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError:
-        # The reader of a pipe has gone, as in `holdfast ls | head`.
+        # The reader of a pipe is gone, as in `holdfast ls | head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
     except (Exception, KeyboardInterrupt) as error:
@@ -64,15 +64,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _explained(error: BaseException) -> tuple[str, int]:
-    """Return the message for an error, and the exit status."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", INTERRUPTED
     if isinstance(error, _USAGE_ERRORS):
         return str(error), BAD_USAGE
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in _OWN_PACKAGES:
         return f"the command needs {error.name}: {install_command('cli')}", FAILED
-    usage_message = getattr(error, "format_message", None)  # errors of the argument parser
-    if usage_message is not None:
+    if (usage_message := getattr(error, "format_message", None)) is not None:  # an error of the argument parser
         command = getattr(getattr(error, "ctx", None), "command_path", "holdfast")
         return f"{usage_message()} ({command} --help shows how to call it)", BAD_USAGE
     kind = type(error)

@@ -1,7 +1,6 @@
-"""Another program as a child: started, watched, sent signals, and ended with everything that it has started.
+"""Another program as a child process: it is started, watched, sent signals, and ended with all its descendants.
 
-The environment of the child names its entry (``cli/child.py``). Its callbacks and managers then write their events and
-heartbeats into a folder.
+The environment of the child names an observer (``cli/child.py``), which writes events and heartbeats into a folder.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ _libc = ctypes.CDLL(None)
 
 
 class Signals:
-    """The signals that this process forwards, from entering to leaving the context; sleeping ends when one arrives."""
+    """A context that receives the signals to forward; a signal ends :meth:`sleep`."""
 
     def __init__(self) -> None:
-        self.received: list[int] = []  # in the order of arrival; the caller removes those that it has handled
+        self.received: list[int] = []  # in the order of arrival; the caller removes the signals that it has handled
         self._previous: dict[int, Any] = {}
         self._sockets = socket.socketpair()
 
@@ -57,14 +56,14 @@ class Signals:
         signal.set_wakeup_fd(self._wakeup)
         for number, previous in self._previous.items():
             signal.signal(number, signal.SIG_DFL if previous is None else previous)
-        for one in self._sockets:
-            one.close()
+        for end in self._sockets:
+            end.close()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received.append(number)
 
     def sleep(self, seconds: float) -> None:
-        """Wait, but not longer than until a signal arrives or a child ends."""
+        """Wait until the time is over, a signal arrives or a child ends."""
         read = self._sockets[0]
         if select.select([read], [], [], max(0.0, seconds))[0]:
             with contextlib.suppress(BlockingIOError):
@@ -72,10 +71,10 @@ class Signals:
 
 
 class Program:
-    """One start of a command in its own process group; the new ``folder`` gets its events and heartbeats."""
+    """One start of a command in its own process group; its events and heartbeats go to the new ``folder``."""
 
-    # What the command starts becomes a child of this process when its parent dies (on Linux), so that nothing outlives
-    # `sweep`: the workers of torchrun, which have sessions of their own, among others.
+    # On Linux, a descendant of the command becomes a child of this process when its parent dies, so nothing outlives
+    # `sweep`, not even the workers of torchrun, which have their own sessions.
 
     def __init__(
         self,
@@ -99,11 +98,11 @@ class Program:
             if os.getppid() != parent:
                 os._exit(128 + signal.SIGTERM)
 
-        with contextlib.suppress(OSError):  # The reader of the stream may have gone.
+        with contextlib.suppress(OSError):  # The reader of the stream may be gone.
             sys.stdout.flush()
             sys.stderr.flush()
         observed = {OBSERVER: ENTRY, SUPERVISOR: str(folder)}
-        # The program is in the background, where it must not read from a terminal.
+        # A program in the background must not read from a terminal.
         try:
             self._process = subprocess.Popen(
                 command,
@@ -116,18 +115,15 @@ class Program:
             )
         except OSError as error:
             raise OptionError(f"cannot start {command[0]}: {error.strerror or error}") from error
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        self.pid = self._process.pid
 
     def new_events(self) -> list[dict[str, Any]]:
         """Return the events that the program has written since the last call."""
-        found, self._offset = read_events(self._folder / EVENTS, self._offset)
-        return found
+        events, self._offset = read_events(self._folder / EVENTS, self._offset)
+        return events
 
     def wait(self, look: Callable[[], bool], limit: float | None = None) -> int | None:
-        """Forward signals until the program ends (return its status), ``look`` is true, or ``limit`` seconds pass."""
+        """Forward signals until the program ends (return its status), ``look()`` is true, or ``limit`` seconds pass."""
         until = None if limit is None else time.monotonic() + limit
         while (status := self._process.poll()) is None:
             while self._signals.received:
@@ -141,15 +137,12 @@ class Program:
 
     def last_sign(self) -> tuple[float, int]:
         """Return the time of the last sign of progress (monotonic clock), and the step; -1 for none."""
-        beats = []
-        for path in self._folder.glob("heartbeat.*"):
-            content = path.read_bytes()
-            if len(content) == BEAT.size:
-                beats.append(BEAT.unpack(content))
+        contents = (path.read_bytes() for path in self._folder.glob("heartbeat.*"))
+        beats = [BEAT.unpack(content) for content in contents if len(content) == BEAT.size]
         return max((when for when, _ in beats), default=self.began), max((step for _, step in beats), default=-1)
 
     def end_after_hang(self, grace: float, between: float) -> int:
-        """Have the program print the stacks of its threads twice, ``between`` seconds apart; end it as `end` does."""
+        """Make the program print the stacks of its threads twice, ``between`` seconds apart; end it as `end` does."""
         alive = {self.pid, *_descendants(self.pid)}
         asked = [pid for path in self._folder.glob("stacks.*") if (pid := int(path.suffix[1:])) in alive]
         for _ in range(2):
@@ -165,20 +158,15 @@ class Program:
 
     def end(self, grace: float) -> int:
         """End the program, and return its status: SIGTERM, and after ``grace`` seconds SIGKILL to all its processes."""
-        status = self._process.poll()
-        if status is not None:
-            return status
         self._process.send_signal(signal.SIGTERM)
-        status = self.wait(lambda: False, grace)
-        if status is None:
+        if self.wait(lambda: False, grace) is None:
             for pid in _descendants(self.pid):
                 _kill(pid, signal.SIGKILL)
             self._process.kill()
-            status = self._process.wait()
-        return status
+        return self._process.wait()
 
     def sweep(self, grace: float) -> list[int]:
-        """End processes that the program left running, so that they do not hold devices and directories."""
+        """End the processes that the program left running, which would hold devices and directories."""
         left = self._left()
         for number, limit in ((signal.SIGTERM, grace), (signal.SIGKILL, 5.0)):
             for pid in left:
@@ -189,15 +177,15 @@ class Program:
         return left
 
     def _left(self) -> list[int]:
-        """Return the processes that the program left, without those that have ended, which this removes."""
-        for pid in (found := set(_children(os.getpid())) - {*self._others, self.pid}):
+        """Reap the processes that the program left and that have ended; return the others."""
+        for pid in (left := set(_children(os.getpid())) - {*self._others, self.pid}):
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
-        return sorted(found.intersection(_children(os.getpid())))
+        return sorted(left.intersection(_children(os.getpid())))
 
 
 def shell_status(returncode: int) -> int:
-    """Return a status of ``subprocess`` as shells report it: 137 for a process that SIGKILL has ended."""
+    """Return a status of ``subprocess`` as shells report it: 137 for a process that SIGKILL ended."""
     return returncode if returncode >= 0 else 128 - returncode
 
 
@@ -207,7 +195,7 @@ def _kill(pid: int, number: int) -> None:
 
 
 def _parents() -> Iterator[tuple[int, int]]:
-    """Yield the processes of this system with their parents; nothing where there is no ``/proc``."""
+    """Yield the processes of this system with their parents; nothing without ``/proc``."""
     for name in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
         if name.isdecimal():
             with contextlib.suppress(OSError, ValueError, IndexError):
@@ -220,14 +208,13 @@ def _children(pid: int) -> list[int]:
 
 
 def _descendants(pid: int) -> list[int]:
-    """Return the processes below one."""
-    below: dict[int, list[int]] = {}
+    children: dict[int, list[int]] = {}
     for child, parent in _parents():
-        below.setdefault(parent, []).append(child)
-    found = list(below.get(pid, ()))
-    for one in found:
-        found += below.get(one, ())
-    return found
+        children.setdefault(parent, []).append(child)
+    descendants = list(children.get(pid, ()))
+    for descendant in descendants:
+        descendants += children.get(descendant, ())
+    return descendants
 
 
 def _prctl(option: int, value: int) -> None:

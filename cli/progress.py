@@ -1,4 +1,4 @@
-"""How far a command is, on standard error: a bar on a terminal, and a line every so often anywhere else."""
+"""The progress of a command on standard error: a bar on a terminal, and a line from time to time elsewhere."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _BETWEEN_FRAMES = 0.1  # seconds
 
 
 class Meter:
-    """A :class:`~holdfast.reports.Progress` that shows the bytes of a call once it has taken a second."""
+    """A :class:`~holdfast.reports.Progress` that shows the bytes of a call that takes longer than a second."""
 
-    def __init__(self, what: str, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._what = what
+    def __init__(self, call: str, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._call = call
         self._stream = sys.stderr if stream is None else stream
         self._is_terminal = self._stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
         self._clock = clock
         self._lock = threading.Lock()
         self._expected = self._done = 0
-        self._began = self._told_at = clock()
-        self._told = 0  # bytes, in the last line
+        self._began = self._printed_at = clock()
+        self._printed = 0  # bytes, in the last line
         self._bar: Bar | None = None
 
     def expect(self, nbytes: int) -> None:
@@ -51,8 +51,8 @@ class Meter:
         now = self._clock()
         if self._is_terminal and now - self._began >= _QUIET:
             self._draw()
-        elif not self._is_terminal and now - self._told_at >= _BETWEEN_LINES:
-            self._tell(now)
+        elif not self._is_terminal and now - self._printed_at >= _BETWEEN_LINES:
+            self._print(now)
 
     def close(self) -> None:
         """Remove the bar."""
@@ -66,16 +66,13 @@ class Meter:
             from rich.console import Console
 
             console = Console(file=self._stream)
-            numbers = (
+            self._bar = progress.Progress(
+                progress.TextColumn("{task.description}", markup=False),
+                *([progress.BarColumn(None)] if console.width >= _WITH_BAR else []),  # takes the rest of the line
                 progress.TaskProgressColumn(),
                 progress.DownloadColumn(),
                 progress.TransferSpeedColumn(),
                 progress.TimeRemainingColumn(),
-            )
-            self._bar = progress.Progress(
-                progress.TextColumn("{task.description}", markup=False),
-                *([progress.BarColumn(None)] if console.width >= _WITH_BAR else []),  # takes the rest of the line
-                *numbers,
                 console=console,
                 expand=True,
                 auto_refresh=False,
@@ -83,24 +80,24 @@ class Meter:
                 redirect_stdout=False,  # Standard output may be a file.
                 get_time=self._clock,
             )
-            self._bar.add_task(self._what, total=None)
+            self._bar.add_task(self._call, total=None)
             self._bar.start()
         self._bar.update(self._bar.task_ids[0], total=self._expected or None, completed=self._done)
         self._bar.refresh()
 
-    def _tell(self, now: float) -> None:
-        rate = (self._done - self._told) / (now - self._told_at)
-        self._told, self._told_at = self._done, now
-        line = f"{self._what}: {format_size(self._done)} of {format_size(self._expected)}, {format_size(int(rate))}/s"
+    def _print(self, now: float) -> None:
+        rate = (self._done - self._printed) / (now - self._printed_at)
+        self._printed, self._printed_at = self._done, now
+        line = f"{self._call}: {format_size(self._done)} of {format_size(self._expected)}, {format_size(int(rate))}/s"
         if rate > 0:
             line += f", {duration(math.ceil((self._expected - self._done) / rate))} left"
         say(f"holdfast: {line}", file=self._stream, flush=True)
 
 
 @contextlib.contextmanager
-def progress_of(what: str, *, shown: bool = True) -> Iterator[Meter]:
-    """Show the progress of a call that gets the meter; ``what`` names the call, such as ``copy``."""
-    meter = Meter(what)
+def progress_of(call: str, *, shown: bool = True) -> Iterator[Meter]:
+    """Show the progress of a call that gets the meter; ``call`` is its name, such as ``copy``."""
+    meter = Meter(call)
     if not shown:
         yield meter
         return

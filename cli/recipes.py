@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def _bundled_names(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Return the bundled configurations whose names begin with a text; the shell completes file names."""
+    """Return the bundled configurations whose names begin with a text; the shell itself completes file names."""
     from ..recipes.bundled import bundled_configs
 
     return [name for name in bundled_configs() if name.startswith(incomplete)]
@@ -50,11 +50,12 @@ def run(config: str, overrides: Sequence[str], print_config: bool, dry_run: bool
 
     runs = _runs(config, overrides)
     if print_config and as_json:
-        print_json({"runs": [one.resolved() for one in runs.values()]})
+        print_json({"runs": [configuration.resolved() for configuration in runs.values()]})
     elif print_config:
-        print("---\n".join(one.yaml() for one in runs.values()), end="")  # YAML escapes unprintable characters itself.
+        texts = [configuration.yaml() for configuration in runs.values()]
+        print("---\n".join(texts), end="")  # YAML escapes unprintable characters itself.
     elif dry_run:
-        plans = [_plan(one) for one in runs.values()]
+        plans = [*map(_plan, runs.values())]
         if as_json:
             print_json({"runs": plans})
         else:
@@ -62,11 +63,11 @@ def run(config: str, overrides: Sequence[str], print_config: bool, dry_run: bool
     if print_config or dry_run:
         return DONE
     ended: list[dict[str, Any]] = []
-    for name, one in runs.items():
-        configure_logging(one.config.logging.level)
-        facts = {"name": name or one.config.name, "directory": str(runner.places_of(one)[0])}
+    for name, configuration in runs.items():
+        configure_logging(configuration.config.logging.level)
+        facts = {"name": name or configuration.config.name, "directory": str(runner.places_of(configuration)[0])}
         try:
-            outcome = runner.run(one)
+            outcome = runner.run(configuration)
         except Exception as error:
             if len(runs) == 1:
                 raise
@@ -80,14 +81,13 @@ def run(config: str, overrides: Sequence[str], print_config: bool, dry_run: bool
         print_json({"runs": ended})
     if ended[-1].get("preempted"):
         return PREEMPTED
-    failed = [one["name"] for one in ended if "error" in one]
-    if failed:
+    if failed := [facts["name"] for facts in ended if "error" in facts]:
         logging.getLogger("holdfast").error("%d of %d runs failed: %s", len(failed), len(runs), ", ".join(failed))
     return FAILED if failed else DONE
 
 
 def _runs(config: str, overrides: Sequence[str]) -> dict[str, Configuration]:
-    """Return the configurations of all runs by name; all are checked before the first begins."""
+    """Return the configurations of all runs by name, all checked."""
     from ..recipes.configuration import expand_sweep, load_configuration
     from ..recipes.problems import ConfigError
     from ..recipes.runner import places_of
@@ -96,25 +96,24 @@ def _runs(config: str, overrides: Sequence[str]) -> dict[str, Configuration]:
     problems: dict[Problem, None] = {}  # problems of all runs, without duplicates
     for name, given in expand_sweep(overrides):
         try:
-            one = load_configuration(config, given)
+            configuration = load_configuration(config, given)
         except ConfigError as error:
             problems |= dict.fromkeys(error.problems)
             continue
         if name:
-            run_dir = os.path.join(places_of(one)[0], name)
-            own = [f"run_dir={json.dumps(run_dir)}"]
-            if one.config.checkpoint.directory is not None:
-                own.append(f"checkpoint.directory={json.dumps(f'{one.config.checkpoint.directory}/{name}')}")
-            keys = {text.partition("=")[0] for text in own}
-            one = load_configuration(config, [text for text in given if text.partition("=")[0] not in keys] + own)
-        runs[name] = one
+            directories = {"run_dir": os.path.join(places_of(configuration)[0], name)}
+            if (directory := configuration.config.checkpoint.directory) is not None:
+                directories["checkpoint.directory"] = f"{directory}/{name}"
+            others = [text for text in given if text.partition("=")[0] not in directories]
+            added = [f"{key}={json.dumps(value)}" for key, value in directories.items()]
+            configuration = load_configuration(config, others + added)
+        runs[name] = configuration
     if problems:
         raise ConfigError(list(problems))
     return runs
 
 
 def _plan(configuration: Configuration) -> dict[str, Any]:
-    """Return what a run would do."""
     from ..recipes.runner import first_step, places_of
 
     run_dir, checkpoints = places_of(configuration)
@@ -155,11 +154,11 @@ def recipes(name: str | None, as_json: bool) -> int:
         except RecipeError as error:
             raise OptionError(str(error)) from error
         if recipe is None:
-            known = [*RECIPES, *installed]
-            hint = did_you_mean(name, known) or f"; the recipes are {', '.join(known)}, or write module:function"
+            names = [*RECIPES, *installed]
+            hint = did_you_mean(name, names) or f"; the recipes are {', '.join(names)}, or write module:function"
             raise OptionError(f"no recipe is called {name}{hint}")
         return _explain(recipe.schema, name, as_json)
-    found = [
+    listed: list[dict[str, Any]] = [
         {
             "name": recipe.name,
             "summary": recipe.summary,
@@ -169,14 +168,14 @@ def recipes(name: str | None, as_json: bool) -> int:
         }
         for recipe in RECIPES.values()
     ]
-    found += [
+    listed += [
         {"name": point.name, "summary": f"{point.value}, of {point.dist.name if point.dist else '?'}", "missing": []}
         for point in installed.values()
     ]
     if as_json:
-        print_json({"recipes": found})
+        print_json({"recipes": listed})
     else:
-        rows = [[str(r["name"]), str(r["summary"]), str(r["install"]) if r["missing"] else "yes"] for r in found]
+        rows = [[facts["name"], facts["summary"], facts["install"] if facts["missing"] else "yes"] for facts in listed]
         print_table(["RECIPE", "WHAT IT TRAINS", "INSTALLED"], rows)
         say("\nholdfast run NAME trains one; holdfast recipes NAME explains its keys")
     return DONE
@@ -197,7 +196,7 @@ def _explain(schema: Any, name: str, as_json: bool) -> int:
 
 
 def _keys(section: Any, prefix: str = "") -> Iterator[dict[str, Any]]:
-    """Yield the keys of a section with their values; None where a key without a default has none."""
+    """Yield the keys of a section with their values; None for a key without a value."""
     from ..recipes.schema import fields_of, is_section
 
     for name, (_, meaning) in fields_of(type(section)).items():

@@ -7,18 +7,18 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from ..engine.clock import format_size
 from .streams import one_line, say, visible
 
 _WRAPPED = 1000  # rows of the longest table that is fitted: rich takes half a millisecond a row
-_FOLDED = 20  # the least width of a folded cell, in columns
+_FOLDED = 20  # the minimum width of a folded cell, in columns
 _SPANS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
-    """Print a table: fitted to a terminal, but as wide as necessary elsewhere or if it has many rows."""
+    """Print a table, fitted to a terminal; elsewhere, or with many rows, as wide as necessary."""
     rows = [[visible(cell) for cell in row] for row in rows]
     lines: list[Sequence[str]] = [columns]
     for row in rows:
@@ -29,8 +29,8 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right:
     if on_terminal and len(rows) <= _WRAPPED:
         import shutil  # imported lazily: it imports compression modules
 
-        if _whole(widths) > shutil.get_terminal_size().columns:
-            _print_fitted(columns, rows, widths, right)  # with rich, which takes as long to import as to list a run
+        if _table_width(widths) > shutil.get_terminal_size().columns:
+            _print_fitted(columns, rows, widths, right)  # with rich, whose import takes as long as listing a run
             return
     for line in lines:
         aligned: list[str] = []
@@ -43,38 +43,35 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right:
         print(text)  # The cells are escaped already.
 
 
-def _whole(widths: Sequence[int]) -> int:
-    """Return the width of a table with columns of these widths."""
+def _table_width(widths: Sequence[int]) -> int:
     return sum(widths) + 2 * (len(widths) - 1)
 
 
 def _print_fitted(
     columns: Sequence[str], rows: Sequence[Sequence[str]], widths: Sequence[int], right: Sequence[str]
 ) -> None:
-    """Print a table no wider than the terminal: with folded cells, or, with too many columns, several lines a row."""
+    """Print a table as wide as the terminal: with folded cells or, if there are too many columns, stacked rows."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     console = Console()
     folded = [width if name in right else min(width, _FOLDED) for name, width in zip(columns, widths, strict=True)]
-    if _whole(folded) > console.width:
+    if _table_width(folded) > console.width:
         _print_stacked(columns, rows, console.width)
         return
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for column in columns:
-        side: Literal["left", "right"] = "right" if column in right else "left"
-        table.add_column(column, justify=side, no_wrap=column in right, overflow="fold")
+    for name in columns:
+        table.add_column(name, justify="right" if name in right else "left", no_wrap=name in right, overflow="fold")
     for row in rows:
-        # rich would interpret square brackets in plain strings as markup.
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*map(Text, row))  # rich would interpret square brackets in plain strings as markup.
     with console.capture() as capture:
         console.print(table)
     print("\n".join(line.rstrip() for line in capture.get().splitlines()))  # The cells are escaped already.
 
 
 def _print_stacked(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> None:
-    """Print the first cell of each row on a line of its own, and below it the others with the names of the columns."""
+    """Print the first cell of each row on its own line, and the others below it, with the names of their columns."""
     for first, *cells in rows:
         say(first)
         line = ""
@@ -89,7 +86,6 @@ def _print_stacked(columns: Sequence[str], rows: Sequence[Sequence[str]], width:
 
 
 def _width(text: str) -> int:
-    """Return how many columns of a terminal a text takes."""
     if text.isascii():
         return len(text)
     from rich.cells import cell_len
@@ -98,7 +94,7 @@ def _width(text: str) -> int:
 
 
 def print_tree(title: str, leaves: Sequence[tuple[str, int, str]]) -> None:
-    """Print paths as a tree: containers with the bytes of all below them, leaves with their bytes and a text."""
+    """Print paths as a tree: containers with the bytes below them, leaves with their bytes and a text."""
     sizes: dict[tuple[str, ...], int] = {}
     paths = [tuple(one_line(path).rstrip("/").split("/")) for path, _, _ in leaves]
     for keys, (_, nbytes, _) in zip(paths, leaves, strict=True):
@@ -151,7 +147,7 @@ def metrics_text(metrics: Mapping[str, Any] | None) -> str:
 
 
 def step_names(checkpoints: list[tuple[int | None, str]], step: str = "", other: str = "-") -> list[str]:
-    """Return the names of checkpoints: their steps, unless they have several prefixes."""
+    """Return the names of checkpoints: their steps or, if there are several prefixes, their folders."""
     names = [path.rpartition("/")[2] for _, path in checkpoints]
     if len({name.rstrip("0123456789") for name in names}) > 1:
         return names
@@ -160,18 +156,18 @@ def step_names(checkpoints: list[tuple[int | None, str]], step: str = "", other:
 
 def witness_events(events: Iterable[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
     """Return the last event of the witness about the resumes from each step."""
-    found = [event for event in events if event["event"] == "witness"]
-    return {step: event for event in found if isinstance(step := event.get("saved_step"), int)}
+    events = (event for event in events if event["event"] == "witness")
+    return {step: event for event in events if isinstance(step := event.get("saved_step"), int)}
 
 
 def proof_text(event: Mapping[str, Any]) -> str:
-    """Return what an event of the witness says about a resume, in a word."""
+    """Return the verdict of an event of the witness about a resume, in one word."""
     return "exact" if event.get("exact") is True else "inexact" if event.get("exact") is False else "rounding"
 
 
-def count(number: int, one: str, many: str) -> str:
+def count(number: int, singular: str, plural: str | None = None) -> str:
     """Return a number with its noun, such as ``3 leaves``."""
-    return f"{number} {one if number == 1 else many}"
+    return f"{number} {singular if number == 1 else plural or f'{singular}s'}"
 
 
 def _number(value: object) -> str:

@@ -1,4 +1,4 @@
-"""Standard streams: safe text, log lines, streams that are closed, and streams whose reader has gone."""
+"""Standard streams: printable text, log lines, closed streams, and streams without a reader."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import os
 import re
 import select
 import sys
+import time
 from typing import TextIO
 
 from ..engine.storage import without_secrets
 from ..engine.streams import STREAMS, redirect
 
-# Characters that act on a terminal: controls, marks that reorder text, and other line separators.
+# Characters that control a terminal, marks that reorder text, and unusual line separators.
 _ACTING = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
 _LONGEST_WAIT = 5.0  # seconds to wait for a reader that does not read
 
@@ -29,7 +30,7 @@ def visible(text: object) -> str:
 
 
 def one_line(name: object) -> str:
-    """Return a name from a file or a program, such as that of a leaf or a metric, for use within a line."""
+    """Return a name from a file or a program, such as the name of a leaf or a metric, for use within a line."""
     return visible(name).replace("\n", "\\n").replace("\t", "\\t")
 
 
@@ -39,38 +40,30 @@ def say(*texts: object, end: str = "\n", file: TextIO | None = None, flush: bool
 
 
 class _Lines(logging.Handler):
-    """Writes to the current standard streams."""
+    """Writes ``12:00:00 message`` to the current standard streams, with the name of the level unless it is info."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
-            say(self.format(record), file=stream, flush=True)
+            level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
+            moment = time.strftime("%H:%M:%S", time.localtime(record.created))
+            say(f"{moment} {level}{record.getMessage()}", file=stream, flush=True)
         except Exception:
             self.handleError(record)
 
 
-class _Format(logging.Formatter):
-    """``12:00:00 message``, with the level's name where it is not info."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        name = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
-        return f"{self.formatTime(record, '%H:%M:%S')} {name}{visible(record.getMessage())}"
-
-
 def configure_logging(level: str) -> None:
-    """Show log messages of holdfast from a level on: debug, info, warning or error."""
+    """Print the log messages of holdfast at or above a level: debug, info, warning or error."""
     logger = logging.getLogger("holdfast")
     for handler in [handler for handler in logger.handlers if isinstance(handler, _Lines)]:
         logger.removeHandler(handler)
-    handler = _Lines()
-    handler.setFormatter(_Format())
-    logger.addHandler(handler)
+    logger.addHandler(_Lines())
     logger.setLevel(level.upper())
     logger.propagate = False
 
 
 def open_closed_streams() -> None:
-    """Open ``/dev/null`` in place of closed streams, or the next file would get their output."""
+    """Open ``/dev/null`` in place of closed streams; otherwise the next opened file would get their output."""
     for number, name in STREAMS.items():
         try:
             os.fstat(number)
@@ -79,12 +72,12 @@ def open_closed_streams() -> None:
         if getattr(sys, name) is None:  # Python sets a stream to None if its descriptor was closed at startup.
             setattr(sys, name, open(os.devnull, "w" if number else "r"))  # noqa: SIM115 # stays open as long as the process
         elif number and isinstance(stream := getattr(sys, name), io.TextIOWrapper):
-            with contextlib.suppress(OSError):  # a pipe that is opened to append
+            with contextlib.suppress(OSError):  # a pipe that was opened to append
                 stream.reconfigure(errors="backslashreplace")  # A terminal of ASCII shows what it can.
 
 
 def write_error(text: str) -> None:
-    """Write to standard error, but give up if the reader has gone or does not read."""
+    """Write to standard error, but give up if the reader is gone or does not read."""
     data = visible(text).encode(errors="backslashreplace")
     poll = select.poll()
     poll.register(2, select.POLLOUT)

@@ -1,8 +1,8 @@
 """``holdfast supervise`` starts a program again until its run has finished.
 
-The supervisor relies on the run's own record: whether it has finished or was preempted, and its newest step. It uses
-the status of the program only in addition, because torchrun turns every status into 1, and some trainers end with 0
-after SIGTERM.
+The supervisor relies on the record of the run: whether it has finished or was preempted, and its newest step. The exit
+status of the program is secondary, because torchrun turns every status into 1, and some trainers end with 0 after
+SIGTERM.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .streams import write_error
 _BETWEEN_STACKS = 5.0  # seconds at most
 _SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 STALLED = 3  # The supervisor gives up after this many restarts in a row without a new checkpoint.
-EARLY = 60.0  # seconds; it also gives up after STALLED starts in a row that end sooner, before their run begins
+EARLY = 60.0  # seconds; the supervisor also gives up after STALLED starts in a row that end earlier, without a run
 
 Kind = Literal["finished", "preempted", "interrupted", "crashed", "hung", "misused"]
 
@@ -46,28 +46,27 @@ _INTERRUPTED = (INTERRUPTED, -signal.SIGINT)
 _ENDS = ("preempted", "finished", "failed")
 
 
-# ---- how a start of the program ended, and what to do next: pure functions
+# ---- pure functions: how a start of the program ended, and what to do next
 
 
 @dataclass(slots=True)
 class RunRecord:
-    """The last state that each run of one start of the program has reported, and the newest steps."""
+    """The last state that each run in one start of the program reported, and the newest steps."""
 
     states: dict[tuple[str, int], str] = field(default_factory=dict)  # by directory and process
     newest: dict[str, int] = field(default_factory=dict)  # the step when the directory was acquired; -1 for none
-    runs: dict[str, str] = field(default_factory=dict)  # the last token by directory, if process 0 is of this program
+    runs: dict[str, str] = field(default_factory=dict)  # by directory: the last token, if process 0 is in this program
 
     def add(self, events: Iterable[Mapping[str, Any]]) -> None:
-        """Take note of events."""
         for event in events:
-            place, name = str(event.get("directory", "")), event["event"]
+            directory, name = str(event.get("directory", "")), event["event"]
             if name == "started":
                 newest = event.get("newest")
-                self.newest.setdefault(place, newest if isinstance(newest, int) else -1)
+                self.newest.setdefault(directory, newest if isinstance(newest, int) else -1)
                 if event.get("process") == 0 and isinstance(event.get("run"), str):
-                    self.runs[place] = event["run"]
+                    self.runs[directory] = event["run"]
             if name == "started" or name in _ENDS:
-                self.states[place, int(event.get("process", 0))] = name
+                self.states[directory, int(event.get("process", 0))] = name
 
     @property
     def has_failed(self) -> bool:
@@ -84,7 +83,7 @@ class RunRecord:
 
 
 def kind_of(returncode: int, state: str | None, *, hung: bool, asked: bool) -> Kind:
-    """Return how a start has ended, which the supervisor ended as ``hung``, or to which it forwarded a signal."""
+    """Return how a start ended; ``hung`` if the supervisor ended it, ``asked`` if it forwarded a signal."""
     if hung and not (state == "finished" and returncode == 0):
         return "hung"
     if returncode in _INTERRUPTED and state != "finished":
@@ -100,19 +99,17 @@ def kind_of(returncode: int, state: str | None, *, hung: bool, asked: bool) -> K
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """How one start of the program has ended."""
+    """How one start of the program ended."""
 
     kind: Kind
     returncode: int
-    progress: bool | None  # whether it has committed a step beyond all earlier ones; None if that is not known
+    progress: bool | None  # whether it committed a step beyond all earlier ones; None if unknown
     asked: bool = False  # whether the supervisor was asked to end
-    early: bool = False  # whether it has ended within ``EARLY`` seconds, before its run began
+    early: bool = False  # whether it ended within ``EARLY`` seconds, before its run began
 
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """When to start the program again."""
-
     max_restarts: int = 10  # after crashes and hangs; preemptions do not count
     pause: float = 1.0  # seconds before the first restart; doubles with every crash without progress in between
     longest_pause: float = 300.0
@@ -151,8 +148,6 @@ class RestartPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The next action."""
-
     action: Literal["end", "restart"]
     why: str
     status: int = 0  # the exit status, if the action is "end"
@@ -172,19 +167,19 @@ class Watch:
 
 
 class _Log:
-    """Writes a line for each event: to standard error, in words on a terminal, and to a file as JSON."""
+    """Writes a line for each event: to standard error, as words on a terminal, and to a file as JSON."""
 
     def __init__(self, path: Path | None, *, as_json: bool) -> None:
         self._path = path
-        self._pipe: int | None = None  # a FIFO stays open, because its reader takes closing for the end
+        self._pipe: int | None = None  # A FIFO stays open, because its reader takes closing for the end.
         self._has_failed = False
         self._in_words = not as_json and os.isatty(2)
 
     def __call__(self, event: str, **facts: Any) -> None:
         now = time.time()
         line = json.dumps({"event": event, "time": round(now, 3), **facts})
-        said = f"{time.strftime('%H:%M:%S', time.localtime(now))} {in_words(event, facts)}" if self._in_words else line
-        write_error(f"{said}\n")  # One write does not mix with the lines of the program.
+        words = f"{time.strftime('%H:%M:%S', time.localtime(now))} {in_words(event, facts)}" if self._in_words else line
+        write_error(f"{words}\n")  # One write does not mix with the lines of the program.
         if self._path is None:
             return
         try:
@@ -197,7 +192,7 @@ class _Log:
 
     def _append(self, path: Path, line: bytes) -> None:
         descriptor, self._pipe = self._pipe, None
-        if descriptor is None:  # O_NONBLOCK: opening a FIFO without a reader fails instead of waiting
+        if descriptor is None:  # With O_NONBLOCK, opening a FIFO without a reader fails instead of waiting.
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
             descriptor = os.open(path, flags, 0o666)
         try:
@@ -210,7 +205,7 @@ class _Log:
 
 
 def in_words(event: str, facts: Mapping[str, Any]) -> str:
-    """Return an event as readable text; nothing in it moves the cursor of a terminal."""
+    """Describe an event; nothing in the text moves the cursor of a terminal."""
     match event:
         case "started":
             said = f"started {shlex.join(facts['command'])} (process {facts['pid']}, start {facts['start'] + 1})"
@@ -234,10 +229,10 @@ def in_words(event: str, facts: Mapping[str, Any]) -> str:
             said = f"ended with status {facts['status']} after {starts} start{'s'[: starts > 1]}: {facts['why']}"
         case _:
             said = f"{event}: status {facts['status']} after {facts['seconds']:.1f} s"
-            said += "".join(f"; newest step {step} in {place}" for place, step in facts["newest"].items())
+            said += "".join(f"; newest step {step} in {directory}" for directory, step in facts["newest"].items())
             if left := facts.get("left_running"):
                 said += f"; processes that it has left, and that were ended: {', '.join(map(str, left))}"
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in said)
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in said)
 
 
 @click.command()
@@ -309,7 +304,7 @@ def _start(
     number: int,
     newest: dict[str, int],
 ) -> Start:
-    if lost := silence_lost_streams():  # The program would die of the first line that it prints.
+    if lost := silence_lost_streams():  # The first line that the program prints would end it.
         log("output_lost", streams=lost)
     # torchrun gives its workers 30 seconds after a signal by default.
     environment = {_SHUTDOWN: os.environ.get(_SHUTDOWN, str(math.ceil(watch.grace)))}
@@ -322,8 +317,8 @@ def _start(
 
     def look() -> bool:
         nonlocal forwarded
-        for one in program.forwarded[forwarded:]:
-            log("forwarded", signal=signal.Signals(one).name)
+        for number in program.forwarded[forwarded:]:
+            log("forwarded", signal=signal.Signals(number).name)
         forwarded = len(program.forwarded)
         events = program.new_events()
         record.add(events)
@@ -345,25 +340,24 @@ def _start(
         returncode = program.end_after_hang(watch.grace, min(watch.hang or _BETWEEN_STACKS, _BETWEEN_STACKS))
     look()
     left = program.sweep(min(watch.grace, 5.0))
-    for place, step in record.newest.items():
-        newest.setdefault(place, step)
+    newest.update(record.newest | newest)
     progress = _progress(newest)
     asked = bool(program.forwarded)
     kind = kind_of(returncode, record.state, hung=hung, asked=asked)
-    steps = {place: step for place, step in newest.items() if step >= 0}
+    steps = {directory: step for directory, step in newest.items() if step >= 0}
     extra = {"left_running": left} if left else {}
     took = time.monotonic() - program.began
     facts = {"status": shell_status(returncode), "seconds": round(took, 3)}
     log(kind, **facts, newest=steps, **extra)
     last = program.last_sign()[1]
-    _tell_runs(record, how=kind, **facts, step=None if last < 0 else last, why=why)
+    _report_end(record, how=kind, **facts, step=None if last < 0 else last, why=why)
     return Start(kind, returncode, progress, asked, early=record.state is None and took < EARLY)
 
 
-def _tell_runs(record: RunRecord, **facts: Any) -> None:
-    """Append to the events of the runs how their program has ended; a killed program cannot do that itself."""
-    for place, run in record.runs.items():
-        location = as_location(place)
+def _report_end(record: RunRecord, **facts: Any) -> None:
+    """Append the end of the program to the events of its runs, because a killed program cannot do that itself."""
+    for directory, run in record.runs.items():
+        location = as_location(directory)
         if location.is_local:
             with contextlib.suppress(OSError):
                 append_after_death(location.path / EVENTS, {"event": "ended", "time": time.time(), "run": run, **facts})
@@ -380,16 +374,16 @@ def _overdue(program: Program, watch: Watch) -> str | None:
 
 
 def _progress(newest: dict[str, int]) -> bool | None:
-    """Look for the newest step of every directory, and return whether one has grown; None if that is not known."""
-    grown, known = False, bool(newest)
-    for place, before in list(newest.items()):
+    """Update the newest step of every directory; return whether any has grown, or None if unknown."""
+    grown, is_known = False, bool(newest)
+    for directory, before in list(newest.items()):
         try:
-            location = as_location(place)
+            location = as_location(directory)
             entry = newest_step(list_steps(location), whole=True) if location.exists() else None
         except (HoldfastError, OSError):
-            known = False
+            is_known = False
             continue
         if entry is not None and entry.step > before:
-            newest[place] = entry.step
+            newest[directory] = entry.step
             grown = True
-    return True if grown else False if known else None
+    return True if grown else False if is_known else None

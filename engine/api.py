@@ -211,11 +211,11 @@ def load_async(
 
     def work() -> None:
         try:
-            found = load(path, **arguments)
+            tree = load(path, **arguments)
         except BaseException as error:
             future.set_exception(error)
         else:
-            future.set_result(found)
+            future.set_result(tree)
 
     Helper(work, "holdfast-load").start()
     return future

@@ -1,9 +1,8 @@
-"""Fingerprints of what a program's next steps depend on: random generators, iterators, and other values in reach.
+"""Fingerprints of the objects on which a program's next steps depend: random generators, iterators and other values.
 
-A rehearsal takes them at every step of an undisturbed run and of an interrupted one. An object that differs between the
-two at the same step was not restored. Objects are found by their names, from the variables of the functions that are
-running and of the program's own modules. Only side-effect-free accessors are called, so that fingerprints do not change
-the program.
+A rehearsal takes them at every step of an undisturbed run and of an interrupted one: an object that differs at the same
+step was not restored. The search begins at the variables of the running functions and of the program's own modules, and
+calls only accessors without side effects, so that it does not change the program.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ _CLOSED = (type, ModuleType, FunctionType, FrameType)
 
 
 class Fingerprints:
-    """Takes fingerprints again and again, and returns what has changed."""
+    """Takes fingerprints at step after step, and returns the changes."""
 
     def __init__(self) -> None:
         self._last: dict[str, Fact] = {}
@@ -82,31 +81,31 @@ class Fingerprints:
 
 
 def facts() -> dict[str, Fact]:
-    """Return the fingerprints of everything in reach of the functions that are running, by its name in the program."""
-    found = dict(_global_generators())
-    # A program has many modules, whose variables must not hide what the running functions hold.
+    """Return the fingerprints of all objects that the running functions and modules reach, by name."""
+    by_name = dict(_global_generators())
+    # Functions come first: the variables of many modules must not use up their limits.
     groups = [list(_functions()), list(_modules())]
-    known = {id(space) for group in groups for _, _, space in group}
+    visited = {id(space) for group in groups for _, _, space in group}
     looked: list[tuple[str, Any]] = []  # References keep the objects alive, so that no other object gets the same id.
     for group in groups:
-        _look(group, found, known, looked)
-    ours = [one for _, one in looked if type(one).__module__.startswith(f"{__package__.partition('.')[0]}.")]
-    handed = {id(part) for one in ours for _, part in _attributes(one)}  # such as the loader of hf.skip_to
-    for name in [name for name, thing in looked if id(thing) in handed and name in found]:
-        if found[name].kind == "loader":
-            del found[name]
-    if not any(fact.kind == "loader" for fact in found.values()):  # Perhaps a for statement alone holds one.
+        _look(group, by_name, visited, looked)
+    ours = [obj for _, obj in looked if type(obj).__module__.startswith(f"{__package__.partition('.')[0]}.")]
+    handed = {id(part) for obj in ours for _, part in _attributes(obj)}  # such as the loader of hf.skip_to
+    for name in [name for name, obj in looked if id(obj) in handed and name in by_name]:
+        if by_name[name].kind == "loader":
+            del by_name[name]
+    if not any(fact.kind == "loader" for fact in by_name.values()):  # Perhaps a for statement alone holds one.
         kinds = {getattr(sys.modules.get("torch.utils.data.dataloader"), name, None) for name in _ITERATORS}
         objects = gc.get_objects()
         running = itertools.compress(objects, map(kinds.__contains__, map(type, objects)))
-        orders = [getattr(one._index_sampler, "sampler", None) for one in running if id(one) not in handed]
+        orders = [getattr(obj._index_sampler, "sampler", None) for obj in running if id(obj) not in handed]
         if any(type(order).__name__ in DRAWING for order in orders):
-            found["loader = DataLoader(...)"] = Fact("loader", "DataLoader", "", "shuffled")
-    return found
+            by_name["loader = DataLoader(...)"] = Fact("loader", "DataLoader", "", "shuffled")
+    return by_name
 
 
 def not_handed_over() -> list[str]:
-    """Return the generators and iterators in reach, handed over or not, except the global ones."""
+    """Describe the generators and iterators in reach, except the global generators."""
     return [
         f"{name} ({fact.type}; {fact.where})"
         for name, fact in facts().items()
@@ -114,8 +113,8 @@ def not_handed_over() -> list[str]:
     ]
 
 
-def _look(spaces: list[_Space], found: dict[str, Fact], known: set[int], looked: list[tuple[str, Any]]) -> None:
-    """Add the fingerprints of objects that variables lead to, the nearest first."""
+def _look(spaces: list[_Space], by_name: dict[str, Fact], visited: set[int], looked: list[tuple[str, Any]]) -> None:
+    """Add the fingerprints of the objects that variables refer to, the nearest first."""
     queue: deque[tuple[str, str, Any, int, type]] = deque()  # name, place, object, depth, type of its owner
     for prefix, where, space in spaces:
         named = ((name, value) for name, value in space.items() if isinstance(name, str) and name[:2] != "__")
@@ -124,21 +123,21 @@ def _look(spaces: list[_Space], found: dict[str, Fact], known: set[int], looked:
     for _ in range(_OBJECTS):
         if not queue or time.monotonic() > until:
             break
-        name, where, thing, depth, owner = queue.popleft()
+        name, where, obj, depth, owner = queue.popleft()
         try:
-            if not isinstance(thing, bool | int | float | str):
-                if id(thing) in known:
+            if not isinstance(obj, bool | int | float | str):
+                if id(obj) in visited:
                     continue
-                known.add(id(thing))
-                looked.append((name, thing))
-            fact = _fact(thing, with_arrays=depth < 2)
+                visited.add(id(obj))
+                looked.append((name, obj))
+            fact = _fact(obj, with_arrays=depth < 2)
             if fact is not None and fact[0] == "value" and _is_position(owner):
-                found.setdefault(name, Fact("position", owner.__qualname__, where, fact[1]))
+                by_name.setdefault(name, Fact("position", owner.__qualname__, where, fact[1]))
             elif fact is not None:
-                found.setdefault(name, Fact(fact[0], type(thing).__qualname__, where, fact[1]))
+                by_name.setdefault(name, Fact(fact[0], type(obj).__qualname__, where, fact[1]))
             if depth < _DEPTH:
-                kind = type(thing)
-                queue.extend((f"{name}{key}", where, part, depth + 1, kind) for key, part in _parts(thing))
+                cls = type(obj)
+                queue.extend((f"{name}{key}", where, part, depth + 1, cls) for key, part in _parts(obj))
         except Exception:  # An object's own code may fail, such as that of an array whose memory was donated.
             continue
 
@@ -147,20 +146,19 @@ def _look(spaces: list[_Space], found: dict[str, Fact], known: set[int], looked:
 
 
 def _functions() -> Iterator[_Space]:
-    """Generate the variables of the program's functions that are running on this thread, the inner first."""
+    """Generate the variables of the program's functions on the stack of this thread, the innermost first."""
     frame = inspect.currentframe()
     while frame is not None:
         code = frame.f_code
         if _is_own(code.co_filename) and code.co_name != "<module>":
-            place = f"{os.path.basename(code.co_filename)}, in {code.co_qualname}"
-            yield "", place, dict(frame.f_locals)
+            where = f"{os.path.basename(code.co_filename)}, in {code.co_qualname}"
+            yield "", where, dict(frame.f_locals)
         elif _is_trainer(trainer := frame.f_locals.get("self")):  # A trainer holds the program's module and data.
             yield "", "the trainer", {"trainer": trainer}
         frame = frame.f_back
 
 
 def _modules() -> Iterator[_Space]:
-    """Generate the variables of the program's modules."""
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if isinstance(file, str) and _is_own(file):
@@ -175,95 +173,95 @@ def _is_own(file: str) -> bool:
     return not (file.startswith("<frozen") or path.startswith(_LIBRARIES) or f"{os.sep}site-packages{os.sep}" in path)
 
 
-def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
-    """Generate the parts of an object, each with the end of its name."""
-    if isinstance(thing, dict):
-        for key, value in itertools.islice(list(thing.items()), _ITEMS):
+def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
+    """Generate the parts of an object, each with the suffix of its name."""
+    if isinstance(obj, dict):
+        for key, value in itertools.islice(list(obj.items()), _ITEMS):
             yield f"[{key!r:.40}]", value
-    elif isinstance(thing, list | tuple | deque):
-        for index, value in enumerate(itertools.islice(list(thing), _ITEMS)):
+    elif isinstance(obj, list | tuple | deque):
+        for index, value in enumerate(itertools.islice(list(obj), _ITEMS)):
             yield f"[{index}]", value
-    elif isinstance(thing, GeneratorType):
-        if thing.gi_frame is not None:
-            for name, value in dict(thing.gi_frame.f_locals).items():
+    elif isinstance(obj, GeneratorType):
+        if obj.gi_frame is not None:
+            for name, value in dict(obj.gi_frame.f_locals).items():
                 yield f".{name}", value
-    elif isinstance(thing, _LAZY):
-        for index, value in enumerate(gc.get_referents(thing)):
+    elif isinstance(obj, _LAZY):
+        for index, value in enumerate(gc.get_referents(obj)):
             yield f".{index}", value
-    elif isinstance(thing, MethodType):
-        yield "", thing.__self__
-    elif _is_trainer(thing):
+    elif isinstance(obj, MethodType):
+        yield "", obj.__self__
+    elif _is_trainer(obj):
         for name in ("lightning_module", "datamodule", "train_dataloader"):
-            yield f".{name}", getattr(thing, name, None)
-    elif not isinstance(thing, _CLOSED) and _is_open(type(thing)):
-        for name, value in list(_attributes(thing)):
+            yield f".{name}", getattr(obj, name, None)
+    elif not isinstance(obj, _CLOSED) and _is_open(type(obj)):
+        for name, value in list(_attributes(obj)):
             if not name.startswith("__"):
                 yield f".{name}", value
 
 
-def _is_open(kind: type) -> bool:
-    """Return whether the objects of a class are looked into: those of the program, and loaders of data."""
-    module = sys.modules.get(kind.__module__)
-    if kind.__module__.startswith(_OPEN):
+def _is_open(cls: type) -> bool:
+    """Return whether to visit the attributes of a class: one of the program, or a data loader."""
+    module = sys.modules.get(cls.__module__)
+    if cls.__module__.startswith(_OPEN):
         return True
     file = getattr(module, "__file__", None)
-    return kind.__module__ == "__main__" or (isinstance(file, str) and _is_own(file))
+    return cls.__module__ == "__main__" or (isinstance(file, str) and _is_own(file))
 
 
-def _is_trainer(thing: object) -> bool:
-    kind = type(thing)
-    return kind.__name__ == "Trainer" and kind.__module__.startswith(("lightning.", "pytorch_lightning."))
+def _is_trainer(obj: object) -> bool:
+    cls = type(obj)
+    return cls.__name__ == "Trainer" and cls.__module__.startswith(("lightning.", "pytorch_lightning."))
 
 
-def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
-    own = getattr(thing, "__dict__", None)
-    if isinstance(own, dict):
-        yield from own.items()
-    for kind in type(thing).__mro__:
-        slots = vars(kind).get("__slots__", ())
+def _attributes(obj: Any) -> Iterator[tuple[str, Any]]:
+    variables = getattr(obj, "__dict__", None)
+    if isinstance(variables, dict):
+        yield from variables.items()
+    for cls in type(obj).__mro__:
+        slots = vars(cls).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
-            if isinstance(descriptor := vars(kind).get(name), MemberDescriptorType):
+            if isinstance(descriptor := vars(cls).get(name), MemberDescriptorType):
                 with contextlib.suppress(AttributeError):  # The slot is not set.
-                    yield name, descriptor.__get__(thing, kind)
+                    yield name, descriptor.__get__(obj, cls)
 
 
 # ---- what an object is
 
 
-def _fact(thing: Any, *, with_arrays: bool) -> tuple[Kind, str] | None:
-    """Return the kind of an object and a digest of its state; None for one without a state of its own."""
-    if isinstance(thing, bool | int | float) or (isinstance(thing, str) and len(thing) <= _TEXT):
-        return "value", repr(thing)
-    if isinstance(thing, random.SystemRandom):
+def _fact(obj: Any, *, with_arrays: bool) -> tuple[Kind, str] | None:
+    """Return the kind of an object and a digest of its state; None if it has no state."""
+    if isinstance(obj, bool | int | float) or (isinstance(obj, str) and len(obj) <= _TEXT):
+        return "value", repr(obj)
+    if isinstance(obj, random.SystemRandom):
         return "generator", STATELESS
-    if is_generator(thing):
-        return "generator", _digest(state_of(thing))
-    if isinstance(thing, np.number | np.bool_):
-        return "value", repr(thing.item())
-    if isinstance(thing, np.ndarray):
-        if thing.ndim == 0 and thing.dtype.kind in "biufc":
-            return "value", repr(thing.item())
-        small = with_arrays and 0 < thing.nbytes <= _BYTES and thing.dtype != object
-        return ("array", _digest(thing)) if small else None
+    if is_generator(obj):
+        return "generator", _digest(state_of(obj))
+    if isinstance(obj, np.number | np.bool_):
+        return "value", repr(obj.item())
+    if isinstance(obj, np.ndarray):
+        if obj.ndim == 0 and obj.dtype.kind in "biufc":
+            return "value", repr(obj.item())
+        small = with_arrays and 0 < obj.nbytes <= _BYTES and obj.dtype != object
+        return ("array", _digest(obj)) if small else None
     torch, jax = loaded("torch"), loaded("jax")
-    if torch is not None and isinstance(thing, torch.Tensor):
-        return _fact_of_torch(torch, thing) if with_arrays else None
-    if torch is not None and type(thing) is torch.utils.data.DataLoader:
-        return ("loader", "shuffled") if type(thing.sampler).__name__ in DRAWING else None
-    if torch is not None and isinstance(thing, torch.optim.Optimizer):
-        first: Any = next(iter(thing.state.values()), {}).values()
-        facts = [_fact_of_torch(torch, one) if is_torch_tensor(one) else repr(one) for one in first]
+    if torch is not None and isinstance(obj, torch.Tensor):
+        return _fact_of_torch(torch, obj) if with_arrays else None
+    if torch is not None and type(obj) is torch.utils.data.DataLoader:
+        return ("loader", "shuffled") if type(obj.sampler).__name__ in DRAWING else None
+    if torch is not None and isinstance(obj, torch.optim.Optimizer):
+        first: Any = next(iter(obj.state.values()), {}).values()
+        facts = [_fact_of_torch(torch, value) if is_torch_tensor(value) else repr(value) for value in first]
         return "optimizer", _digest(*facts)
-    if jax is not None and isinstance(thing, jax.Array):
-        return _fact_of_jax(jax, thing, with_arrays=with_arrays)
-    if type(thing).__name__ == "RngStream" and type(thing).__module__.startswith("flax."):
-        count = getattr(thing.count, "_raw_value", thing.count)  # the key stays the same
+    if jax is not None and isinstance(obj, jax.Array):
+        return _fact_of_jax(jax, obj, with_arrays=with_arrays)
+    if type(obj).__name__ == "RngStream" and type(obj).__module__.startswith("flax."):
+        count = getattr(obj.count, "_raw_value", obj.count)  # the key stays the same
         return "generator", str(int(count))
-    if isinstance(thing, GeneratorType):
-        last = -2 if thing.gi_frame is None else thing.gi_frame.f_lasti
+    if isinstance(obj, GeneratorType):
+        last = -2 if obj.gi_frame is None else obj.gi_frame.f_lasti
         return "position", str(last)
-    if hasattr(type(thing), "__next__"):
-        hint = operator.length_hint(thing, -1) if type(thing).__module__ == "builtins" else -1
+    if hasattr(type(obj), "__next__"):
+        hint = operator.length_hint(obj, -1) if type(obj).__module__ == "builtins" else -1
         return "position", f"{hint} left" if hint >= 0 else ""
     return None
 
@@ -290,13 +288,13 @@ def _fact_of_jax(jax: Any, array: Any, *, with_arrays: bool) -> tuple[Kind, str]
     return "generator" if is_key else "array", _digest(np.asarray(array))
 
 
-def _is_position(kind: type) -> bool:
-    """Return whether the plain attributes of a class say where it is in some data."""
-    names = {one.__name__ for one in kind.__mro__}
+def _is_position(cls: type) -> bool:
+    """Return whether plain attributes of a class hold a position in data."""
+    names = {base.__name__ for base in cls.__mro__}
     if names & {"Module", "Optimizer"}:
         return False
-    has_state = any(hasattr(kind, get) and hasattr(kind, set_) for get, set_ in METHODS)
-    return has_state or hasattr(kind, "__next__") or bool(names & {"Dataset", "Sampler", "IterableDataset"})
+    has_state = any(hasattr(cls, get) and hasattr(cls, set_) for get, set_ in METHODS)
+    return has_state or hasattr(cls, "__next__") or bool(names & {"Dataset", "Sampler", "IterableDataset"})
 
 
 _GLOBAL = {"python": "the random module", "numpy": "numpy.random", "torch": "torch's default generator"}
@@ -305,8 +303,8 @@ _GLOBAL = {"python": "the random module", "numpy": "numpy.random", "torch": "tor
 def _global_generators() -> Iterator[tuple[str, Fact]]:
     """Generate the generators that functions such as ``random.random()`` draw from."""
     for name, state in as_tree(capture()).items():
-        known = _GLOBAL.get(name, f"torch's generators of {name.upper()}")
-        yield known, Fact("generator", name, "", _digest(state))
+        label = _GLOBAL.get(name, f"torch's generators of {name.upper()}")
+        yield label, Fact("generator", name, "", _digest(state))
 
 
 def _digest(*parts: Any) -> str:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Never, TypeVar, cast
 
 from .errors import UnknownArgumentError
 
-T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 _FOREIGN: Mapping[str, str] = {
@@ -111,12 +110,12 @@ _FOREIGN_OBJECTS: Mapping[str, str] = {
 
 
 def object_instead_of(name: str) -> str:
-    """Return what is here instead of a name of Orbax, for the end of a message; "" for other names."""
+    """Return the equivalent of a name of Orbax, as the end of a message; "" for other names."""
     return f": {_FOREIGN_OBJECTS[name]}" if name in _FOREIGN_OBJECTS else ""
 
 
 class ExplainsNames:
-    """Base of classes whose errors about an unknown attribute have the name that an attribute of Orbax has here."""
+    """Base of classes whose AttributeError gives the equivalent of an attribute of Orbax."""
 
     if not TYPE_CHECKING:
 
@@ -127,52 +126,49 @@ class ExplainsNames:
 
 
 def foreign_hint(name: str) -> str:
-    """Return what to write instead of an argument of another library, for the end of a message; "" for others."""
+    """Return the equivalent of another library's argument, as the end of a message; "" without one."""
     return f": {_FOREIGN[name]}" if name in _FOREIGN else ""
 
 
-def instead_of(name: str, known: Collection[str]) -> str:
-    """Return what to write instead of an unknown argument, for the end of a message."""
+def instead_of(name: str, accepted: Collection[str]) -> str:
+    """Return the equivalent of an unknown argument, or the closest name, as the end of a message."""
     if hint := foreign_hint(name):
         return hint
     import difflib  # for an error only
 
-    close = difflib.get_close_matches(name, known, n=1)
+    close = difflib.get_close_matches(name, accepted, n=1)
     return f"; did you mean {close[0]}?" if close else ""
 
 
 def refuse_unknown(
     taker: str, unknown: Mapping[str, object], function: Callable[..., Any], hidden: Collection[str] = ()
 ) -> None:
-    """Raise UnknownArgumentError, with those that a function takes by name only, if there are unknown arguments."""
+    """Raise UnknownArgumentError if there are unknown arguments; list the keyword-only ones of the function."""
     if unknown:
-        parameters = inspect.signature(function).parameters.values()
-        known = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY and one.name not in hidden]
-        names = ", ".join(f"{name}{instead_of(name, known)}" for name in sorted(unknown))
-        takes = f"It takes {', '.join(known)}" if known else "It takes none"
+        parameters = inspect.signature(function).parameters.items()
+        accepted = [name for name, p in parameters if p.kind is p.KEYWORD_ONLY and name not in hidden]
+        names = ", ".join(f"{name}{instead_of(name, accepted)}" for name in sorted(unknown))
+        takes = f"It takes {', '.join(accepted)}" if accepted else "It takes none"
         raise UnknownArgumentError(f"{taker} does not take these arguments: {names}. {takes}")
 
 
-def refuse_unexpected(taker: str, unknown: Iterable[str], known: Collection[str]) -> None:
+def refuse_unexpected(taker: str, unknown: Iterable[str], accepted: Collection[str]) -> None:
     """Raise UnknownArgumentError for an unknown name, with the equivalent of another library's name."""
     for name in unknown:
-        raise UnknownArgumentError(f"{taker}() got an unexpected keyword argument {name!r}{instead_of(name, known)}")
+        raise UnknownArgumentError(f"{taker}() got an unexpected keyword argument {name!r}{instead_of(name, accepted)}")
 
 
 def explains_arguments(function: F, refuse: Callable[..., None] = refuse_unexpected) -> F:
-    """Make a function explain the names of arguments that it does not know."""
-    known = inspect.signature(function).parameters
+    """Decorate a function or a dataclass so that its error about an unknown argument gives the equivalent."""
+    if isinstance(function, type):
+        type.__setattr__(function, "__init__", explains_arguments(vars(function)["__init__"], refuse))
+        return function
+    parameters = inspect.signature(function).parameters
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        if not kwargs.keys() <= known.keys():
-            refuse(function.__qualname__, sorted(kwargs.keys() - known.keys()), known)
+        if not kwargs.keys() <= parameters.keys():
+            refuse(function.__qualname__, sorted(kwargs.keys() - parameters.keys()), parameters)
         return function(*args, **kwargs)
 
     return cast(F, checked)
-
-
-def explains_unknown_names(options: type[T], refuse: Callable[..., None] = refuse_unexpected) -> type[T]:
-    """Make a dataclass of options explain names that it does not know."""
-    type.__setattr__(options, "__init__", explains_arguments(vars(options)["__init__"], refuse))
-    return options

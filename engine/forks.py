@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 
 class Lock:
-    """A ``threading.Lock``, or with ``reentrant`` an ``RLock``, that is free in a process that is forked."""
+    """A ``threading.Lock``, or with ``reentrant`` an ``RLock``, that is unlocked in a forked process."""
 
     def __init__(self, *, reentrant: bool = False) -> None:
         self._make = threading.RLock if reentrant else threading.Lock
@@ -36,12 +36,12 @@ class Lock:
         self._lock.release()
 
     def renew(self) -> None:
-        """Replace the lock by one that nobody holds."""
+        """Replace the lock with an unlocked one."""
         self._lock = self._make()
 
 
 class cached_property(Generic[_T]):  # noqa: N801 - named as that of functools
-    """``functools.cached_property`` without its lock, which Python 3.11 has for all objects of a class together."""
+    """``functools.cached_property`` without its lock, which in Python 3.11 all instances of a class share."""
 
     def __init__(self, make: Callable[[Any], _T]) -> None:
         self._make = make

@@ -1,6 +1,6 @@
 """Random generators: the global ones of Python, numpy and torch, from which ``torch.randn`` draws, and single ones.
 
-Only libraries that the program has loaded are touched. jax has no global generators.
+Only libraries that the program has imported are used. jax has no global generators.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ _EXACT = {int, str, bytes}
 
 
 def capture() -> dict[str, Any]:
-    """Return the states of the global generators by name, in the form that is fastest to copy."""
-    found: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
+    """Return the states of the global generators by name, in the form that is cheapest to copy."""
+    states: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
     torch: Any = loaded("torch")
     if torch is None:
-        return found
-    found["torch"] = torch.get_rng_state()
+        return states
+    states["torch"] = torch.get_rng_state()
     for name in _DEVICES:
         device = getattr(torch, name, None)
         if device is not None and device.is_initialized():
-            found[name] = [generator.get_state() for generator in device.default_generators]
+            states[name] = [generator.get_state() for generator in device.default_generators]
     if torch.backends.mps.is_available():
-        found["mps"] = torch.mps.get_rng_state()
-    return found
+        states["mps"] = torch.mps.get_rng_state()
+    return states
 
 
 def as_tree(states: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what :func:`capture` has returned as a tree with one array for each generator."""
+    """Convert the result of :func:`capture` to a tree with one array for each generator."""
     return {name: _array_of(name, state) for name, state in states.items()}
 
 
@@ -58,11 +58,11 @@ def _array_of(name: str, state: Any) -> Any:
             return state
         twister = state["state"]
         return _packed(twister["key"], twister["pos"], state["has_gauss"], state["gauss"])
-    return [one.numpy() for one in state] if isinstance(state, list) else state.numpy()
+    return [tensor.numpy() for tensor in state] if isinstance(state, list) else state.numpy()
 
 
 def _packed(words: Any, counter: int, has_gauss: bool, gauss: float) -> NDArray[np.uint32]:
-    """Return the state of a Mersenne Twister as one array, with the second number of a pair of normal ones."""
+    """Return the state of a Mersenne Twister as one array, with its cached normal deviate."""
     last = np.array([gauss], np.float64).view(np.uint32)
     return np.concatenate([np.array(words, np.uint32), np.array([counter, has_gauss], np.uint32), last])
 
@@ -73,38 +73,33 @@ def _unpacked(packed: Any) -> tuple[NDArray[np.uint32], int, bool, float]:
 
 
 def restore(states: Mapping[str, Any]) -> list[str]:
-    """Set the generators to states from :func:`as_tree`; return the names of those that this process does not have."""
+    """Set the generators to states from :func:`as_tree`; return the names that this process lacks."""
     try:
-        return _restore(states)
+        if "python" in states:
+            random.setstate(_state_of_python(states["python"]))
+        if "numpy" in states:
+            np.random.set_state(_state_of_numpy(states["numpy"]))
+        torch: Any = loaded("torch")
+        return [] if torch is None else _restore_torch(torch, states)
     except (LookupError, TypeError, ValueError, RuntimeError) as error:
         raise DamagedCheckpointError(f"global_generators: not the states of random generators: {error}") from error
 
 
-def _restore(states: Mapping[str, Any]) -> list[str]:
-    if "python" in states:
-        random.setstate(_state_of_python(states["python"]))
-    if "numpy" in states:
-        np.random.set_state(_state_of_numpy(states["numpy"]))
-    torch: Any = loaded("torch")
-    if torch is None:
-        return []
+def _restore_torch(torch: Any, states: Mapping[str, Any]) -> list[str]:
     if "torch" in states:
         torch.set_rng_state(torch.tensor(np.asarray(states["torch"]), dtype=torch.uint8))
     missing = []
     for name in _DEVICES:
-        found = states.get(name, ())
-        count = getattr(torch, name).device_count() if found and hasattr(torch, name) else 0
-        for index, state in enumerate(found):
-            if index < count:
-                # Torch puts this off until the program uses the device.
-                getattr(torch, name).set_rng_state(torch.tensor(state, dtype=torch.uint8), index)
-            else:
-                missing.append(f"{name}:{index}")
-    if "mps" in states:
-        if torch.backends.mps.is_available():
-            torch.mps.set_rng_state(torch.tensor(states["mps"], dtype=torch.uint8))
-        else:
-            missing.append("mps")
+        saved = states.get(name, ())
+        count = getattr(torch, name).device_count() if saved and hasattr(torch, name) else 0
+        for index, state in enumerate(saved[:count]):
+            # Torch puts this off until the program uses the device.
+            getattr(torch, name).set_rng_state(torch.tensor(state, dtype=torch.uint8), index)
+        missing += [f"{name}:{index}" for index in range(count, len(saved))]
+    if "mps" in states and torch.backends.mps.is_available():
+        torch.mps.set_rng_state(torch.tensor(states["mps"], dtype=torch.uint8))
+    elif "mps" in states:
+        missing.append("mps")
     return missing
 
 
@@ -124,21 +119,21 @@ def _state_of_numpy(saved: Any) -> Any:
 
 
 def checksums(states: Mapping[str, Any]) -> dict[str, int]:
-    """Return checksums of snapshots of states: of all their plain values and of all bytes of their arrays."""
-    found = {}
+    """Return a checksum of each state, over its plain values and the bytes of its arrays."""
+    sums = {}
     for name, state in states.items():
         arrays, text = leaves_of(state)
-        found[name] = zlib.crc32(text.encode("utf-8", "surrogatepass"))
+        sums[name] = zlib.crc32(text.encode("utf-8", "surrogatepass"))
         for array in arrays:
-            # An array of jax that is not ready would have to be waited for; one on a device cannot be read.
+            # A jax array that is not ready would have to be waited for; an array on a device cannot be read.
             if not is_jax_array(array) or array.is_ready():
                 with contextlib.suppress(Exception):
-                    found[name] = zlib.crc32(np.asarray(array).tobytes(), found[name])
-    return found
+                    sums[name] = zlib.crc32(np.asarray(array).tobytes(), sums[name])
+    return sums
 
 
 class GlobalGenerators:
-    """The global generators as an object with a state, set after all objects whose restoring may draw from them."""
+    """The global generators as a stateful object; set after all objects whose restoring may draw from them."""
 
     def __init__(self) -> None:
         self._begun: dict[str, Any] = {}
@@ -146,12 +141,11 @@ class GlobalGenerators:
         self._restored: dict[str, Any] | None = None
 
     def get_state(self) -> dict[str, Any]:
-        """Return the states as they are now."""
         return self.state_of(capture())
 
     def state_of(self, states: Mapping[str, Any]) -> dict[str, Any]:
-        """Return states that :func:`capture` has returned as what :meth:`set_state` takes."""
-        drawn = self._drawn | {name for name, one in states.items() if not same_state(self._begun.get(name), one)}
+        """Convert states from :func:`capture` to the form that :meth:`set_state` takes."""
+        drawn = self._drawn | {name for name, state in states.items() if not same_state(self._begun.get(name), state)}
         tree = as_tree(states)
         return {
             DRAWN: {name: state for name, state in tree.items() if name in drawn},
@@ -159,13 +153,13 @@ class GlobalGenerators:
         }
 
     def set_state(self, state: Any) -> None:
-        """Note saved states for :meth:`begin`."""
+        """Keep saved states until :meth:`begin`."""
         if not isinstance(state, dict) or not all(isinstance(state.get(part), dict) for part in (DRAWN, IDLE)):
             raise DamagedCheckpointError(f"global_generators: expected drawn and idle ones, found {state!r:.80}")
         self._restored = state
 
     def begin(self) -> list[str]:
-        """Set the generators to the restored states, if any; return the names of drawn ones that this process lacks."""
+        """Set the generators to the restored states, if any; return the drawn ones that this process lacks."""
         missing: list[str] = []
         if self._restored is not None:
             self._drawn = set(self._restored[DRAWN])
@@ -178,70 +172,68 @@ class GlobalGenerators:
         restore(as_tree(self._begun))
 
 
-def same_state(one: Any, other: Any) -> bool:
-    """Return whether two states of a loader are equal, or nothing tells that they differ."""
+def same_state(left: Any, right: Any) -> bool:
+    """Return whether two states are equal; True also if that cannot be decided."""
     try:
-        return _equal(one, other)
+        return _equal(left, right)
     except Exception:  # The state may hold any objects, whose comparison may fail in any way.
         return True
 
 
-def _equal(one: Any, other: Any) -> bool:
-    if type(one) in _PLAIN and type(other) in _PLAIN:
-        return bool(one == other or (one != one and other != other))  # NaN is the same as NaN.
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        if set(map(type, one)) <= _EXACT and one == other:  # the state of Python's generator has 625 numbers
+def _equal(left: Any, right: Any) -> bool:
+    if type(left) in _PLAIN and type(right) in _PLAIN:
+        return bool(left == right or (left != left and right != right))  # NaN is the same as NaN.
+    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        if set(map(type, left)) <= _EXACT and left == right:  # the state of Python's generator has 625 numbers
             return True
-        return len(one) == len(other) and all(map(_equal, one, other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items())
-    if one is None or other is None:
-        return one is other
-    if is_torch_tensor(one) and is_torch_tensor(other):
-        return bool(one.equal(other))
-    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
-        return np.array_equal(one, other) or np.asarray(one).tobytes() == np.asarray(other).tobytes()
+        return len(left) == len(right) and all(map(_equal, left, right))
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(_equal(value, right[key]) for key, value in left.items())
+    if left is None or right is None:
+        return left is right
+    if is_torch_tensor(left) and is_torch_tensor(right):
+        return bool(left.equal(right))
+    if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
+        return np.array_equal(left, right) or np.asarray(left).tobytes() == np.asarray(right).tobytes()
     without: Any = object.__eq__
-    if type(one).__eq__ is without and type(other).__eq__ is without:
+    if type(left).__eq__ is without and type(right).__eq__ is without:
         return True  # Identity does not tell whether such objects are equal.
-    return bool(one == other)
+    return bool(left == right)
 
 
-def differing_parts(one: Any, other: Any) -> str:
-    """Return the paths of the parts of states that differ, for messages."""
-    return shortened(sorted(_differing(one, other)))
+def differing_parts(left: Any, right: Any) -> str:
+    """Return the paths at which two states differ, for messages."""
+    return shortened(sorted(_differing(left, right)))
 
 
-def _differing(one: Any, other: Any, path: str = "") -> Iterator[str]:
+def _differing(left: Any, right: Any, path: str = "") -> Iterator[str]:
     pairs: Iterable[tuple[Any, Any, Any]] = ()
-    if isinstance(one, dict) and isinstance(other, dict):
-        pairs = ((key, one.get(key), other.get(key)) for key in one.keys() | other.keys())
-    elif isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
-        pairs = ((index, *parts) for index, parts in enumerate(zip(one, other, strict=True)))
-    elif not same_state(one, other):
+    if isinstance(left, dict) and isinstance(right, dict):
+        pairs = ((key, left.get(key), right.get(key)) for key in left.keys() | right.keys())
+    elif isinstance(left, list | tuple) and isinstance(right, list | tuple) and len(left) == len(right):
+        pairs = ((index, *parts) for index, parts in enumerate(zip(left, right, strict=True)))
+    elif not same_state(left, right):
         yield path
     for key, first, second in pairs:
         yield from _differing(first, second, f"{path}.{key}" if path else str(key))
 
 
 def is_idle(item: str, leaf: str) -> bool:
-    """Return whether a leaf (``global_generators.idle.python``) is of a generator that no step has drawn from."""
+    """Return whether a leaf (``global_generators.idle.python``) belongs to a generator that no step has drawn from."""
     return item.partition("/")[0] in ("extras", "process") and leaf.startswith(f"global_generators.{IDLE}.")
 
 
 # ---- single generators, of the program or of a loader
 
 
-def is_generator(thing: object) -> bool:
-    """Return whether an object is a generator of random numbers."""
+def is_generator(obj: object) -> bool:
     torch: Any = loaded("torch")
     kinds = (random.Random, np.random.Generator, np.random.RandomState)
     # Not isinstance for torch's, which answers in Python: loops ask at every step.
-    return isinstance(thing, kinds) or (torch is not None and torch.Generator in type(thing).__mro__)
+    return isinstance(obj, kinds) or (torch is not None and torch.Generator in type(obj).__mro__)
 
 
 def generator_state(generator: Any) -> Any:
-    """Return a snapshot of the state of a generator."""
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     if isinstance(generator, random.SystemRandom):
@@ -259,15 +251,15 @@ def generator_state(generator: Any) -> Any:
 
 
 def set_generator_state(generator: Any, state: Any) -> None:
-    """Set a generator to a state that :func:`generator_state` returned, even if it was saved and loaded."""
+    """Set a generator to a state from :func:`generator_state`, perhaps saved and loaded since."""
     if isinstance(generator, np.random.Generator):
         # Some bit generators of numpy accept their words as arrays only; loading keeps them arrays.
         generator.bit_generator.state = state
     elif isinstance(generator, random.Random):
         if not isinstance(state, dict) or state.keys() != {"version", "words", "gauss"}:
-            kind = type(generator).__qualname__
+            name = type(generator).__qualname__
             raise DamagedCheckpointError(
-                f"{kind}: expected the state of a random.Random, found {type(state).__qualname__}"
+                f"{name}: expected the state of a random.Random, found {type(state).__qualname__}"
             )
         generator.setstate((state["version"], tuple(int(word) for word in state["words"]), state["gauss"]))
     else:

@@ -73,20 +73,20 @@ def describe(path: Place, step: int | None = None) -> list[LeafSummary]:
 
 
 def _leaf_summaries(checkpoint: CheckpointSource) -> list[LeafSummary]:
-    found: list[LeafSummary] = []
-    for name, kind in checkpoint.items.items():
-        if kind == TREE:
+    summaries: list[LeafSummary] = []
+    for name, item_kind in checkpoint.items.items():
+        if item_kind == TREE:
             for item, tree in trees_in(checkpoint, name):
                 with naming(tree.location):
-                    found.extend(_leaf_summary(item, leaf) for leaf in tree.leaves)
+                    summaries.extend(_leaf_summary(item, leaf) for leaf in tree.leaves)
         elif (files := checkpoint.files(name)) is not None:
-            found.extend(
-                LeafSummary(item=name, path=file, kind=kind, bytes=known.size) for file, known in files.items()
+            summaries.extend(
+                LeafSummary(item=name, path=file, kind=item_kind, bytes=record.size) for file, record in files.items()
             )
         else:
-            value = shortened_text(repr(checkpoint.value(name))) if kind in (JSON, METRICS) else None
-            found.append(LeafSummary(item=name, kind=kind, value=value))
-    return found
+            value = shortened_text(repr(checkpoint.value(name))) if item_kind in (JSON, METRICS) else None
+            summaries.append(LeafSummary(item=name, kind=item_kind, value=value))
+    return summaries
 
 
 def _leaf_summary(item: str, leaf: SavedLeaf) -> LeafSummary:
@@ -104,7 +104,7 @@ def _leaf_summary(item: str, leaf: SavedLeaf) -> LeafSummary:
 
 
 def _value_text(leaf: SavedLeaf) -> str:
-    """Write a value that is no array as Python would, shortened."""
+    """Return the repr of a plain value, shortened."""
     value = decode_value(leaf.saved.details, leaf.name)
     try:
         text = hex(value) if leaf.saved.kind == "int" else repr(value)
@@ -176,9 +176,9 @@ def verify(path: Place, step: int | None = None, *, progress: Progress | None = 
             break
         shares = shares_of(progress, entries)
         verified = [_verify_listed(entry.location, entry.step, next(shares)) for entry in entries]
-        if found := tuple(one for one in verified if one is not None):
+        if results := tuple(result for result in verified if result is not None):
             strays = stray_folders(location, None, entries)
-            return VerifyReport(checkpoints=found, strays=tuple(str(one.location) for one in strays))
+            return VerifyReport(checkpoints=results, strays=tuple(str(entry.location) for entry in strays))
     location = find_checkpoint(location, step)
     (share,) = shares_of(progress, [StepEntry(0, location)])
     with share:
@@ -211,8 +211,8 @@ def _verify(location: Location, step: int | None, share: Share) -> CheckpointVer
             problems.append(Problem(f"{item.folder}/{problem.file}".rstrip("/"), leaf, problem.what))
     # Files of items may belong to none of the trees in them, such as the records of components.
     read = {path for part in parts.values() for path in part.paths}
-    others = ((path, known) for item in record.items.values() for path, known in item.paths.items() if path not in read)
-    problems += [found for path, known in others if (found := _digest_problem(location, path, known)) is not None]
+    others = ((path, file) for item in record.items.values() for path, file in item.paths.items() if path not in read)
+    problems += [differing for path, file in others if (differing := _digest_problem(location, path, file)) is not None]
     if problems and has_changed(location, record):
         read_record(location)  # raises CheckpointNotFoundError if it was deleted
         return _verify(as_location(location.url), step, share)  # a new location has no snapshot of the listing
@@ -221,21 +221,21 @@ def _verify(location: Location, step: int | None, share: Share) -> CheckpointVer
 
 
 def _verify_foreign(location: Location, step: int | None, share: Share) -> CheckpointVerification:
-    """Read every item of a checkpoint of another library that holdfast can read."""
+    """Read every readable item of a checkpoint of another library."""
     problems: list[Problem] = []
     size = 0
     try:
         checkpoint = open_at(location)
         size = checkpoint.nbytes
-        for name, kind in checkpoint.items.items():
+        for name, item_kind in checkpoint.items.items():
             try:
-                if kind == TREE:
+                if item_kind == TREE:
                     tree = checkpoint.tree(name)
                     share.expect(sum(leaf.nbytes for leaf in tree.leaves))
-                    found = tree.verify(share.advance)
+                    damaged = tree.verify(share.advance)
                     several = len(checkpoint.items) > 1
-                    problems += [p._replace(leaf=f"{name}: {p.leaf}") if several and p.leaf else p for p in found]
-                elif kind in (JSON, METRICS):
+                    problems += [p._replace(leaf=f"{name}: {p.leaf}") if several and p.leaf else p for p in damaged]
+                elif item_kind in (JSON, METRICS):
                     checkpoint.value(name)
             except DamagedCheckpointError as error:
                 problems.append(Problem("", name, str(error)))
@@ -253,25 +253,26 @@ def _verify_item(folder: Location, item: ItemRecord, advance: Callable[[int], No
     except HoldfastError as error:
         return [Problem("", "", str(error))]
     files = opened or {}
-    differ = (p for file, known in files.items() if (p := _digest_problem(folder, file, known, advance)) is not None)
+    differ = (p for file, record in files.items() if (p := _digest_problem(folder, file, record, advance)) is not None)
     if item.kind != TREES:
         return list(differ)
     try:
-        found = TreeReader(folder, files).verify(advance)
+        problems = TreeReader(folder, files).verify(advance)
         for share in own_shares(files):
             below = TreeReader(folder / share.folder, share.files).verify(advance)
-            found += [p for one in below if (p := one._replace(file=f"{share.folder}/{one.file}")) not in found]
+            below = [problem._replace(file=f"{share.folder}/{problem.file}") for problem in below]
+            problems += [problem for problem in below if problem not in problems]
     except HoldfastError as error:  # the structure is damaged: name the files that differ, or else report this error
         return list(differ) or [Problem("", "", str(error))]
-    return found
+    return problems
 
 
 def _digest_problem(
-    folder: Location, file: str, known: FileRecord, advance: Callable[[int], None] = NULL.advance
+    folder: Location, file: str, record: FileRecord, advance: Callable[[int], None] = NULL.advance
 ) -> Problem | None:
     try:
-        FileCheck(known).check(folder / file)
+        FileCheck(record).check(folder / file)
     except HoldfastError as error:
         return Problem(file, "", str(error))
-    advance(known.size)
+    advance(record.size)
     return None

@@ -26,7 +26,7 @@ def install_command(*extras: str) -> str:
 
 
 def _origin() -> dict[str, Any]:
-    """Return what pip notes about a distribution that it has not taken from an index (PEP 610); empty if it has."""
+    """Return pip's record of a distribution not installed from an index (PEP 610), or an empty dictionary."""
     folder = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
     if os.path.exists(os.path.join(folder, "pyproject.toml")):  # a checkout on the path, perhaps not installed
         return {"url": f"file://{folder}", "dir_info": {"editable": True}}
@@ -36,15 +36,15 @@ def _origin() -> dict[str, Any]:
         text = distribution(_NAME).read_text("direct_url.json")
     except PackageNotFoundError:
         text = None
-    found: dict[str, Any] = json.loads(text) if text else {}
-    return found
+    origin: dict[str, Any] = json.loads(text) if text else {}
+    return origin
 
 
-def tell_of_stranger(found: str) -> None:
-    """Write a line about another project's distribution ``holdfast``, which has the same folder, to stderr."""
+def tell_of_stranger(folder: str) -> None:
+    """Warn on stderr that another project's distribution ``holdfast`` is in the same folder."""
     if sys.stderr is None:
         return
-    with contextlib.suppress(OSError), open(os.path.join(found, "entry_points.txt"), encoding="utf-8") as entries:
+    with contextlib.suppress(OSError), open(os.path.join(folder, "entry_points.txt"), encoding="utf-8") as entries:
         if "holdfast.cli" in entries.read():  # Ours had this name in earlier versions.
             return
     sys.stderr.write(

@@ -73,18 +73,18 @@ def list_checkpoints(directory: Place) -> list[CheckpointSummary]:
     # Only the run has the function that ranks its steps, and can tell why one is kept.
     kept = {} if options is None or function is not None else reasons(infos, retention_rules(options))
     seen: set[tuple[int, int]] = set()
-    found = [_native_summary(entry, kept.get(entry.step, ()), seen) for entry in steps.entries]
-    for entry, one in zip(steps.entries, found, strict=True):
-        if one.damage and entry.record is not None and has_changed(entry.location, entry.record):
+    summaries = [_native_summary(entry, kept.get(entry.step, ()), seen) for entry in steps.entries]
+    for entry, summary in zip(steps.entries, summaries, strict=True):
+        if summary.damage and entry.record is not None and has_changed(entry.location, entry.record):
             return list_checkpoints(directory)  # a run has replaced or deleted the step meanwhile
     strays = stray_folders(location, None, steps.entries)
     series = {str(entry.location): entry.series for entry in (*steps.entries, *strays)}
-    found += [CheckpointSummary(step=one.step, path=str(one.location), damage=_STRAY) for one in strays]
-    return sorted(found, key=lambda one: (series[one.path], one.step))
+    summaries += [CheckpointSummary(step=entry.step, path=str(entry.location), damage=_STRAY) for entry in strays]
+    return sorted(summaries, key=lambda summary: (series[summary.path], summary.step))
 
 
 def _native_summary(entry: StepEntry, kept: tuple[str, ...], seen: set[tuple[int, int]]) -> CheckpointSummary:
-    """Describe a step; ``seen`` has the files of the steps before it that have several names, and gets its own."""
+    """Describe a step; ``seen`` collects the hard-linked files of the steps so far."""
     record = entry.record
     if record is None:
         return CheckpointSummary(step=entry.step, path=str(entry.location), damage=str(entry.error))
@@ -128,9 +128,8 @@ def _foreign_summary(entry: StepEntry, format_name: str) -> CheckpointSummary:
 
 
 def _file_problems(listed: Iterable[tuple[str, FileRecord, Entry | None]]) -> Iterator[str]:
-    """Compare the sizes of a checkpoint's files with its record."""
-    for path, known, found in listed:
-        if found is None:
+    for path, record, entry in listed:
+        if entry is None:
             yield f"{path}: missing"
-        elif found.size not in (known.size, None):
-            yield f"{path}: expected {known.size} bytes, found {found.size}"
+        elif entry.size not in (record.size, None):
+            yield f"{path}: expected {record.size} bytes, found {entry.size}"

@@ -1,10 +1,9 @@
-"""The places of plain loaders in their data, and which loaders of other libraries are known."""
+"""The positions of plain loaders in their data, and the recognition of other libraries' loaders."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import logging
 import random
 import time
@@ -25,35 +24,31 @@ _logger = logging.getLogger("holdfast")
 # ---- loaders of other libraries
 
 
-def is_torchdata_loader(thing: object) -> bool:
-    kind: Any = type(thing)  # mypy does not take a class for hashable.
-    return derives(kind, "StatefulDataLoader", "torchdata.")
+def is_torchdata_loader(obj: object) -> bool:
+    return derives(obj, "StatefulDataLoader", "torchdata.")
 
 
-def nodes_of(thing: Any) -> list[Any]:
-    """Return the nodes of a ``Loader`` of torchdata.nodes, from its root on; none of other objects."""
-    kind: Any = type(thing)
-    found: list[Any] = []
-    left = [thing.root] if derives(kind, "Loader", "torchdata.nodes.") else []
+def nodes_of(obj: Any) -> list[Any]:
+    """Return the nodes of a ``Loader`` of torchdata.nodes, the root first; [] for other objects."""
+    nodes: list[Any] = []
+    left = [obj.root] if derives(obj, "Loader", "torchdata.nodes.") else []
     while left:
         node = left.pop()
-        kind = type(node)
-        if derives(kind, "BaseNode", "torchdata.nodes.") and not any(node is one for one in found):
-            found.append(node)
-            left += [part for one in vars(node).values() for part in (one.values() if isinstance(one, dict) else [one])]
-    return found
+        if derives(node, "BaseNode", "torchdata.nodes.") and not any(node is other for other in nodes):
+            nodes.append(node)
+            for value in vars(node).values():
+                left += value.values() if isinstance(value, dict) else [value]
+    return nodes
 
 
-def is_accelerate_loader(thing: object) -> bool:
-    """Return whether an object is a loader that ``Accelerator.prepare`` has made, which passes for the one in it."""
-    kind: Any = type(thing)
-    return derives(kind, "DataLoaderAdapter", "accelerate.")
+def is_accelerate_loader(obj: object) -> bool:
+    """Return whether ``Accelerator.prepare`` made a loader, which looks like the one that it wraps."""
+    return derives(obj, "DataLoaderAdapter", "accelerate.")
 
 
-@functools.lru_cache(maxsize=256)  # Every step asks.
-def derives(kind: Any, name: str, package: str) -> bool:
-    """Return whether a class is one of a package, by its name, or derived from it."""
-    return any(one.__name__ == name and one.__module__.startswith(package) for one in kind.__mro__)
+def derives(obj: object, name: str, package: str) -> bool:
+    """Return whether the class of an object has this name and is in this package, or derives from such a class."""
+    return any(cls.__name__ == name and cls.__module__.startswith(package) for cls in type(obj).__mro__)
 
 
 # ---- loaders without a state
@@ -81,7 +76,7 @@ Announce = Callable[..., object]  # takes a text and its arguments, as loggers d
 
 
 class LoaderPosition:
-    """A place in the batches of a loader: what :func:`skip_to` and ``resumable`` have in common."""
+    """A position in the batches of a loader: the common base of :func:`skip_to` and ``resumable``."""
 
     _function = "skip_to"  # which the program calls, for messages
 
@@ -90,7 +85,7 @@ class LoaderPosition:
         self._loads_again = True  # whether a resume loads the earlier batches
         _check_loader(loader, self._function, has_state=state is not None)
         _check_handed(generators, state)
-        handed = {f"{_HANDED}{index}": one for index, one in enumerate(generators)}
+        handed = {f"{_HANDED}{index}": generator for index, generator in enumerate(generators)}
         self._generators = _each_once(generators_of(loader) | handed, besides=_global_generators())
         self._state = state
         self._batches: Iterator[Any] | None = None
@@ -123,15 +118,15 @@ class LoaderPosition:
         return max(0, self._length() - self._taken) if self._length() else None
 
     def begin_run(self, announce: Announce) -> None:
-        """Begin a run, whether or not it has restored a state; ``announce`` shows a line to the user."""
+        """Begin a run, resumed or not; ``announce`` logs a line for the user."""
         self._exit_status, self._refused = None, 0
 
     def end_run(self, exit_status: int) -> None:
-        """Give no more batches, as the run was stopped; ``exit_status`` is what the program is to end with."""
+        """Give no more batches, as the run was stopped; ``exit_status`` is for a program that does not stop."""
         self._exit_status = exit_status
 
     def _is_stopped(self) -> bool:
-        """Return whether the run was stopped; a program that never leaves its loop ends here."""
+        """Return whether the run was stopped; exit if the program keeps asking for batches."""
         if self._exit_status is None:
             return False
         self._refused += 1
@@ -147,23 +142,23 @@ class LoaderPosition:
             return 0
 
     def _beginning(self) -> dict[str, Any]:
-        """Return the part of the state that tells how the epoch began, or at its end how the next one will begin."""
+        """Return the state with which this epoch began; at its end, the state with which the next begins."""
         if self._restored:
             return {name: self._restored[name] for name in _PARTS if name in self._restored}
-        found: dict[str, Any] = {TAKEN: [self._epoch, self._taken]}
-        found |= {} if self._last is None else {LAST: self._last}
-        own = self._own_states()
+        state: dict[str, Any] = {TAKEN: [self._epoch, self._taken]}
+        state |= {} if self._last is None else {LAST: self._last}
+        own_states = self._own_states()
         if self._batches is None or self._has_ended:
             # The next epoch draws from global generators as they are when it begins, which others save.
-            states, order = own, self._order_now()
-            found |= {ENDED: True} if self._has_ended else {}
+            states, order = own_states, self._order_now()
+            state |= {ENDED: True} if self._has_ended else {}
         else:
             states, order = {name: self._begun[name] for name in (*self._drawn, *self._generators)}, self._order
-            found |= {_NOW: own} if own else {}
-        return {**found, **({_BEGUN: states} if states else {}), **order}
+            state |= {_NOW: own_states} if own_states else {}
+        return {**state, **({_BEGUN: states} if states else {}), **order}
 
     def _own_states(self) -> dict[str, Any]:
-        return {name: generator_state(one) for name, one in self._generators.items()}
+        return {name: generator_state(generator) for name, generator in self._generators.items()}
 
     def _set_own_states(self, states: Mapping[str, Any]) -> None:
         for name in states.keys() & self._generators.keys():
@@ -178,15 +173,15 @@ class LoaderPosition:
             self._state[1](copy.deepcopy(saved[_ORDER]))
 
     def _take_restored(self) -> tuple[Mapping[str, Any], bool]:
-        """Set what the order depends on, except global generators; return the state, and whether a part is missing."""
+        """Restore what the order depends on, except global generators; return the state, and if parts are missing."""
         saved, self._restored = self._restored, {}
-        told = self._warn_of_other_parts(saved, known={*capture(), *self._generators})
+        told = self._warn_of_other_parts(saved, {*capture(), *self._generators})
         self._set_own_states(saved.get(_BEGUN, {}))
         self._set_order(saved)
         return saved, told
 
     def _go_to(self, epoch: int, taken: int) -> None:
-        """Draw the batches of the epoch before a place again; then, global generators are as they were before."""
+        """Draw the earlier batches of the epoch again, then set the global generators back."""
         states = self._restored.get(_BEGUN, {})
         workers = getattr(self._loader, "num_workers", 0)
         lasts = bool(workers and epoch and getattr(self._loader, "persistent_workers", False))
@@ -207,7 +202,7 @@ class LoaderPosition:
             self._warn_of_other_batches(taken)
 
     def _redraw(self, count: int) -> tuple[int | None, bool]:
-        """Draw batches again; return a checksum of the last one, and whether the dataset draws random numbers."""
+        """Draw batches again; return the checksum of the last one, and whether the dataset draws random numbers."""
         batch, at_first, began = None, None, time.monotonic()
         for done in range(1, count + 1):
             batch = self._draw()
@@ -215,16 +210,16 @@ class LoaderPosition:
             if self._announce is not None and done < count and time.monotonic() - began > _LONG:
                 self._announce(_STILL_DRAWING, done, count)
                 self._announce = None
-        # A dataset that draws from global generators draws other numbers here, without those of the model between.
+        # A dataset that draws from global generators gets other numbers here, as the model draws none in between.
         return fingerprint(batch[0]) if batch else 0, not same_state(at_first, capture())
 
     def _begin(self, epoch: int) -> None:
         if epoch and not self._begun and getattr(self._loader, "persistent_workers", False):
-            # Workers that last begin with the first epoch, and draw a seed: not from what this epoch is drawn from.
-            before, own, order = as_tree(capture()), self._own_states(), self._order_now()
+            # Persistent workers start with the first epoch, and draw their seed from other states than this epoch's.
+            before, own_states, order = as_tree(capture()), self._own_states(), self._order_now()
             self._open()
             restore(before)
-            self._set_own_states(own)
+            self._set_own_states(own_states)
             self._set_order(order)
         self._begun, self._order = as_tree(capture()) | self._own_states(), self._order_now()
         self._batches = self._open(self._taken)
@@ -235,14 +230,14 @@ class LoaderPosition:
 
     def _note_drawn(self) -> None:
         now = as_tree(capture())
-        self._drawn = [name for name, one in now.items() if not same_state(self._begun.get(name), one)]
+        self._drawn = [name for name, state in now.items() if not same_state(self._begun.get(name), state)]
 
     def _draw(self) -> list[Any]:
-        """Return the next batch of the epoch, in a list that is empty at its end."""
+        """Return a list of the next batch of the epoch, empty at its end."""
         if self._batches is None or (self._most is not None and self._taken >= self._most):
             return []
-        found, self._next = self._next or list(islice(self._batches, 1)), []
-        if not found:
+        batch, self._next = self._next or list(islice(self._batches, 1)), []
+        if not batch:
             return []
         if not self._taken:
             self._note_drawn()
@@ -251,15 +246,15 @@ class LoaderPosition:
             self._has_ended = True
         elif self._taken == self._length():
             if not is_accelerate_loader(self._loader):
-                # What a loader does after its last batch belongs to this epoch: a resume begins with the next one.
+                # The loader's code after its last batch belongs to this epoch: a resume begins with the next one.
                 self._next = list(islice(self._batches, 1))
             self._has_ended = not self._next
-        return found
+        return batch
 
-    def _warn_of_other_parts(self, saved: Mapping[str, Any], known: Collection[str]) -> bool:
-        """Warn of what was saved and is not understood, and of what is handed over now and was not saved, if any."""
+    def _warn_of_other_parts(self, saved: Mapping[str, Any], names: Collection[str]) -> bool:
+        """Warn of parts that were saved and are unknown now, or are given now and were not saved; return if any."""
         states = saved.get(_BEGUN, {})
-        parts = [f"{name} (saved)" for name in (*states, *saved.get(_VALUES, ())) if name not in known]
+        parts = [f"{name} (saved)" for name in (*states, *saved.get(_VALUES, ())) if name not in names]
         if _ORDER in saved and self._state is None:
             parts.append("state (saved)")
         if saved.get("position") or any(saved.get(TAKEN, ())):
@@ -293,7 +288,7 @@ class LoaderPosition:
 
 
 class SkippedLoader(LoaderPosition, Iterator[Any]):
-    """The batches of a loader, epoch after epoch, from one of them on; see :func:`skip_to`."""
+    """The batches of a loader, epoch after epoch, from a position on; see :func:`skip_to`."""
 
     def __init__(
         self,
@@ -314,15 +309,15 @@ class SkippedLoader(LoaderPosition, Iterator[Any]):
             raise StopIteration("the run was stopped: leave the loop when should_stop is True")
         if self._batches is None:
             self._skip()
-        if not (found := self._draw()):
+        if not (batch := self._draw()):
             raise StopIteration
         self.position += 1
-        self._last = fingerprint(found[0])
-        return found[0]
+        self._last = fingerprint(batch[0])
+        return batch[0]
 
     @property
     def replicated_state(self) -> bool:
-        """Whether the position is one of all processes: the number of global samples before it."""
+        """Whether the position is one of all processes, counted in global samples."""
         return self._global_batch_size is not None
 
     def get_state(self) -> dict[str, Any]:
@@ -343,29 +338,29 @@ class SkippedLoader(LoaderPosition, Iterator[Any]):
         self._batches = None
 
     def _position_of(self, epoch: int, samples: int) -> int:
-        """Return the number of batches before a position that is one of all processes."""
+        """Convert a global position in samples to a number of batches."""
         size = self._global_batch_size
         if size is None:
             raise StateError(
                 f"the position was saved in samples of all processes ({samples} of epoch {epoch}): give skip_to the "
                 "global_batch_size, the number of samples that all processes take in a step"
             )
-        place = f"the position is {samples} samples after the start of epoch {epoch}"
+        where = f"the position is {samples} samples after the start of epoch {epoch}"
         batches, rest = divmod(samples, size)
         if rest:
             raise StateError(
-                f"{place}, which is no multiple of global_batch_size={size}: choose one that divides {samples}, or the "
+                f"{where}, which is no multiple of global_batch_size={size}: choose one that divides {samples}, or the "
                 "one of the save"
             )
         length = self._length()
         if batches > length and length:
             raise StateError(
-                f"{place}, and an epoch of this loader has {length} batches of {size}: give it the data of the save"
+                f"{where}, and an epoch of this loader has {length} batches of {size}: give it the data of the save"
             )
         return epoch * length + batches
 
     def go_to_position(self) -> None:
-        """Go to the position at once, if it is within an epoch; otherwise the next batch begins the next epoch."""
+        """Go to the position now if it is within an epoch; otherwise the next batch begins the next epoch."""
         length = self._length()
         if self.position % length if length else self.position:
             self._skip()
@@ -376,8 +371,8 @@ class SkippedLoader(LoaderPosition, Iterator[Any]):
         self._go_to(epoch, taken)
 
     def _draw(self) -> list[Any]:
-        if (found := super()._draw()) or not self._taken:
-            return found
+        if (batch := super()._draw()) or not self._taken:
+            return batch
         self._begin(self._epoch + 1)
         return super()._draw()
 
@@ -397,45 +392,43 @@ def skip_to(
     generators: Sequence[Any] = (),
     state: tuple[Callable[[], Any], Callable[[Any], object]] | None = None,
 ) -> SkippedLoader:
-    """Return the batches of a plain loader from one of them on, as an iterator whose position can be saved.
+    """Return an endless iterator over the batches of a plain loader, epoch after epoch, whose position can be saved.
 
-    The loader starts again in each epoch, without end. A resume skips whole epochs at once if the loader has a
-    length, and draws the earlier batches of its epoch again. So each epoch must give the same batches when it is begun
-    again, which holds if their order depends on nothing but
+    A resume skips whole epochs at once if the loader has a length, and draws the earlier batches of its epoch again. So
+    each epoch must give the same batches again, which holds if their order depends on nothing but
 
     - the epoch: ``set_epoch(epoch)`` of the loader or its sampler, such as torch's ``DistributedSampler``, is called;
-    - random generators, as they are when an epoch begins: the global ones of Python, numpy and torch, and those in the
-      attribute ``generator`` of the loader, its ``sampler`` and ``batch_sampler.sampler`` are known. Hand over all
-      others, such as a transform's, in ``generators``;
-    - what ``state`` returns when an epoch begins, such as a count of epochs or a key of jax.
+    - the states of random generators when the epoch begins: of the global ones of Python, numpy and torch, and of the
+      attribute ``generator`` of the loader, its ``sampler`` and ``batch_sampler.sampler``. Hand over all others, such
+      as a transform's, in ``generators``;
+    - the value that ``state`` returns when the epoch begins, such as a count of epochs or a jax key.
 
     A warning says if the last batch before a stop differs when it is drawn again. With ``global_batch_size``, the
     position depends on the epoch alone.
 
     Args:
-        loader: What ``for batch in loader`` goes through: a ``DataLoader``, a list, an object with ``__iter__``.
-        n: How many batches to skip, over all epochs: the number of those that a run has taken.
+        loader: An iterable of batches, such as a ``DataLoader``, a list, or an object with ``__iter__``.
+        n: How many batches to skip, over all epochs: the number that a run has taken.
         global_batch_size: The number of samples that all processes together take in a step. It declares that the
-            processes divide one order among them, each step the next samples of it, as torch's ``DistributedSampler``
-            does: the position counts samples of this order, and belongs to any number of processes. The loader of each
-            process has batches of ``global_batch_size`` divided by the number of processes. With ``drop_last``, give
-            it to the sampler and to the loader. The last samples of an epoch are those that the sampler makes of them:
-            torch's repeats some, or with ``drop_last`` leaves some out, if the processes do not divide the epoch.
+            processes divide one order, and take its next samples at each step, as with torch's ``DistributedSampler``:
+            the position counts samples of this order, and is valid for any number of processes. The loader of each
+            process has batches of ``global_batch_size`` divided by the number of processes. Give ``drop_last`` to both
+            sampler and loader. If the processes do not divide the epoch, the sampler decides about its last samples:
+            torch's repeats some, or with ``drop_last`` leaves some out.
         generators: The generators of Python, numpy and torch from which the loader draws, in this process. Their states
             at the start of the epoch are saved, and restored before the earlier batches are drawn again. Hand over the
             same ones in the same order when the run is resumed.
-        state: Two functions, ``get`` and ``set``. ``get()`` is called when an epoch begins, and returns what its order
-            depends on: plain data, arrays and tensors, which are saved. ``set(value)`` is called in a resume before the
-            earlier batches are drawn again.
+        state: Two functions, ``get`` and ``set``. ``get()`` is called when an epoch begins, and returns the values on
+            which its order depends: plain data, arrays and tensors. A resume calls ``set(value)`` before it draws the
+            earlier batches again.
 
     Returns:
-        The iterator. It has ``get_state`` and ``set_state``, so that callbacks and ``holdfast.graph`` save and restore
-        it as any other.
+        The iterator. Callbacks and ``holdfast.graph`` save and restore it by its ``get_state`` and ``set_state``.
 
     Raises:
         OptionError: The loader is an iterator, which cannot be restarted; or its batches are not the share of one
-            process in ``global_batch_size``; or ``generators`` has something else than generators with a state; or
-            ``state`` is no pair of functions; or one of these, or a loader that shuffles by a random generator, is
+            process in ``global_batch_size``; or ``generators`` has an object that is no generator with a state; or
+            ``state`` is no pair of functions; or one of these, or a loader that shuffles with a random generator, is
             given with ``global_batch_size``.
 
     >>> batches = skip_to(["a", "b", "c"], 4)
@@ -454,7 +447,7 @@ def skip_to(
 
 
 def _check_loader(loader: Any, function: str, *, has_state: bool) -> None:
-    """Raise OptionError for a loader whose batches would be others after a resume."""
+    """Raise OptionError for a loader whose batches would differ after a resume."""
     name = type(loader).__qualname__
     if isinstance(loader, Iterator) or not isinstance(loader, Iterable):
         raise OptionError(
@@ -477,16 +470,17 @@ def _check_loader(loader: Any, function: str, *, has_state: bool) -> None:
 
 
 def _check_handed(generators: Any, state: Any) -> None:
-    """Raise OptionError for arguments that are no generators, or no functions for a state."""
+    """Raise OptionError if an item is no generator, or the state is no pair of functions."""
     if isinstance(generators, str | Mapping) or not isinstance(generators, Sequence):
         raise OptionError(f"generators={generators!r:.60} must be a sequence of generators, such as [rng]")
-    for index, one in enumerate(generators):
-        if not is_generator(one):
+    for index, generator in enumerate(generators):
+        if not is_generator(generator):
             raise OptionError(
-                f"generators[{index}] is a {type(one).__qualname__}, which is no generator: hand over objects such as "
-                "np.random.default_rng(), random.Random() or torch.Generator(), and other state as state=(get, set)"
+                f"generators[{index}] is a {type(generator).__qualname__}, which is no generator: hand over objects "
+                "such as np.random.default_rng(), random.Random() or torch.Generator(), and other state as "
+                "state=(get, set)"
             )
-        generator_state(one)  # This refuses one that has no state.
+        generator_state(generator)  # This refuses one that has no state.
     is_pair = isinstance(state, tuple | list) and len(state) == 2 and all(map(callable, state))
     if state is not None and not is_pair:
         raise OptionError(
@@ -496,8 +490,8 @@ def _check_handed(generators: Any, state: Any) -> None:
 
 
 def fingerprint(batch: Any) -> int:
-    """Return a checksum of the plain values of a batch, and of some values of its arrays in host memory."""
-    found, left = 0, deque([batch])
+    """Return a checksum of the plain values of a batch, and of samples of its arrays in host memory."""
+    checksum, left = 0, deque([batch])
     for _ in range(_MOST_VALUES):
         if not left:
             break
@@ -512,12 +506,12 @@ def fingerprint(batch: Any) -> int:
             elif not is_leaf(value) and (contents := expand(value)) is not None:
                 left.extend(islice(contents.values, _MOST_VALUES))
             if type(value) in PLAIN:
-                found = zlib.crc32(value if type(value) is bytes else repr(value).encode(), found)
-    return found
+                checksum = zlib.crc32(value if type(value) is bytes else repr(value).encode(), checksum)
+    return checksum
 
 
 def _check_global(loader: Any, global_batch_size: int, *, hands_over: bool) -> None:
-    """Raise OptionError if the loader shows that one position cannot stand for all processes."""
+    """Raise OptionError if one position cannot stand for the loaders of all processes."""
     if hands_over:
         raise OptionError(
             "global_batch_size= makes the position one of all processes, and generators= and state= belong to one "
@@ -547,45 +541,45 @@ def _position(value: Any) -> int:
     return int(value.__index__())
 
 
-def without_generators(thing: object, state: Any) -> Any:
-    """Return what :func:`state_of` returned, without states of generators that differ between processes."""
-    if not isinstance(thing, LoaderPosition) or not isinstance(state, dict):
+def without_generators(obj: object, state: Any) -> Any:
+    """Return a state from :func:`state_of` without the generator states that differ between processes."""
+    if not isinstance(obj, LoaderPosition) or not isinstance(state, dict):
         return state
-    # Each process draws other seeds for its workers. What the program hands over is declared to be the same.
+    # Each process draws other seeds for its workers. Generators that the program hands over are declared the same.
     kept = {name: part for name, part in state.items() if name not in (_BEGUN, _NOW, LAST)}
     for part in state.keys() & {_BEGUN, _NOW}:
-        if handed := {name: one for name, one in state[part].items() if name.startswith(_HANDED)}:
+        if handed := {name: saved for name, saved in state[part].items() if name.startswith(_HANDED)}:
             kept[part] = handed
     return kept
 
 
 def drawing_sampler(loader: Any) -> str | None:
-    """Return the name of a sampler that draws a loader's order, which no state can bring back, or None."""
+    """Return the name of a sampler that draws the loader's order and has no state to restore, or None."""
     # The iterators of samplers of torchdata have states, which its nodes do not save.
     packages = ("torch.", "torchdata.") if nodes_of(loader) else "torch."
     for sampler in samplers_of(loader):
-        if any(kind.__name__ in DRAWING and kind.__module__.startswith(packages) for kind in type(sampler).__mro__):
+        if any(cls.__name__ in DRAWING and cls.__module__.startswith(packages) for cls in type(sampler).__mro__):
             return type(sampler).__name__
     return None
 
 
 def generators_of(loader: Any) -> dict[str, Any]:
-    """Return the generators in the public attribute ``generator`` of a loader and its samplers, each once, by name."""
+    """Return the generators in the attribute ``generator`` of a loader and its samplers, each once, by name."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     owners = {
         "loader": loader,
         "sampler": getattr(loader, "sampler", None),
         "batch_sampler.sampler": getattr(batch_sampler, "sampler", None),
     }
-    found = {f"{name}.generator": getattr(owner, "generator", None) for name, owner in owners.items()}
-    return _each_once({name: one for name, one in found.items() if is_generator(one)})
+    generators = {f"{name}.generator": getattr(owner, "generator", None) for name, owner in owners.items()}
+    return _each_once({name: generator for name, generator in generators.items() if is_generator(generator)})
 
 
 def _each_once(generators: Mapping[str, Any], besides: Iterable[Any] = ()) -> dict[str, Any]:
-    found = {id(one): ("", one) for one in besides}
-    for name, one in generators.items():
-        found.setdefault(id(one), (name, one))
-    return {name: one for name, one in found.values() if name}
+    by_id = {id(generator): ("", generator) for generator in besides}
+    for name, generator in generators.items():
+        by_id.setdefault(id(generator), (name, generator))
+    return {name: generator for name, generator in by_id.values() if name}
 
 
 def _global_generators() -> list[Any]:
@@ -596,11 +590,12 @@ def _global_generators() -> list[Any]:
 
 
 def samplers_of(loader: Any) -> list[Any]:
-    found = [getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)]
+    samplers = [getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)]
     of_nodes = [getattr(node, "sampler", None) for node in nodes_of(loader)]
-    # The BatchSampler of torch has the order of the sampler in it.
-    return found + [
-        getattr(one, "sampler", one) if type(one).__module__.startswith("torch.") else one for one in of_nodes
+    # torch's BatchSampler has the order of the sampler that it wraps.
+    return samplers + [
+        getattr(sampler, "sampler", sampler) if type(sampler).__module__.startswith("torch.") else sampler
+        for sampler in of_nodes
     ]
 
 

@@ -1,8 +1,8 @@
 """The observer of a run: it sees the points and events of the run, and may choose places, options and extra saves.
 
-A manager takes one as ``observer=``. Without it, the manager takes the observer of the process, which
-:func:`process_observer` makes: the one place where a program that was started by ``holdfast supervise`` or ``holdfast
-drill`` becomes observed without a change. Where there is none, an observer does nothing.
+A manager takes one as ``observer=``. Without it, the manager uses the observer of the process, from
+:func:`process_observer`: so ``holdfast supervise`` and ``holdfast drill`` observe a program that was not changed for
+them. In other programs, the observer does nothing.
 """
 
 from __future__ import annotations
@@ -108,20 +108,20 @@ def check_write(url: str) -> None:
 
 @functools.cache
 def _check_no_stray() -> None:
-    """Raise StateError if a rehearsed program has started this process without the variable of the rehearsal."""
-    parent, found = os.getppid(), b""
-    while parent > 1 and DRILL not in os.environ and not found:
+    """Raise StateError if a rehearsed program started this process without the variable of the rehearsal."""
+    parent, folder, prefix = os.getppid(), b"", f"{DRILL}=".encode()
+    while parent > 1 and DRILL not in os.environ and not folder:
         try:
             with open(f"/proc/{parent}/environ", "rb") as environ, open(f"/proc/{parent}/stat", "rb") as status:
                 variables, stat = environ.read().split(b"\0"), status.read()
         except OSError:  # it is a process of another user, or there is no /proc
             return
-        found = next((one for one in variables if one.startswith(f"{DRILL}=".encode())), b"").partition(b"=")[2]
+        folder = next((text.removeprefix(prefix) for text in variables if text.startswith(prefix)), b"")
         rehearsed, parent = parent, int(stat.rpartition(b")")[2].split()[1])
-    if not found:
+    if not folder:
         return
     try:
-        with open(os.path.join(os.fsdecode(found), STRAYS), "a", encoding="utf-8") as file:
+        with open(os.path.join(os.fsdecode(folder), STRAYS), "a", encoding="utf-8") as file:
             file.write(json.dumps({"pid": os.getpid(), "command": sys.argv}) + "\n")
     except OSError:  # the rehearsal has ended
         pass

@@ -36,8 +36,6 @@ class Progress(Protocol):
 
 
 class _Null:
-    """Ignores the progress of a call."""
-
     def expect(self, nbytes: int) -> None:
         return
 
@@ -77,7 +75,7 @@ class Share:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+    def __exit__(self, error_type: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
             with self._lock:
                 self._report(self._nbytes)

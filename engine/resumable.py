@@ -90,10 +90,10 @@ class ResumableLoader(LoaderPosition):
                 _logger.info(_NOTHING_LEFT, self._epoch)
             else:
                 self._go_to(self._epoch, self._taken)
-            while found := self._draw():
+            while batch := self._draw():
                 given = True
-                self._last = fingerprint(found[0])
-                yield found[0]
+                self._last = fingerprint(batch[0])
+                yield batch[0]
                 if turn != self._turn:
                     raise StateError(
                         "another loop over the same resumable loader has begun, or a state was restored, while this "
@@ -109,7 +109,7 @@ class ResumableLoader(LoaderPosition):
                 self._move(self._epoch + 1, 0)
 
     def get_state(self) -> dict[str, Any]:
-        """Return the epoch, the number of its batches that were taken, and what its order was drawn from."""
+        """Return the epoch, the number of its batches taken, and the states from which its order was drawn."""
         self._reported = self._turn
         if self._batches is not None and self._loops is not None and len(self._loops) == 2:
             self._loops = None
@@ -153,7 +153,7 @@ class ResumableLoader(LoaderPosition):
         return iter(self._source)
 
     def _length(self) -> int:
-        return min((one for one in (super()._length(), self._most) if one), default=0)
+        return min((length for length in (super()._length(), self._most) if length), default=0)
 
 
 def resumable(
@@ -177,33 +177,33 @@ def resumable(
                     step += 1
                     checkpoint.on_step(step, state, data=loader)
 
-    The first ``for`` after a resume gives the batches that are left of the epoch: none if the save came with its last
-    batch, so that the code after the inner loop runs. A ``for`` after a ``break`` begins a new epoch. When the callback
-    has stopped the run, the loader gives no more batches, and no step is saved any more.
+    The first ``for`` after a resume gives the remaining batches of the epoch. There are none if the save came with its
+    last batch: then the code after the inner loop runs. A ``for`` after a ``break`` begins a new epoch. When the
+    callback has stopped the run, the loader gives no more batches, and no more steps are saved.
 
-    A resume draws the earlier batches of its epoch again, as :func:`skip_to` does, which says what the order of an
-    epoch may depend on. But the program calls ``set_epoch`` itself, before the ``for``. Each of several processes has
-    its own place.
+    A resume draws the earlier batches of its epoch again, as :func:`skip_to` does; see there what the order of an epoch
+    may depend on. But the program calls ``set_epoch`` itself, before the ``for``. Each of several processes has its own
+    position.
 
     Args:
-        loader: What ``for batch in loader`` goes through: a ``DataLoader``, a list, an array, a dataset of Grain or
-            Hugging Face, an object with ``__iter__``.
+        loader: An iterable of batches, such as a ``DataLoader``, a list, an array, a dataset of Grain or Hugging Face,
+            or an object with ``__iter__``.
         batches_per_epoch: The number of batches after which each ``for`` ends, for loops that always ``break`` then;
-            None goes on to the end of the loader.
+            None continues to the end of the loader.
         generators: Other generators of Python, numpy and torch from which the loader draws, as for :func:`skip_to`.
-        state: Two functions, ``get`` and ``set``, for what else the order of an epoch depends on, as there.
-        redraw: ``"indices"`` is your word that an item depends on its index alone: neither the dataset nor its workers
-            draw random numbers. A resume then advances the sampler of a ``DataLoader``, loads no earlier item, and
-            compares no batch. ``"batches"`` loads them.
+        state: Two functions, ``get`` and ``set``, for other values that the order depends on, as for :func:`skip_to`.
+        redraw: ``"indices"`` declares that an item depends on its index alone: neither the dataset nor its workers draw
+            random numbers. A resume then advances the sampler of a ``DataLoader``, loads no earlier item, and compares
+            no batch. ``"batches"`` loads them.
 
     Returns:
         The loader. Its attribute ``epoch`` is the number of epochs whose ``for`` has ended, ``batch`` the number of
-        batches taken in this one, and ``len`` the number in a whole epoch; other attributes are ``loader``'s. It has
-        ``get_state`` and ``set_state``, so that callbacks and ``holdfast.graph`` save and restore it.
+        batches taken in this one, and ``len`` the number in a whole epoch; other attributes are those of ``loader``.
+        Callbacks and ``holdfast.graph`` save and restore it by its ``get_state`` and ``set_state``.
 
     Raises:
         OptionError: The loader is an iterator, which cannot be restarted, or counts its epochs itself, as loaders of
-            Fabric and Accelerate do; or an argument is invalid; or ``redraw="indices"`` is asked for without indices.
+            Fabric and Accelerate do; or an argument is invalid, or ``redraw="indices"`` is given without indices.
 
     >>> loader = resumable(["a", "b", "c"])
     >>> [(loader.epoch, loader.batch, letter) for _ in range(2) for letter in loader][2:4]
@@ -213,7 +213,7 @@ def resumable(
 
 
 class _Indices:
-    """The order of a sampler, as its own iterator, which leaves out as many entries as it is told."""
+    """The indices of a sampler, as an iterator that skips as many as it is told."""
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
@@ -235,14 +235,14 @@ class _Indices:
 
 
 def _has_indices(loader: Any) -> bool:
-    """Return whether a loader is one of torch, not of a subclass, that loads items by their indices."""
+    """Return whether a loader is torch's own DataLoader, not a subclass, over a dataset with indices."""
     torch: Any = loaded("torch")
     data = None if torch is None else torch.utils.data
     return data is not None and type(loader) is data.DataLoader and not isinstance(loader.dataset, data.IterableDataset)
 
 
 def _with_order(loader: Any, order: _Indices) -> Any:
-    """Return a DataLoader that is like another one, with the order of another object."""
+    """Return a copy of a DataLoader with another order."""
     names = (
         *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
         *("generator", "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order"),

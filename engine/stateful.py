@@ -2,10 +2,10 @@
 
 An object is *stateful* if it has ``get_state``/``set_state`` (Grain iterators, ``torch.Generator``) or
 ``state_dict``/``load_state_dict`` (torch, torchdata), if it is an iterator with ``save(path)`` and ``restore(path)``
-(CLU's over tf.data), or if it is a random generator of numpy or the standard library. The handle of an actor of Ray is
-stateful if the actor has such methods. ``hf.resumable`` and ``hf.skip_to`` give loaders a state.
-:func:`state_of` returns a snapshot of its state as a tree of containers, arrays and plain values. :func:`restore_state`
-restores it from a tree that was loaded without a template. :mod:`~holdfast.engine.pytree.codec` makes these trees.
+(CLU's over tf.data), or if it is a random generator of numpy or the standard library. The handle of a Ray actor is
+stateful if the actor has such methods. ``hf.resumable`` and ``hf.skip_to`` give loaders a state. :func:`state_of`
+returns the state as a tree of containers, arrays and plain values; :func:`restore_state` restores it from a tree that
+was loaded without a template. :mod:`~holdfast.engine.pytree.codec` makes these trees.
 """
 
 from __future__ import annotations
@@ -45,72 +45,72 @@ _logger = logging.getLogger("holdfast")
 METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
 
 
-def is_stateful(thing: object) -> bool:
+def is_stateful(obj: object) -> bool:
     """Return whether the state of an object can be saved and restored in place."""
-    return is_generator(thing) or _methods(adapted(thing)) is not None or _writes_files(thing)
+    return is_generator(obj) or _methods(adapted(obj)) is not None or _writes_files(obj)
 
 
-def is_stream(thing: object) -> bool:
-    """Return whether each process needs its own object, as for generators and positions in data, but not schedulers."""
-    methods = _methods(adapted(thing))
+def is_stream(obj: object) -> bool:
+    """Return whether each process needs its own object: a generator or a position in data, not a scheduler."""
+    methods = _methods(adapted(obj))
     if methods is None:
-        return is_generator(thing) or _writes_files(thing)
+        return is_generator(obj) or _writes_files(obj)
     # Grain and torch.Generator have get_state; torchdata has state_dict, as schedulers have, and can be iterated.
-    return methods == METHODS[0] or hasattr(type(thing), "__next__") or hasattr(type(thing), "__iter__")
+    return methods == METHODS[0] or hasattr(type(obj), "__next__") or hasattr(type(obj), "__iter__")
 
 
-def is_replicated(thing: object) -> bool:
+def is_replicated(obj: object) -> bool:
     """Return whether an object declares that its state is the same in any number of processes."""
     # The state of an ``ElasticIterator`` is one place in the global order.
-    return getattr(thing, "replicated_state", False) is True or is_elastic(thing)
+    return getattr(obj, "replicated_state", False) is True or is_elastic(obj)
 
 
-def is_elastic(thing: object) -> bool:
+def is_elastic(obj: object) -> bool:
     """Return whether an object is an ``ElasticIterator`` of Grain."""
-    kind = type(thing)
-    return kind.__module__.startswith("grain.") and kind.__name__ in ("ElasticIterator", "_ElasticMapDatasetIterator")
+    cls = type(obj)
+    return cls.__module__.startswith("grain.") and cls.__name__ in ("ElasticIterator", "_ElasticMapDatasetIterator")
 
 
-def state_of(thing: object) -> Any:
-    thing = adapted(thing)
-    if is_generator(thing):
-        return encode_state(generator_state(thing))
-    methods = _methods(thing)
+def state_of(obj: object) -> Any:
+    obj = adapted(obj)
+    if is_generator(obj):
+        return encode_state(generator_state(obj))
+    methods = _methods(obj)
     if methods is not None:
-        if is_torchdata_loader(thing):
-            return _state_of_loader(thing)
-        return encode_state(getattr(thing, methods[0])())
-    if _writes_files(thing):
-        return _saved_files(thing)
-    if not is_plain(thing):
+        if is_torchdata_loader(obj):
+            return _state_of_loader(obj)
+        return encode_state(getattr(obj, methods[0])())
+    if _writes_files(obj):
+        return _saved_files(obj)
+    if not is_plain(obj):
         raise OptionError(
-            f"{type(thing).__qualname__} has no state to save: define get_state() and set_state(state), or "
+            f"{type(obj).__qualname__} has no state to save: define get_state() and set_state(state), or "
             "state_dict() and load_state_dict(state), or pass plain data"
         )
-    return encode_plain(thing)
+    return encode_plain(obj)
 
 
-def begins_epoch(thing: object) -> bool:
-    """Return whether restoring an object draws from torch's global generator, so that it has to come before others."""
-    kind = type(thing)
-    is_iterable = hasattr(kind, "__iter__") and not hasattr(kind, "__next__")
-    return isinstance(thing, SkippedLoader) or (is_iterable and _methods(thing) == METHODS[1])
+def begins_epoch(obj: object) -> bool:
+    """Return whether restoring an object draws from torch's global generator, so that it must come first."""
+    cls = type(obj)
+    is_iterable = hasattr(cls, "__iter__") and not hasattr(cls, "__next__")
+    return isinstance(obj, SkippedLoader) or (is_iterable and _methods(obj) == METHODS[1])
 
 
 Prepare = Callable[[Any, Any], Any]  # returns what is passed to an object, given the object and its decoded state
 
 
-def restore_state(thing: object, state: Any, prepare: Prepare = lambda _, state: state) -> Any:
-    """Restore the state that :func:`state_of` returned, and return the object, or plain data itself."""
-    if is_actor(thing):
-        restore_state(adapted(thing), state)
-        return thing
-    if is_generator(thing):
-        set_generator_state(thing, decode_state(state))
-        return thing
-    methods = _methods(thing)
-    if is_torchdata_loader(thing):
-        loader: Any = thing
+def restore_state(obj: object, state: Any, prepare: Prepare = lambda _, state: state) -> Any:
+    """Restore a state from :func:`state_of`; return the object, or plain data itself."""
+    if is_actor(obj):
+        restore_state(adapted(obj), state)
+        return obj
+    if is_generator(obj):
+        set_generator_state(obj, decode_state(state))
+        return obj
+    methods = _methods(obj)
+    if is_torchdata_loader(obj):
+        loader: Any = obj
         restore_loader(loader, state, prepare)
         if not any(hasattr(part, "set_epoch") for part in (loader.dataset, loader.batch_sampler, *samplers_of(loader))):
             loader.state_dict()  # Its iterator draws a seed, before generators are restored.
@@ -119,25 +119,25 @@ def restore_state(thing: object, state: Any, prepare: Prepare = lambda _, state:
         try:
             decoded = decode_state(state)
         except StateError:
-            encode_state(getattr(thing, methods[0])())  # a class in a function is known by its instances only
+            encode_state(getattr(obj, methods[0])())  # a class in a function is known by its instances only
             decoded = decode_state(state)
-        getattr(thing, methods[1])(prepare(thing, decoded))
-        if isinstance(thing, SkippedLoader):
-            thing.go_to_position()
-        elif nodes_of(thing):
-            warn_of_samplers(thing)
-        return thing
-    if _writes_files(thing):
-        _restore_files(thing, state)
-        return thing
+        getattr(obj, methods[1])(prepare(obj, decoded))
+        if isinstance(obj, SkippedLoader):
+            obj.go_to_position()
+        elif nodes_of(obj):
+            warn_of_samplers(obj)
+        return obj
+    if _writes_files(obj):
+        _restore_files(obj, state)
+        return obj
     return decode_state(state)
 
 
-def _methods(thing: object) -> tuple[str, str] | None:
-    if isinstance(thing, type):
+def _methods(obj: object) -> tuple[str, str] | None:
+    if isinstance(obj, type):
         return None
     for getter, setter in METHODS:
-        if all(map(_is_method, (getattr(thing, getter, None), getattr(thing, setter, None)))):
+        if all(map(_is_method, (getattr(obj, getter, None), getattr(obj, setter, None)))):
             return getter, setter
     return None
 
@@ -154,7 +154,7 @@ _STILL_WAITING = 20.0  # seconds after which the log names an actor that does no
 
 
 class ActorState:
-    """Gets and sets the state of an actor of Ray by the methods of its class; made by :func:`adapted`."""
+    """Gets and sets the state of an actor of Ray by its methods; made by :func:`adapted`."""
 
     __remote__ = True  # for components: the states of several actors are requested at the same time
 
@@ -175,23 +175,23 @@ class ActorState:
 _actors: WeakValueDictionary[Any, ActorState] = WeakValueDictionary()  # by the handles: those of one actor are equal
 
 
-def adapted(thing: object) -> Any:
-    """Return what has the methods of an object for its state: for all handles of an actor of Ray, one `ActorState`."""
-    if type(thing).__module__ != "ray.actor" or type(thing).__name__ != "ActorHandle":
-        return thing
+def adapted(obj: object) -> Any:
+    """Return the object with the state methods of another: the `ActorState` of a Ray actor, else itself."""
+    if type(obj).__module__ != "ray.actor" or type(obj).__name__ != "ActorHandle":
+        return obj
     for pair in METHODS:
-        if all(hasattr(getattr(thing, name, None), "remote") for name in pair):
-            return _actors.setdefault(thing, ActorState(thing, pair))
-    return thing
+        if all(hasattr(getattr(obj, name, None), "remote") for name in pair):
+            return _actors.setdefault(obj, ActorState(obj, pair))
+    return obj
 
 
-def is_actor(thing: object) -> bool:
-    """Return whether an object is a handle of an actor of Ray whose class has methods that get and set its state."""
-    return adapted(thing) is not thing
+def is_actor(obj: object) -> bool:
+    """Return whether an object is the handle of a Ray actor with methods for its state."""
+    return adapted(obj) is not obj
 
 
 def answer_of_actor(handle: Any, reference: Any) -> Any:
-    """Wait for the result of a call of an actor, and return it; the log says for which actor this waits."""
+    """Return the result of an actor's call; log which actor keeps it waiting."""
     ray: Any = sys.modules["ray"]  # It has made the handle.
     waited, pause = 0.0, _STILL_WAITING
     while not ray.wait([reference], timeout=pause)[0]:
@@ -211,13 +211,13 @@ _FILES = "files"
 _NAME = "iterator"  # name, or beginning of the names, of the files that the iterator writes
 
 
-def _writes_files(thing: object) -> bool:
-    kind = type(thing)
-    return hasattr(kind, "__next__") and all(_takes_one(getattr(kind, name, None)) for name in ("save", "restore"))
+def _writes_files(obj: object) -> bool:
+    cls = type(obj)
+    return hasattr(cls, "__next__") and all(_takes_one(getattr(cls, name, None)) for name in ("save", "restore"))
 
 
 def _takes_one(method: object) -> bool:
-    """Return whether a method takes one argument, such as a path; other iterators return the state that they save."""
+    """Return whether a method takes one argument, such as a path; other iterators' ``save`` returns the state."""
     if not callable(method):
         return False
     try:
@@ -227,34 +227,34 @@ def _takes_one(method: object) -> bool:
     return True
 
 
-def _saved_files(thing: Any) -> dict[str, Any]:
+def _saved_files(obj: Any) -> dict[str, Any]:
     import tempfile
 
     with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
-        thing.save(f"{folder}/{_NAME}")
+        obj.save(f"{folder}/{_NAME}")
         paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
         files = {str(path.relative_to(folder)): np.frombuffer(path.read_bytes(), np.uint8) for path in paths}
     if not files:
-        raise StateError(f"{type(thing).__qualname__}.save(path) wrote no file at the path or beside it")
+        raise StateError(f"{type(obj).__qualname__}.save(path) wrote no file at the path or beside it")
     return {_FILES: files}
 
 
-def _restore_files(thing: Any, state: Any) -> None:
+def _restore_files(obj: Any, state: Any) -> None:
     files = state.get(_FILES) if isinstance(state, dict) else None
     if not isinstance(files, dict) or not all(name.partition("/")[0].startswith(_NAME) for name in files):
         raise DamagedCheckpointError(
-            f"{type(thing).__qualname__}: expected the files of an iterator, found {state!r:.80}"
+            f"{type(obj).__qualname__}: expected the files of an iterator, found {state!r:.80}"
         )
     import tempfile
 
     with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
         for name, content in files.items():
             if not is_inside(name):
-                raise DamagedCheckpointError(f"{type(thing).__qualname__}: {name!r} is not the name of a file")
+                raise DamagedCheckpointError(f"{type(obj).__qualname__}: {name!r} is not the name of a file")
             path = Path(folder, name)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(np.asarray(content, np.uint8).tobytes())
-        thing.restore(f"{folder}/{_NAME}")
+        obj.restore(f"{folder}/{_NAME}")
 
 
 # ---- torchdata's StatefulDataLoader
@@ -265,10 +265,10 @@ _KNOWN_ORDER = ("SequentialSampler", "DistributedSampler", "_InfiniteConstantSam
 
 
 class _LoaderState(dict[str, Any]):
-    """A restored state, with which a loader of torchdata begins its next iterator, when the program requests it."""
+    """A restored state, with which a torchdata loader begins its next iterator."""
 
-    # Only then has the program set the epoch. The iterator draws a seed, and its sampler an order, which the run has
-    # drawn before the stop: so everything is set back when the iterator asks for the last part of the state.
+    # Only then has the program set the epoch. The iterator draws a seed, and its sampler an order, that the run had
+    # drawn before the stop: so generators are set back when the iterator asks for the last part of the state.
 
     def __init__(self, state: Any, saved: Any, begun: Callable[[], object]) -> None:
         super().__init__(state)
@@ -278,20 +278,20 @@ class _LoaderState(dict[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         if key == _FINISHED and self._begun is not None:
-            # It holds the loader, whose workers would otherwise end only when garbage is collected, after a wait.
+            # The function refers to the loader, whose workers would otherwise end only at garbage collection.
             begun, self._begun = self._begun, None
             begun()
         return super().__getitem__(key)
 
 
 def _state_of_loader(loader: Any) -> Any:
-    """Return a state with that of the loader's generators: torchdata does not count the seeds that epochs draw."""
+    """Return the loader's state and its generators' states: torchdata ignores the seeds that epochs draw."""
     if isinstance(restored := loader.next_iter_state, _LoaderState):
         restored.has_reported = True
         return restored.saved
     generators = generators_of(loader)
-    own = encode_state(loader.state_dict())
-    return {_OWN_STATE: own, _GENERATORS: {name: state_of(one) for name, one in generators.items()}}
+    state = encode_state(loader.state_dict())
+    return {_OWN_STATE: state, _GENERATORS: {name: state_of(generator) for name, generator in generators.items()}}
 
 
 def restore_loader(
@@ -300,20 +300,20 @@ def restore_loader(
     prepare: Prepare = lambda _, state: state,
     global_generators: GlobalGenerators | None = None,
 ) -> str:
-    """Restore the position of a loader of torchdata, and return what users have to know of the next loop over it."""
+    """Restore the position of a torchdata loader; return what users must know about the next loop over it."""
     # If the next loop begins before the next step, the global generators are set back when it has begun.
-    own, generators = state, {}
+    loader_state, generators = state, {}
     if isinstance(state, dict) and state.keys() == {_OWN_STATE, _GENERATORS}:  # earlier versions had no generators
-        own, generators = state[_OWN_STATE], state[_GENERATORS]
-    decoded = decode_state(own)
+        loader_state, generators = state[_OWN_STATE], state[_GENERATORS]
+    decoded = decode_state(loader_state)
     warn_of_lost_draws(loader, decoded)
     given, length = 0 if decoded.get(_FINISHED) else _yielded(decoded), _length(loader)
     ended = given == length != 0
     # A sampler with a state sets its generator itself, perhaps to draw its order again.
     if has_states := any(map(_methods, samplers_of(loader))):
-        generators = {name: one for name, one in generators.items() if "sampler." not in name}
-    known = generators_of(loader)
-    if unknown := generators.keys() - known.keys():  # as earlier versions have found them in a loader
+        generators = {name: saved for name, saved in generators.items() if "sampler." not in name}
+    current = generators_of(loader)
+    if unknown := generators.keys() - current.keys():  # as earlier versions have found them in a loader
         _logger.warning(
             "a %s was saved with generators that it does not show, and that stay as the program has set them: %s. If "
             "its batches depend on them, pass them as extras beside it, such as rng=dataset.rng",
@@ -324,8 +324,8 @@ def restore_loader(
     def begun() -> None:
         if ended and has_states:  # The sampler comes to its end as well: otherwise, it would begin the new epoch there.
             deque(islice(iter(loader.sampler), loader.batch_size or 1), 0)
-        for name in known.keys() & generators.keys():
-            restore_state(known[name], generators[name])
+        for name in current.keys() & generators.keys():
+            restore_state(current[name], generators[name])
         if global_generators is not None and not restored.has_reported:
             global_generators.set_back()
 
@@ -339,14 +339,14 @@ def restore_loader(
 
 
 def _yielded(state: Mapping[str, Any]) -> int:
-    """Return how many batches of its epoch a loader of torchdata had given."""
+    """Return how many batches of its epoch a torchdata loader has given."""
     if "_num_yielded" in state:
         return int(state["_num_yielded"])
     return int(state["_snapshot"]["_snapshot_step"]) + int(state["_steps_since_snapshot"])
 
 
 def _length(loader: Any) -> int | None:
-    """Return the number of batches of an epoch, or None for an iterable dataset, which can only guess it."""
+    """Return the number of batches of an epoch; None for an iterable dataset, which can only guess it."""
     torch: Any = loaded("torch")
     if isinstance(loader.dataset, torch.utils.data.IterableDataset):
         return None
@@ -357,7 +357,7 @@ def _length(loader: Any) -> int | None:
 
 
 def warn_of_lost_draws(loader: Any, state: Mapping[str, Any]) -> None:
-    """Warn of random numbers that will differ when a loader of torchdata continues in the middle of an epoch."""
+    """Warn of random numbers that will differ if a torchdata loader continues within an epoch."""
     ended = state.get(_FINISHED) or _yielded(state) in (0, _length(loader))
     if loader.num_workers and (not ended or loader.persistent_workers):
         warn_of_new_workers(loader)
@@ -366,11 +366,11 @@ def warn_of_lost_draws(loader: Any, state: Mapping[str, Any]) -> None:
 
 
 def warn_of_samplers(loader: Any) -> None:
-    """Warn of a sampler without a state, whose order may be another one after a resume in the middle of an epoch."""
+    """Warn of a sampler without a state, whose order may differ after a resume within an epoch."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     is_torchs = type(batch_sampler).__module__.startswith(("torch.", "torchdata."))
     for sampler in [*samplers_of(loader), *([] if is_torchs else [batch_sampler])]:
-        kinds = {kind.__name__ for kind in type(sampler).__mro__}
+        kinds = {cls.__name__ for cls in type(sampler).__mro__}
         is_known = type(sampler).__module__.startswith("torchdata.") and is_torchdata_loader(loader)
         if not (sampler is None or is_known or kinds & set(_KNOWN_ORDER) or _methods(sampler)):
             _logger.warning(
@@ -382,40 +382,40 @@ def warn_of_samplers(loader: Any) -> None:
             return
 
 
-def warn_of_held_records(name: str, thing: object) -> None:
+def warn_of_held_records(name: str, obj: object) -> None:
     """Warn of operations of a Grain ``DataLoader`` that may hold records, which its iterator does not save."""
-    if type(thing).__name__ != "DataLoaderIterator" or not type(thing).__module__.startswith("grain."):
+    if type(obj).__name__ != "DataLoaderIterator" or not type(obj).__module__.startswith("grain."):
         return
-    operations = getattr(getattr(thing, "_data_loader", None), "_operations", ())
-    own = [one for one in operations if not any(map(_is_of_grain, type(one).__mro__))]
-    if own:
+    operations = getattr(getattr(obj, "_data_loader", None), "_operations", ())
+    custom = [operation for operation in operations if not any(map(_is_of_grain, type(operation).__mro__))]
+    if custom:
         _logger.warning(
             "%s= applies operations of the program to whole iterators: %s. A DataLoader of Grain does not save what "
             "such an operation holds from one record to the next, as packing does, so that a resume loses it; the "
             "packing of grain.MapDataset and grain.IterDataset is exact",
             name,
-            ", ".join(type(one).__qualname__ for one in own),
+            ", ".join(type(operation).__qualname__ for operation in custom),
         )
 
 
-def check_window(name: str, thing: object) -> None:
+def check_window(name: str, obj: object) -> None:
     """Raise OptionError for a shuffled window of Grain whose version shuffles later windows otherwise after a resume.
 
     https://github.com/google/grain/issues/1178, mended in Grain 0.2.16.
     """
-    if not _is_of_grain(type(thing)) or getattr(sys.modules.get("grain"), "__version_info__", (0,)) >= (0, 2, 16):
+    if not _is_of_grain(type(obj)) or getattr(sys.modules.get("grain"), "__version_info__", (0,)) >= (0, 2, 16):
         return
-    open_ = [thing.get_state()] if hasattr(thing, "get_state") else []
-    for one in open_:
-        if isinstance(one, dict) and "window_index" in one:
+    open_ = [obj.get_state()] if hasattr(obj, "get_state") else []
+    for state in open_:
+        if isinstance(state, dict) and "window_index" in state:
             version = getattr(sys.modules.get("grain"), "__version__", "before 0.2.16")
             raise OptionError(
                 f"{name}= shuffles a window of Grain {version}, which shuffles later windows in another order after a "
                 "resume: install grain 0.2.16 or newer, or shuffle the whole dataset with grain.MapDataset.shuffle"
             )
-        open_ += one.values() if isinstance(one, dict) else one if isinstance(one, list) else []
+        open_ += state.values() if isinstance(state, dict) else state if isinstance(state, list) else []
 
 
-def _is_of_grain(kind: type) -> bool:
+def _is_of_grain(cls: type) -> bool:
     # `Operation` is the protocol of the operations of programs.
-    return kind.__module__.startswith("grain.") and kind.__name__ != "Operation"
+    return cls.__module__.startswith("grain.") and cls.__name__ != "Operation"

@@ -1,20 +1,17 @@
-"""The steps in a directory, which one is the newest, their commit records, and what else is stored beside them.
+"""The steps in a directory, their commit records, and the metrics and facts that are stored with them.
 
-A step lies in a folder named ``<step>``, ``<prefix>_<step>`` or ``<prefix>-<step>``, where zeros may precede the number
-(:func:`step_folder` writes these names, and :func:`series_and_step` reads them), and exists when its commit record
-is there. The steps that share a prefix are a *series*. :func:`list_steps` is the one lister of such folders, and
-:func:`newest_step` the one rule for the newest:
+The folder of a step is named ``<step>``, ``<prefix>_<step>`` or ``<prefix>-<step>``, perhaps with leading zeros
+(:func:`step_folder` writes these names, and :func:`series_and_step` reads them). The step exists if its commit record
+does. The steps that share a prefix are a *series*: a manager works on the series of its ``step_prefix``, and functions
+that are given only a directory see all of them. :func:`newest_step` defines the newest step:
 
 - within a series, the highest step, as clocks differ and jump;
 - of several series, the one whose newest step was committed last, as their steps do not count the same updates.
 
-A manager works on one series, which its ``step_prefix`` names. Everything that is given only a directory sees all of
-them.
-
-Another program, such as an evaluator, may add metrics to a step beside the run that writes it. Each of its calls adds a
-file ``metrics/<step>.<token>.json`` to the directory, and changes nothing that the run writes. The file names the
-checkpoint that it is about, not only the step: if the run resumes from an earlier step and saves the step again, the
-metrics of the old one are void. Readers of the steps of a directory add them to its records.
+Another program, such as an evaluator, may add metrics to a step while the run is alive. Each call adds a file
+``metrics/<step>.<token>.json`` to the directory, and changes no file of the run. The file identifies the checkpoint,
+not only the step: if the run goes back and saves the step again, the metrics of the old one are void. Readers of the
+steps of a directory add these metrics to the commit records.
 """
 
 from __future__ import annotations
@@ -78,12 +75,12 @@ Added = tuple[str, float, dict[str, Any]]
 
 
 def write_late(directory: Location, folder: str, record: CheckpointRecord, metrics: dict[str, Any], now: float) -> None:
-    """Add metrics to the checkpoint of a record, in a folder of a directory."""
+    """Add metrics to a checkpoint, given its record and the name of its folder."""
     document = {"checkpoint": record.identity, "time": now, "metrics": encode_metrics(metrics)}
     (directory / LATE).check_not_link()
     (directory / LATE).make_directory()
-    place = directory / LATE / f"{folder}.{os.urandom(8).hex()}.json"
-    place.write_bytes(encode_document("metrics", document))
+    file = directory / LATE / f"{folder}.{os.urandom(8).hex()}.json"
+    file.write_bytes(encode_document("metrics", document))
 
 
 class LateMetrics:
@@ -94,13 +91,13 @@ class LateMetrics:
         self._files: dict[str, dict[str, Added]] = {}  # by the folder of the step, and by the name of the file
 
     def refresh(self, exists: Callable[[str], bool]) -> set[str]:
-        """Read the metrics added to steps in existing folders since the last call; return these folders."""
+        """Read the metrics added since the last call to steps whose folders exist; return the folders."""
         names = set(_names(self._directory))
-        known = {name for folder in [*self._files] for name in self.files_of(folder)}
-        self._forget(known - names)
-        unread = [name for name in names - known if exists(_folder(name))]
-        place = self._directory / LATE
-        contents = parallel_map(lambda name: _read(place / name), unread, max_concurrency(self._directory))
+        read = {name for folder in [*self._files] for name in self.files_of(folder)}
+        self._forget(read - names)
+        unread = [name for name in names - read if exists(_folder(name))]
+        folder = self._directory / LATE
+        contents = parallel_map(lambda name: _read(folder / name), unread, max_concurrency(self._directory))
         for name, content in zip(unread, contents, strict=True):
             if content is not None:  # otherwise it may be readable the next time
                 self._files.setdefault(_folder(name), {})[name] = content
@@ -111,11 +108,11 @@ class LateMetrics:
         return list(self._files.get(folder, {}).values())  # a copy, as another thread may refresh meanwhile
 
     def files_of(self, folder: str) -> list[str]:
-        """Return the names of the files that were read of metrics added to the checkpoint in a folder."""
+        """Return the names of the metrics files that were read for the checkpoint in a folder."""
         return list(self._files.get(folder, ()))
 
     def remove_files(self, names: Sequence[str]) -> None:
-        """Remove files whose metrics the commit record has."""
+        """Remove files whose metrics are in the commit record."""
         if names:
             with contextlib.suppress(StorageError):
                 self._remove(names)
@@ -124,12 +121,12 @@ class LateMetrics:
     def remove(self, folder: str) -> None:
         """Remove the metrics added to a deleted checkpoint; a file that remains has no effect."""
         with contextlib.suppress(StorageError):
-            # In an object store, a list would take a request for each deletion.
-            known = _names(self._directory) if self._directory.is_local else self.files_of(folder)
-            self._remove(name for name in known if _folder(name) == folder)
+            # In an object store, listing would take a request for each deletion.
+            names = _names(self._directory) if self._directory.is_local else self.files_of(folder)
+            self._remove(name for name in names if _folder(name) == folder)
 
     def remove_stray(self, listing: Location) -> None:
-        """Remove the metrics of checkpoints that a listing of the directory does not have."""
+        """Remove the metrics of checkpoints that are not in a listing of the directory."""
         folders = {entry.name for entry in listing.entries() if entry.is_directory}
         with contextlib.suppress(StorageError):
             stray = [entry.name for entry in (listing / LATE).entries() if _folder(entry.name) not in {"", *folders}]
@@ -155,16 +152,16 @@ def with_late(record: CheckpointRecord, added: Iterable[Added]) -> CheckpointRec
 
 
 def _names(directory: Location) -> list[str]:
-    place = directory / LATE
+    folder = directory / LATE
     if not directory.is_local:
-        return [entry.name for entry in place.entries()]
-    with os_errors(place.url, "list"):  # listdir does not ask for the sizes of thousands of files
+        return [entry.name for entry in folder.entries()]
+    with os_errors(folder.url, "list"):  # listdir does not ask for the sizes of thousands of files
         try:
-            return os.listdir(place)
+            return os.listdir(folder)
         except FileNotFoundError:
             return []
         except NotADirectoryError:
-            _warn_of_file(place.url)
+            _warn_of_file(folder.url)
             return []
 
 
@@ -177,9 +174,9 @@ def _folder(name: str) -> str:
     return name.removesuffix(".json").rpartition(".")[0] if name.endswith(".json") else ""
 
 
-def _read(place: Location) -> Added | None:
+def _read(file: Location) -> Added | None:
     try:
-        document = decode_document(place.read_bytes(limit=_LIMIT), "metrics", source=str(place))
+        document = decode_document(file.read_bytes(limit=_LIMIT), "metrics", source=str(file))
         return str(document["checkpoint"]), float(document["time"]), decode_metrics(document["metrics"])
     except (HoldfastError, KeyError, TypeError, ValueError):
         return None
@@ -192,13 +189,12 @@ RECORD_LIMIT = 256 << 20  # bytes; a record names files, not leaves
 
 
 def read_record(location: Location) -> CheckpointRecord:
-    """Read the commit record of a checkpoint."""
-    place = location / RECORD
+    file = location / RECORD
     for left in reversed(range(attempts_at(location))):
         try:
-            with unreadable_as_damage(place):
-                data = place.read_bytes(limit=RECORD_LIMIT)
-            return CheckpointRecord.decode(data, source=str(place))
+            with unreadable_as_damage(file):
+                data = file.read_bytes(limit=RECORD_LIMIT)
+            return CheckpointRecord.decode(data, source=str(file))
         except ObjectNotFoundError as error:
             raise CheckpointNotFoundError(f"{location}: no checkpoint here (there is no {RECORD})") from error
         except DamagedCheckpointError:
@@ -208,12 +204,12 @@ def read_record(location: Location) -> CheckpointRecord:
 
 
 def attempts_at(location: Location) -> int:
-    """Return how often to read damaged data before it counts as damaged: a network may garble an answer once."""
+    """Return how often to read data before it counts as damaged: a network may garble an answer once."""
     return 3 if location.is_remote else 1
 
 
 def has_record(location: Location) -> bool:
-    """Whether a commit record lies here, perhaps one that the disk fails to read."""
+    """Return whether a commit record is here, perhaps one that the disk fails to read."""
     try:
         return (location / RECORD).is_there()
     except StorageError as error:
@@ -226,25 +222,25 @@ MOST_CHANGES = 100  # times that a checkpoint is read again because it has chang
 
 
 def read_steadily(location: Location, read: Callable[[CheckpointRecord], T]) -> T:
-    """Read a checkpoint by its record; where another process replaces it meanwhile, read the new one."""
+    """Read a checkpoint by its record; if another process replaces it meanwhile, read the new one."""
     return read_again(location, partial(read_record, location), read, partial(has_changed, location))
 
 
 def read_again(location: Location, look: Callable[[], S], read: Callable[[S], T], changed: Callable[[S], bool]) -> T:
-    """Read what ``look`` finds at a location; read it again if it is damaged because another process has changed it."""
+    """Read the result of ``look``; look and read again if it is damaged because another process changed it."""
     least = attempts_at(location)
     for attempt in range(1, MOST_CHANGES + 1):
-        found = look()
+        state = look()
         try:
-            return read(found)
+            return read(state)
         except DamagedCheckpointError:
-            if not changed(found) and attempt >= least:
+            if not changed(state) and attempt >= least:
                 raise
     raise restless(location)
 
 
 def restless(location: Location) -> DamagedCheckpointError:
-    """Return the error of a place that was another one each time that it was read."""
+    """Return the error about a location that changed each time that it was read."""
     advice = "look which programs write there, or copy it to another place first"
     return DamagedCheckpointError(
         f"{location}: it was replaced each of {MOST_CHANGES} times that it was read; {advice}"
@@ -252,7 +248,7 @@ def restless(location: Location) -> DamagedCheckpointError:
 
 
 def has_changed(location: Location, record: CheckpointRecord) -> bool:
-    """True if a checkpoint is known to have been replaced or deleted since its record was read."""
+    """Return whether a checkpoint was certainly replaced or deleted since its record was read."""
     try:
         return read_record(location).identity != record.identity
     except CheckpointNotFoundError:
@@ -269,22 +265,22 @@ _FILE = "data.json"
 
 
 def stored_metadata(location: Location) -> Mapping[str, Any] | None:
-    """Return the facts about the run in a directory; None without any, or after a warning that they are damaged."""
-    place = location / METADATA / _FILE
-    found: Mapping[str, Any] | None = None
+    """Return the facts about the run; None without any, or, with a warning, if they are damaged."""
+    file = location / METADATA / _FILE
+    metadata: Mapping[str, Any] | None = None
     try:
-        with unreadable_as_damage(place):
-            content = place.read_bytes(limit=_LIMIT)
-        found = decode_document(content, "json", source=str(place)).get("data")
+        with unreadable_as_damage(file):
+            content = file.read_bytes(limit=_LIMIT)
+        metadata = decode_document(content, "json", source=str(file)).get("data")
     except (DamagedCheckpointError, FormatVersionError, StoragePermissionError) as error:
         _logger.warning("the facts about the run are not used: %s; remove the file if the run needs none", error)
     except ObjectNotFoundError:
         pass
-    return found
+    return metadata
 
 
 def store_metadata(location: Location, metadata: Mapping[str, Any] | None) -> None:
-    """Store the facts about a run, if there are any; warn if something else lies in the place of their file."""
+    """Store the facts about a run, if any; warn if something else is at the path of their file."""
     if metadata is None:
         return
     (location / METADATA).check_not_link()
@@ -305,8 +301,6 @@ _MANY = 64  # number of steps from which their records are read on several threa
 
 
 class StepEntry(NamedTuple):
-    """One step of a directory."""
-
     step: int  # its number
     location: Location  # its folder
     series: str = ""  # what the folder's name begins with: ``""``, ``"ckpt_"`` or ``"ckpt-"``
@@ -316,22 +310,22 @@ class StepEntry(NamedTuple):
 
 
 def series_of(prefix: str | None) -> str:
-    """Return the series that a ``step_prefix`` names."""
+    """Return the series of a ``step_prefix``."""
     return "" if prefix is None else prefix if prefix.endswith("-") else f"{prefix}_"
 
 
 def prefix_of(series: str) -> str | None:
-    """Return the ``step_prefix`` that names a series."""
+    """Return the ``step_prefix`` of a series."""
     return series if series.endswith("-") else series.removesuffix("_") or None
 
 
 def step_folder(series: str, step: int, width: int | None = None) -> str:
-    """Return the name of the folder of a new step, with at least ``width`` digits."""
+    """Return the name for the folder of a new step, with at least ``width`` digits."""
     return f"{series}{step:0{width or 1}}"
 
 
 def series_and_step(folder: str) -> tuple[str, int] | None:
-    """Return the series and the step that a folder name stands for, or None."""
+    """Return the series and the step that a folder name means, or None."""
     match = None if folder.startswith(TEMPORARY_PREFIX) else STEP_FOLDER.fullmatch(folder)
     return (match[1] or "", int(match[2])) if match else None
 
@@ -339,7 +333,7 @@ def series_and_step(folder: str) -> tuple[str, int] | None:
 def step_folders(
     directory: Location, series: str | None = None, entries: Sequence[Entry] | None = None, *, padded: bool = False
 ) -> Iterator[StepEntry]:
-    """Generate the folders of steps, committed or not; leading zeros count where the run has them, or if ``padded``."""
+    """Generate the folders of steps, committed or not; leading zeros need the run's marker, or ``padded``."""
     entries = directory.entries() if entries is None else entries
     padded = padded or any(entry.name == PADDED for entry in entries)
     for entry in entries:
@@ -355,35 +349,35 @@ def list_steps(
     *,
     late: LateMetrics | None = None,
 ) -> list[StepEntry]:
-    """Return the steps with a commit record of one series, or of all; ``late`` remembers metrics that were read."""
+    """Return the steps of one series, or of all, that have a commit record; ``late`` caches metrics files."""
     entries = directory.entries() if entries is None else entries
     folders = list(step_folders(directory, series, entries, padded=True))
     names = {entry.name for entry in entries}
-    # Several threads read thousands of small files, on a disk as well: they may not be in memory.
+    # Several threads read thousands of small files, even on a disk: the files may not be cached in memory.
     threads = REQUESTS if len(folders) >= _MANY else max_concurrency(directory)
-    found = [entry for entry in parallel_map(read_entry, folders, threads) if entry is not None]
+    steps = [entry for entry in parallel_map(read_entry, folders, threads) if entry is not None]
     if LATE in names:
         late = late or LateMetrics(directory)
-        late.refresh({entry.location.name for entry in found}.__contains__)
-        found = [
+        late.refresh({entry.location.name for entry in steps}.__contains__)
+        steps = [
             entry._replace(record=with_late(entry.record, added))
             if entry.record and (added := late.of(entry.location.name))
             else entry
-            for entry in found
+            for entry in steps
         ]
-    found.sort(key=lambda entry: (entry.series, entry.step))
-    for one, other in pairwise(found):
-        if one[::2] == other[::2]:
+    steps.sort(key=lambda entry: (entry.series, entry.step))
+    for first, second in pairwise(steps):
+        if first[::2] == second[::2]:
             raise CheckpointExistsError(
-                f"{one.location} and {other.location.name} beside it are both step {one.step}, and nothing tells which "
-                "of them counts: move one of them out of the directory"
+                f"{first.location} and {second.location.name} beside it are both step {first.step}, and nothing tells "
+                "which of them counts: move one of them out of the directory"
             )
-    return found
+    return steps
 
 
-def stray_folders(directory: Location, series: str | None, known: Iterable[StepEntry]) -> list[StepEntry]:
+def stray_folders(directory: Location, series: str | None, checkpoints: Iterable[StepEntry]) -> list[StepEntry]:
     """Return the local folders with the name of a step and files, but no commit record and no marker of a save."""
-    records = {entry.location.name for entry in known}
+    records = {entry.location.name for entry in checkpoints}
     # In a store, the late requests of a save that has ended may leave files. Without a run, the folders are no steps.
     if not directory.is_local or not (records or (directory / OWNER).is_there()):
         return []
@@ -398,9 +392,9 @@ def _is_stray(names: set[str]) -> bool:
 def newest_step(entries: Iterable[StepEntry], *, whole: bool = False) -> StepEntry | None:
     """Return the newest step by the rule of this module, or None; damaged ones count as the latest unless ``whole``."""
     heads: dict[str, StepEntry] = {}
-    found = list(entries)
-    left = left_behind(entry.record for entry in found)
-    for entry in found:
+    listed = list(entries)
+    left = left_behind(entry.record for entry in listed)
+    for entry in listed:
         passed_over = (whole and entry.error) or (entry.record is not None and was_left(entry.step, entry.record, left))
         if not passed_over and (entry.series not in heads or entry.step > heads[entry.series].step):
             heads[entry.series] = entry
@@ -415,9 +409,9 @@ LEFT_BEHIND = "holdfast.left_behind"  # key in the metadata of a step: [number, 
 
 
 def left_behind(records: Iterable[CheckpointRecord | None]) -> list[Any]:
-    """Return number and time of the steps that a run has left for an earlier one; these are not the newest."""
-    found = [(record.custom_metadata or {}).get(LEFT_BEHIND) for record in records if record is not None]
-    return [pair for listed in found if isinstance(listed, list) for pair in listed]
+    """Return number and time of each step that a run abandoned for an earlier one; none of them is the newest."""
+    lists = [(record.custom_metadata or {}).get(LEFT_BEHIND) for record in records if record is not None]
+    return [pair for listed in lists if isinstance(listed, list) for pair in listed]
 
 
 def was_left(step: int, record: CheckpointRecord, left: Sequence[Any]) -> bool:
@@ -425,13 +419,13 @@ def was_left(step: int, record: CheckpointRecord, left: Sequence[Any]) -> bool:
 
 
 def _listed_record(location: Location) -> CheckpointRecord | None:
-    """Read the commit record in a folder, None without one; a record that a store lists but withholds is damaged."""
+    """Read the commit record in a folder; None without one. One that a store lists but withholds is damaged."""
     for _ in range(_ATTEMPTS):
         try:
             return read_record(location)
         except CheckpointNotFoundError:
-            # TensorStore takes the answer of a proxy in the place of S3 for a missing object. The listing of a snapshot
-            # may be older than the deletion of the step.
+            # TensorStore takes the answer of a proxy in the place of S3 for a missing object. A snapshot may be older
+            # than the deletion of the step.
             if location.is_local or not has_record(location.snapshot()):
                 return None
     raise DamagedCheckpointError(
@@ -442,7 +436,7 @@ def _listed_record(location: Location) -> CheckpointRecord | None:
 
 
 def read_entry(folder: StepEntry) -> StepEntry | None:
-    """Add the commit record, or its damage, to the entry of a folder; None if there is no record."""
+    """Add the commit record, or its damage, to the entry of a folder; None without a record."""
     try:
         record = _listed_record(folder.location)
     except (DamagedCheckpointError, FormatVersionError) as error:
@@ -452,11 +446,11 @@ def read_entry(folder: StepEntry) -> StepEntry | None:
     if record.step is None:  # hf.save wrote it: no retention rule may delete it
         return folder._replace(record=replace(record, step=folder.step, pinned=True))
     if record.step != folder.step:
-        what = (
+        text = (
             f"{folder.location / RECORD}: written for step {record.step}, found in the directory of step "
             f"{folder.step}; give the step its name back, or load it by its own path"
         )
-        return folder._replace(error=DamagedCheckpointError(what))
+        return folder._replace(error=DamagedCheckpointError(text))
     return StepEntry(folder.step, folder.location, folder.series, record)
 
 
@@ -464,48 +458,48 @@ def read_entry(folder: StepEntry) -> StepEntry | None:
 
 
 def shared_bytes(location: Location) -> int:
-    """Return the bytes of those files of a checkpoint that have names elsewhere, too, as other steps share them."""
+    """Return the bytes of a checkpoint's files that other steps share by hard links."""
     return shared_by_links(files_of(location, read_record(location))) if has_record(location) else 0
 
 
 def shared_by_links(listed: Iterable[tuple[str, FileRecord, Entry | None]]) -> int:
-    return sum(found.size or 0 for _, _, found in listed if found is not None and found.links > 1)
+    return sum(entry.size or 0 for _, _, entry in listed if entry is not None and entry.links > 1)
 
 
 def files_of(location: Location, record: CheckpointRecord) -> list[tuple[str, FileRecord, Entry | None]]:
-    """Return the path, the record and the entry of every file that a commit record names; None if it is missing."""
+    """Return path, record and entry of every file in a commit record; the entry is None if the file is missing."""
     listed: list[tuple[str, FileRecord, Entry | None]] = []
     for item in record.items.values():
         paths = item.paths
         if location.is_local:
-            found = _local_files(location, paths)
+            entries = _local_files(location, paths)
         elif item.is_archive:
-            found = {entry.name: entry for entry in location.entries()}
+            entries = {entry.name: entry for entry in location.entries()}
         else:
-            found = _files(location / item.folder, f"{item.folder}/")
-        listed += [(path, known, found.get(path)) for path, known in paths.items()]
+            entries = _files(location / item.folder, f"{item.folder}/")
+        listed += [(path, file, entries.get(path)) for path, file in paths.items()]
     return listed
 
 
 def _local_files(folder: Location, files: Iterable[str]) -> dict[str, Entry]:
-    """Return the files that exist; without a size where the system does not show it."""
-    root, found = os.fspath(folder), dict[str, Entry]()
+    """Return the files that exist, without a size if the system does not show it."""
+    root, entries = os.fspath(folder), dict[str, Entry]()
     for file in files:
         try:
             status = os.stat(f"{root}/{file}")
-            found[file] = Entry(file, False, status.st_size, status.st_nlink, (status.st_dev, status.st_ino))
+            entries[file] = Entry(file, False, status.st_size, status.st_nlink, (status.st_dev, status.st_ino))
         except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError:
-            found[file] = Entry(file, False)
-    return found
+            entries[file] = Entry(file, False)
+    return entries
 
 
 def _files(folder: Location, prefix: str = "") -> dict[str, Entry]:
-    found: dict[str, Entry] = {}
+    entries: dict[str, Entry] = {}
     for entry in folder.entries():
         if entry.is_directory:
-            found.update(_files(folder / entry.name, f"{prefix}{entry.name}/"))
+            entries.update(_files(folder / entry.name, f"{prefix}{entry.name}/"))
         else:
-            found[prefix + entry.name] = entry
-    return found
+            entries[prefix + entry.name] = entry
+    return entries

@@ -11,7 +11,7 @@ STREAMS = {0: "stdin", 1: "stdout", 2: "stderr"}
 
 
 def silence_lost_streams() -> list[str]:
-    """Redirect streams without a reader to ``/dev/null``, as writing to them ends programs; return their names."""
+    """Redirect streams without a reader to ``/dev/null``, as writing to them would end the program."""
     poll = select.poll()
     for number in (1, 2):
         poll.register(number, 0)
@@ -22,17 +22,16 @@ def silence_lost_streams() -> list[str]:
 
 
 def handlers_of(logger: logging.Logger, level: int) -> list[logging.Handler]:
-    """Return the handlers that get records of a level from a logger, whatever levels the handlers have."""
-    found: list[logging.Handler] = []
+    """Return the handlers that a logger passes records of a level to, regardless of their own levels."""
+    handlers: list[logging.Handler] = []
     owner: logging.Logger | None = logger if logger.isEnabledFor(level) else None
     while owner is not None:
-        found += owner.handlers
+        handlers += owner.handlers
         owner = owner.parent if owner.propagate else None
-    return found
+    return handlers
 
 
 def redirect(number: int) -> None:
-    """Redirect a file descriptor to ``/dev/null``."""
     null = os.open(os.devnull, os.O_RDWR)
     if null == number:
         os.set_inheritable(null, True)

@@ -1,12 +1,12 @@
-"""The witness: records of the steps after a save, which a resume compares with the steps that it does again.
+"""The witness: records of the steps after a save, with which a resume compares the steps that it repeats.
 
-The running program knows what the steps after a save have given, and a resumed one does them again. If batch, random
-generators, metrics, state and counters agree, the resume is exact, whatever the program holds. A record is taken at the
-save itself (k = 0), at the reports 1, 2, 4, 8, ... after it and at the next save, and lies beside the step's files in
-``witness.jsonl``, outside of the commit record: a file that is missing, damaged or of another version is no error.
+If batch, random generators, metrics, state and counters agree, the resume is exact, whatever objects the program has. A
+record is taken at the save itself (k = 0), at the reports 1, 2, 4, 8, ... after it, and at the next save. Records are
+stored in ``witness.jsonl`` in the step's folder, but not in the commit record: a file that is missing, damaged or of
+another version is no error.
 
 Layers that decide: ``batch``, ``generators``, ``metrics``, ``state`` (samples of leaves), ``gradients`` and
-``counters``. Opaque positions, the structure and plain attributes of objects only explain.
+``counters``. Opaque positions, the structure and plain attributes of objects only explain a difference.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ Record = dict[str, Any]
 
 
 class Recorder:
-    """Takes records of steps; the leaves that it samples are chosen once, as the run begins."""
+    """Takes records of steps; it chooses the leaves to sample once, as the run begins."""
 
     def __init__(self, seen: Seen, names: tuple[str, ...] | None = None) -> None:
         self._names = names  # of the leaves that a resume is compared in until its next save
@@ -75,7 +75,7 @@ class Recorder:
         self._begun = self.attributes = self._attributes(seen)  # as the run began, and at the last save
 
     def take(self, k: int, seen: Seen, same: Pending | None = None) -> Pending:
-        """Begin the record of a step, with k = 0 of a save, perhaps with the samples of the ``same`` step."""
+        """Begin the record of a step; k = 0 is a save. ``same`` is a record of this step whose samples are reused."""
         leaves = self._ways.follow(seen.root)
         self._saves += k == 0
         # The first steps of a run make leaves, such as the state of an optimizer; later ones hardly do.
@@ -100,7 +100,7 @@ class Recorder:
                 record["batch"]["batch"] = zlib.crc32(text.encode())
                 layers["batch"] = dict(enumerate(batch))
         else:
-            # Only attributes that steps have changed are kept, and whether the steps before changed them as well.
+            # Only attributes that steps have changed are kept, each with whether earlier steps changed it, too.
             before, self.attributes = self.attributes, self._attributes(seen)
             moves = before != self._begun
             record["attributes"] = {
@@ -118,22 +118,22 @@ class Recorder:
         return Pending(record, ways.names, ways.total, samples, {layer: [*names] for layer, names in layers.items()})
 
     def _checksums(self, generators: Mapping[str, Any]) -> dict[str, int]:
-        """Return checksums of states of generators; that of Python is compared first, as few programs draw from it."""
-        # That of a RandomState is a tuple with an array.
-        tuples = {name: one for name, one in generators.items() if type(one) is tuple and type(one[1]) is tuple}
+        """Return checksums of generators' states; Python's is compared first, as few programs draw from it."""
+        # Only the states of random.Random are such tuples: the tuple of a RandomState has an array.
+        tuples = {name: state for name, state in generators.items() if type(state) is tuple and type(state[1]) is tuple}
         last = self._generators
-        found = {name: last[name][1] for name, state in tuples.items() if name in last and state == last[name][0]}
-        found |= checksums({name: state for name, state in generators.items() if name not in found})
-        self._generators = {name: (state, found[name]) for name, state in tuples.items()}
-        return found
+        sums = {name: last[name][1] for name, state in tuples.items() if name in last and state == last[name][0]}
+        sums |= checksums({name: state for name, state in generators.items() if name not in sums})
+        self._generators = {name: (state, sums[name]) for name, state in tuples.items()}
+        return sums
 
     def _attributes(self, seen: Seen) -> dict[str, str]:
-        """Return the plain attributes of the objects that a program shows as texts, by name."""
+        """Return the plain attributes of the program's objects as texts, by name."""
         return self._ways.attributes(seen.root) | Ways(seen.objects, 0).attributes(seen.objects)
 
 
 class RecordFile:
-    """The records of the steps after one save, in a file beside that of the step."""
+    """The records of the steps after one save, in a file in the step's folder."""
 
     def __init__(
         self, step: int, process: int, key: Mapping[str, Any], first: Pending | None, records: Records | None = None
@@ -160,18 +160,18 @@ class RecordFile:
                 if self._file is not None and self._file.is_local:
                     self._flush(self._file, wait=False)
 
-    def commit(self, place: Location, checkpoint: str) -> None:
-        """Write the records that there are, now that the commit of the step is known."""
+    def commit(self, folder: Location, checkpoint: str) -> None:
+        """Write the records so far, now that the step is committed."""
         with self._lock:
             if self._file is None:
-                first, self._file = self._waiting[0], place / self._name
+                first, self._file = self._waiting[0], folder / self._name
                 header = {"version": VERSION, "checkpoint": checkpoint, "names": first.names, "total": first.total}
                 key = {**self._key, "devices": first.samples.devices(len(first.names))}
                 self._append(_line({**header, "key": key}))
                 self._flush(self._file, wait=True)
 
     def finish(self) -> None:
-        """Write what is left, as the next step is saved or the run ends; in a store, the object is replaced."""
+        """Write the rest, as the next step is saved or the run ends; in a store, the object is replaced."""
         with self._lock:
             if self._file is not None:
                 self._flush(self._file, wait=True)
@@ -181,7 +181,7 @@ class RecordFile:
         self._size += len(line) + 1
 
     def _flush(self, file: Location, *, wait: bool) -> None:
-        """Write records in their order; nothing depends on the file, so no error goes further."""
+        """Write records in order, and raise nothing: no other file depends on this one."""
         while self._waiting and (wait or self._waiting[0].samples.is_ready):
             with contextlib.suppress(RuntimeError):  # The computation on the device has failed.
                 line = _line(self._waiting.pop(0).finish())
@@ -200,7 +200,7 @@ class RecordFile:
 
 @dataclass
 class Pending:
-    """A record whose samples may still be on their way from a device."""
+    """A record whose samples may still be in transfer from a device."""
 
     record: Record
     names: tuple[str, ...]
@@ -210,7 +210,7 @@ class Pending:
     _finished: bool = False
 
     def finish(self) -> Record:
-        """Return the whole record; waits for what has not arrived."""
+        """Return the whole record; wait for its samples."""
         if not self._finished:
             self._finished, record, begin = True, self.record, 0
             digests, values = self.samples.fetch(max(1, min(16, _NUMBERS // max(1, len(self.names)))))
@@ -228,7 +228,7 @@ class Pending:
 
 @dataclass(frozen=True)
 class Records:
-    """The records of a save that a run resumes from."""
+    """The records of the save that a run resumes from."""
 
     names: tuple[str, ...] = ()  # of the leaves whose samples they have
     total: int = 0  # leaves of the state
@@ -243,10 +243,10 @@ def file_name(process: int) -> str:
     return WITNESS if process == 0 else f"witness-{process}.jsonl"
 
 
-def read_records(place: Location, process: int, checkpoint: str) -> Records:
-    """Read the records beside a checkpoint; none if there is no whole file that belongs to it."""
+def read_records(folder: Location, process: int, checkpoint: str) -> Records:
+    """Read the records of a checkpoint; none without a whole file that belongs to it."""
     try:
-        content = (place / file_name(process)).read_own(WITNESS_LIMIT)
+        content = (folder / file_name(process)).read_own(WITNESS_LIMIT)
     except (OSError, HoldfastError):
         return Records(why="it has no record")
     entries, lines = [], []
@@ -262,13 +262,13 @@ def read_records(place: Location, process: int, checkpoint: str) -> Records:
             return Records(why="its record is of another checkpoint or version")
         by_k = {int(record["k"]): record for record in reversed(records)}
         names, total = tuple(header["names"]), int(header["total"])
-        return Records(names, total, by_k, "", header["key"], tuple(lines), place)
+        return Records(names, total, by_k, "", header["key"], tuple(lines), folder)
     except (ValueError, KeyError, TypeError, AttributeError):
         return Records(why="its record is damaged")
 
 
 def compare(saved: Record, now: Record, names: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
-    """Return the layers in which two records of a step agree, and those that differ with their differences."""
+    """Return the layers in which two records of a step agree, and the differences by layer."""
     same: list[str] = []
     differs: dict[str, str] = {}
     for layer in ("batch", "generators", "counters", "metrics", "gradients"):
@@ -285,26 +285,26 @@ def compare(saved: Record, now: Record, names: tuple[str, ...]) -> tuple[list[st
         as_well = f", and so is the state of {shortened(moved, _SHOWN)}"
         differs["batch"] = as_well if moved else f", with the same state of {shortened(loaders)}" if loaders else ""
     first, second = (_unpacked(record.get("state", [""])[0], np.uint32) for record in (saved, now))
-    known = (first != 0) & (second != 0) if len(first) == len(second) == len(names) else np.zeros(0, bool)
-    leaves = [names[index] for index in np.flatnonzero(known & (first != second))] if known.any() else []
+    comparable = (first != 0) & (second != 0) if len(first) == len(second) == len(names) else np.zeros(0, bool)
+    leaves = [names[index] for index in np.flatnonzero(comparable & (first != second))] if comparable.any() else []
     if leaves := list(dict.fromkeys([*leaves, *_compared(saved, now, "full")[1]])):
-        one, other = _values(saved), _values(now)
+        before, after = _values(saved), _values(now)
         with np.errstate(all="ignore"):
-            apart = np.abs(one - other) / np.maximum(np.abs(one), 1e-30)
+            apart = np.abs(before - after) / np.maximum(np.abs(before), 1e-30)
         size = max(apart[np.isfinite(apart)], default=0.0)
-        text = f"{len(leaves)} of {int(known.sum())} leaves: {shortened(map(shown_name, leaves), _SHOWN)}"
+        text = f"{len(leaves)} of {int(comparable.sum())} leaves: {shortened(map(shown_name, leaves), _SHOWN)}"
         differs["state"] = text + (f"; relative difference {size:.1g}" if size else "")
-    elif known.any():
+    elif comparable.any():
         same.append("state")
     return same, differs
 
 
 def _compared(saved: Record, now: Record, layer: str) -> tuple[list[str], list[str]]:
-    """Return the names that both records have in a layer, without measures of the machine, and those that differ."""
-    one, other = saved.get(layer) or {}, now.get(layer) or {}
-    both = sorted(name for name in one.keys() & other.keys() if layer != "metrics" or not is_time(name))
+    """Return the names that both records have in a layer, except measures of the machine, and those that differ."""
+    before, after = saved.get(layer) or {}, now.get(layer) or {}
+    both = sorted(name for name in before.keys() & after.keys() if layer != "metrics" or not is_time(name))
     # Metrics have a digest, which has to be equal, and a value.
-    bits = [[entry[0] if isinstance(entry, list) else entry for entry in (one[name], other[name])] for name in both]
+    bits = [[entry[0] if isinstance(entry, list) else entry for entry in (before[name], after[name])] for name in both]
     return both, [name for name, (first, second) in zip(both, bits, strict=True) if first != second]
 
 
@@ -313,25 +313,25 @@ def _value(entry: Any) -> str:
 
 
 def is_rounding(saved: Record, now: Record, first: Record) -> float | None:
-    """Return the greatest relative difference of metrics and update at k = 1 if rounding explains it, or None."""
+    """Return the greatest relative difference of metrics and update at k = 1 if rounding explains it, else None."""
     pairs = [(saved["metrics"][name][1], now["metrics"][name][1]) for name in _compared(saved, now, "metrics")[1]]
-    found = [abs(value - other) / max(abs(value), 1e-30) for value, other in pairs]
-    before, one, other = (_values(record) for record in (first, saved, now))
-    if not all(size <= _LOSS for size in found) or not len(before) == len(one) == len(other):
+    differences = [abs(value - new) / max(abs(value), 1e-30) for value, new in pairs]
+    before, old, new = (_values(record) for record in (first, saved, now))
+    if not all(size <= _LOSS for size in differences) or not len(before) == len(old) == len(new):
         return None
     with np.errstate(all="ignore"):
-        moved, apart = (float(np.linalg.norm(np.nan_to_num(change))) for change in (one - before, other - one))
+        moved, apart = (float(np.linalg.norm(np.nan_to_num(change))) for change in (old - before, new - old))
     size = apart / max(moved, 1e-300)
-    return max([*found, size]) if size <= _UPDATE else None
+    return max([*differences, size]) if size <= _UPDATE else None
 
 
-def changed_attributes(saved: Record, own: Mapping[str, str]) -> dict[str, tuple[str, str, bool]]:
-    """Return attributes that steps had changed, and that differ: at the save, now, and whether two saves showed it."""
-    # What first steps make once, such as a cache, is not there yet; what steps change again and again is missed.
+def changed_attributes(saved: Record, current: Mapping[str, str]) -> dict[str, tuple[str, str, bool]]:
+    """Return changed attributes that differ: at the save, now, and whether two saves showed a change."""
+    # An attribute that first steps set once, such as a cache, may be missing; one that changes again and again may not.
     return {
-        shown_name(name): (text, own.get(name, "not there"), bool(moves))
+        shown_name(name): (text, current.get(name, "not there"), bool(moves))
         for name, (text, moves) in (saved.get("attributes") or {}).items()
-        if own.get(name) != text and (name in own or moves)
+        if current.get(name) != text and (name in current or moves)
     }
 
 
@@ -340,23 +340,23 @@ def shown_name(name: str) -> str:
 
 
 def _named_numbers(metrics: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Return the metrics, which may be nested, by names; what is no number or array is left out later."""
-    found: dict[str, Any] = {}
+    """Return metrics by name, nested ones with a path; entries that are no numbers are dropped later."""
+    numbers: dict[str, Any] = {}
     for name, value in metrics.items():
         if isinstance(value, Mapping):
-            found |= _named_numbers(value, f"{path}{name}/")
+            numbers |= _named_numbers(value, f"{path}{name}/")
         else:
-            found[f"{path}{name}"] = value
-    return found
+            numbers[f"{path}{name}"] = value
+    return numbers
 
 
 def is_time(name: str) -> bool:
-    """Return whether a metric measures the machine, by a word in its name; it is recorded, and decides nothing."""
+    """Return whether a metric measures the machine, by a word in its name; it is recorded but decides nothing."""
     return not _TIMES.isdisjoint(re.split(r"[^a-z]+", name.lower()))
 
 
 def _gradients(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the gradients of parameters of torch, by the names of their leaves."""
+    """Return the gradients of torch parameters, by the names of their leaves."""
     torch: Any = loaded("torch")
     if torch is None:
         return {}
@@ -369,14 +369,14 @@ def _gradients(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _leaves_to_sum(leaves: Mapping[str, Any], k: int) -> dict[str, Any]:
-    """Return as many leaves as a record may add up whole, from another one on at each k if these are not all."""
+    """Return the leaves that a record can sum in full; if not all fit, the choice rotates with k."""
     sizes = {name: size_of(leaf) for name, leaf in leaves.items()}
     first = k.bit_length() * 7 % len(leaves) if sum(sizes.values()) > _FULL else 0
-    found, left = {}, _FULL
+    chosen, left = {}, _FULL
     for name in [*islice(leaves, first, None), *islice(leaves, first)]:
         if 512 < sizes[name] <= left:
-            found[name], left = leaves[name], left - sizes[name]
-    return found
+            chosen[name], left = leaves[name], left - sizes[name]
+    return chosen
 
 
 def _values(record: Record) -> NDArray[np.float64]:

@@ -73,7 +73,7 @@ def check_stream(name: str, thing: Any) -> None:
 def _streamed(thing: Any) -> Any | None:
     """Return an iterable dataset of Hugging Face, or the one that a loader of torchdata reads."""
     found = thing.dataset if is_torchdata_loader(thing) else thing
-    is_stream = derives(found.__class__, "IterableDataset", "datasets.") and hasattr(found, "state_dict")
+    is_stream = derives(found, "IterableDataset", "datasets.") and hasattr(found, "state_dict")
     return found if is_stream else None
 
 

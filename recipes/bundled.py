@@ -1,4 +1,4 @@
-"""The configurations that come with the package; the shell completes their names, so that this imports no pydantic."""
+"""The configurations that come with the package; no pydantic is imported, because shells complete their names."""
 
 from __future__ import annotations
 
@@ -14,5 +14,4 @@ def bundled_configs() -> list[str]:
 
 
 def bundled_text(name: str) -> str:
-    """Return the text of one of them."""
     return (importlib.resources.files(_PACKAGE) / f"{name}.yaml").read_text(encoding="utf-8")

@@ -1,10 +1,10 @@
-"""Reads a file and ``key=value`` arguments into a checked configuration.
+"""Reading of a file and ``key=value`` arguments into a checked configuration.
 
 Scalars follow the core schema of YAML 1.2 (https://yaml.org/spec/1.2.2/#103-core-schema): ``1e-3`` is a number, ``on``,
-``no`` and ``2024-01-01`` are text, and ``010`` is ten. Tags are refused, and so is a key that is given twice.
+``no`` and ``2024-01-01`` are text, and ``010`` is ten. Tags and duplicate keys are refused.
 
-``${env:NAME}`` stands for a variable of the environment, and ``${env:NAME,value}`` for a value where it is not set. A
-scalar without quotes that is nothing else is read as YAML again, so that it may be a number; elsewhere it is text.
+``${env:NAME}`` is replaced by an environment variable; ``${env:NAME,value}`` has a default. If a scalar without quotes
+consists only of this, the value is read as YAML, and may be a number; otherwise it is text.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -29,17 +30,17 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ..engine.errors import OptionError
 from ..engine.foreign_arguments import foreign_hint
 from .bundled import bundled_configs, bundled_text
-from .problems import ConfigError, KeyPath, Problem, SourceLine, did_you_mean, dotted, found
+from .problems import ConfigError, KeyPath, Problem, SourceLine, described, did_you_mean, dotted
 from .registry import RECIPES, Recipe, RecipeError, find_recipe, installed_recipes
 from .schema import Config, fields_of, is_section
 
 _DEEPEST = 100  # maximum nesting depth of lists and sections
-_MOST = 100_000  # maximum number of values in a document, with aliases expanded
+_MOST = 100_000  # maximum number of values in a document, with expanded aliases
 _TAG = "tag:yaml.org,2002:"
 _ENVIRONMENT = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)(?:,([^}]*))?\}")
 _TEXT_TAGS = {f"{_TAG}{name}" for name in ("str", "timestamp", "value", "merge")}
 _PLAIN_TAGS = {f"{_TAG}{name}" for name in ("null", "bool", "int", "float")}
-_MOST_FILES = 200  # maximum number of files that ``defaults`` may lead to
+_MOST_FILES = 200  # maximum number of files that ``defaults`` may include
 _EXPECTED = {
     "bool_type": "true or false",
     "dataclass_type": "a section with keys",
@@ -63,29 +64,26 @@ _EXPECTED = {
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """A checked configuration."""
-
-    source: str  # the file that it came from, for messages
+    source: str  # the file, for messages
     recipe: Recipe
-    config: Config  # every key with its value, defaults filled in
+    config: Config  # every key with its value, including defaults
 
     def resolved(self) -> dict[str, Any]:
-        """Return every key with its value as plain data, the keys that identify the run first."""
+        """Return every key with its value as plain data; the keys that identify the run come first."""
         values = self.config.model_dump(mode="json")
         order = ["recipe", "name", "run_dir", *self.config.IDENTITY]
         return {key: values[key] for key in [*order, *values] if key in values}
 
     def yaml(self) -> str:
-        """Return every key with its value, as YAML."""
         return to_yaml(self.resolved())
 
 
 def load_configuration(name: str, arguments: Sequence[str] = ()) -> Configuration:
-    """Read and check a configuration, and ``key=value`` texts that override it; ConfigError lists all problems."""
+    """Read a configuration, override it by ``key=value`` texts, and check it; ConfigError lists all problems."""
     document = _read(name, (), itertools.count())
     problems = document.problems
     if not isinstance(document.root, dict):
-        text = f"expected a section with keys, the first of them recipe, found {found(document.root)}"
+        text = f"expected a section with keys, the first of them recipe, found {described(document.root)}"
         raise ConfigError(problems or [Problem(document.place_of(()), "", text)])
     _override(document, arguments)
     recipe = _recipe(document)
@@ -99,16 +97,16 @@ def load_configuration(name: str, arguments: Sequence[str] = ()) -> Configuratio
         wrong = [(path, text) for path, text in explained if (document.place_of(path), dotted(path)) not in reported]
     problems += [Problem(document.place_of(path), dotted(path), text) for path, text in wrong]
     if problems:
-        raise ConfigError(sorted(problems, key=lambda one: (one.place.line is None, one.place.line or 0)))
+        raise ConfigError(sorted(problems, key=lambda problem: problem.place.line or math.inf))
     return Configuration(document.place_of(()).source, recipe, config)
 
 
 class _TooManyFilesError(ConfigError):
-    """The files that ``defaults`` names lead to too many files."""
+    """``defaults`` includes too many files."""
 
 
 def _read(name: str, around: tuple[str, ...], numbers: Iterator[int]) -> Document:
-    """Read a file over its ``defaults``; ``around`` are the files that lead to it, ``numbers`` counts all of them."""
+    """Read a file over its ``defaults``; ``around`` are the files that include it, and ``numbers`` counts all files."""
     if next(numbers) > _MOST_FILES:
         text = f"defaults lead to more than {_MOST_FILES} files, those that are named again included"
         raise _TooManyFilesError([Problem(SourceLine(around[0]), "defaults", text)])
@@ -120,15 +118,15 @@ def _read(name: str, around: tuple[str, ...], numbers: Iterator[int]) -> Documen
     names = [names] if isinstance(names, str) else names
     base: Any = {}
     places: dict[KeyPath, SourceLine] = {}
-    if not isinstance(names, list) or not all(isinstance(one, str) for one in names):
-        text = f"expected the name of a file, or a list of them, found {found(names)}"
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        text = f"expected the name of a file, or a list of them, found {described(names)}"
         problems.append(Problem(place, "defaults", text))
         return document
-    for one in names:
-        beside = Path(source).parent / one
-        path = next((str(path) for path in (beside, Path(f"{beside}.yaml")) if path.is_file()), one)
+    for name in names:
+        sibling = Path(source).parent / name
+        path = next((str(path) for path in (sibling, Path(f"{sibling}.yaml")) if path.is_file()), name)
         if path in (*around, source):
-            problems.append(Problem(place, "defaults", f"{one} includes itself, by way of {source}"))
+            problems.append(Problem(place, "defaults", f"{name} includes itself, by way of {source}"))
             continue
         try:
             inner = _read(path, (*around, source), numbers)
@@ -141,14 +139,14 @@ def _read(name: str, around: tuple[str, ...], numbers: Iterator[int]) -> Documen
         if isinstance(inner.root, dict):
             base, places = merged(base, inner.root), places | inner.places
         elif not inner.problems:
-            text = f"{one}: expected a file of a section with keys, found {found(inner.root)}"
+            text = f"{name}: expected a file of a section with keys, found {described(inner.root)}"
             problems.append(Problem(place, "defaults", text))
     document.root, document.places = merged(base, document.root), places | document.places
     return document
 
 
 def read_config(name: str) -> tuple[str, str]:
-    """Return the name of a configuration for messages, and its text: of a file, or else of one that is bundled."""
+    """Return the name of a configuration for messages, and its text: of a file, or of a bundled configuration."""
     for path in (Path(name), Path(f"{name}.yaml")):
         if path.is_file():
             try:
@@ -156,27 +154,25 @@ def read_config(name: str) -> tuple[str, str]:
             except (OSError, UnicodeDecodeError) as error:
                 text = f"the file cannot be read: {error}"
                 raise ConfigError([Problem(SourceLine(name), "", text)]) from error
-    bundled, known = name.removeprefix("configs/").removesuffix(".yaml"), bundled_configs()
+    bundled, names = name.removeprefix("configs/").removesuffix(".yaml"), bundled_configs()
     if ":" in name and "/" not in name:
         text = f"a recipe is run by a file that names it: write recipe: {name} into a YAML file"
-    elif bundled in known:
+    elif bundled in names:
         return f"configs/{bundled}.yaml", bundled_text(bundled)
     elif name and Path(name).is_dir():
         inside = Path(name, "config.yaml")
         hint = f"did you mean {inside}?" if inside.is_file() else "give the path of a YAML file"
         text = f"this is a directory; {hint}"
     else:
-        hint = did_you_mean(bundled, known) or f"; bundled: {', '.join(known)}"
+        hint = did_you_mean(bundled, names) or f"; bundled: {', '.join(names)}"
         text = f"no such file, and holdfast has no configuration of this name{hint}"
     raise ConfigError([Problem(SourceLine(name), "", text)])
 
 
 def expand_sweep(arguments: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return every combination of values, as ``seed=0,1,2`` gives three, by names for folders; "" if it is the only."""
-    choices = []
-    for argument in arguments:
-        key, equals, text = argument.partition("=")
-        choices.append([f"{key}{equals}{value}" for value in _items(text)])
+    """Return each combination of values (``seed=0,1,2`` has three) with a name for its folder; "" if it is the only."""
+    parts = [argument.partition("=") for argument in arguments]
+    choices = [[f"{key}{equals}{value}" for value in _items(text)] for key, equals, text in parts]
     several = [index for index, values in enumerate(choices) if len(values) > 1]
     return [
         (",".join(chosen[index] for index in several).replace("/", "_"), list(chosen))
@@ -185,16 +181,16 @@ def expand_sweep(arguments: Sequence[str]) -> list[tuple[str, list[str]]]:
 
 
 def _items(text: str) -> list[str]:
-    """Return the values that a text has between commas, as the items of a list of YAML."""
+    """Split a text at commas, as the items of a YAML list."""
     try:
         items = compose(f"[{text}]").value
     except (YAMLError, RecursionError):
-        return [text]  # The reader of the argument reports the mistake.
+        return [text]  # `read_yaml` reports the mistake.
     return [text[item.start_mark.index - 1 : item.end_mark.index - 1] for item in items] if len(items) > 1 else [text]
 
 
 def to_yaml(values: dict[str, Any]) -> str:
-    """Return plain values as YAML 1.2, in the order they have."""
+    """Return plain values as YAML 1.2, in their order."""
     stream = io.StringIO()
     yaml = YAML()
     yaml.width = 120
@@ -204,7 +200,7 @@ def to_yaml(values: dict[str, Any]) -> str:
 
 
 def _override(document: Document, arguments: Sequence[str]) -> None:
-    """Override values with ``key=value`` arguments: dotted keys, with numbers as indices into lists, and YAML."""
+    """Override values by ``key=value`` arguments: the keys are dotted, with indices into lists; the values are YAML."""
     given: dict[KeyPath, str] = {}
     for argument in arguments:
         place = SourceLine(f"argument {argument}")
@@ -227,15 +223,15 @@ def _override(document: Document, arguments: Sequence[str]) -> None:
 
 
 def _recipe(document: Document) -> Recipe:
-    known = [*RECIPES, *installed_recipes()]
-    names = f"{', '.join(known)}, or module:function"
+    recipes = [*RECIPES, *installed_recipes()]
+    names = f"{', '.join(recipes)}, or module:function"
     name = document.root.get("recipe")
     try:
         recipe = find_recipe(name) if isinstance(name, str) else None
         if recipe is not None:
             return recipe
-        text = f"expected one of {names}, found {found(name)}"
-        text += did_you_mean(name, known) if isinstance(name, str) else ""
+        text = f"expected one of {names}, found {described(name)}"
+        text += did_you_mean(name, recipes) if isinstance(name, str) else ""
     except (RecipeError, OptionError) as error:
         text = str(error)
     if "recipe" not in document.root:
@@ -244,14 +240,15 @@ def _recipe(document: Document) -> Recipe:
 
 
 def _explained(error: ErrorDetails, recipe: Recipe) -> str:
-    """Return what pydantic finds wrong with a value, in the words of this package."""
-    kind = error["type"]
-    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
+    """Translate an error of pydantic into the words of this package."""
+    error_type = error["type"]
+    if error_type in ("extra_forbidden", "unexpected_keyword_argument"):
         return _unknown_key(error["loc"], recipe.schema)
-    if kind == "missing":
+    if error_type == "missing":
         return "the key is missing"
-    text = f"expected {_EXPECTED[kind].format(**error.get('ctx', {}))}" if kind in _EXPECTED else error["msg"]
-    return f"{text}, found {found(error['input'])}"
+    expected = _EXPECTED.get(error_type)
+    text = error["msg"] if expected is None else f"expected {expected.format(**error.get('ctx', {}))}"
+    return f"{text}, found {described(error['input'])}"
 
 
 def _unknown_key(path: KeyPath, schema: type[Config]) -> str:
@@ -266,36 +263,35 @@ def _unknown_key(path: KeyPath, schema: type[Config]) -> str:
 
 
 def _keys(section: Any, path: KeyPath) -> list[str]:
-    """Return the keys of the section at a path; none where there is no section."""
+    """Return the keys of the section at a path; none if there is no section."""
     for key in path:
-        kind, _ = fields_of(section).get(str(key), (None, "")) if section else (None, "")
-        section = next(filter(is_section, (kind, *get_args(kind))), None)
+        annotation, _ = fields_of(section).get(str(key), (None, "")) if section else (None, "")
+        section = next(filter(is_section, (annotation, *get_args(annotation))), None)
     return list(fields_of(section)) if section else []
 
 
-# ---- YAML with the place of every value
+# ---- YAML with the line of every value
 
 
 @dataclass(slots=True)
 class Document:
-    """The values of a text as plain data, where each key was written, and what is wrong with them."""
+    """The values of a text as plain data, the origin of each key, and the problems."""
 
     root: Any
     places: dict[KeyPath, SourceLine]
     problems: list[Problem] = field(default_factory=list)
 
     def place_of(self, path: KeyPath) -> SourceLine:
-        """Return where a key was written, or the nearest section around a key that is not in the text."""
+        """Return the origin of a key, or of the closest section around a key that is not in the text."""
         while path not in self.places:
             path = path[:-1]
         return self.places[path]
 
     def report(self, place: SourceLine, path: KeyPath, text: str) -> None:
-        """Add a problem."""
         self.problems.append(Problem(place, dotted(path), text))
 
     def put(self, path: KeyPath, value: Document) -> None:
-        """Set the value at a path, with indices into lists, and add missing sections; refuse a path through a value."""
+        """Set the value at a path, which may index lists, and add missing sections; refuse a path through a value."""
         place, inside = value.places[()], self.root
         here: KeyPath = ()
         for depth, key in enumerate(path, 1):
@@ -305,7 +301,7 @@ class Document:
                     raise ConfigError([Problem(place, dotted(path[:depth]), text)])
                 key = int(key)
             elif not isinstance(inside, dict):
-                text = f"expected a section to set a key in, found {found(inside)}"
+                text = f"expected a section to set a key in, found {described(inside)}"
                 raise ConfigError([Problem(place, dotted(path[: depth - 1]), text)])
             elif key not in inside:
                 inside[key] = {}
@@ -314,19 +310,19 @@ class Document:
             if depth == len(path):
                 inside[key] = value.root
             inside = inside[key]
-        kept = {one: place for one, place in self.places.items() if one[: len(here)] != here}
+        kept = {other: place for other, place in self.places.items() if other[: len(here)] != here}
         self.places = kept | {(*here, *inner): place for inner, place in value.places.items()}
 
 
 def merged(base: Any, values: Any) -> Any:
-    """Return values put over others section by section."""
+    """Override values by others, section by section."""
     if not isinstance(base, dict) or not isinstance(values, dict):
         return values
     return base | {key: merged(base.get(key), inner) for key, inner in values.items()}
 
 
 def compose(text: str) -> Any:
-    """Return the root node of a YAML document, None of an empty one; raise YAMLError or RecursionError."""
+    """Return the root node of a YAML document, None if it is empty; raise YAMLError or RecursionError."""
     depth = 0
     for event in YAML(typ="safe", pure=True).parse(text):
         depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
@@ -336,7 +332,7 @@ def compose(text: str) -> Any:
 
 
 def read_yaml(text: str, source: str, *, one_place: bool = False) -> Document:
-    """Read one YAML document: its values and problems, without numbers of lines if the text is ``one_place``."""
+    """Read one YAML document: its values and problems; the lines are not numbered if the text is ``one_place``."""
     place = SourceLine(source)
     document = Document(None, {(): place})
 
@@ -349,20 +345,19 @@ def read_yaml(text: str, source: str, *, one_place: bool = False) -> Document:
             document.root = _Reader(document, line).value(root, (), place)
     except RecursionError as error:
         document.report(line(*error.args), (), f"lists and sections lie in each other more than {_DEEPEST} deep")
-    except OverflowError:  # most likely because of aliases of aliases
+    except OverflowError:  # probably from aliases of aliases
         document.problems.clear()
         document.report(place, (), f"this has more than {_MOST} values, those of aliases included")
     except MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        said = error.problem or error.context
-        document.report(place if mark is None else line(mark.line + 1), (), f"this is not YAML: {said}")
+        mark, problem = error.problem_mark or error.context_mark, error.problem or error.context
+        document.report(place if mark is None else line(mark.line + 1), (), f"this is not YAML: {problem}")
     except YAMLError as error:
         document.report(place, (), f"this is not YAML: {' '.join(str(error).split())}")
     return document
 
 
 class _Reader:
-    """Turns nodes into values; each mistake in them becomes a problem of the document."""
+    """Converts nodes to values; each mistake becomes a problem of the document."""
 
     def __init__(self, document: Document, line: Callable[[int], SourceLine]) -> None:
         self._document = document
@@ -372,7 +367,7 @@ class _Reader:
         self._count = 0  # values so far
 
     def value(self, node: Node, path: KeyPath, place: SourceLine) -> Any:
-        """Return the value of a node, whose key is at a place; raise OverflowError if there are too many values."""
+        """Return the value of a node whose key was written at ``place``; raise OverflowError if there are too many."""
         self._count += 1
         if self._count > _MOST:
             raise OverflowError
@@ -386,7 +381,7 @@ class _Reader:
                 content = self._section(node, path)
             else:
                 items = enumerate(node.value)
-                content = [self.value(one, (*path, key), self._line(one.start_mark.line + 1)) for key, one in items]
+                content = [self.value(item, (*path, i), self._line(item.start_mark.line + 1)) for i, item in items]
             self._open.discard(id(node))
         elif isinstance(node, ScalarNode) and node.tag in _TEXT_TAGS:
             content = self._with_environment(node, path, place)
@@ -421,16 +416,14 @@ class _Reader:
         def variable(match: re.Match[str]) -> str:
             value = os.environ.get(match[1], match[2])
             if value is None:
-                what = f"the environment has no variable {match[1]}; set it, or write ${{env:{match[1]},value}}"
-                self._document.report(place, path, what)
+                text = f"the environment has no variable {match[1]}; set it, or write ${{env:{match[1]},value}}"
+                self._document.report(place, path, text)
             return value or ""
 
         text = _ENVIRONMENT.sub(variable, node.value)
         if "${env:" in _ENVIRONMENT.sub("", node.value):
-            what = (
-                f"expected ${{env:NAME}} or ${{env:NAME,value}} with the name of a variable, found {node.value!r:.80}"
-            )
-            self._document.report(place, path, what)
+            expected = "${env:NAME} or ${env:NAME,value} with the name of a variable"
+            self._document.report(place, path, f"expected {expected}, found {node.value!r:.80}")
         if node.style is None and _ENVIRONMENT.fullmatch(node.value):
             try:
                 again = compose(text)

@@ -26,7 +26,7 @@ class Corpus:
 
     alphabet: str  # every character that occurs, sorted
     training: NDArray[np.int32]  # the indices of the characters to train on
-    validation: NDArray[np.int32]  # those held back
+    validation: NDArray[np.int32]  # the indices of the characters held back
     fingerprint: int  # the CRC-32 of the text; another version of Python has another text
 
 

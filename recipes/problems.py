@@ -1,4 +1,4 @@
-"""The problems of a configuration: all at once, each with the place where it was written."""
+"""The problems of a configuration: all at once, each with its origin."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KeyPath = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class SourceLine:
-    """Where a key was written: a line of a file, or an argument of the command."""
+    """The origin of a key: a line of a file, or an argument of the command."""
 
     source: str
     line: int | None = None
@@ -24,7 +24,7 @@ class SourceLine:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A problem: where it was written, which key, and what was expected and found."""
+    """A problem: the origin, the key, and what was expected and found."""
 
     place: SourceLine
     key: str
@@ -35,31 +35,30 @@ class Problem:
 
 
 class ConfigError(OptionError):
-    """A configuration that cannot be used: everything that is wrong, in the order of the file."""
+    """A configuration with problems, in the order of the file."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)
-        super().__init__("\n".join(str(problem) for problem in self.problems))
+        super().__init__("\n".join(map(str, problems)))
 
 
 def dotted(path: KeyPath) -> str:
-    """Return a key path as it is written on the command line, such as ``model.hidden.0``."""
-    return ".".join(str(key) for key in path)
+    """Return a key path as on the command line, such as ``model.hidden.0``."""
+    return ".".join(map(str, path))
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return ``'; did you mean "steps"?'`` for the known word that is nearest to a word, or nothing."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+def did_you_mean(word: str, words: Iterable[str]) -> str:
+    """Return ``'; did you mean "steps"?'`` with the word that is closest to another one, or ``""``."""
+    near = difflib.get_close_matches(word, list(words), n=1, cutoff=0.6)
     return f'; did you mean "{near[0]}"?' if near else ""
 
 
 def as_yaml(value: object) -> str:
-    """Return a plain value as YAML writes it."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def found(value: object) -> str:
-    """Return a value for an error message: with its kind, and shortened when it is long."""
+def described(value: object) -> str:
+    """Describe a value for an error message: its type, and the value, shortened if it is long."""
     match value:
         case None:
             return "nothing"

@@ -1,6 +1,6 @@
-"""The recipes: those that come with holdfast, installed ones, and functions of your own; what a run gives them.
+"""The recipes: bundled ones, installed ones, and functions of your own; and the objects that a run gives them.
 
-The value of the ``recipe`` key is the name of a recipe of ours; a name that an installed package declares in the group
+The value of the ``recipe`` key is the name of a bundled recipe; a name that an installed package declares in the group
 ``holdfast.recipes`` of its entry points; or ``module:function``, with the working directory on the path.
 """
 
@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, cast, get_type_hints
 
 from pydantic import ConfigDict, Field, create_model
 
@@ -30,11 +30,11 @@ from .schema import Config
 logger = logging.getLogger("holdfast.recipes")
 
 
-# ---- what the runner gives to a training program, and takes back from it
+# ---- the interface between the runner and a training program
 
 
 class Progress:
-    """Logs finished steps, a line every so many; only for a line are metrics fetched from a device."""
+    """Logs finished steps, one line per interval; only the metrics of these lines are fetched from a device."""
 
     def __init__(self, start: int, total: int, interval: int) -> None:
         self._last = self._logged = start
@@ -90,27 +90,25 @@ class Outcome:
     preempted: bool
 
 
-# ---- the recipes that there are
+# ---- the bundled recipes
 
 
 class MissingExtraError(HoldfastError, ImportError):
-    """A package is not installed, or too old, that one of holdfast's extras brings."""
+    """A package from one of holdfast's extras is not installed, or too old."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A training program."""
-
     name: str  # the value of the ``recipe`` key of a configuration, and the name of the module
     summary: str  # one line for users
     schema: type[Config]
     extra: str = ""  # the extra of holdfast that it needs
-    packages: tuple[str, ...] = ()  # the import names of those that it needs beyond the recipes' own requirements
-    # The program, where it is imported already; None for the modules of this package.
+    packages: tuple[str, ...] = ()  # the import names of the packages that it needs in addition
+    # The program if it is imported already; None for the modules of this package.
     function: Callable[[Any, RunContext], Outcome] | None = None
 
     def missing(self) -> list[str]:
-        """Return which of the packages are not installed, without importing them."""
+        """Return the packages that are not installed, without importing any."""
         return [package for package in self.packages if importlib.util.find_spec(package) is None]
 
     @property
@@ -122,8 +120,7 @@ class Recipe:
         """Import the program; MissingExtraError, with the pip command, if a package that it needs is not installed."""
         if self.function is not None:
             return self.function
-        missing = self.missing()
-        if missing:
+        if missing := self.missing():
             raise MissingExtraError(f"the recipe {self.name} needs {' and '.join(missing)}: {self.install}")
         module = importlib.import_module(f".{self.name}", __package__)
         run: Callable[[Any, RunContext], Outcome] = module.run
@@ -168,7 +165,7 @@ ENTRY_POINTS = "holdfast.recipes"  # group of the entry points with which packag
 
 
 class RecipeError(HoldfastError):
-    """A recipe of one's own that cannot be imported, or is no training program."""
+    """A function that cannot be imported, or is not a training program."""
 
 
 def installed_recipes() -> dict[str, EntryPoint]:
@@ -177,11 +174,10 @@ def installed_recipes() -> dict[str, EntryPoint]:
 
 
 def find_recipe(name: str) -> Recipe | None:
-    """Return the recipe of ours, of an installed package, or of ``module:function``; None if there is none."""
+    """Return a bundled recipe, one of an installed package, or ``module:function``; None if there is none."""
     if name in RECIPES:
         return RECIPES[name]
-    point = installed_recipes().get(name)
-    if point is not None:
+    if (point := installed_recipes().get(name)) is not None:
         return _recipe(name, point.value)
     return _recipe(name, name) if ":" in name else None
 
@@ -194,22 +190,22 @@ def _recipe(name: str, target: str) -> Recipe:
             f"{target} takes {len(parameters)} arguments; a recipe takes two: its config, and the context"
         )
     try:
-        kind = get_type_hints(function).get(parameters[0].name, Config)
+        config_type = get_type_hints(function).get(parameters[0].name, Config)
     except NameError as error:
         raise RecipeError(f"{target}: the annotation of {parameters[0].name} cannot be resolved: {error}") from error
     summary = (inspect.getdoc(function) or "").partition("\n")[0]
-    if isinstance(kind, type) and issubclass(kind, Config):
-        return Recipe(name, summary, kind, function=function)
-    if isinstance(kind, type) and is_dataclass(kind):
-        names = [one.name for one in fields(kind) if one.init]
+    if isinstance(config_type, type) and issubclass(config_type, Config):
+        return Recipe(name, summary, config_type, function=function)
+    if isinstance(config_type, type) and is_dataclass(config_type):
+        names = [key.name for key in fields(config_type) if key.init]
 
         def program(config: Config, context: RunContext) -> Outcome:
-            return function(kind(**{name: getattr(config, name) for name in names}), context)
+            return function(config_type(**{name: getattr(config, name) for name in names}), context)
 
-        return Recipe(name, summary, _with_fields(kind), function=program)
+        return Recipe(name, summary, _with_fields(config_type), function=program)
     raise RecipeError(
-        f"{target}: {parameters[0].name} is annotated with {kind!r}; expected a subclass of holdfast.recipes.Config, "
-        "or a dataclass"
+        f"{target}: {parameters[0].name} is annotated with {config_type!r}; expected a subclass of "
+        "holdfast.recipes.Config, or a dataclass"
     )
 
 
@@ -218,23 +214,23 @@ class _NoSource(Config):
     model_config = ConfigDict(use_attribute_docstrings=False)
 
 
-def _with_fields(kind: Any) -> type[Config]:
-    """Return the model of a configuration: the keys that all recipes have, and the fields of a dataclass."""
-    found: dict[str, Any] = {}
-    described = schema.fields_of(kind)
-    for one in fields(kind):
-        if one.name in ("recipe", "train", "checkpoint", "logging"):
+def _with_fields(config_type: Any) -> type[Config]:
+    """Return a configuration model with the keys that all recipes have, and the fields of a dataclass."""
+    keys: dict[str, Any] = {}
+    described = schema.fields_of(config_type)
+    for key in fields(config_type):
+        if key.name in ("recipe", "train", "checkpoint", "logging"):
             raise OptionError(
-                f"{kind.__qualname__} has the field {one.name}, a key that all recipes have; rename it, and read the "
-                f"key from the context: context.config.{one.name}"
+                f"{config_type.__qualname__} has the field {key.name}, a key that all recipes have; rename it, and "
+                f"read the key from the context: context.config.{key.name}"
             )
-        if one.init and one.name not in Config.model_fields:
-            annotation, meaning = described[one.name]
-            default = Field(... if one.default is MISSING else one.default, description=meaning)
-            if one.default_factory is not MISSING:
-                default = Field(default_factory=one.default_factory, description=meaning)
-            found[one.name] = (annotation, default)
-    return create_model(kind.__name__, __base__=_NoSource, __doc__=kind.__doc__, **found)
+        if key.init and key.name not in Config.model_fields:
+            annotation, meaning = described[key.name]
+            default = Field(... if key.default is MISSING else key.default, description=meaning)
+            if key.default_factory is not MISSING:
+                default = Field(default_factory=key.default_factory, description=meaning)
+            keys[key.name] = (annotation, default)
+    return create_model(config_type.__name__, __base__=_NoSource, __doc__=config_type.__doc__, **keys)
 
 
 def _import(target: str) -> Callable[..., Outcome]:
@@ -242,14 +238,13 @@ def _import(target: str) -> Callable[..., Outcome]:
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found: Any = importlib.import_module(module_name)
+        function: Any = importlib.import_module(module_name)
     except Exception as error:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename][1:]
         lines = "".join(traceback.format_list(frames) + traceback.format_exception_only(error))
         raise RecipeError(f"{module_name} cannot be imported from {os.getcwd()}:\n{lines.rstrip()}") from error
     for part in path.split("."):
-        found = getattr(found, part, None)
-    if not callable(found):
+        function = getattr(function, part, None)
+    if not callable(function):
         raise RecipeError(f"{module_name} has no function {path or '(none is named: write module:function)'}")
-    function: Callable[..., Outcome] = found
-    return function
+    return cast("Callable[..., Outcome]", function)

@@ -1,4 +1,4 @@
-"""Runs a checked configuration: the run's directory, its rules of resume, its report."""
+"""Running of a checked configuration: the directory of the run, the rules of resume, the log."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def run(configuration: Configuration) -> Outcome:
     """Run a recipe, from its newest checkpoint if there is one that ``checkpoint.resume`` and its identity allow."""
     config = configuration.config
     run_dir, checkpoints = places_of(configuration)
-    place = os.path.abspath(run_dir)
-    if (stand_in := process_observer().place(place, writes=True)) != place:
+    path = os.path.abspath(run_dir)
+    if (stand_in := process_observer().place(path, writes=True)) != path:
         run_dir = Path(stand_in)
     logger.info("%s: %d steps of %s in %s", config.name, config.train.steps, configuration.recipe.name, run_dir)
     with PreemptionSignal(config.checkpoint.options().preemption_signals()) as preemption:
@@ -55,18 +55,18 @@ def run(configuration: Configuration) -> Outcome:
     began = time.monotonic()
     try:
         outcome = program(config, context)
-    except SystemExit as end:  # The loop came to its end in the steps after the save of a preemption.
+    except SystemExit as end:  # The loop ended during the steps after the save of a preemption.
         if end.code != PREEMPTED:
             raise
         outcome = Outcome(start=newest, step=newest, preempted=True)
-    if isinstance(outcome, Outcome) and outcome.preempted and (saved := all_steps(as_location(checkpoints))):
-        # Steps after the last one that is saved were only recorded.
-        outcome = replace(outcome, step=saved[-1], preempted=saved[-1] < config.train.steps)
     if not isinstance(outcome, Outcome):
         raise OptionError(
             f"the recipe {configuration.recipe.name} returned {type(outcome).__name__}; it must return an Outcome of "
             "holdfast.recipes, which says how the run ended"
         )
+    if outcome.preempted and (saved := all_steps(as_location(checkpoints))):
+        # Steps after the last saved step were only recorded.
+        outcome = replace(outcome, step=saved[-1], preempted=saved[-1] < config.train.steps)
     text = "done: %d steps in %.1f s, step %d of %d is saved in %s"
     if outcome.preempted:
         text = "preempted after %d steps in %.1f s; the same command again resumes from step %d of %d in %s"
@@ -76,7 +76,7 @@ def run(configuration: Configuration) -> Outcome:
 
 
 def places_of(configuration: Configuration) -> tuple[Path, str]:
-    """Return the directory of the run, and where its checkpoints go: a path or a URL."""
+    """Return the directory of the run, and the path or URL of its checkpoints."""
     config = configuration.config
     run_dir = Path(config.run_dir or os.path.join("runs", config.name))
     return run_dir, config.checkpoint.directory or str(run_dir / "checkpoints")
@@ -85,8 +85,8 @@ def places_of(configuration: Configuration) -> tuple[Path, str]:
 def first_step(configuration: Configuration) -> int:
     """Return the step that a run would resume from, 0 without a checkpoint; write nothing, raise what `run` does."""
     mirror = mirror_of(configuration.config.checkpoint.options())
-    places = [places_of(configuration)[1], *([] if mirror is None else [as_location(mirror.url).url])]
-    newest = max(places, key=lambda place: max(all_steps(as_location(place)), default=-1))
+    urls = [places_of(configuration)[1], *([] if mirror is None else [as_location(mirror.url).url])]
+    newest = max(urls, key=lambda url: max(all_steps(as_location(url)), default=-1))
     return _check_checkpoints(configuration, newest, fetch=False)
 
 
@@ -97,7 +97,7 @@ def _check_checkpoints(configuration: Configuration, checkpoints: str, *, fetch:
     if not fetch:
         options = replace(options, mirror=None)
     if options.mirror is not None:
-        CheckpointManager(checkpoints, options=options).close()  # opening it fetches newer steps
+        CheckpointManager(checkpoints, options=options).close()  # This fetches newer steps.
     with CheckpointManager(checkpoints, options=replace(options, read_only=True)) as manager:
         newest = manager.latest_step()
         stored = (manager.metadata() or {}).get("config")
@@ -113,7 +113,7 @@ def _check_checkpoints(configuration: Configuration, checkpoints: str, *, fetch:
     if newest is None:
         if section.init_from is not None:
             try:
-                open_checkpoint(_weights_at(section.init_from))  # fails before anything is written
+                open_checkpoint(_weights_at(section.init_from))  # This fails before anything is written.
             except CheckpointNotFoundError as error:
                 raise CheckpointNotFoundError(f"checkpoint.init_from: {error}") from error
         return 0
@@ -123,16 +123,17 @@ def _check_checkpoints(configuration: Configuration, checkpoints: str, *, fetch:
 
 
 def _callback_arguments(configuration: Configuration, newest: int) -> dict[str, Any]:
-    """Return the arguments of the callback; the checkpoints, if there are any, were found to be of this run."""
+    """Return the arguments of the callback; the checkpoints, if there are any, belong to this run."""
     arguments = configuration.config.checkpoint.callback_arguments()
     if newest and arguments["resume"] == "auto":
-        arguments = {**arguments, "resume": "must"}
-    place = arguments["init_from"]
-    return arguments if place is None else {**arguments, "init_from": _weights_at(place)}
+        arguments["resume"] = "must"
+    if arguments["init_from"] is not None:
+        arguments["init_from"] = _weights_at(arguments["init_from"])
+    return arguments
 
 
 def _weights_at(place: Place) -> Location:
-    """Return the checkpoints that weights are taken from; the directory of a run stands for those in it."""
+    """Return the checkpoints to take weights from; the directory of a run stands for the checkpoints in it."""
     location = as_location(place)
     inside = location / "checkpoints"
     return inside if inside.is_directory() and not (location / RECORD).exists() else location
@@ -168,7 +169,7 @@ def _store_config(configuration: Configuration, run_dir: Path, checkpoints: str)
 
 
 def differences(stored: dict[str, Any], resolved: dict[str, Any]) -> dict[str, str]:
-    """Return the dotted keys whose values differ, each with both values; those that are only stored come last."""
+    """Return the dotted keys whose values differ, each with both values; keys that are only stored come last."""
     before, now = dict(_flat(stored)), dict(_flat(resolved))
     return {
         dotted(key): f"{_as_text(before, key)} (checkpoints), {_as_text(now, key)} (now)"
@@ -178,8 +179,8 @@ def differences(stored: dict[str, Any], resolved: dict[str, Any]) -> dict[str, s
 
 
 def blocks_resume(key: str, identity: Sequence[str], allowed: Sequence[str]) -> bool:
-    """Return whether a changed key identifies the run, and neither it nor a section around it is allowed to change."""
-    return key.partition(".")[0] in identity and not any(f"{key}.".startswith(f"{one}.") for one in allowed)
+    """Return whether a changed key identifies the run, and neither it nor a section around it may change."""
+    return key.partition(".")[0] in identity and not any(f"{key}.".startswith(f"{section}.") for section in allowed)
 
 
 def _flat(values: dict[str, Any], path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:

@@ -1,7 +1,7 @@
 """The keys of the YAML of a recipe.
 
-Every section is a pydantic model that refuses unknown keys and never converts one type into another. The text under a
-field is its documentation, with units; ``holdfast recipes NAME`` prints it.
+Every section is a pydantic model that refuses unknown keys and converts no types. The text below a field is its
+documentation, with units; ``holdfast recipes NAME`` prints it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .problems import KeyPath, did_you_mean
 
 
 def _checked(check: Callable[[Any], object], expected: str) -> AfterValidator:
-    """Return a validator that takes what ``check`` raises no error for."""
+    """Return a validator that accepts the values for which ``check`` raises no error."""
 
     def validate(value: Any) -> Any:
         try:
@@ -50,7 +50,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 Layers = Annotated[list[Count], Field(min_length=1)]
 Name = Annotated[str, _checked(_check_file_name, "a name that a folder can have")]
 PathOrUrl = Annotated[str, AfterValidator(os.path.expanduser)]
-"""A path or a URL; ``~`` at its beginning is the home directory, as in a shell, which leaves key=value alone."""
+"""A path or a URL; ``~`` at its beginning is the home directory, because a shell does not expand it in key=value."""
 Place = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
 Duration = Annotated[Any, _checked(clock.seconds, 'seconds above zero, or text such as "15m"')]
 SaveInterval = Annotated[
@@ -67,14 +67,14 @@ Resume = Annotated[
 
 
 class Section(BaseModel):
-    """A section of a configuration: strict types, no unknown keys, unchangeable once read."""
+    """A section of a configuration: strict types, no unknown keys, immutable."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
 
-# What YAML has for types of Python that are wider.
+# By the type of an option: the narrower type in YAML.
 _IN_YAML: dict[Any, Any] = {
     clock.Duration: Duration,
     clock.Duration | None: Duration | None,
@@ -84,10 +84,10 @@ _IN_YAML: dict[Any, Any] = {
 }
 
 
-def _keys(options: type, **kinds: Any) -> dict[str, Any]:
-    """Return a key for each option of the library: its type, also in YAML, default, documentation and limits."""
+def _keys(options: type, **types: Any) -> dict[str, Any]:
+    """Return a key for each option of the library: its type in YAML, default, documentation and limits."""
     texts = option_texts(options if options in (Mirror, Local) else CheckpointCallback)
-    hints, found = get_type_hints(options), {}
+    hints, keys = get_type_hints(options), {}
     for option in fields(options):
         default = list(option.default) if isinstance(option.default, tuple) else option.default
         key = Field(
@@ -96,23 +96,19 @@ def _keys(options: type, **kinds: Any) -> dict[str, Any]:
             ge=option.metadata.get("least"),
             le=option.metadata.get("greatest"),
         )
-        found[option.name] = kinds.get(option.name, _IN_YAML.get(hints[option.name], hints[option.name])), key
-    return found
+        keys[option.name] = types.get(option.name, _IN_YAML.get(hints[option.name], hints[option.name])), key
+    return keys
 
 
-def _section(name: str, text: str | None, base: type[Section], options: type, **kinds: Any) -> Any:
-    """Return a section with the keys of another one, and one for each option of the library."""
-    return create_model(name, __doc__=text, __base__=base, __module__=__name__, **_keys(options, **kinds))
+def _section(name: str, text: str | None, base: type[Section], options: type, **types: Any) -> Any:
+    """Return a section with the keys of another section, and a key for each option of the library."""
+    return create_model(name, __doc__=text, __base__=base, __module__=__name__, **_keys(options, **types))
 
 
 _MIRROR = "A second place for the checkpoints, with its own interval and limits: the options of ``Mirror``."
 MirrorSection: Any = _section("MirrorSection", _MIRROR, Section, Mirror)
 _LOCAL = "Saves into the memory or on the disk of each host, with copies on other hosts: the options of ``Local``."
 LocalSection: Any = _section("LocalSection", _LOCAL, Section, Local)
-
-
-def _mirror(given: Any) -> Any:
-    return {"url": given} if isinstance(given, str) else given
 
 
 class _Checkpoint(Section):
@@ -130,7 +126,9 @@ _CheckpointKeys: Any = _section(
     save_interval_secs=SaveInterval | None,
     best_fn=str | None,
     keep_steps=list[Step],
-    mirror=Annotated[MirrorSection | None, BeforeValidator(_mirror)],
+    mirror=Annotated[
+        MirrorSection | None, BeforeValidator(lambda given: {"url": given} if isinstance(given, str) else given)
+    ],
     local=LocalSection | None,
     resume=Resume,
     signals=list[str],
@@ -138,22 +136,19 @@ _CheckpointKeys: Any = _section(
 )
 
 
-class CheckpointSection(_CheckpointKeys):  # type: ignore[misc]  # which is made of the declaration of the options
+class CheckpointSection(_CheckpointKeys):  # type: ignore[misc]  # made from the declaration of the options
     """When to save, what to keep and whether to resume: the options of the callbacks."""
 
     def options(self) -> CallbackOptions:
-        """Return the options of the callback."""
         return CallbackOptions(**self.callback_arguments())
 
     def callback_arguments(self) -> dict[str, Any]:
         """Return the keyword arguments that the integrations' callbacks take, without the directory."""
-        found = self.model_dump(exclude={"directory", "allow_changes"})
-        mirror, local = found["mirror"], found["local"]
-        return {
-            **found,
-            "mirror": None if mirror is None else Mirror(**mirror),
-            "local": None if local is None else Local(**local),
-        }
+        arguments: dict[str, Any] = self.model_dump(exclude={"directory", "allow_changes"})
+        for name, options in (("mirror", Mirror), ("local", Local)):
+            if (given := arguments[name]) is not None:
+                arguments[name] = options(**given)
+        return arguments
 
 
 class TrainSection(Section):
@@ -219,17 +214,17 @@ class Config(Section):
             else:
                 yield ("checkpoint", "best_fn"), unknown
         except (OptionError, InvalidLocationError) as error:
-            option = re.split(r"\W", str(error), maxsplit=1)[0]  # errors begin with the name of the option
+            option = re.split(r"\W", str(error), maxsplit=1)[0]  # Errors begin with the name of the option.
             hint = f"; here the metrics are {metrics}" if metrics and "needs best_fn" in str(error) else ""
             yield ("checkpoint", option), f"{error}{hint}"
         for index, name in enumerate(self.checkpoint.replicated):
             if (unknown := _unknown(name, "state", self.REPLICATED)) is not None:
                 yield ("checkpoint", "replicated", index), unknown
-        known = list(self.identity_keys())
+        keys = list(self.identity_keys())
         for index, key in enumerate(self.checkpoint.allow_changes):
-            if key not in known:
+            if key not in keys:
                 text = f'expected one of {", ".join(self.IDENTITY[1:])}, or a key in them, found "{key}"'
-                yield ("checkpoint", "allow_changes", index), text + did_you_mean(key, known)
+                yield ("checkpoint", "allow_changes", index), text + did_you_mean(key, keys)
 
     def identity_keys(self) -> Iterator[str]:
         """Yield the dotted names of everything that identifies the run: sections, and the keys in them."""
@@ -240,11 +235,11 @@ class Config(Section):
                 yield from (f"{name}.{key}" for key in type(section).model_fields)
 
 
-def _unknown(name: str, what: str, known: Sequence[str]) -> str | None:
-    """Return what is wrong with a name that a recipe does not have; None if it has it, or has no list of names."""
-    if not known or name in known:
+def _unknown(name: str, noun: str, names: Sequence[str]) -> str | None:
+    """Describe the problem with a name that is not in the list of a recipe; None if it is, or the list is empty."""
+    if not names or name in names:
         return None
-    return f'expected {what} of this recipe ({", ".join(known)}), found "{name}"' + did_you_mean(name, known)
+    return f'expected {noun} of this recipe ({", ".join(names)}), found "{name}"' + did_you_mean(name, names)
 
 
 class DigitsData(Section):
@@ -430,13 +425,12 @@ class SelfPlay(Config):
 
 
 def fields_of(section: Any) -> dict[str, tuple[Any, str]]:
-    """Return the keys of a section, a model or a dataclass: the type and the documentation of each."""
+    """Return the keys of a section (a model or a dataclass), with the type and the documentation of each."""
     if is_dataclass(section):
-        kinds = get_type_hints(section, include_extras=True)
-        return {one.name: (kinds[one.name], one.metadata.get("help", "")) for one in fields(section) if one.init}
+        types = get_type_hints(section, include_extras=True)
+        return {key.name: (types[key.name], key.metadata.get("help", "")) for key in fields(section) if key.init}
     return {name: (field.annotation, field.description or "") for name, field in section.model_fields.items()}
 
 
-def is_section(kind: Any) -> bool:
-    """Return whether a type, or the type of a value, has keys."""
-    return isinstance(kind, type) and (is_dataclass(kind) or issubclass(kind, BaseModel))
+def is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and (is_dataclass(annotation) or issubclass(annotation, BaseModel))

@@ -45,7 +45,7 @@ def deal(generator: np.random.Generator, games: int, cards: int) -> Hands:
 
 
 def outcomes_of(hands: Hands, moves: Sequence[Moves]) -> Floats:
-    """Return float32[games]: 1 where the first player has played the higher card, and -1 where the second has."""
+    """Return float32[games]: 1 if the first player has played the higher card, and -1 if the second has."""
     first, second = (np.take_along_axis(hand, move[:, None], axis=1) for hand, move in zip(hands, moves, strict=True))
     outcomes: Floats = np.sign(first - second).astype(np.float32).squeeze(1)
     return outcomes
@@ -144,7 +144,7 @@ class Runner(Checkpointable):
         outcomes = outcomes_of(hands, moves)
         self.played += self.games
         turns = zip(features, moves, (outcomes, -outcomes), strict=True)
-        return {name: Turns(*one) for name, one in zip(policies, turns, strict=True)}
+        return {name: Turns(*turn) for name, turn in zip(policies, turns, strict=True)}
 
 
 class Learner(Checkpointable):
@@ -156,7 +156,8 @@ class Learner(Checkpointable):
         self.learning_rate = learning_rate
         self.entropy = entropy
         self.policies = policies
-        self.optimizers = {name: torch.optim.Adam(one.parameters(), learning_rate) for name, one in policies.items()}
+        adam = torch.optim.Adam
+        self.optimizers = {name: adam(policy.parameters(), learning_rate) for name, policy in policies.items()}
 
     def update(self, name: str, turns: Turns) -> float:
         """Do one update of a policy, and return the loss."""
@@ -206,11 +207,11 @@ class Trainer(Checkpointable):
 
     def evaluate(self, games: int = 200) -> dict[str, float]:
         """Return which share of games each policy wins against a random player: the same numbers in a resumed run."""
-        found = {
+        rates = {
             f"win_rate_{name}": win_rate(policy, self.runner.observation, games, [self.seed, self.step, number])
             for number, (name, policy) in enumerate(self.learner.policies.items())
         }
-        return {"win_rate": sum(found.values()) / len(found), **found}
+        return {"win_rate": sum(rates.values()) / len(rates), **rates}
 
 
 def win_rate(policy: Policy, observation: Observation, games: int, seed: Sequence[int] | int) -> float:

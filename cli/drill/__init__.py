@@ -1,10 +1,10 @@
-"""``holdfast drill``: the command, and what runs inside of the program that it rehearses.
+"""``holdfast drill``: the command, and the observer inside of the program that it rehearses.
 
 =================  ==============================================================================
-``command``        the runs: an undisturbed one, an interrupted one, and what is compared
+``command``        the runs, undisturbed and interrupted, and their comparison
 ``interruptions``  which preemptions are rehearsed
-``findings``       what was found: differences, their causes in words, the report
-``plan``           what a start of the program must do: the interface between command and program
-``rehearsal``      inside of the program: the observer that interrupts it and reports; folders for its directories
+``findings``       the results: differences, their causes in words, the report
+``plan``           instructions for a start of the program: the interface between command and program
+``rehearsal``      the observer inside of the program, which interrupts it and reports; stand-ins for its directories
 =================  ==============================================================================
 """

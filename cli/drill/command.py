@@ -1,7 +1,7 @@
 """``holdfast drill`` rehearses preemptions of a program, and compares its checkpoints with those of an undisturbed run.
 
-One reference run, then one run that is interrupted again and again. Only if the two differ does a second reference run
-tell whether the program is deterministic. Every start of the program carries out a :class:`DrillPlan`, with which
+There is one reference run, and then one run that is interrupted repeatedly. Only if the two differ does a second
+reference run show whether the program is deterministic. Every start of the program carries out a :class:`DrillPlan`:
 ``rehearsal.py`` saves, stops and interrupts it from the inside.
 """
 
@@ -37,10 +37,10 @@ from ..report import count, print_json
 from ..streams import configure_logging, say
 from .findings import Causes, Finding, Report, StepDifference, Trace, in_use, print_report, unseeded
 from .interruptions import KINDS, DrillOptions, Interruption, choose, named_kinds, places_to_save, preemption_signal
-from .plan import CLAIMS, RUNS, DrillPlan
+from .plan import CLAIMS, RUNS, DrillPlan, read_claims
 
-_DENSE = 2 << 30  # Every step is saved as long as the checkpoints take no more bytes than this.
-_TAIL = 15  # lines of the program's output that an error shows
+_DENSE = 2 << 30  # Every step is saved if the checkpoints take no more bytes than this.
+_TAIL = 15  # number of lines of the program's output that an error shows
 _FRESH = "from the beginning"
 
 
@@ -50,14 +50,12 @@ class DrillError(HoldfastError):
 
 @dataclass(slots=True)
 class Start:
-    """One start of the program."""
-
     name: str
     interruption: Interruption | None
     returncode: int = 0
     state: str | None = None  # the last event of its runs: preempted, finished or failed
     trace: Trace = field(default_factory=Trace)
-    killed: bool = False  # whether it was killed because it did not end within the grace
+    killed: bool = False  # whether it was killed because it did not end in time
 
 
 class _StoppedError(Exception):
@@ -121,12 +119,11 @@ def drill(command: Sequence[str], at: Sequence[int], kinds: str | None, as_json:
     configure_logging("error")
     try:
         with Signals() as signals, _folder(options.keep) as folder:
-            rehearsal = _Drill(command, options, folder, signals)
-            report = rehearsal.run()
+            report = _Drill(command, options, folder, signals).run()
     except _StoppedError as stopped:
         say(f"holdfast: drill ended by {signal.Signals(stopped.number).name}", file=sys.stderr)
         return 128 + stopped.number
-    except (HoldfastError, OSError) as error:  # The exit status 1 would say that the checkpoints differ.
+    except (HoldfastError, OSError) as error:  # Status 1 would mean that the checkpoints differ.
         say(f"holdfast: {error}", file=sys.stderr)
         return BAD_USAGE
     if as_json:
@@ -150,8 +147,6 @@ def _folder(keep: Path | None) -> Iterator[Path]:
 
 
 class _Drill:
-    """One rehearsal."""
-
     def __init__(self, command: Sequence[str], options: DrillOptions, folder: Path, signals: Signals) -> None:
         self._command = command
         self._options = options
@@ -159,7 +154,7 @@ class _Drill:
         self._signals = signals
         self._began = time.monotonic()
         self._starts: list[Start] = []
-        self._origin: int | None = None  # the step of the reference run from which the interrupted run starts
+        self._origin: int | None = None  # the step of the reference run with which the interrupted run begins
         self._compared: set[tuple[str, int, str]] = set()
         self._report = Report(command=list(command), seed=options.seed)
         if options.keep is not None:
@@ -167,7 +162,7 @@ class _Drill:
 
     def run(self) -> Report:
         report, options = self._report, self._options
-        self._say(f"reference run: {count(options.steps, 'step', 'steps')} ...")
+        self._say(f"reference run: {count(options.steps, 'step')} ...")
         plan = DrillPlan(
             name="reference",
             count=options.steps,
@@ -182,12 +177,17 @@ class _Drill:
             raise DrillError(
                 f"--at {unknown[0]}: the reference run had the steps {shortened_steps(steps)}; --steps sets how many"
             )
-        self._check_space()
-        saved = sorted({step for found in self._steps_of("reference").values() for step in found})
+        used, free = _bytes_below(self._folder / "reference"), shutil.disk_usage(self._folder).free
+        if free < used * 1.1:
+            raise DrillError(
+                f"the interrupted run needs {format_size(used)}, and {self._folder} has {format_size(free)} left; "
+                "name a place on a larger disk with --keep, or take fewer --steps"
+            )
+        saved = sorted({step for steps_of in self._steps_of("reference").values() for step in steps_of})
         interruptions, notes = choose(steps, reference.trace.validations, options)
         self._interrupted(interruptions, saved, reference)
-        if report.differences and all(one["began"] == _FRESH for one in report.starts):
-            # The program begins in another way each time, so the interruption is not the cause of the difference.
+        if report.differences and all(start["began"] == _FRESH for start in report.starts):
+            # The program begins differently each time, so the interruption is not the cause of the difference.
             self._begin_with_first(reference)
             later = steps[bisect.bisect(steps, self._origin or 0) :]
             if len(later) >= 2:
@@ -220,13 +220,13 @@ class _Drill:
         if not checkpoints:
             raise DrillError(f"the program reported {len(trace.steps)} steps, and saved none{self._tail(name)}")
         self._say(
-            f"{name} run: {len(trace.steps)} steps, {count(checkpoints, 'checkpoint', 'checkpoints')}, "
+            f"{name} run: {len(trace.steps)} steps, {count(checkpoints, 'checkpoint')}, "
             f"{format_size(_bytes_below(self._folder / name))}, {time.monotonic() - began:.1f} s"
         )
         return start
 
     def _begin_with_first(self, reference: Start) -> None:
-        """Let the interrupted run begin with the first checkpoint of the reference run instead of from nothing."""
+        """Let the interrupted run begin with the first checkpoint of the reference run."""
         report = self._report
         fresh, first = self._starts[0].trace, reference.trace.steps[0]
         names = unseeded(reference.trace.facts.get(first, {}), fresh.facts.get(first, {}))
@@ -248,7 +248,7 @@ class _Drill:
         report.compared.clear()
 
     def _populate(self) -> None:
-        """Copy the first checkpoints of the reference run, for a run that begins with them."""
+        """Copy the first checkpoints of the reference run for a run that begins with them."""
         if self._origin is None:
             return
         source, origin = self._folder / "reference", self._origin
@@ -260,21 +260,25 @@ class _Drill:
             left |= {folder for step, folder in steps.items() if step != kept}
 
         def ignored(folder: str, names: list[str]) -> set[str]:
-            """Return the names of files that every run makes again, and of other steps."""
-            anew = {name for name in names if name.startswith((".", "events")) or name == "owner.json"}
-            return anew | {name for name in names if os.path.join(folder, name) in left}
+            """Return the names of files that every run makes itself, and of other steps."""
+            is_ignored = [name.startswith((".", "events")) or name == "owner.json" for name in names]
+            return {
+                name
+                for name, ignore in zip(names, is_ignored, strict=True)
+                if ignore or os.path.join(folder, name) in left
+            }
 
-        for place in source.iterdir():
-            if place.is_dir():
-                shutil.copytree(place, self._folder / RUNS / place.name, ignore=ignored)
+        for path in source.iterdir():
+            if path.is_dir():
+                shutil.copytree(path, self._folder / RUNS / path.name, ignore=ignored)
 
     def _interrupted(self, interruptions: Sequence[Interruption], saved: Sequence[int], reference: Start) -> None:
         """Run the program with interruptions until its checkpoints differ from those of the reference run."""
         report, last = self._report, reference.trace.steps[-1]
         for number, interruption in enumerate([*interruptions, None]):
             name = f"start-{number + 1}" if self._origin is None else f"start-{number + 1}-from-{self._origin}"
-            what = "to the end" if interruption is None else f"{number + 1} of {len(interruptions)}: {interruption}"
-            self._say(f"{what} ...")
+            goal = "to the end" if interruption is None else f"{number + 1} of {len(interruptions)}: {interruption}"
+            self._say(f"{goal} ...")
             before = {url: max(steps) for url, steps in self._steps_of(RUNS).items() if steps}
             plan = DrillPlan(name=name, last=last, save=tuple(saved))
             if interruption is not None:
@@ -286,63 +290,56 @@ class _Drill:
             if report.differences or report.stops:
                 left = len(interruptions) - number - 1
                 if left > 0:
-                    report.notes.append(f"{count(left, 'interruption', 'interruptions')} after this not tried")
+                    report.notes.append(f"{count(left, 'interruption')} after this not tried")
                 break
             if interruption is not None and start.trace.interrupted is None:
-                missed = [str(one) for one in interruptions[number:]]
-                report.notes.append(f"the run ended before it could be interrupted: {'; '.join(missed)}")
+                missed = "; ".join(map(str, interruptions[number:]))
+                report.notes.append(f"the run ended before it could be interrupted: {missed}")
                 break
         os.rename(self._folder / RUNS, self._folder / "interrupted")
         if not report.differences and not report.stops:
             report.differences = self._missing("interrupted", "reference")
 
     def _judge(self, start: Start, reference: Start, before: dict[str, int]) -> None:
-        """Note how a start of the interrupted run ended, as far as that is known without its checkpoints."""
+        """Report how a start of the interrupted run ended, as far as that is known without its checkpoints."""
         report, trace, interruption = self._report, start.trace, start.interruption
-        if interruption is not None and trace.interrupted is not None:  # the signal may have come at a later step
+        if interruption is not None and trace.interrupted is not None:  # The signal may have come at a later step.
             interruption = replace(interruption, step=trace.interrupted)
         line = "to the end" if trace.interrupted is None else str(interruption)
         newest = max(before.values(), default=None)
         first = reference.trace.steps[0]
-        anew = bool(trace.steps) and trace.restored is None and trace.steps[0] <= first
-        went = _FRESH if newest is None or anew else f"from step {newest if trace.restored is None else trace.restored}"
-        report.starts.append(
-            {"start": start.name, "began": went, "ended": line, "status": shell_status(start.returncode)}
-        )
-        if anew and newest is not None and newest > first:
+        is_fresh = bool(trace.steps) and trace.restored is None and trace.steps[0] <= first
+        origin = f"from step {newest if trace.restored is None else trace.restored}"
+        began, status = _FRESH if newest is None or is_fresh else origin, shell_status(start.returncode)
+        report.starts.append({"start": start.name, "began": began, "ended": line, "status": status})
+        if is_fresh and newest is not None and newest > first:
             report.findings.append(Finding.not_resumed(newest))
             report.stops = True
             return
-        urls, known = self._claims(RUNS), self._claims("reference")
-        if strange := [url for url in urls if url not in known and self._steps_in(RUNS, urls[url])]:
-            report.findings.append(Finding.new_directory(_label(strange[0]), sorted(map(_label, known))))
+        urls, expected_urls = self._claims(RUNS), self._claims("reference")
+        if strange := [url for url in urls if url not in expected_urls and self._steps_in(RUNS, urls[url])]:
+            report.findings.append(Finding.new_directory(_label(strange[0]), sorted(map(_label, expected_urls))))
             report.stops = True
             return
-        has_said = any(finding.cause == "ignores_signal" for finding in report.findings)
-        if trace.ignored and interruption is not None and not has_said:
-            report.findings.append(Finding.ignores_signal(interruption.signal.name, interruption.step))
-        if trace.too_late and interruption is not None:
-            report.notes.append(
-                f"{interruption}: the processes had not agreed on the step to stop at when the drill ended at step "
-                f"{trace.steps[-1]}, so that this was not rehearsed; give it more --steps"
-            )
-        if start.killed and interruption is not None:
-            report.warnings.append(
-                f"the program had not ended {self._options.grace:g} s after {interruption}, and was killed, as by a "
-                "cluster"
-            )
-        if trace.interrupted is not None and interruption is not None:
-            announced = interruption.signal != signal.SIGKILL
-            expected = (DONE, PREEMPTED, 128 + interruption.signal, -interruption.signal)
-            if (
-                announced
-                and start.state not in ("preempted", "finished")
-                and start.returncode not in expected
-                and not trace.ignored
-            ):
-                report.warnings.append(
-                    f"{_status(start.returncode)} after {interruption}{self._tail('interrupted', 3)}"
+        if interruption is not None:
+            if trace.ignored and not any(finding.cause == "ignores_signal" for finding in report.findings):
+                report.findings.append(Finding.ignores_signal(interruption.signal.name, interruption.step))
+            if trace.too_late:
+                report.notes.append(
+                    f"{interruption}: the processes had not agreed on the step to stop at when the drill ended at step "
+                    f"{trace.steps[-1]}, so that this was not rehearsed; give it more --steps"
                 )
+            if start.killed:
+                report.warnings.append(
+                    f"the program had not ended {self._options.grace:g} s after {interruption}, and was killed, as by "
+                    "a cluster"
+                )
+        if trace.interrupted is not None and interruption is not None:
+            expected = (DONE, PREEMPTED, 128 + interruption.signal, -interruption.signal)
+            is_orderly = start.state in ("preempted", "finished") or start.returncode in expected
+            if not is_orderly and interruption.signal != signal.SIGKILL and not trace.ignored:
+                tail = self._tail("interrupted", 3)
+                report.warnings.append(f"{_status(start.returncode)} after {interruption}{tail}")
         elif not trace.stopped and start.returncode != 0:
             after = "" if len(self._starts) < 2 else f" when it was started again after {self._starts[-2].interruption}"
             raise DrillError(f"the program failed ({_status(start.returncode)}){after}{self._tail('interrupted')}")
@@ -354,14 +351,13 @@ class _Drill:
             self._say(f"{name} undisturbed run, to find the cause ...")
             self._populate()
             pair.append(self._undisturbed(replace(plan, name=name)))
-        one, other = pair[-2:]
-        nondeterministic = self._compare(other.name, one.name, all_steps=True)
+        first, second = pair[-2:]
+        nondeterministic = self._compare(second.name, first.name, all_steps=True)
         report.deterministic = not nondeterministic
-        causes = Causes(reference.trace, self._starts[-1].trace, (one.trace, other.trace))
+        causes = Causes(reference.trace, self._starts[-1].trace, (first.trace, second.trace))
         report.findings += causes.of(report, nondeterministic)
 
     def _start(self, plan: DrillPlan, log: str, interruption: Interruption | None) -> Start:
-        """Start the program, and wait for its end."""
         options, folder = self._options, self._folder / "starts" / plan.name
         folder.mkdir(parents=True)
         plan.write(self._folder)
@@ -382,7 +378,7 @@ class _Drill:
                 if program.forwarded or (self._folder / STRAYS).exists():
                     return True
                 now, (sign, step) = time.monotonic(), program.last_sign()
-                if signalled is None and any(one["event"] == "interrupted" for one in events):
+                if signalled is None and any(event["event"] == "interrupted" for event in events):
                     signalled = now
                 if signalled is not None and now - signalled > options.grace:
                     why = "grace"
@@ -395,10 +391,10 @@ class _Drill:
                 if returncode is None and why == "hangs" and not program.forwarded:
                     step = program.last_sign()[1]
                     program.end_after_hang(1.0, 1.0)
-                    what = f"no first step within {options.first_step:g} s"
+                    missing = f"no first step within {options.first_step:g} s"
                     if step >= 0:
-                        what = f"no sign of progress for {options.hang:g} s after step {step}"
-                    raise DrillError(f"the program hangs: {what}{self._tail(log, 60)}")
+                        missing = f"no sign of progress for {options.hang:g} s after step {step}"
+                    raise DrillError(f"the program hangs: {missing}{self._tail(log, 60)}")
             finally:
                 start.returncode = program.end(0.0)
                 program.sweep(0.5)
@@ -408,17 +404,17 @@ class _Drill:
         start.killed = why == "grace"
         reported += read_events(plan.trace(self._folder), offset)[0]
         start.trace = Trace.of_first_process(reported)
-        ended = {"preempted", "finished", "failed"}
-        start.state = next((one["event"] for one in reversed(program.new_events()) if one["event"] in ended), None)
+        names = [event["event"] for event in program.new_events()]
+        start.state = next((name for name in reversed(names) if name in ("preempted", "finished", "failed")), None)
         return start
 
     def _check_strays(self) -> None:
-        """Raise DrillError if the program has started another one that is not part of the rehearsal."""
+        """Raise DrillError if the program has started another program that is not part of the rehearsal."""
         path = self._folder / STRAYS
         if not path.exists():
             return
         strays = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        commands = shortened(" ".join(one["command"]) for one in strays)
+        commands = shortened(" ".join(stray["command"]) for stray in strays)
         raise DrillError(
             f"the program has started another one with an environment of its own, without {DRILL}, which would have "
             f"written to its real directory, and was refused: {commands}. "
@@ -429,14 +425,13 @@ class _Drill:
     # ---- directories and checkpoints
 
     def _claims(self, name: str) -> dict[str, str]:
-        """Return the directories of a run as the program names them, with the names of their replacements."""
-        path = self._folder / name / CLAIMS
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        runs = self._folder / RUNS  # the folder of the claims at the time
-        return {claim["url"]: os.path.relpath(claim["target"], runs) for claim in map(json.loads, lines)}
+        """Return the directories of a run as the program names them, with the names of their stand-ins."""
+        runs = self._folder / RUNS  # The folder was there when the directories were claimed.
+        claims = read_claims(self._folder / name)
+        return {claim["url"]: os.path.relpath(claim["target"], runs) for claim in claims}
 
     def _steps_in(self, name: str, target: str) -> dict[int, str]:
-        """Return the committed steps in the folder that stood in for a directory, with their folders."""
+        """Return the committed steps in a stand-in for a directory, with their folders."""
         location = as_location(self._folder / name / target)
         if not location.is_directory():
             return {}
@@ -446,9 +441,9 @@ class _Drill:
         return {url: self._steps_in(name, target) for url, target in self._claims(name).items()}
 
     def _compare(self, name: str, with_name: str, *, all_steps: bool = False) -> list[StepDifference]:
-        """Compare what was not compared yet; return the differences of the first step that has any, or of all steps."""
+        """Compare new checkpoints; return the differences of the first step that has any, or of all steps."""
         expected = self._steps_of(with_name)
-        found: list[StepDifference] = []
+        differences: list[StepDifference] = []
         pairs = [
             (step, url, folder)
             for url, steps in self._steps_of(name).items()
@@ -456,7 +451,7 @@ class _Drill:
             if step in expected.get(url, {})
         ]
         for step, url, folder in sorted(pairs):
-            if found and step > found[0].step and not all_steps:
+            if differences and step > differences[0].step and not all_steps:
                 break
             if self._signals.received:
                 raise _StoppedError(self._signals.received[0])
@@ -464,41 +459,32 @@ class _Drill:
             key = (f"{folder} {with_name}", step, f"{status.st_ino}/{status.st_ctime_ns}")
             if key in self._compared:
                 continue
-            pair = (open_at(as_location(place)) for place in (expected[url][step], folder))
+            pair = (open_at(as_location(path)) for path in (expected[url][step], folder))
             leaves = [leaf for leaf in compare_checkpoints(*pair) if not self._ignores(leaf.name)]
             if leaves:
-                found.append(StepDifference(step, _label(url), leaves))
+                differences.append(StepDifference(step, _label(url), leaves))
             else:
                 self._compared.add(key)
                 if name == RUNS:
                     self._report.compared.add((_label(url), step))
-        return found
+        return differences
 
     def _missing(self, name: str, with_name: str) -> list[StepDifference]:
         """Return the last step of each directory if the interrupted run lacks it."""
-        found = []
-        steps = self._steps_of(name)
-        for url, expected in self._steps_of(with_name).items():
-            last = max(expected, default=None)
-            if last is not None and last not in steps.get(url, {}):
-                what = LeafDifference("", "", "missing", "the interrupted run has no checkpoint of this step")
-                found.append(StepDifference(last, _label(url), [what]))
-        return found
+        steps, last = (
+            self._steps_of(name),
+            {url: max(found) for url, found in self._steps_of(with_name).items() if found},
+        )
+        missing = LeafDifference("", "", "missing", "the interrupted run has no checkpoint of this step")
+        return [
+            StepDifference(step, _label(url), [missing]) for url, step in last.items() if step not in steps.get(url, {})
+        ]
 
     def _ignores(self, leaf: str) -> bool:
         return any(fnmatch.fnmatchcase(leaf, pattern) for pattern in self._options.ignore)
 
-    def _check_space(self) -> None:
-        used = _bytes_below(self._folder / "reference")
-        free = shutil.disk_usage(self._folder).free
-        if free < used * 1.1:
-            raise DrillError(
-                f"the interrupted run needs {format_size(used)}, and {self._folder} has {format_size(free)} left; "
-                "name a place on a larger disk with --keep, or take fewer --steps"
-            )
-
     def _tail(self, log: str, lines: int = _TAIL) -> str:
-        """Return the last lines that the program has printed, for the end of a message."""
+        """Return the last lines that the program printed, for the end of a message."""
         path = self._folder / f"{log}.log"
         text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
         shown = text.rpartition("--- ")[2].splitlines()[1:][-lines:]

@@ -1,4 +1,4 @@
-"""What a rehearsal has found: where checkpoints differ, which kind of state that is, and why, in words."""
+"""The results of a rehearsal: where checkpoints differ, which kind of state that is, and the likely cause."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..streams import say
 
 _SHOWN = 12  # leaves in the report
 _WIDTH = 100  # columns
-_KINDS = {  # The first part of a leaf's path that is one of these words decides the kind of state.
+_KINDS = {  # The first part of a path that is one of these words decides the kind of state of the leaf.
     "generator": "rng rngs random prng key keys generator generators seed noise",
     "optimizer": "opt optim optimizer optimizers exp_avg exp_avg_sq mu nu momentum adam",
     "scheduler": "lr_schedulers scheduler schedulers schedule",
@@ -33,7 +33,7 @@ _WORDS = {word: kind for kind, words in _KINDS.items() for word in words.split()
 
 
 def kind_of_state(leaf: str) -> str:
-    """Return which kind of state a leaf is, by its path.
+    """Return the kind of state of a leaf, by its path.
 
     >>> kind_of_state("state/opt_state/0/mu/kernel"), kind_of_state("extras/rng"), kind_of_state("state/params/key")
     ('optimizer', 'generator', 'parameters')
@@ -45,12 +45,12 @@ def kind_of_state(leaf: str) -> str:
     return "other state"
 
 
-# ---- what a start of the program has reported
+# ---- the reports of a start of the program
 
 
 @dataclass(slots=True)
 class Trace:
-    """What one process of one start has reported."""
+    """The reports of one process of one start."""
 
     steps: list[int] = field(default_factory=list)
     validations: list[int] = field(default_factory=list)
@@ -64,19 +64,15 @@ class Trace:
 
     @staticmethod
     def of_first_process(events: Iterable[Mapping[str, Any]]) -> Trace:
-        """Return the trace of process 0 among the events of all; of several processes 0, of the one with most steps."""
+        """Return the trace of process 0 from the events of all; if several are 0, of the one with the most steps."""
         by_pid: dict[int, list[Mapping[str, Any]]] = {}
         for event in events:
             by_pid.setdefault(event["pid"], []).append(event)
-        ours = [those for those in by_pid.values() if those[-1]["process"] == 0]  # It may join the others late.
-        return Trace.of(max(ours, key=lambda those: sum(one["event"] == "step" for one in those), default=[]))
-
-    @staticmethod
-    def of(events: Iterable[Mapping[str, Any]]) -> Trace:
-        """Return the trace that events describe."""
+        first = [reported for reported in by_pid.values() if reported[-1]["process"] == 0]  # It may join late.
+        chosen = max(first, key=lambda reported: sum(event["event"] == "step" for event in reported), default=[])
         trace = Trace()
         facts: dict[str, Fact] = {}
-        for event in events:
+        for event in chosen:
             match event["event"]:
                 case "step":
                     trace.steps.append(event["step"])
@@ -87,24 +83,18 @@ class Trace:
                     trace.facts[event["step"]] = dict(facts)
                 case "validation" if event["step"] in trace.steps:
                     trace.validations.append(event["step"])
-                case "restored":
-                    trace.restored = event["step"]
                 case "libraries":
                     trace.libraries = event["names"]
-                case "interrupted":
-                    trace.interrupted = event["step"]
-                case "stopped":
-                    trace.stopped = True
-                case "ignored":
-                    trace.ignored = True
-                case "too_late":
-                    trace.too_late = True
+                case "restored" | "interrupted" as name:
+                    setattr(trace, name, event["step"])
+                case "stopped" | "ignored" | "too_late" as name:
+                    setattr(trace, name, True)
         return trace
 
 
 @dataclass(frozen=True, slots=True)
 class StepDifference:
-    """A checkpoint that differs from that of the undisturbed run."""
+    """A checkpoint that differs from the one of the undisturbed run."""
 
     step: int
     directory: str
@@ -113,19 +103,18 @@ class StepDifference:
 
 # ---- causes
 
-_CAUSES = ("generator", "position", "optimizer", "value")  # kinds of facts that explain one, the strongest first
+_Entry = tuple[str, Fact, Fact]  # a name, and its fact in two runs
+_CAUSES = ("generator", "position", "optimizer", "value")  # kinds of facts that explain a difference, strongest first
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A cause, or something else that is wrong."""
-
     # generator, loader, position, optimizer, value, unseeded, nondeterministic, not_saved_right, unknown, not_resumed,
     # new_directory or ignores_signal
     cause: str
-    text: str  # what was found
-    advice: str = ""  # what to do
-    names: tuple[str, ...] = ()  # the names that the objects have in the program
+    text: str
+    advice: str = ""
+    names: tuple[str, ...] = ()  # the names of the objects in the program
 
     @staticmethod
     def not_resumed(newest: int) -> Finding:
@@ -154,7 +143,7 @@ class Finding:
 
 
 class Causes:
-    """Finds the likely causes of a difference; ``run`` is the start of the program in which the first one arose."""
+    """Finds the likely causes of a difference; ``run`` is the start of the program in which it first appeared."""
 
     def __init__(self, reference: Trace, run: Trace, pair: tuple[Trace, Trace]) -> None:
         self._reference = reference
@@ -162,16 +151,16 @@ class Causes:
         self._pair = pair
 
     def of(self, report: Report, nondeterministic: Sequence[StepDifference]) -> list[Finding]:
-        """Return the causes, the likeliest first; ``nondeterministic`` is where two undisturbed runs differ."""
-        unstable = {(one.directory, leaf.name) for one in nondeterministic for leaf in one.leaves}
+        """Return the causes, the likeliest first; two undisturbed runs differ in ``nondeterministic``."""
+        unstable = {(step.directory, leaf.name) for step in nondeterministic for leaf in step.leaves}
         first, restart = report.differences[0], self._of_the_restart(report)
         if unstable:
-            pairs = [(one.directory, leaf.name) for one in report.differences for leaf in one.leaves]
-            found = [self._nondeterminism(nondeterministic)]
-            if left := [leaf for place, leaf in pairs if (place, leaf) not in unstable]:
-                text = f"leaves that two undisturbed runs agree on differ as well: {shortened(left)}"
-                found += [*restart, Finding("unknown", text)]
-            return found
+            findings = [self._nondeterminism(nondeterministic)]
+            pairs = [(step.directory, leaf.name) for step in report.differences for leaf in step.leaves]
+            if stable := [leaf for directory, leaf in pairs if (directory, leaf) not in unstable]:
+                text = f"leaves that two undisturbed runs agree on differ as well: {shortened(stable)}"
+                findings += [*restart, Finding("unknown", text)]
+            return findings
         if self._run.restored is not None and first.step <= self._run.restored:
             return [
                 Finding(
@@ -195,24 +184,25 @@ class Causes:
     def _nondeterminism(self, differences: Sequence[StepDifference]) -> Finding:
         first = differences[0]
         step = first.step
-        one, other = (trace.facts for trace in self._pair)
+        facts, others = (trace.facts for trace in self._pair)
         for at in self._pair[0].steps:
-            if at > step or at not in other:
+            if at > step or at not in others:
                 break
-            if names := [name for name in unseeded(one[at], other[at]) if in_use(name, one)]:
-                what = "; ".join(_described(name, one[at][name]) for name in names[:4])
+            if names := [name for name in unseeded(facts[at], others[at]) if in_use(name, facts)]:
+                listed = "; ".join(_described(name, facts[at][name]) for name in names[:4])
                 return Finding(
                     "unseeded",
-                    f"two undisturbed runs differ from step {step} on: a generator is neither seeded nor saved: {what}",
+                    f"two undisturbed runs differ from step {step} on: a generator is neither seeded nor saved: "
+                    f"{listed}",
                     "seed it with a fixed number, and pass it to restore_or_initialize and on_step as an extra",
                     tuple(names),
                 )
-        if names := [name for name, fact in one.get(step, {}).items() if fact.digest == STATELESS]:
-            what = "; ".join(_described(name, one[step][name]) for name in names[:4])
+        if names := [name for name, fact in facts.get(step, {}).items() if fact.digest == STATELESS]:
+            listed = "; ".join(_described(name, facts[step][name]) for name in names[:4])
             return Finding(
                 "unseeded",
                 f"two undisturbed runs differ from step {step} on, and the program holds a generator that draws from "
-                f"the operating system: {what}. It has no state, so that a drill cannot tell whether the program has "
+                f"the operating system: {listed}. It has no state, so that a drill cannot tell whether the program has "
                 "drawn from it, and no resume brings back its numbers",
                 "draw from random.Random(seed), and pass it to restore_or_initialize and on_step as an extra; if the "
                 "steps do not draw from it, the computation itself is not deterministic: "
@@ -228,95 +218,91 @@ class Causes:
         )
 
     def _of_the_restart(self, report: Report) -> list[Finding]:
-        """Return the facts that differ from the undisturbed run, at the first step at which any does."""
+        """Return findings about the facts that differ from the undisturbed run, at the first step with any."""
         reference, run = self._reference.facts, self._run.facts
-        one, other = (trace.facts for trace in self._pair)
+        undisturbed, again = (trace.facts for trace in self._pair)
         limit = max(report.differences[0].step, min(run, default=0))
         # Optimizers whose state is in the checkpoints differ as a consequence.
-        parts = [_STATE_OF_OPTIMIZER.match(leaf.name) for one in report.differences for leaf in one.leaves]
+        parts = [
+            _STATE_OF_OPTIMIZER.match(leaf.name) for difference in report.differences for leaf in difference.leaves
+        ]
         saved = {part[1] for part in parts if part is not None}
-        found: list[Finding] = []
+        findings: list[Finding] = []
         for step in self._run.steps:
             if step > limit or step not in reference:
                 break
-            noisy = {name for name, _, _ in _differing(one.get(step, {}), other.get(step, {}))}
+            noisy = {name for name, _, _ in _differing(undisturbed.get(step, {}), again.get(step, {}))}
             differing = [entry for entry in _differing(reference[step], run[step]) if entry[0] not in noisy]
             here = [entry for entry in differing if in_use(entry[0], reference)]
-            by_kind = {kind: [one for one in here if one[1].kind == kind] for kind in _CAUSES}
+            by_cause = {cause: [entry for entry in here if entry[1].kind == cause] for cause in _CAUSES}
             in_lightning = not {"lightning", "pytorch_lightning"}.isdisjoint(self._reference.libraries)
-            by_kind["value"] = _likeliest(by_kind["value"])
-            if len(saved) >= len(by_kind["optimizer"]):
-                by_kind["optimizer"] = []
+            by_cause["value"] = _likeliest(by_cause["value"])
+            if len(saved) >= len(by_cause["optimizer"]):
+                by_cause["optimizer"] = []
             loaders = [(name, fact, fact) for name, fact in reference[step].items() if fact.kind == "loader"]
-            if (
-                loaders
-                and not in_lightning
-                and any(one.kind == "generator" and not one.where for _, one, _ in differing)
-            ):
-                by_kind = {"loader": loaders}  # They draw the order of an epoch from a global generator.
-            found = [
-                _not_restored(kind, those, step, self._run.restored, in_lightning=in_lightning)
-                for kind, those in by_kind.items()
-                if those
+            is_global = any(fact.kind == "generator" and not fact.where for _, fact, _ in differing)
+            if loaders and is_global and not in_lightning:
+                by_cause = {"loader": loaders}  # They draw the order of an epoch from a global generator.
+            findings = [
+                _not_restored(cause, entries, step, self._run.restored, in_lightning=in_lightning)
+                for cause, entries in by_cause.items()
+                if entries
             ]
-            if found:
+            if findings:
                 break
-        strong = [one for one in found if one.cause != "value"]
-        return strong or found
+        return [finding for finding in findings if finding.cause != "value"] or findings
 
 
-def unseeded(one: Mapping[str, Fact], other: Mapping[str, Fact]) -> list[str]:
-    """Return the names of the generators that two runs have in other states at the same step."""
-    return [name for name, _, _ in _differing(one, other, "generator")]
+def unseeded(facts: Mapping[str, Fact], others: Mapping[str, Fact]) -> list[str]:
+    """Return the names of the generators whose states differ between two runs at the same step."""
+    return [name for name, fact, _ in _differing(facts, others) if fact.kind == "generator"]
 
 
-def _differing(
-    one: Mapping[str, Fact], other: Mapping[str, Fact], kind: str | None = None
-) -> Iterator[tuple[str, Fact, Fact]]:
-    for name, fact in one.items():
-        match = other.get(name)
-        if match is not None and match.digest != fact.digest and kind in (None, fact.kind):
-            yield name, fact, match
+def _differing(facts: Mapping[str, Fact], others: Mapping[str, Fact]) -> Iterator[_Entry]:
+    for name, fact in facts.items():
+        if (other := others.get(name)) is not None and other.digest != fact.digest:
+            yield name, fact, other
 
 
 def in_use(name: str, facts: Mapping[int, Mapping[str, Fact]]) -> bool:
-    """Return whether an object changes from step to step, so that the program uses it."""
-    return len({found[name].digest for found in facts.values() if name in found}) > 1
+    """Return whether an object changes from step to step, which means that the program uses it."""
+    return len({of_step[name].digest for of_step in facts.values() if name in of_step}) > 1
 
 
 def _described(name: str, fact: Fact) -> str:
     return name if not fact.where else f"`{name}` ({fact.type}; {fact.where})"
 
 
-# The next step seldom depends on values with these words in their names: reported values and times.
+# The next step seldom depends on values with these words in their names, which are reported values and times.
 _REPORTED = frozenset(["best", "history", "log", "logs", "loss", "losses", "metric", "metrics", "score", "accuracy"])
 _TIMES = frozenset(["time", "times", "elapsed", "duration", "seconds", "secs", "timestamp", "clock", "eta", "wall"])
 
 
-def _likeliest(values: list[tuple[str, Fact, Fact]]) -> list[tuple[str, Fact, Fact]]:
-    """Return values with those that are only reported at the end, and without times unless there is nothing else."""
+def _likeliest(values: list[_Entry]) -> list[_Entry]:
+    """Sort values that are only reported to the end; omit times unless there is nothing else."""
     words = {name: frozenset(re.split(r"[^a-z]+", name.lower())) for name, _, _ in values}
     lasting = [entry for entry in values if not words[entry[0]] & _TIMES] or values
     return sorted(lasting, key=lambda entry: bool(words[entry[0]] & _REPORTED))
 
 
 def _not_restored(
-    kind: str, found: Sequence[tuple[str, Fact, Fact]], step: int, restored: int | None, *, in_lightning: bool
+    cause: str, entries: Sequence[_Entry], step: int, restored: int | None, *, in_lightning: bool
 ) -> Finding:
-    from ...integrations.loop import IN_TRAINERS  # imported lazily: a rehearsal that finds nothing does not need it
+    from ...integrations.loop import IN_TRAINERS  # Imported lazily: a rehearsal that finds nothing does not need it.
 
-    found = [entry for entry in found if not any(entry[0].startswith((f"{name}.", f"{name}[")) for name, _, _ in found)]
-    names = tuple(name for name, _, _ in found)
+    parents = [(f"{name}.", f"{name}[") for name, _, _ in entries]
+    entries = [entry for entry in entries if not any(entry[0].startswith(beginnings) for beginnings in parents)]
+    names = tuple(name for name, _, _ in entries)
     after = f"after step {step}" + ("" if restored is None else f", the run having resumed from step {restored}")
-    listed = "; ".join(_described(name, fact) for name, fact, _ in found[:4])
-    more = f" and {len(found) - 4} more" if len(found) > 4 else ""
+    listed = "; ".join(_described(name, fact) for name, fact, _ in entries[:4])
+    more = f" and {len(entries) - 4} more" if len(entries) > 4 else ""
     plain = re.sub(r"\W.*", "", names[0]) or "rng"
-    what = {"generator": "a generator", "position": "the place in the data"}.get(kind, "an optimizer")
-    text = f"{what} is not saved, or not restored: {listed}{more} differs from the undisturbed run {after}"
-    if kind == "generator":
+    state = {"generator": "a generator", "position": "the place in the data"}.get(cause, "an optimizer")
+    text = f"{state} is not saved, or not restored: {listed}{more} differs from the undisturbed run {after}"
+    if cause == "generator":
         if in_lightning:
             advice = IN_TRAINERS.generator
-        elif all(fact.where for _, fact, _ in found):
+        elif all(fact.where for _, fact, _ in entries):
             advice = f"pass it to restore_or_initialize and on_step as an extra, such as {plain}={names[0]}"
         else:
             advice = (
@@ -324,15 +310,15 @@ def _not_restored(
                 "draw from a generator of its own (numpy.random.default_rng, torch.Generator, a jax key), and pass it "
                 "to restore_or_initialize and on_step as an extra, such as rng=generator"
             )
-    elif kind == "position":
+    elif cause == "position" and in_lightning:
+        advice = IN_TRAINERS.data
+    elif cause == "position":
         advice = (
             "pass the iterator or loader to restore_or_initialize and on_step as an extra, such as "
             f"{plain}={plain}; it needs get_state and set_state, or state_dict and load_state_dict; hf.skip_to(loader) "
             "gives them to a loader that yields the same batches each time"
         )
-        if in_lightning:
-            advice = IN_TRAINERS.data
-    elif kind == "loader":
+    elif cause == "loader":
         advice = (
             f"wrap it, {plain} = hf.resumable({plain}), and pass it to restore_or_initialize and on_step as an extra, "
             f"such as data={plain}"
@@ -341,19 +327,19 @@ def _not_restored(
             f"a shuffled DataLoader is not handed over: {listed}{more} has begun an epoch in another order, and at its "
             f"first batch, {after}"
         )
-    elif kind == "optimizer":
+    elif cause == "optimizer":
         advice = f'put it into the state, such as {{"model": model, "optimizer": {plain}}}'
     else:
         advice = "save it with the state, or as an extra of the callback, if the next steps depend on it"
         values = "; ".join(
-            f"{_described(name, fact)} is {other.digest} instead of {fact.digest}" for name, fact, other in found[:4]
+            f"{_described(name, fact)} is {other.digest} instead of {fact.digest}" for name, fact, other in entries[:4]
         )
         text = f"values of the program are not saved, or not restored: {values}{more}, {after}"
-    return Finding(kind, text, advice, names)
+    return Finding(cause, text, advice, names)
 
 
 def _flags(libraries: Sequence[str]) -> str:
-    """Return what makes the computation of a program deterministic."""
+    """Return advice that makes the computation of a program deterministic."""
     flags = []
     if "jax" in libraries:
         flags.append("XLA_FLAGS=--xla_gpu_deterministic_ops=true")
@@ -375,8 +361,6 @@ def _flags(libraries: Sequence[str]) -> str:
 
 @dataclass(slots=True)
 class Report:
-    """The result of a rehearsal."""
-
     command: list[str]
     seed: int
     steps: list[int] = field(default_factory=list)
@@ -398,71 +382,73 @@ class Report:
         return not (self.differences or self.findings)
 
     def document(self) -> dict[str, Any]:
-        """Return the report as JSON."""
-        found = {"identical": not self.differences, "passed": self.passed, **asdict(self)}
-        del found["stops"]
-        found["compared"] = [{"directory": place, "step": step} for place, step in sorted(self.compared)]
-        found["differences"] = [
-            {**asdict(one), "leaves": [{**asdict(leaf), "state": kind_of_state(leaf.name)} for leaf in one.leaves]}
-            for one in self.differences
+        document = {"identical": not self.differences, "passed": self.passed, **asdict(self)}
+        del document["stops"]
+        document["compared"] = [{"directory": directory, "step": step} for directory, step in sorted(self.compared)]
+        document["differences"] = [
+            {**asdict(step), "leaves": [{**asdict(leaf), "state": kind_of_state(leaf.name)} for leaf in step.leaves]}
+            for step in self.differences
         ]
-        return {**found, "seconds": round(self.seconds, 3)}
+        return {**document, "seconds": round(self.seconds, 3)}
 
 
 def print_report(report: Report) -> None:
-    """Print a report as text for users."""
     say(f"drill of {shlex.join(report.command)}: steps {shortened_steps(report.steps)}, seed {report.seed}\n")
     print_table(
         ["START", "BEGAN", "INTERRUPTED BY", "STATUS"],
-        [[str(number), one["began"], one["ended"], str(one["status"])] for number, one in enumerate(report.starts, 1)],
+        [
+            [str(number), start["began"], start["ended"], str(start["status"])]
+            for number, start in enumerate(report.starts, 1)
+        ],
     )
     say()
     if report.differences:
         _print_differences(report)
     elif report.passed:
-        steps, places = len(report.compared), len({place for place, _ in report.compared})
-        of = "" if places == 1 else f" of {places} directories"
-        times = len([one for one in report.starts if one["ended"] != "to the end"])
+        directories = len({directory for directory, _ in report.compared})
+        of = "" if directories == 1 else f" of {directories} directories"
+        interruptions = [start["ended"] for start in report.starts if start["ended"] != "to the end"]
         say(
-            f"identical: {count(steps, 'checkpoint', 'checkpoints')}{of} of the run with "
-            f"{count(times, 'interruption', 'interruptions')} and of the undisturbed run agree bit for bit"
+            f"identical: {count(len(report.compared), 'checkpoint')}{of} of the run with "
+            f"{count(len(interruptions), 'interruption')} and of the undisturbed run agree bit for bit"
         )
     else:
         say(f"the checkpoints that were compared ({len(report.compared)}) are identical, but")
     for finding in report.findings:
-        say(_wrapped(f"\n{'likely cause' if report.differences else 'found'}: {finding.text}"))
+        say()
+        say(_wrapped(f"{'likely cause' if report.differences else 'found'}: {finding.text}"))
         if finding.advice:
             say(_wrapped(f"  what to do: {finding.advice}"))
     for title, lines in (("warning", report.warnings), ("note", report.notes)):
         for line in lines:
-            say(_wrapped(f"\n{title}: {line}"))
+            say()
+            say(_wrapped(f"{title}: {line}"))
     if report.kept:
         say(f"\nkept in {report.kept}: reference, interrupted, and what the program printed (*.log)")
 
 
 def _wrapped(text: str) -> str:
-    """Return a text in lines of a readable width; lines of a program stay as they are."""
-    first, *others = text.lstrip("\n").split("\n")
-    start = "\n" * (len(text) - len(text.lstrip("\n")))
+    """Wrap the first line of a text; the lines that a program printed stay as they are."""
+    first, *others = text.split("\n")
     lines = textwrap.wrap(first, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    return start + "\n".join([*lines, *others])
+    return "\n".join([*lines, *others])
 
 
 def _print_differences(report: Report) -> None:
-    first = report.differences[0]
-    start = report.starts[-1]
-    before = report.starts[-2]["ended"] if len(report.starts) > 1 else None
-    since = "" if before is None else f": after {before}, the run began again {start['began']}"
+    first, since = report.differences[0], ""
+    if len(report.starts) > 1:
+        since = f": after {report.starts[-2]['ended']}, the run began again {report.starts[-1]['began']}"
     say(f"different from step {first.step} on{since}")
-    for one in report.differences:
-        kinds = dict.fromkeys(kind_of_state(leaf.name) for leaf in one.leaves)
-        say(f"\n{one.directory}, step {one.step}: {count(len(one.leaves), 'leaf', 'leaves')} ({', '.join(kinds)})")
-        rows = [[leaf.name, kind_of_state(leaf.name), leaf.detail] for leaf in one.leaves[:_SHOWN]]
+    for difference in report.differences:
+        leaves = difference.leaves
+        kinds = dict.fromkeys(kind_of_state(leaf.name) for leaf in leaves)
+        size = f"{count(len(leaves), 'leaf', 'leaves')} ({', '.join(kinds)})"
+        say(f"\n{difference.directory}, step {difference.step}: {size}")
+        rows = [[leaf.name, kind_of_state(leaf.name), leaf.detail] for leaf in leaves[:_SHOWN]]
         print_table(["LEAF", "STATE", "HOW IT DIFFERS"], rows)
-        if len(one.leaves) > _SHOWN:
-            say(f"and {len(one.leaves) - _SHOWN} more")
-    equal = [step for place, step in report.compared if place == first.directory and step < first.step]
-    if equal:
+        if len(leaves) > _SHOWN:
+            say(f"and {len(leaves) - _SHOWN} more")
+    if equal := [step for directory, step in report.compared if directory == first.directory and step < first.step]:
         say(f"\nthe last checkpoint before that, of step {max(equal)}, is identical")
     if report.deterministic:
         say("\ntwo undisturbed runs are identical, so the interruption makes the difference")

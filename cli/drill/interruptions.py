@@ -1,4 +1,4 @@
-"""What a drill rehearses: its options, and the preemptions that follow from them and from the steps of the program."""
+"""The options of a drill, and the preemptions that it rehearses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import random
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -20,10 +20,8 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrillOptions:
-    """What to rehearse."""
-
     steps: int = 20
-    at: tuple[int, ...] = ()  # steps at which to interrupt; random ones if there are none
+    at: tuple[int, ...] = ()  # steps at which to interrupt; empty for random ones
     kinds: tuple[Kind, ...] = KINDS
     seed: int = 0  # seed of the random steps
     preemption: signal.Signals = signal.SIGTERM  # the signal that announces a preemption
@@ -36,10 +34,10 @@ class DrillOptions:
 
 def named_kinds(text: str | None, default: Sequence[Kind]) -> tuple[Kind, ...]:
     """Return the kinds that ``--kinds`` names, in the order of ``KINDS``."""
-    named = default if text is None else [one.strip() for one in text.split(",") if one.strip()]
-    if unknown := [one for one in named if one not in KINDS]:
+    named = default if text is None else [name.strip() for name in text.split(",") if name.strip()]
+    if unknown := [name for name in named if name not in KINDS]:
         raise OptionError(f"--kinds {unknown[0]}: the kinds are {', '.join(KINDS)}")
-    return tuple(one for one in KINDS if one in named)
+    return tuple(kind for kind in KINDS if kind in named)
 
 
 def preemption_signal(name: str) -> signal.Signals:
@@ -52,8 +50,6 @@ def preemption_signal(name: str) -> signal.Signals:
 
 @dataclass(frozen=True, slots=True)
 class Interruption:
-    """One preemption of the rehearsal."""
-
     signal: signal.Signals
     point: Point
     step: int
@@ -66,8 +62,8 @@ class Interruption:
 def choose(
     steps: Sequence[int], validations: Sequence[int], options: DrillOptions
 ) -> tuple[list[Interruption], list[str]]:
-    """Return the interruptions of a run with these steps, at least two, and what is left out, in words."""
-    # After SIGKILL, the run resumes from an earlier step, so that the same step can be interrupted once more.
+    """Return the interruptions of a run with these steps, at least two, and notes on what is omitted."""
+    # After SIGKILL, the run resumes from an earlier step, so the same step can be interrupted again.
     kill, term = signal.SIGKILL, options.preemption
     chosen: list[tuple[int, int, Interruption]] = []
     notes: list[str] = []
@@ -80,17 +76,15 @@ def choose(
     draw = random.Random(options.seed)
     taken: set[int] = set()
     if "validation" in options.kinds:
-        places = [step for step in validations if step in inner and step not in options.at] or list(validations[:1])
-        if places:
-            found = sorted(draw.sample(places, min(2, len(places))))
-            numbers = (kill, term) if len(found) == 2 else (term,)
-            for step, number in zip(found, numbers, strict=True):
-                add(number, "validation", step)
-            # A run that resumes at such a step has no validation left.
-            around = [steps.index(step) + by for step in found for by in (-1, 0, 1)]
-            taken |= {steps[place] for place in around if 0 <= place < len(steps)}
-        else:
-            notes.append(f"no validation in {count(len(steps), 'step', 'steps')}, so none was interrupted")
+        candidates = [step for step in validations if step in inner and step not in options.at] or validations[:1]
+        validated = sorted(draw.sample(candidates, min(2, len(candidates))))
+        for step, number in zip(validated, (kill, term) if len(validated) == 2 else (term,), strict=False):
+            add(number, "validation", step)
+        # A run that resumes at such a step has no validation left.
+        around = [steps.index(step) + by for step in validated for by in (-1, 0, 1)]
+        taken |= {steps[index] for index in around if 0 <= index < len(steps)}
+        if not validated:
+            notes.append(f"no validation in {count(len(steps), 'step')}, so none was interrupted")
     if "first" in options.kinds:
         add(kill, "step", steps[0])
         add(term, "step", steps[0])
@@ -110,13 +104,13 @@ def choose(
             if kind == "twice" and step in following:
                 add(term, "step", following[step])
                 taken.add(following[step])
-    found_all = [one for _, _, one in sorted(chosen, key=lambda entry: entry[:2])]
-    return list(dict.fromkeys(found_all)), notes
+    ordered = [interruption for _, _, interruption in sorted(chosen, key=lambda entry: entry[:2])]
+    return list(dict.fromkeys(ordered)), notes
 
 
 def places_to_save(options: DrillOptions) -> tuple[int, ...]:
-    """Return the places of steps, from 1, that are saved in any case: those around the likely interruptions."""
-    places = range(1, options.steps + 1)
-    likely, _ = choose(places, (), options if not options.at else DrillOptions(steps=options.steps, kinds=("first",)))
-    around = {one.step + by for one in likely for by in (-1, 0, 1, 2)}
-    return tuple(sorted(around.intersection(places)))
+    """Return the positions of the steps, from 1, that are always saved: those around the likely interruptions."""
+    positions = range(1, options.steps + 1)
+    likely, _ = choose(positions, (), replace(options, kinds=("first",), at=()) if options.at else options)
+    around = {interruption.step + by for interruption in likely for by in (-1, 0, 1, 2)}
+    return tuple(sorted(around.intersection(positions)))

@@ -1,4 +1,4 @@
-"""What ``holdfast drill`` asks a start of the program to do: the interface between the command and the program."""
+"""The instructions of ``holdfast drill`` for a start of the program."""
 
 from __future__ import annotations
 
@@ -6,40 +6,45 @@ import json
 import signal
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from ...engine.observer import Point
 
 PLAN = "plan.json"  # file in the folder of a rehearsal: the plan of the current start
-TRACES = "traces"  # folder with a file for each start: what its processes report
+TRACES = "traces"  # folder with a file for each start: the reports of its processes
 RUNS = "runs"  # folder: the directories of the current run
-CLAIMS = "claims.jsonl"  # file in it: the directories that were claimed, as lines of {"url": ..., "target": ...}
+CLAIMS = "claims.jsonl"  # file in RUNS: the claimed directories, as lines of {"url": ..., "target": ...}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrillPlan:
-    """What one start of the program must do; places of steps count from 1."""
+    """What one start of the program does; the positions of steps count from 1."""
 
-    name: str  # of this start, and of the folder of its traces
+    name: str  # of this start, and of its trace
     count: int | None = None  # end after this many different steps; None does not count
     last: int | None = None  # end after this step, if there is one
     save: tuple[int, ...] = ()  # steps to save in addition to those that the program saves
-    save_places: tuple[int, ...] = ()  # places of further steps to save
-    dense_bytes: int = 0  # save every step as long as ``count`` of them take no more bytes than this
+    save_places: tuple[int, ...] = ()  # positions of more steps to save
+    dense_bytes: int = 0  # save every step if ``count`` checkpoints take no more bytes than this
     point: Point | None = None  # where to interrupt: ``step``, ``validation`` or ``commit``; None interrupts nothing
     step: int = 0  # the first step at which to interrupt
     signal: int = signal.SIGKILL
 
     def write(self, folder: Path) -> None:
-        """Write it where the program finds it."""
         (folder / TRACES).mkdir(exist_ok=True)
         (folder / PLAN).write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     def trace(self, folder: Path) -> Path:
-        """Return the file in which the processes of this start report what they pass."""
+        """Return the file with the reports of the processes of this start."""
         return folder / TRACES / f"{self.name}.jsonl"
 
     @staticmethod
     def read(folder: Path) -> DrillPlan:
-        """Read what :meth:`write` wrote."""
-        found = json.loads((folder / PLAN).read_text(encoding="utf-8"))
-        return DrillPlan(**{**found, "save": tuple(found["save"]), "save_places": tuple(found["save_places"])})
+        plan = json.loads((folder / PLAN).read_text(encoding="utf-8"))
+        return DrillPlan(**{**plan, "save": tuple(plan["save"]), "save_places": tuple(plan["save_places"])})
+
+
+def read_claims(folder: Path) -> list[dict[str, Any]]:
+    """Return the directories that were claimed in the folder of a run."""
+    path = folder / CLAIMS
+    return [*map(json.loads, path.read_text(encoding="utf-8").splitlines())] if path.exists() else []

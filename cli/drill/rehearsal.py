@@ -1,7 +1,7 @@
 """The inside of a rehearsal: interrupts the process at a chosen point, and reports how the program got there.
 
-The entry of the child (``cli/child.py``) makes the rehearsal, the observer of all managers of the process. It saves at
-more steps than the program asks for, keeps all checkpoints, and ends the process after the last step of the rehearsal.
+``cli/child.py`` makes the rehearsal, which observes all managers of the process. It saves more steps than the program
+itself, keeps all checkpoints, and ends the process after the last step of the rehearsal.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ...engine.fingerprints import Fingerprints
 from ...engine.manager import CheckpointManagerOptions
 from ...engine.observer import Observer, Point, T
 from ...engine.storage import append_line
-from .plan import CLAIMS, RUNS, DrillPlan
+from .plan import CLAIMS, RUNS, DrillPlan, read_claims
 
 _LIBRARIES = ("jax", "torch", "lightning", "pytorch_lightning")  # The advice depends on these.
-_PATIENCE = 60.0  # seconds to wait for saves in progress
-# A program ignores a signal if it continues for this many steps: alone, and as several processes that agree on a step.
+_PATIENCE = 60.0  # seconds to wait for pending saves
+# A program ignores a signal if it continues for this many steps: a single process, and several that agree on a step.
 _STEPS_UNTIL_IGNORED, _STEPS_TO_AGREE = 10, 100
 
 
@@ -43,11 +43,11 @@ class Rehearsal(Observer):
         self._trace = self._plan.trace(folder)
         self._process = 0
         self._alone = True
-        self._steps: dict[int, int] = {}  # by step: its place among the steps of this start
+        self._steps: dict[int, int] = {}  # the position of each step of this start
         self._validated: int | None = None
-        self._signalled: int | None = None  # the place of the step at which the signal came
-        self._largest = 0  # bytes of a checkpoint
-        self._writing = 0  # saves in progress
+        self._signalled: int | None = None  # the position of the step at which the signal came
+        self._largest = 0  # bytes of the largest checkpoint
+        self._writing = 0  # pending saves
         self._changed = threading.Condition()
         self._fingerprints = Fingerprints()
 
@@ -68,13 +68,13 @@ class Rehearsal(Observer):
         self._process, self._alone = process, count == 1
 
     def wants(self, step: int) -> str | None:
-        plan, place = self._plan, self._steps.get(step, 0)
-        planned = step in plan.save or place in plan.save_places or step == plan.last or place == plan.count
+        plan, position = self._plan, self._steps.get(step, 0)
+        planned = step in plan.save or position in plan.save_places or step == plan.last or position == plan.count
         dense = self._alone and self._largest * (plan.count or 1) < plan.dense_bytes
         return "rehearsal" if planned or dense else None
 
     def steps_after_signal(self, most: int) -> int:
-        return 0  # The plan has all steps, and the undisturbed run shows what they give.
+        return 0  # The undisturbed run shows what the later steps give.
 
     def event(self, event: Mapping[str, Any]) -> None:
         self._heartbeat.event(event)
@@ -102,15 +102,15 @@ class Rehearsal(Observer):
             self._interrupt(point, step)
 
     def _new_step(self, step: int) -> None:
-        plan, place = self._plan, len(self._steps) + 1
-        if (plan.count is not None and place > plan.count) or (plan.last is not None and step > plan.last):
+        plan, position = self._plan, len(self._steps) + 1
+        if (plan.count is not None and position > plan.count) or (plan.last is not None and step > plan.last):
             self._stop()
-        self._steps[step] = place
+        self._steps[step] = position
         limit = _STEPS_UNTIL_IGNORED if self._alone else _STEPS_TO_AGREE
-        if self._signalled is not None and place - self._signalled > limit:
+        if self._signalled is not None and position - self._signalled > limit:
             self._note("ignored", step=step)
             os.kill(os.getpid(), signal.SIGKILL)
-        if place == 1:
+        if position == 1:
             self._note("libraries", names=[name for name in _LIBRARIES if name in sys.modules])
         self._note("step", step=step, facts=self._fingerprints.changes())
 
@@ -124,7 +124,7 @@ class Rehearsal(Observer):
         os.kill(os.getpid(), self._plan.signal)
 
     def _stop(self) -> None:
-        """End the process after the last step of the rehearsal, when that is saved."""
+        """End the process after the last step of the rehearsal, when the saves are done."""
         self._wait_for_saves()
         if self._signalled is not None and len(self._steps) - self._signalled > 1:
             # Several processes may have agreed on a later step.
@@ -133,7 +133,7 @@ class Rehearsal(Observer):
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
-        # When one process fails, a launcher ends the others, perhaps before they have saved.
+        # If one process fails, a launcher ends the others, perhaps before they have saved.
         os._exit(PREEMPTED if self._alone and "TORCHELASTIC_RUN_ID" not in os.environ else 0)
 
     def _wait_for_saves(self) -> None:
@@ -148,25 +148,20 @@ class Rehearsal(Observer):
 
 
 class Redirects:
-    """Directories that the program was about to write to, each with the folder that stands in for it from then on."""
+    """Maps directories that the program was about to write to to the folders that stand in for them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = str(folder)
         self._targets: dict[str, str] = {}
         os.makedirs(folder, exist_ok=True)
-        try:
-            lines = (folder / CLAIMS).read_text(encoding="utf-8").splitlines()
-        except FileNotFoundError:
-            lines = []
-        for line in lines:
-            claim = json.loads(line)
+        for claim in read_claims(folder):
             self._targets[claim["url"]] = claim["target"]
 
     def target(self, url: str, *, writes: bool) -> str:
         """Return the path or URL that stands in for another one, or the same; ``writes`` claims it."""
         if self._stands_in(url):
             return url
-        claimed = max((one for one in self._targets if f"{url}/".startswith(f"{one}/")), key=len, default=None)
+        claimed = max((above for above in self._targets if f"{url}/".startswith(f"{above}/")), key=len, default=None)
         if claimed is not None:
             target = self._targets[claimed] + url[len(claimed) :]
         else:
@@ -179,7 +174,7 @@ class Redirects:
         return target
 
     def check(self, url: str) -> None:
-        """Raise StateError for a place that would be changed, and for which nothing stands in."""
+        """Raise StateError for a location that nothing stands in for, as it would be changed."""
         if not self._stands_in(url):
             raise StateError(
                 f"{url}: the program is about to change this place in a rehearsal, and no folder of the rehearsal "

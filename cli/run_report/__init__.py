@@ -31,10 +31,7 @@ from .page import GENERATOR, draw_page
 )
 @click.option("--output", "-o", metavar="FILE", default="report.html", help="The file; an earlier report is replaced.")
 @click.option(
-    "--no-stats",
-    "no_statistics",
-    is_flag=True,
-    help="Read no values: quick, without statistics and norms of leaves.",
+    "--no-stats", "no_statistics", is_flag=True, help="Read no values: quick, without statistics and norms of leaves."
 )
 @click.option(
     "--norm-steps",
@@ -60,11 +57,11 @@ def report(directories: Sequence[str], output: str, no_statistics: bool, norm_st
     content = page.encode("utf-8", "replace")  # File names may hold halves of surrogate pairs.
     as_location(target).write_bytes(content)
     if as_json:
-        places = [str(location) for location in locations]
-        intervals = {run.place: [asdict(one) for one in choices(run.experience)] for run in runs}
-        print_json({"file": str(target), "runs": places, "bytes": len(content), "intervals": intervals})
+        intervals = {run.place: [*map(asdict, choices(run.experience))] for run in runs}
+        paths = [*map(str, locations)]
+        print_json({"file": str(target), "runs": paths, "bytes": len(content), "intervals": intervals})
         return DONE
-    say(f"{target}: {count(len(runs), 'run', 'runs')}, {format_size(len(content))}")
+    say(f"{target}: {count(len(runs), 'run')}, {format_size(len(content))}")
     for run in runs:
         if (line := advice(run.experience)) is not None:
             say(f"{run.name}: {line}")

@@ -2,8 +2,8 @@
 
 Charts have no scripts, so that they print, follow the colours of the page, and have a DOM.
 
-The drawings stretch with the page, and the text next to them is HTML: at 400 pixels it is as large as at 1600. Lines
-do not scale (``vector-effect``), and dots are lines without length and round ends.
+The drawings stretch with the page, but the text next to them is HTML, which has the same size at 400 and 1600 pixels.
+Lines do not scale (``vector-effect``), and dots are lines of length 0 with round ends.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ..report import count, duration
 from .history import WORDS, Attempt, History, Note, Save
 from .markup import Markup, join, tag
 
-WIDTH, HEIGHT = 1000.0, 100.0  # the size of the drawings, in their own units
+WIDTH, HEIGHT = 1000.0, 100.0  # the size of the drawings, in user units
 _POINTS = 600  # maximum number of points on a line
 _BUCKETS = 120  # columns of the lane "waited for saves"
-_GAP = 0.04  # the greatest width of a pause between two starts, as a share of the whole
-_BARS = 150
+_GAP = 0.04  # the maximum width of a pause between two starts, as a share of the whole
+_BARS = 150  # maximum number of bars of sizes
 _MARKS = 200  # maximum number of marks, and of pauses, on a timeline
 
 
@@ -35,7 +35,7 @@ _MARKS = 200  # maximum number of marks, and of pauses, on a timeline
 
 
 class TimeScale:
-    """Maps times to shares of the width; long pauses between two starts are cut short."""
+    """Maps times to positions on an axis, from 0 to 1; long pauses between two starts are cut short."""
 
     def __init__(self, spans: Iterable[tuple[float, float]]) -> None:
         merged: list[list[float]] = []
@@ -44,25 +44,23 @@ class TimeScale:
                 merged[-1][1] = max(merged[-1][1], end)
             else:
                 merged.append([begin, end])
-        active = sum(end - begin for begin, end in merged) or 1.0
-        short = _GAP * active
-        self.pauses: list[tuple[float, float, float]] = []  # (place, width, seconds)
-        self._times, self._places, place = [merged[0][0]], [0.0], 0.0
-        for number, (begin, end) in enumerate(merged):
-            if number:
-                pause = begin - merged[number - 1][1]
-                width = min(pause, short)
-                if pause > short:
-                    self.pauses.append((place, width, pause))
-                place += width
-                self._times.append(begin)
-                self._places.append(place)
-            place += end - begin
-            self._times.append(end)
-            self._places.append(place)
-        whole = place or 1.0
-        self._places = [one / whole for one in self._places]
-        self.pauses = [(where / whole, width / whole, pause) for where, width, pause in self.pauses]
+        longest = _GAP * (sum(end - begin for begin, end in merged) or 1.0)
+        self.pauses: list[tuple[float, float, float]] = []  # (position, width, seconds)
+        self._times: list[float] = []
+        self._places: list[float] = []
+        position = 0.0
+        for begin, end in merged:
+            if self._times:
+                pause = begin - self._times[-1]
+                if pause > longest:
+                    self.pauses.append((position, longest, pause))
+                position += min(pause, longest)
+            self._times += [begin, end]
+            self._places += [position, position + end - begin]
+            position += end - begin
+        whole = position or 1.0
+        self._places = [position / whole for position in self._places]
+        self.pauses = [(position / whole, width / whole, pause) for position, width, pause in self.pauses]
 
     def place(self, time: float) -> float:
         """Return the position of a time on the axis, from 0 to 1."""
@@ -99,20 +97,19 @@ _SYMBOLS = {
 
 
 def timeline(history: History) -> tuple[Markup, bool]:
-    """Draw the life of a run as HTML; return also whether pauses between starts are cut short in it."""
+    """Draw the life of a run as HTML; also return whether pauses between starts are cut short."""
     attempts = history.attempts
     scale = TimeScale((attempt.began, attempt.ended) for attempt in attempts)
-    shown = (
-        slice(5, 16) if clock_text(attempts[0].began)[:10] != clock_text(attempts[-1].ended)[:10] else slice(11, None)
-    )
+    is_one_day = clock_text(attempts[0].began)[:10] == clock_text(attempts[-1].ended)[:10]
+    shown = slice(11, None) if is_one_day else slice(5, 16)
     pauses = [
         tag(
             "span",
             class_="pause",
-            style=f"left:{100 * where:.2f}%;width:{100 * width:.2f}%",
+            style=f"left:{100 * position:.2f}%;width:{100 * width:.2f}%",
             title=f"nothing ran for {duration(pause)}",
         )
-        for where, width, pause in scale.pauses[:_MARKS]
+        for position, width, pause in scale.pauses[:_MARKS]
     ]
     ticks = (
         tag("span", clock_text(scale.time(part / 4))[shown], class_=f"tick tick-{part}", style=f"left:{25 * part}%")
@@ -146,7 +143,7 @@ def _programs(attempts: Sequence[Attempt], scale: TimeScale) -> Iterator[Markup]
 
 
 def _saves(saves: Sequence[Save], scale: TimeScale) -> Iterator[Markup]:
-    """Draw the time that each save took, and a line where it was durable; of several at one place, only the first."""
+    """Draw the time of each save, and a line where it became durable; of several at one position, only the first."""
     seen: set[int] = set()
     for save in saves:
         right = WIDTH * scale.place(save.time)
@@ -161,7 +158,7 @@ def _saves(saves: Sequence[Save], scale: TimeScale) -> Iterator[Markup]:
 
 
 def _waiting(attempts: Sequence[Attempt], scale: TimeScale) -> Iterator[Markup]:
-    """Draw how large a share of each stretch of time the training loop waited for saves."""
+    """Draw the share of the time that the training loop waited for saves, in buckets."""
     waited = [0.0] * _BUCKETS
     for save in itertools.chain.from_iterable(attempt.saves for attempt in attempts):
         began = scale.place(save.time - save.total)  # The loop waits at the beginning of a save.
@@ -199,8 +196,8 @@ def _marks(notes: Sequence[Note], scale: TimeScale) -> Iterator[Markup]:
 
 def _rectangle(x: float, width: float, y: float, height: float, kind: str, text: str = "") -> Markup:
     title = (tag("title", text),) if text else ()
-    places = {"x": x, "y": y, "width": width, "height": height}
-    return tag("rect", *title, class_=kind, **{name: f"{value:.1f}" for name, value in places.items()})
+    geometry = {"x": x, "y": y, "width": width, "height": height}
+    return tag("rect", *title, class_=kind, **{name: f"{value:.1f}" for name, value in geometry.items()})
 
 
 # ---- lines over steps
@@ -209,9 +206,9 @@ def _rectangle(x: float, width: float, y: float, height: float, kind: str, text:
 def line_chart(
     title: str, values: Mapping[int, float], kept: Iterable[int] = (), best: int | None = None, unit: str = ""
 ) -> Markup:
-    """Draw values over steps, the kept checkpoints as dots; the page's script shows the lines of ``data-readings``."""
+    """Draw values over steps, with dots for kept checkpoints; the page's script shows the ``data-readings``."""
     finite = sorted((step, value) for step, value in values.items() if math.isfinite(value))
-    known, points, lost = dict(finite), _thinned(finite), len(values) - len(finite)
+    by_step, points, lost = dict(finite), _thinned(finite), len(values) - len(finite)
     low, high = _range([value for _, value in points])
     first, last = (points[0][0], points[-1][0]) if points else (0, 0)
 
@@ -222,18 +219,18 @@ def line_chart(
         return HEIGHT * (high - value) / (high - low)
 
     def dots(kind: str, steps: Iterable[int]) -> Markup:
-        return tag("path", class_=kind, d="".join(f"M{x(step):.1f} {y(known[step]):.1f}h0" for step in steps))
+        return tag("path", class_=kind, d="".join(f"M{x(step):.1f} {y(by_step[step]):.1f}h0" for step in steps))
 
     levels = _levels(low, high)
     drawn = [tag("path", class_="grid", d=f"M0 {y(level):.1f}H{WIDTH:g}") for level in levels]
     if len(points) > 1:
-        places = (f"{x(step):.1f} {y(value):.1f}" for step, value in points)
-        drawn.append(tag("path", class_="line", d="M" + "L".join(places)))
+        line = (f"{x(step):.1f} {y(value):.1f}" for step, value in points)
+        drawn.append(tag("path", class_="line", d="M" + "L".join(line)))
     if len(points) <= 60:
         drawn.append(dots("dot", [step for step, _ in points]))
-    if kept := [step for step in kept if step in known]:
+    if kept := [step for step in kept if step in by_step]:
         drawn.append(dots("kept", kept[-_POINTS:]))
-    if best is not None and best in known:
+    if best is not None and best in by_step:
         drawn.append(dots("best", [best]))
     now = number_text(finite[-1][1], unit) if finite else "-"
     summary = f"{title}: {len(values)} values"
@@ -246,7 +243,7 @@ def line_chart(
     plot = tag(
         "div",
         tag("svg", *drawn, viewBox=f"0 0 {WIDTH:g} {HEIGHT:g}", preserveAspectRatio="none", aria_hidden="true"),
-        *(tag("span", number_text(one, unit), class_="level", style=f"top:{y(one):.1f}%") for one in levels),
+        *(tag("span", number_text(level, unit), class_="level", style=f"top:{y(level):.1f}%") for level in levels),
         tag("output", class_="reading", hidden=True),
         class_="plot",
         tabindex=0,
@@ -263,9 +260,9 @@ def _figure(caption: Iterable[str], plot: Markup, first: int, last: int) -> Mark
 
 
 def size_chart(sizes: Sequence[tuple[int, int, int]]) -> Markup:
-    """Draw the sizes of steps: ``(step, own bytes, shared bytes)``; of many, the largest in each of some groups."""
+    """Draw the sizes of steps: ``(step, own bytes, shared bytes)``; of many, the largest in each group."""
     group = max(1, math.ceil(len(sizes) / _BARS))
-    bars = [max(sizes[begin : begin + group], key=lambda one: one[1] + one[2]) for begin in range(0, len(sizes), group)]
+    bars = [max(sizes[i : i + group], key=lambda size: size[1] + size[2]) for i in range(0, len(sizes), group)]
     most = max(own + shared for _, own, shared in bars) or 1
     width = WIDTH / len(bars)
     fill = min(width * 0.8, 60.0)
@@ -286,24 +283,24 @@ def size_chart(sizes: Sequence[tuple[int, int, int]]) -> Markup:
 
 def sparkline(values: Sequence[float | None]) -> Markup:
     """Draw a few numbers in a line of text."""
-    known = [(number, value) for number, value in enumerate(values) if value is not None and math.isfinite(value)]
-    if len(known) < 2:
+    finite = [(index, value) for index, value in enumerate(values) if value is not None and math.isfinite(value)]
+    if len(finite) < 2:
         return Markup()
-    low, high = min(value for _, value in known), max(value for _, value in known)
+    low, high = min(value for _, value in finite), max(value for _, value in finite)
     span, last = (high - low) or 1.0, max(1, len(values) - 1)
-    points = " ".join(f"{76 * number / last + 2:.1f},{16 - 14 * (value - low) / span:.1f}" for number, value in known)
+    points = " ".join(f"{76 * index / last + 2:.1f},{16 - 14 * (value - low) / span:.1f}" for index, value in finite)
     return tag("svg", tag("polyline", points=points), class_="spark", viewBox="0 0 80 18", aria_hidden="true")
 
 
 def number_text(value: float, unit: str = "") -> str:
-    """Return a number of a chart as readable text."""
+    """Format a number of a chart."""
     if unit == "s":
         return duration(value) if value >= 0 else f"-{duration(-value)}"
     return f"{value:.0f}" if value.is_integer() and abs(value) < 1e7 else f"{value:.4g}"
 
 
 def percent(share: float) -> str:
-    """Return a share as readable text.
+    """Format a share.
 
     >>> percent(1.0), percent(0.0593), percent(0.00012)
     ('100 %', '5.9 %', '0.012 %')
@@ -312,15 +309,15 @@ def percent(share: float) -> str:
 
 
 def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Return fewer points of a line that looks the same: the least and the greatest of each of some groups."""
+    """Return fewer points of a line that looks the same: the minimum and the maximum of each group."""
     if len(points) <= _POINTS:
         return list(points)
     group = math.ceil(len(points) / (_POINTS / 2))
-    found: list[tuple[int, float]] = [points[0]]
+    kept = {points[0], points[-1]}
     for begin in range(0, len(points), group):
         part = points[begin : begin + group]
-        found += sorted({min(part, key=lambda one: one[1]), max(part, key=lambda one: one[1])})
-    return sorted({*found, points[-1]})
+        kept |= {min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])}
+    return sorted(kept)
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
@@ -334,13 +331,14 @@ def _levels(low: float, high: float) -> list[float]:
     span = high - low
     if not math.isfinite(span) or span <= 0:
         return []
-    size_ = 10 ** math.floor(math.log10(span))
-    unit = next(size_ * one for one in (0.2, 0.25, 0.5, 1.0, 2.0, 2.5, 5.0, 10.0) if span / (size_ * one) <= 5)
+    power = 10 ** math.floor(math.log10(span))
+    units = (power * factor for factor in (0.2, 0.25, 0.5, 1.0, 2.0, 2.5, 5.0, 10.0))
+    unit = next(unit for unit in units if span / unit <= 5)
     first = math.ceil(low / unit)
     return [number * unit for number in range(first, first + 6) if low <= number * unit <= high]
 
 
-# ---- the tree of a checkpoint, to unfold: containers with the bytes of all below them
+# ---- the tree of a checkpoint, to unfold: containers with the bytes below them
 
 _ROWS = 4000  # maximum number of containers and leaves that are drawn
 _CHILDREN = 400  # maximum number of children that are drawn of one container
@@ -361,7 +359,7 @@ class Node:
 
 
 def draw_tree(leaves: Sequence[LeafSummary]) -> tuple[Markup, int]:
-    """Return the HTML of a tree, with its upper levels in any case, and how many leaves are left out."""
+    """Return the HTML of a tree, the upper levels first, and the number of omitted leaves."""
     root = _tree(leaves)
     drawn = _choose(root)
     opened = root.shown or []
@@ -385,7 +383,7 @@ def _tree(leaves: Sequence[LeafSummary]) -> Node:
 
 
 def _choose(root: Node) -> int:
-    """Choose the nodes to draw, the upper levels first; return how many leaves are among them."""
+    """Choose the nodes to draw, the upper levels first; return the number of leaves among them."""
     waiting, left, leaves = deque([root]), _ROWS, 0
     while waiting:
         node = waiting.popleft()
@@ -401,8 +399,8 @@ def _draw(node: Node, *, is_open: bool) -> Markup:
     if not node.children:
         assert node.leaf is not None
         leaf = node.leaf
-        kind = f"{leaf.dtype}{list(leaf.shape)}" if leaf.dtype else leaf.kind
-        about = " ".join(filter(None, [kind, leaf.value or "", leaf.sharding]))
+        leaf_type = f"{leaf.dtype}{list(leaf.shape)}" if leaf.dtype else leaf.kind
+        about = " ".join(filter(None, [leaf_type, leaf.value or "", leaf.sharding]))
         return tag("div", tag("code", node.name), " ", tag("span", about), size, class_="leaf")
     shown = node.shown or []
     parts = [_draw(child, is_open=False) for child in shown]

@@ -1,4 +1,4 @@
-"""The facts that a report shows about a run, read from its directory with bounded memory."""
+"""The facts about a run that a report shows, read from its directory with bounded memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .history import History, add_metrics, read_history
 
 _MOST_RUNS = 50
 _STATISTICS = 1500  # maximum number of leaves whose statistics are shown
-_WORTH = 60.0  # the least seconds a day that another interval must save for the command to name it
+_WORTH = 60.0  # seconds a day that another interval must save at least for the command to recommend it
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +34,13 @@ class Reading:
 
     progress: Progress = NULL  # counts the bytes that are read
     statistics: bool = True
-    norm_steps: int | None = None  # how many steps to compare norms of, the newest included; None chooses
+    norm_steps: int | None = None  # number of steps whose norms are compared, with the newest; None chooses
     earlier_bytes: float = 8 << 30  # maximum bytes to read of earlier steps for norms, if `norm_steps` is None
 
 
 @dataclass(slots=True)
 class Statistics:
-    """Numbers about the leaves of one step, and their norms at some earlier ones."""
+    """Numbers about the leaves of one step, and their norms at some earlier steps."""
 
     step: int | None
     leaves: list[LeafStatistics] = field(default_factory=list)  # in the order of the tree
@@ -74,25 +74,20 @@ class RunFacts:
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of all steps, those of shared files once."""
-        return sum(one.added_bytes for one in self.checkpoints)
-
-    @property
-    def damaged(self) -> list[CheckpointSummary]:
-        """The steps that are damaged."""
-        return [one for one in self.checkpoints if one.damage is not None]
+        """Bytes of all steps, with shared files counted once."""
+        return sum(step.added_bytes for step in self.checkpoints)
 
 
 def find_runs(places: Sequence[str]) -> tuple[list[Location], int]:
-    """Return the directories to report on, and how many more there are: the runs in it for a folder of runs."""
-    found: list[Location] = []
+    """Return the directories to report on, and the number of omitted ones; a folder of runs stands for its runs."""
+    directories: list[Location] = []
     for place in places:
         location = checkpoints_at(place)
         below = [] if is_one_checkpoint(location) else runs_below(location)
         if below and list_checkpoints(location):  # The directory itself has checkpoints of another library.
             below = []
-        found += [_inside(location / name) for name in below] or [location]
-    return found[:_MOST_RUNS], len(found[_MOST_RUNS:])
+        directories += [_inside(location / name) for name in below] or [location]
+    return directories[:_MOST_RUNS], len(directories[_MOST_RUNS:])
 
 
 def _inside(run: Location) -> Location:
@@ -102,20 +97,20 @@ def _inside(run: Location) -> Location:
 
 def read_run(location: Location, reading: Reading) -> RunFacts:
     """Read all that a report shows about a run."""
-    one = is_one_checkpoint(location)
-    checkpoints = [describe_one(location)] if one else list_checkpoints(location)
-    events = [] if one else read_run_events(location)
+    is_one = is_one_checkpoint(location)
+    checkpoints = [describe_one(location)] if is_one else list_checkpoints(location)
+    events = [] if is_one else read_run_events(location)
     history = read_history(events)
     for checkpoint in checkpoints:  # Checkpoints also have metrics that other programs recorded.
         add_metrics(history, checkpoint.step, checkpoint.metrics)
     name = location.parent.name if location.name == INSIDE_A_RUN else location.name
     facts = RunFacts(name, str(location), checkpoints, history, Experience(events), has_events=bool(events))
-    if not one:
+    if not is_one:
         facts.format = find_steps(location).format or "holdfast"
         with contextlib.suppress(HoldfastError):
             facts.metadata = stored_metadata(location)
         facts.best_metric, facts.best = _best(location, checkpoints)
-    _read_newest(facts, location, one, reading)
+    _read_newest(facts, location, is_one, reading)
     return facts
 
 
@@ -123,18 +118,19 @@ def _best(location: Location, checkpoints: Sequence[CheckpointSummary]) -> tuple
     options = stored_options(location)
     if options is None or not isinstance(options.best_fn, str):
         return None, None
-    infos = [StepInfo(step=one.step, time=one.time or 0.0, metrics=one.metrics) for one in checkpoints if one.time]
+    infos = [StepInfo(step=step.step, time=step.time, metrics=step.metrics) for step in checkpoints if step.time]
     return options.best_fn, best(infos, options.best_fn, options.ranking_mode)
 
 
-def _read_newest(facts: RunFacts, location: Location, one: bool, reading: Reading) -> None:
+def _read_newest(facts: RunFacts, location: Location, is_one: bool, reading: Reading) -> None:
     """Describe the newest step that can be read."""
     if not facts.checkpoints:
         return
     whole = [checkpoint for checkpoint in facts.checkpoints if checkpoint.damage is None]
     try:
-        newest = location if one else find_checkpoint(location, None)
-        facts.newest = next((one for one in whole if one.path == str(newest)), None) or (whole[-1] if whole else None)
+        newest = location if is_one else find_checkpoint(location, None)
+        last = whole[-1] if whole else None
+        facts.newest = next((checkpoint for checkpoint in whole if checkpoint.path == str(newest)), last)
         if facts.newest is None:
             return
         facts.leaves = describe(facts.newest.path)
@@ -151,28 +147,31 @@ def _read_newest(facts: RunFacts, location: Location, one: bool, reading: Readin
 def _read_statistics(
     newest: CheckpointSummary, leaves: Sequence[LeafSummary], whole: Sequence[CheckpointSummary], reading: Reading
 ) -> Statistics:
-    found, grouped = Statistics(newest.step), _groups(leaves)
+    statistics, grouped = Statistics(newest.step), _groups(leaves)
     totals: dict[str, float] = {}
+
+    def importance(numbered: tuple[int, LeafStatistics]) -> tuple[bool, int, int]:
+        index, leaf = numbered
+        return bool(leaf.nan or leaf.inf), leaf.size, -index
+
     try:
-        numbered = _counted(found, _leaves(newest, grouped, totals, reading.progress))
-        largest = heapq.nlargest(
-            _STATISTICS, numbered, key=lambda one: (bool(one[1].nan or one[1].inf), one[1].size, -one[0])
-        )
-        found.leaves = [leaf for _, leaf in sorted(largest, key=lambda one: one[0])]
+        numbered = _counted(statistics, _leaves(newest, grouped, totals, reading.progress))
+        shown = heapq.nlargest(_STATISTICS, numbered, key=importance)
+        statistics.leaves = [leaf for _, leaf in sorted(shown, key=lambda numbered: numbered[0])]
     except HoldfastError as error:
-        found.notes.append(f"Step {newest.step} could not be read to its end: {error}")
-        return found
-    if found.number > len(found.leaves):
-        found.notes.append(
-            f"{found.number - len(found.leaves)} of {found.number} leaves are left out here: those with NaN or Inf and "
-            "the largest are shown. holdfast show --stats lists all"
+        statistics.notes.append(f"Step {newest.step} could not be read to its end: {error}")
+        return statistics
+    if (left := statistics.number - len(statistics.leaves)) > 0:
+        statistics.notes.append(
+            f"{left} of {statistics.number} leaves are left out here: those with NaN or Inf and the largest are shown. "
+            "holdfast show --stats lists all"
         )
-    _read_norms(found, newest, whole, reading, grouped, totals)
-    return found
+    _read_norms(statistics, newest, whole, reading, grouped, totals)
+    return statistics
 
 
 def _groups(leaves: Sequence[LeafSummary]) -> dict[tuple[str, str], str]:
-    """Return the container at the top that each leaf belongs to; only of floating-point leaves, not of counters."""
+    """Return the top-level container of each floating-point leaf, without counters."""
     several = len({leaf.item for leaf in leaves}) > 1
     return {
         (leaf.item, leaf.path): "/".join([leaf.item] * several + leaf.path.split("/")[:1])
@@ -184,7 +183,7 @@ def _groups(leaves: Sequence[LeafSummary]) -> dict[tuple[str, str], str]:
 def _leaves(
     checkpoint: CheckpointSummary, grouped: Mapping[tuple[str, str], str], totals: dict[str, float], progress: Progress
 ) -> Iterator[LeafStatistics]:
-    """Read the numbers of the leaves of a step, and add up the norms of their containers."""
+    """Read the statistics of the leaves of a step, and accumulate the norms of their containers."""
     for leaf in leaf_statistics(open_at(as_location(checkpoint.path)), progress=progress):
         if (group := grouped.get((leaf.item, leaf.path))) is not None:
             norm = math.nan if leaf.nan or leaf.inf else leaf.norm or 0.0
@@ -192,18 +191,18 @@ def _leaves(
         yield leaf
 
 
-def _counted(found: Statistics, leaves: Iterator[LeafStatistics]) -> Iterator[tuple[int, LeafStatistics]]:
-    for number, leaf in enumerate(leaves):
-        found.number += 1
+def _counted(statistics: Statistics, leaves: Iterator[LeafStatistics]) -> Iterator[tuple[int, LeafStatistics]]:
+    for index, leaf in enumerate(leaves):
+        statistics.number += 1
         if leaf.nan or leaf.inf:
-            found.damaged += 1
-            if len(found.examples) < 5:
-                found.examples.append(f"{leaf.item}/{leaf.path}")
-        yield number, leaf
+            statistics.damaged += 1
+            if len(statistics.examples) < 5:
+                statistics.examples.append(f"{leaf.item}/{leaf.path}")
+        yield index, leaf
 
 
 def _read_norms(
-    found: Statistics,
+    statistics: Statistics,
     newest: CheckpointSummary,
     whole: Sequence[CheckpointSummary],
     reading: Reading,
@@ -211,14 +210,15 @@ def _read_norms(
     totals: dict[str, float],
 ) -> None:
     """Read the norms of some earlier steps of the same series, spread evenly."""
-    keys = [(leaf.item, leaf.path) for leaf in found.leaves]
-    columns = {newest.step: ({(leaf.item, leaf.path): leaf.norm for leaf in found.leaves}, totals)}
-    earlier = [one for one in whole if one.step < newest.step and _series(one) == _series(newest)]
-    chosen = _spread(earlier, (8 if reading.norm_steps is None else reading.norm_steps) - 1)
+    keys = [(leaf.item, leaf.path) for leaf in statistics.leaves]
+    columns = {newest.step: ({(leaf.item, leaf.path): leaf.norm for leaf in statistics.leaves}, totals)}
+    series = newest.path.rstrip("0123456789")
+    earlier = [step for step in whole if step.step < newest.step and step.path.rstrip("0123456789") == series]
+    chosen = _spread(earlier, (reading.norm_steps or 8) - 1)
     budget = reading.earlier_bytes if reading.norm_steps is None else math.inf
     for checkpoint in reversed(chosen):
         if checkpoint.bytes > budget:
-            found.notes.append(
+            statistics.notes.append(
                 f"Norms of earlier steps were read of {len(columns) - 1} of {len(chosen)} chosen steps, as they have "
                 f"{format_size(checkpoint.bytes)} each; --norm-steps {len(chosen) + 1} reads all"
             )
@@ -231,53 +231,46 @@ def _read_norms(
                 if (leaf.item, leaf.path) in norms:
                     norms[leaf.item, leaf.path] = leaf.norm
         except HoldfastError as error:
-            found.notes.append(f"The norms of step {checkpoint.step} could not be read: {error}")
+            statistics.notes.append(f"The norms of step {checkpoint.step} could not be read: {error}")
             continue
         columns[checkpoint.step] = norms, then
-    found.steps = sorted(columns)
-    found.groups = {group: [columns[step][1].get(group, math.nan) for step in found.steps] for group in totals}
-    found.norms = {key: [columns[step][0].get(key) for step in found.steps] for key in keys}
-
-
-def _series(checkpoint: CheckpointSummary) -> str:
-    return checkpoint.path.rstrip("0123456789")
+    statistics.steps = steps = sorted(columns)
+    statistics.groups = {group: [columns[step][1].get(group, math.nan) for step in steps] for group in totals}
+    statistics.norms = {key: [columns[step][0].get(key) for step in steps] for key in keys}
 
 
 def _spread(checkpoints: Sequence[CheckpointSummary], number: int) -> list[CheckpointSummary]:
-    """Return some elements of a list, evenly spread, the first and the last among them."""
+    """Return evenly spread elements of a list, including the first and the last."""
     number = min(number, len(checkpoints))
-    places = {round(place * (len(checkpoints) - 1) / max(1, number - 1)) for place in range(number)}
-    return [checkpoints[place] for place in sorted(places)]
+    return [checkpoints[round(index * (len(checkpoints) - 1) / max(1, number - 1))] for index in range(number)]
 
 
-# ---- what other intervals between two saves would have cost a run, by its own events
+# ---- the expected cost of other intervals between two saves, from the events of a run
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One interval and what it is expected to lose."""
-
-    name: str  # which one it is
+    name: str
     seconds: float
     loss: Loss
 
 
 def choices(experience: Experience) -> list[Choice]:
-    """Return the interval of the run, half and double of it, and the one that loses least; nothing if it has none."""
+    """Return the interval of the run, its half and double, and the one with the least loss; [] without an interval."""
     used = experience.interval
     if used is None:
         return []
-    found = {"half": used / 2, "used": used, "double": 2 * used, "loses least": experience.best()}
-    every = [Choice(name, seconds, experience.loss(seconds)) for name, seconds in found.items() if seconds > 0]
-    return sorted(every, key=lambda one: one.seconds)
+    intervals = {"half": used / 2, "used": used, "double": 2 * used, "loses least": experience.best()}
+    every = [Choice(name, seconds, experience.loss(seconds)) for name, seconds in intervals.items() if seconds > 0]
+    return sorted(every, key=lambda choice: choice.seconds)
 
 
 def advice(experience: Experience) -> str | None:
-    """Return a line about the interval that loses least, if it is worth a change; none for a run that learns it."""
-    found = {one.name: one for one in choices(experience)}
-    if experience.bounds is not None or not {"used", "loses least"} <= found.keys():
+    """Return a recommendation of the interval with the least loss, if it is worth a change and not learned."""
+    by_name = {choice.name: choice for choice in choices(experience)}
+    if experience.bounds is not None or not {"used", "loses least"} <= by_name.keys():
         return None
-    used, least = found["used"], found["loses least"]
+    used, least = by_name["used"], by_name["loses least"]
     if used.loss.together - least.loss.together < _WORTH:
         return None
     return (
@@ -287,8 +280,8 @@ def advice(experience: Experience) -> str | None:
 
 
 def basis(experience: Experience) -> str:
-    """Return the basis of the expectations as text."""
-    failures = count(experience.failures, "failure", "failures") if experience.failures else "no failure"
+    """Describe the basis of the expectations."""
+    failures = count(experience.failures, "failure") if experience.failures else "no failure"
     bounds = " and ".join(map(duration, experience.bounds or ()))
     learns = f" The run learns its interval, between {bounds}." if bounds else ""
     return (

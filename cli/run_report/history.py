@@ -16,9 +16,9 @@ from ...engine.manager import number_in_event
 from ..report import count, duration, proof_text
 
 How = Literal["finished", "closed", "preempted", "crashed", "hung", "failed", "lost", "running", "open"]
-"""How a start has ended: ``closed`` by a program that has no callback, which would know whether training has finished;
-``failed`` with an exception, ``crashed`` by a signal or a status, ``lost`` without a final event;
-``open`` without a word so far, on another machine, where it may be running."""
+"""How a start ended: ``closed`` by a program without a callback, which would record whether training has finished;
+``failed`` with an exception, ``crashed`` with a signal or a status, ``lost`` without a final event;
+``open`` if it may still be running on another machine."""
 
 _CHARTED = 16  # maximum number of numbers in a list that are charted
 
@@ -33,19 +33,13 @@ WORDS: Mapping[How, str] = {
     "running": "running",
     "open": "running or lost",
 }
-
-
 PROOFS: Mapping[str, str] = {"exact": "exact", "inexact": "not exact", "rounding": "exact up to rounding"}
-
-
 _LATEST = 253402300799  # seconds since 1970-01-01 UTC: the end of the year 9999
 _DEEPEST = 32  # the deepest nesting of metrics
 
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """One committed save."""
-
     time: float  # the time at which it was durable
     step: int
     bytes: int  # written
@@ -63,20 +57,15 @@ class Attempt:
     pid: int | None = None
     restored: int | None = None
     restore_seconds: float | None = None
-    proof: str | None = None  # how its first steps compare with those before the stop: one of `PROOFS`
-    compared: int = 0  # the last step that was compared with one of before the stop
+    proof: str | None = None  # how its first steps compare with the steps before the stop: a key of `PROOFS`
+    compared: int = 0  # the last step that was compared with the steps before the stop
     differs: str = ""  # the layers that differ
     saves: list[Save] = field(default_factory=list)
-    last: float = 0.0  # the time of the last event
+    ended: float = 0.0  # the time of the last event
     last_step: int | None = None  # the last step that the program is known to have reached
     how: How | None = None
     status: int | None = None
     why: str = ""
-
-    @property
-    def ended(self) -> float:
-        """When it ended, as far as that is known."""
-        return max(self.last, self.began)
 
     @property
     def blocked(self) -> float:
@@ -89,7 +78,7 @@ Tone = Literal["good", "bad", "warn", "info", "plain"]
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """One thing that happened, for the list and for the marks of the timeline."""
+    """One thing that happened, for the list and the marks of the timeline."""
 
     time: float
     tone: Tone
@@ -100,8 +89,6 @@ class Note:
 
 @dataclass(slots=True)
 class History:
-    """The life of a run."""
-
     attempts: list[Attempt] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
     metrics: dict[str, dict[int, float]] = field(default_factory=dict)  # by name and step
@@ -118,16 +105,15 @@ class History:
 
     @property
     def blocked(self) -> float:
-        """Seconds that the training loop waited for saves."""
         return sum(attempt.blocked for attempt in self.attempts)
 
     def ended(self, *how: How) -> int:
-        """Return how many starts have ended in some ways."""
+        """Return how many starts ended in any of these ways."""
         return sum(attempt.how in how for attempt in self.attempts)
 
 
 def read_history(events: Iterable[Mapping[str, Any]]) -> History:
-    """Make the history of a run from its events, in the order of the file; skip anything that is not an event."""
+    """Make the history of a run from its events in the order of the file; ignore invalid events."""
     history = History()
     by_run: dict[str, Attempt] = {}
     for event in events:
@@ -136,13 +122,13 @@ def read_history(events: Iterable[Mapping[str, Any]]) -> History:
         if when is None or when > _LATEST:
             continue
         attempt = by_run.get(run)
-        if attempt is None:  # The first events may be in a file that was deleted.
+        if attempt is None:  # Its first event may be in a deleted file.
             attempt = by_run[run] = Attempt(when)
             history.attempts.append(attempt)
-        attempt.began, attempt.last = min(attempt.began, when), max(attempt.last, when)
+        attempt.began, attempt.ended = min(attempt.began, when), max(attempt.ended, when)
         _take(history, attempt, event, when)
     # Commands such as pin, and `holdfast run` before it begins, acquire the directory without training.
-    history.attempts = [one for one in history.attempts if one.how != "closed" or _has_trained(one)]
+    history.attempts = [attempt for attempt in history.attempts if attempt.how != "closed" or _has_trained(attempt)]
     _end_all(history)
     history.notes = sorted([*_notes_of(history), *history.notes], key=lambda note: note.time)
     return history
@@ -154,7 +140,7 @@ def add_metrics(
     """Note the metrics of a step; nested ones get ``/`` in their names."""
     for name, value in (metrics or {}).items():
         if isinstance(value, list):
-            value = {str(place): inner for place, inner in enumerate(value[:_CHARTED])}
+            value = {str(index): inner for index, inner in enumerate(value[:_CHARTED])}
         if isinstance(value, Mapping):
             if depth < _DEEPEST:
                 add_metrics(history, step, value, f"{prefix}{name}/", depth + 1)
@@ -189,7 +175,7 @@ def _take(history: History, attempt: Attempt, event: Mapping[str, Any], when: fl
             if skipped := _skipped(event.get("skipped")):
                 history.fallbacks += 1
                 steps = ", ".join(str(number) for number, _ in skipped)
-                title = f"Fell back to step {step}: {count(len(skipped), 'step', 'steps')} damaged ({steps})"
+                title = f"Fell back to step {step}: {count(len(skipped), 'step')} damaged ({steps})"
                 note("bad", title, "; ".join(f"step {number}: {damage}" for number, damage in skipped), "fallback")
             if event.get("local"):
                 text = f"Process 0 has read {size('peer_bytes')} from other hosts."
@@ -231,26 +217,24 @@ def _take(history: History, attempt: Attempt, event: Mapping[str, Any], when: fl
 
 
 def _skipped(skipped: Any) -> list[tuple[int, str]]:
-    """Return the damaged steps that a restore has skipped, each with what is wrong with it."""
+    """Return the damaged steps that a restore skipped, each with its damage."""
     return [
-        (number, str(one.get("damage", "")))
-        for one in (skipped if isinstance(skipped, Sequence) else ())
-        if isinstance(one, Mapping) and (number := _count(one.get("step"))) is not None
+        (number, str(step.get("damage", "")))
+        for step in (skipped if isinstance(skipped, Sequence) else ())
+        if isinstance(step, Mapping) and (number := _count(step.get("step"))) is not None
     ]
 
 
 def _take_end(attempt: Attempt, event: Mapping[str, Any]) -> None:
-    """Take the end from the supervisor's event; that of the run itself tells more about an exception."""
+    """Take the end from the supervisor's event, unless the run itself has reported an exception."""
     how = event.get("how")
     attempt.status = _whole(event.get("status"))
     if how == "hung":
         attempt.how, attempt.why = "hung", str(event.get("why") or "")
     elif how == "crashed" and attempt.how in (None, "closed"):
         attempt.how = "crashed"
-    elif how in ("finished", "preempted") and (
-        attempt.how is None or (attempt.how == "closed" and _has_trained(attempt))
-    ):
-        attempt.how = "finished" if how == "finished" else "preempted"
+    elif attempt.how is None or (attempt.how == "closed" and _has_trained(attempt)):
+        attempt.how = "finished" if how == "finished" else "preempted" if how == "preempted" else attempt.how
 
 
 def _has_trained(attempt: Attempt) -> bool:
@@ -258,7 +242,7 @@ def _has_trained(attempt: Attempt) -> bool:
 
 
 def _end_all(history: History) -> None:
-    """Decide how the starts without a final event have ended; add up the steps that were trained twice."""
+    """Decide how the starts without a final event ended; add up the steps that were trained again."""
     for attempt, after in itertools.zip_longest(history.attempts, history.attempts[1:]):
         if attempt.how is None:
             elsewhere = attempt.host not in ("", socket.gethostname())
@@ -275,20 +259,17 @@ def _end_all(history: History) -> None:
 
 
 def _is_alive(attempt: Attempt) -> bool:
-    """Whether the process of a start on this machine is alive."""
-    if attempt.pid is None:
+    if not attempt.pid:
         return False
     try:
         os.kill(attempt.pid, 0)
-    except PermissionError:
-        return True
-    except (OSError, OverflowError):
-        return False
-    return attempt.pid > 0
+    except (OSError, OverflowError) as error:
+        return isinstance(error, PermissionError)
+    return True
 
 
 def _notes_of(history: History) -> Iterator[Note]:
-    """Yield the beginnings and ends of all starts, and their saves in one line for each row of them."""
+    """Yield the beginnings and ends of all starts, and one note about the saves of each."""
     for number, attempt in enumerate(history.attempts):
         yield _beginning(number, attempt)
         if attempt.saves:
@@ -313,9 +294,9 @@ def _beginning(number: int, attempt: Attempt) -> Note:
 def _saves(saves: Sequence[Save]) -> Note:
     steps = shortened_steps([save.step for save in saves])
     written, blocked = sum(save.bytes for save in saves), sum(save.blocked for save in saves)
-    what = "Saved step" if len(saves) == 1 else f"Saved {len(saves)} steps:"
+    title = "Saved step" if len(saves) == 1 else f"Saved {len(saves)} steps:"
     text = f"{format_size(written)} written, the loop waited {duration(blocked)} for them"
-    return Note(saves[-1].time, "plain", f"{what} {steps}", text)
+    return Note(saves[-1].time, "plain", f"{title} {steps}", text)
 
 
 def _end(attempt: Attempt) -> Note:
@@ -326,15 +307,11 @@ def _end(attempt: Attempt) -> Note:
     failed = f"{why}{' (killed)' * (attempt.status == 137)}"
     closed = "the program has closed its manager; only a callback notes whether training has finished"
     lost = "killed, or its machine was lost; or the program ended without closing its manager"
+    preempted = f"step {saved} was saved" if saved is not None and saved == attempt.last_step else ""
     ends: dict[str, tuple[Tone, str, str, str]] = {
         "finished": ("good", "Finished", "", "finished"),
         "closed": ("info", "Closed", closed, "finished"),
-        "preempted": (
-            "info",
-            "Preempted",
-            f"step {saved} was saved" if saved is not None and saved == attempt.last_step else "",
-            "preempted",
-        ),
+        "preempted": ("info", "Preempted", preempted, "preempted"),
         "hung": ("bad", "Hung", why, "hung"),
         "lost": ("warn", "Ended without a record", lost, "lost"),
         "failed": ("bad", "Failed", failed, "crash"),
@@ -345,7 +322,7 @@ def _end(attempt: Attempt) -> Note:
 
 
 def _count(value: Any) -> int | None:
-    return value if (found := _whole(value)) is not None and found >= 0 else None
+    return number if (number := _whole(value)) is not None and number >= 0 else None
 
 
 def _whole(value: Any) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 
-_VOID = frozenset({"path", "polyline", "rect"})  # written as <path/> where nothing is inside
+_VOID = frozenset({"path", "polyline", "rect"})  # written as <path/> if they are empty
 
 
 class Markup(str):
@@ -14,12 +14,12 @@ class Markup(str):
 
 
 def join(*parts: str) -> Markup:
-    """Return parts in a row; those that are not HTML are escaped."""
+    """Concatenate parts; escape those that are not HTML."""
     return Markup("".join(part if isinstance(part, Markup) else html.escape(part) for part in parts))
 
 
 def tag(name: str, *content: str, **attributes: object) -> Markup:
-    """Return an element with escaped content; ``data_v`` is written as ``data-v``, and None leaves one out."""
+    """Return an element with escaped content; ``data_v`` becomes ``data-v``, and None omits an attribute."""
     start = name
     for key, value in attributes.items():
         if value is not None:

@@ -1,4 +1,4 @@
-"""The page of a report: HTML with its style, script and data inside, which loads nothing."""
+"""The page of a report: HTML with its style, script and data inline, which loads nothing."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _BAD = ("crashed", "hung", "failed")
 
 
 def draw_page(runs: Sequence[RunFacts], *, now: float, version: str, left_out: int = 0) -> str:
-    """Return the page of some runs, made ``now`` (seconds since 1970-01-01 UTC); it lacks ``left_out`` others."""
+    """Return the page of some runs at ``now`` (seconds since 1970-01-01 UTC); ``left_out`` other runs are omitted."""
     only = len(runs) == 1
     sections = [_run(run, number, now, only=only) for number, run in enumerate(runs)]
     files = importlib.resources.files(__package__)
     frame, style, script = ((files / f"page.{name}").read_text("utf-8") for name in ("html", "css", "js"))
     return Template(frame).substitute(
-        title=join(runs[0].name if only else count(len(runs), "run", "runs")),
+        title=join(runs[0].name if only else count(len(runs), "run")),
         style=style,
         content=join(*([] if only else _overview(runs, now, left_out)), *sections),
         version=join(version),
@@ -49,9 +49,9 @@ def draw_page(runs: Sequence[RunFacts], *, now: float, version: str, left_out: i
 
 
 def _run(run: RunFacts, number: int, now: float, *, only: bool) -> Markup:
-    place = tag("p", tag("code", run.place), class_="place")
+    path = tag("p", tag("code", run.place), class_="place")
     parts = [
-        tag("header", tag("h1" if only else "h2", run.name, " ", _state(run)), place),
+        tag("header", tag("h1" if only else "h2", run.name, " ", _state(run)), path),
         _alarms(run, now),
         _figures(run, now),
         _timeline(run),
@@ -68,7 +68,7 @@ def _run(run: RunFacts, number: int, now: float, *, only: bool) -> Markup:
 
 
 def _state(run: RunFacts) -> Markup:
-    """Return the state of a run in a word, coloured."""
+    """Return the state of a run as a coloured word."""
     attempts = run.history.attempts
     if not attempts:
         word, tone = "no events" if run.checkpoints else "no checkpoints", "plain"
@@ -80,83 +80,84 @@ def _state(run: RunFacts) -> Markup:
 
 
 def _alarms(run: RunFacts, now: float) -> Markup:
-    found: list[tuple[str, str]] = []
-    found += [("bad", f"Step {one.step} is damaged: {one.damage}") for one in run.damaged[:10]]
-    if len(run.damaged) > 10:
-        found.append(("bad", f"{len(run.damaged) - 10} more steps are damaged; holdfast verify lists them"))
-    found += [("bad", note) for note in run.notes]
-    history = run.history
+    damaged, history = [step for step in run.checkpoints if step.damage is not None], run.history
+    alarms = [("bad", f"Step {step.step} is damaged: {step.damage}") for step in damaged[:10]]
+    if len(damaged) > 10:
+        alarms.append(("bad", f"{len(damaged) - 10} more steps are damaged; holdfast verify lists them"))
+    alarms += [("bad", note) for note in run.notes]
     last = history.attempts[-1] if history.attempts else None
     if last is not None and last.how in (*_BAD, "lost"):
         at = f" after step {last.last_step}" if last.last_step is not None else ""
         why = f": {last.why}" if last.why else ""
-        whole = [one.step for one in run.checkpoints if one.damage is None]
+        whole = [step.step for step in run.checkpoints if step.damage is None]
         saved = f" The newest whole step is {whole[-1]}; the same command again resumes from it." if whole else ""
         tone = "bad" if last.how in _BAD else "warn"
-        found.append((tone, f"The last start {WORDS[last.how or 'lost']}{at}{why}.{saved}"))
+        alarms.append((tone, f"The last start {WORDS[last.how or 'lost']}{at}{why}.{saved}"))
     if last is not None and last.how == "open":
-        text = f"The last start runs on {last.host}, or was lost there; its last event came {age(now - last.last)} ago"
-        found.append(("plain", text))
-    if run.statistics is not None and run.statistics.damaged:
-        names = ", ".join(run.statistics.examples)
-        more = run.statistics.damaged - len(run.statistics.examples)
-        found.append(("bad", f"NaN or Inf in step {run.statistics.step}: {names}{f' and {more} more' * (more > 0)}"))
+        text = f"The last start runs on {last.host}, or was lost there; its last event came {age(now - last.ended)} ago"
+        alarms.append(("plain", text))
+    if (statistics := run.statistics) is not None and statistics.damaged:
+        more = statistics.damaged - len(statistics.examples)
+        names = f"{', '.join(statistics.examples)}{f' and {more} more' if more else ''}"
+        alarms.append(("bad", f"NaN or Inf in step {statistics.step}: {names}"))
     if history.failures:
-        found.append(("warn", f"{count(history.failures, 'save', 'saves')} failed"))
+        alarms.append(("warn", f"{count(history.failures, 'save')} failed"))
     if history.fallbacks:
         often = "once" if history.fallbacks == 1 else f"{history.fallbacks} times"
-        found.append(("warn", f"The run fell back to an older step {often}, as newer ones were damaged"))
+        alarms.append(("warn", f"The run fell back to an older step {often}, as newer ones were damaged"))
     if inexact := [attempt for attempt in history.attempts if attempt.proof == "inexact"]:
-        number, one = count(len(inexact), "resume was", "resumes were"), inexact[-1]
-        found.append(("bad", f"{number} not exact, the last one from step {one.restored}: {one.differs} differ"))
+        number, last = count(len(inexact), "resume was", "resumes were"), inexact[-1]
+        alarms.append(("bad", f"{number} not exact, the last one from step {last.restored}: {last.differs} differ"))
     if not run.has_events and run.format == "holdfast" and run.checkpoints:
-        text = (
-            "No events: they are kept beside runs on file systems, not in object stores, copies or single checkpoints"
-        )
-        found.append(("plain", text))
-    return tag("ul", *(tag("li", text, class_=tone) for tone, text in found), class_="alarms") if found else Markup()
+        places = "beside runs on file systems, not in object stores, copies or single checkpoints"
+        alarms.append(("plain", f"No events: they are kept {places}"))
+    return tag("ul", *(tag("li", text, class_=tone) for tone, text in alarms), class_="alarms") if alarms else Markup()
 
 
 def _figures(run: RunFacts, now: float) -> Markup:
     history, newest = run.history, run.newest
-    found: list[tuple[str, str, str]] = []
+    figures: list[tuple[str, str, str]] = []
     if newest is not None:
-        found.append(("Newest step", f"{newest.step}", "" if newest.time is None else f"{age(now - newest.time)} ago"))
+        figures.append(
+            ("Newest step", f"{newest.step}", "" if newest.time is None else f"{age(now - newest.time)} ago")
+        )
     if run.best is not None and run.best_metric is not None:
         values = history.metrics.get(run.best_metric, {})
         value = f"{run.best_metric} {number_text(values[run.best])}" if run.best in values else run.best_metric
-        found.append(("Best step", str(run.best), value))
+        figures.append(("Best step", str(run.best), value))
     if history.attempts:
-        kinds = [
+        ends = [
             (history.ended("failed", "crashed"), "crashed"),
             (history.ended("hung"), "hung"),
             (history.ended("preempted"), "preempted"),
             (history.ended("lost"), "without a record"),
         ]
-        text = ", ".join(f"{number} {what}" for number, what in kinds if number)
-        found.append(("Starts", str(len(history.attempts)), text or "no interruption"))
+        figures.append(("Starts", str(len(history.attempts)), _numbered(ends) or "no interruption"))
         ran = sum(attempt.ended - attempt.began for attempt in history.attempts)
-        found.append(("Ran", duration(ran), ""))
+        figures.append(("Ran", duration(ran), ""))
         share = f"{percent(history.blocked / ran)} of the time" if ran else ""
-        found.append(("Waited for saves", duration(history.blocked), share))
+        figures.append(("Waited for saves", duration(history.blocked), share))
         if len(history.attempts) > 1:
             least = "at least " if history.hides_steps else ""
             lost = f"{least}{duration(history.redone_seconds)} lost" if history.redone_seconds else ""
             text = lost or ("a killed start hides its last steps" if least else "nothing lost")
-            steps = (
-                count(history.redone_steps, "step", "steps") if history.redone_steps or not least else "unknown steps"
-            )
-            found.append(("Trained again", f"{least if history.redone_steps else ''}{steps}", text))
+            steps = count(history.redone_steps, "step") if history.redone_steps or not least else "unknown steps"
+            figures.append(("Trained again", f"{least if history.redone_steps else ''}{steps}", text))
         if proofs := [attempt.proof or "" for attempt in history.attempts if attempt.restored is not None]:
-            kinds = [(proofs.count(proof), PROOFS.get(proof, "not compared")) for proof in (*PROOFS, "")]
-            text = ", ".join(f"{number} {what}" for number, what in kinds if number)
-            found.append(("Resumes", str(len(proofs)), text))
+            verdicts = [(proofs.count(proof), PROOFS.get(proof, "not compared")) for proof in (*PROOFS, "")]
+            figures.append(("Resumes", str(len(proofs)), _numbered(verdicts)))
     if run.checkpoints:
-        shared = sum(one.bytes for one in run.checkpoints) - run.disk_bytes
+        shared = sum(step.bytes for step in run.checkpoints) - run.disk_bytes
         text = f"{format_size(run.disk_bytes)} on disk{f', {format_size(shared)} shared' if shared else ''}"
-        found.append(("Kept", count(len(run.checkpoints), "step", "steps"), text))
-    cards = (tag("div", tag("dt", name), tag("dd", tag("b", value), tag("span", text))) for name, value, text in found)
-    return tag("dl", *cards, class_="figures") if found else Markup()
+        figures.append(("Kept", count(len(run.checkpoints), "step"), text))
+    cards = (
+        tag("div", tag("dt", name), tag("dd", tag("b", value), tag("span", text))) for name, value, text in figures
+    )
+    return tag("dl", *cards, class_="figures") if figures else Markup()
+
+
+def _numbered(numbers: Sequence[tuple[int, str]]) -> str:
+    return ", ".join(f"{number} {text}" for number, text in numbers if number)
 
 
 def _timeline(run: RunFacts) -> Markup:
@@ -179,12 +180,12 @@ def _timeline(run: RunFacts) -> Markup:
     return join(tag("h3", "Timeline"), tag("p", *keys, class_="keys"), drawn, story)
 
 
-def _key(kind: str, text: str) -> Markup:
-    return tag("span", text, class_=f"key {kind}")
+def _key(tone: str, text: str) -> Markup:
+    return tag("span", text, class_=f"key {tone}")
 
 
 def _left_out(number: int, text: str) -> Markup:
-    """Return a line about the rows that are not shown; nothing if all are."""
+    """Return a line about the rows that are not shown, if any."""
     return tag("p", f"{number} {text}", class_="left-out") if number > 0 else Markup()
 
 
@@ -200,7 +201,7 @@ def _metrics(run: RunFacts) -> Markup:
     if not metrics:
         return Markup()
     names = sorted(metrics, key=lambda name: (name != run.best_metric, -len(metrics[name]), name))
-    kept = [one.step for one in run.checkpoints]
+    kept = [step.step for step in run.checkpoints]
     charts = [
         line_chart(name, metrics[name], kept, run.best if name == run.best_metric else None)
         for name in names[:_METRICS]
@@ -220,7 +221,7 @@ def _saves(run: RunFacts) -> Markup:
     if len(saves) > 1:
         charts.append(line_chart("The loop waited", {save.step: save.blocked for save in saves}, unit="s"))
         charts.append(line_chart("Until the save was durable", {save.step: save.total for save in saves}, unit="s"))
-    sizes = [(one.step, one.bytes - one.shared_bytes, one.shared_bytes) for one in run.checkpoints if one.bytes]
+    sizes = [(step.step, step.bytes - step.shared_bytes, step.shared_bytes) for step in run.checkpoints if step.bytes]
     if sizes:
         charts.append(size_chart(sizes))
     return join(tag("h3", "Saves"), tag("div", *charts, class_="charts")) if charts else Markup()
@@ -245,7 +246,7 @@ class Number(Cell):
 
 
 def table(name: str, rows: Sequence[Mapping[str, Cell]]) -> Markup:
-    """Return a table of rows, their cells by heading, that the page's script sorts; screen readers read its name."""
+    """Return a table of rows with their cells by heading; the page's script sorts it, screen readers read its name."""
     if not rows:
         return Markup()
     heads = (
@@ -258,24 +259,25 @@ def table(name: str, rows: Sequence[Mapping[str, Cell]]) -> Markup:
 
 
 def _cell(cell: Cell) -> Markup:
-    kinds = " ".join(filter(None, ["n" if isinstance(cell, Number) else "", cell.tone]))
+    classes = " ".join(filter(None, ["n" if isinstance(cell, Number) else "", cell.tone]))
     order = f"{cell.order:.17g}" if isinstance(cell.order, float) else cell.order
-    return tag("td", cell.text, class_=kinds or None, data_v=order)
+    return tag("td", cell.text, class_=classes or None, data_v=order)
 
 
 def _intervals(run: RunFacts) -> Markup:
-    rows = [_interval(one) for one in choices(run.experience)]
+    rows = [*map(_interval, choices(run.experience))]
     if not rows:
         return Markup()
     text = f"What saving at each interval is expected to lose in a day. {basis(run.experience)}"
     return join(tag("h3", "Other intervals"), tag("p", text), table("Other intervals", rows))
 
 
-def _interval(one: Choice) -> dict[str, Cell]:
-    lost = {"Saving": one.loss.saving, "Failures": one.loss.failing, "Together": one.loss.together}
+def _interval(choice: Choice) -> dict[str, Cell]:
+    loss, seconds = choice.loss, choice.seconds
+    lost = {"Saving": loss.saving, "Failures": loss.failing, "Together": loss.together}
     return {
-        "Save every": Number(join(duration(one.seconds), " ", tag("span", one.name, class_="badge")), one.seconds),
-        "Saves a day": Number(f"{DAY / one.seconds:,.0f}", DAY / one.seconds),
+        "Save every": Number(join(duration(seconds), " ", tag("span", choice.name, class_="badge")), seconds),
+        "Saves a day": Number(f"{DAY / seconds:,.0f}", DAY / seconds),
         **{name: Number(duration(seconds), seconds) for name, seconds in lost.items()},
     }
 
@@ -288,37 +290,37 @@ def _steps(run: RunFacts) -> Markup:
         f"of {len(run.checkpoints)} steps are left out here: those that are damaged, best or pinned and the newest "
         "are shown. holdfast ls lists all."
     )
-    rows = [_step(run, one) for one in shown]
+    rows = [_step(run, step) for step in shown]
     left = _left_out(len(run.checkpoints) - len(shown), text)
     return join(tag("h3", "Kept steps"), table("Kept steps", rows), left)
 
 
 def _shown_steps(run: RunFacts) -> list[CheckpointSummary]:
-    """Return the newest steps, and those that stand out, in the order of the run."""
+    """Return the newest steps, and those that are damaged, best or pinned, in the order of the run."""
     special = [
-        place
-        for place, one in enumerate(run.checkpoints)
-        if one.damage or one.step == run.best or any("pinned" in reason for reason in one.kept)
+        index
+        for index, step in enumerate(run.checkpoints)
+        if step.damage or step.step == run.best or any("pinned" in reason for reason in step.kept)
     ][-_STEPS // 2 :]
     others = sorted(set(range(len(run.checkpoints))).difference(special))
     chosen = sorted([*special, *others[-(_STEPS - len(special)) :]])
-    return [run.checkpoints[place] for place in chosen]
+    return [run.checkpoints[index] for index in chosen]
 
 
-def _step(run: RunFacts, one: CheckpointSummary) -> dict[str, Cell]:
-    name, metrics = one.path.rpartition("/")[2], metrics_text(one.metrics)[:300]
-    best = [" ", tag("span", "best", class_="badge")] if one.step == run.best and run.best_metric else []
-    own = one.bytes - one.shared_bytes
+def _step(run: RunFacts, step: CheckpointSummary) -> dict[str, Cell]:
+    name, metrics = step.path.rpartition("/")[2], metrics_text(step.metrics)[:300]
+    best = [" ", tag("span", "best", class_="badge")] if step.step == run.best and run.best_metric else []
+    unshared = step.bytes - step.shared_bytes
     parts = [join(tag("span", part, class_="whole"), " ") for part in metrics.split(", ")]
     return {
-        "Step": Number(join(name, *best), one.step),
-        "Saved": Cell("-" if one.time is None else clock_text(one.time), one.time or 0.0, "one-line"),
-        "Size": Number(format_size(one.bytes), one.bytes),
-        "Own": Number(format_size(own), own),
+        "Step": Number(join(name, *best), step.step),
+        "Saved": Cell("-" if step.time is None else clock_text(step.time), step.time or 0.0, "one-line"),
+        "Size": Number(format_size(step.bytes), step.bytes),
+        "Own": Number(format_size(unshared), unshared),
         "Metrics": Cell(join(*parts), metrics),
-        "Saved because": Cell(one.reason),
-        "Kept because": Cell(", ".join(one.kept)),
-        "State": Cell("whole") if one.damage is None else Cell(f"damaged: {one.damage}", tone="bad"),
+        "Saved because": Cell(step.reason),
+        "Kept because": Cell(", ".join(step.kept)),
+        "State": Cell("whole") if step.damage is None else Cell(f"damaged: {step.damage}", tone="bad"),
     }
 
 
@@ -354,31 +356,30 @@ def _maybe(step: int | None, mark: str | None = None) -> Number:
 
 
 def _statistics(run: RunFacts) -> Markup:
-    found = run.statistics
-    if found is None or not (found.leaves or found.notes):
+    statistics = run.statistics
+    if statistics is None or not (statistics.leaves or statistics.notes):
         return Markup()
-    known = found.groups if len(found.steps) > 1 else {}
-    groups = sorted(known, key=lambda group: -math.inf if math.isnan(known[group][-1]) else -known[group][-1])
+    norms = statistics.groups if len(statistics.steps) > 1 else {}
+    groups = sorted(norms, key=lambda group: -math.inf if math.isnan(norms[group][-1]) else -norms[group][-1])
     charts = [
-        line_chart(f"Norm of {group}", dict(zip(found.steps, known[group], strict=True))) for group in groups[:_GROUPS]
+        line_chart(f"Norm of {group}", dict(zip(statistics.steps, norms[group], strict=True)))
+        for group in groups[:_GROUPS]
     ]
-    several = len({leaf.item for leaf in found.leaves}) > 1
-    step = f" of step {found.step}" if found.step is not None and found.step >= 0 else ""
-    numbers = (
-        f"{count(found.number, 'leaf', 'leaves')} with numbers. NaN and Inf are counted apart; the other numbers are "
-    )
+    several = len({leaf.item for leaf in statistics.leaves}) > 1
+    step = f" of step {statistics.step}" if statistics.step is not None and statistics.step >= 0 else ""
+    leaves = count(statistics.number, "leaf", "leaves")
     search = tag("label", "Filter ", Markup('<input type="search" data-filter="Values by leaf">'))
     return join(
         tag("h3", f"Values{step}"),
-        tag("p", f"{numbers}of finite elements."),
+        tag("p", f"{leaves} with numbers. NaN and Inf are counted apart; the other numbers are of finite elements."),
         tag("div", *charts, class_="charts") if charts else "",
         tag("p", search, class_="tools", hidden=True),
-        table("Values by leaf", [_leaf(leaf, found, several) for leaf in found.leaves]),
-        *(tag("p", f"{note}.", class_="left-out") for note in found.notes),
+        table("Values by leaf", [_leaf(leaf, statistics, several) for leaf in statistics.leaves]),
+        *(tag("p", f"{note}.", class_="left-out") for note in statistics.notes),
     )
 
 
-def _leaf(leaf: LeafStatistics, found: Statistics, several: bool) -> dict[str, Cell]:
+def _leaf(leaf: LeafStatistics, statistics: Statistics, several: bool) -> dict[str, Cell]:
     name = f"{leaf.item}/{leaf.path}" if several else leaf.path
     numbers = {
         "Min": leaf.minimum,
@@ -389,17 +390,19 @@ def _leaf(leaf: LeafStatistics, found: Statistics, several: bool) -> dict[str, C
     }
     cells = {"Leaf": Cell(tag("code", name), name), "Elements": Number(f"{leaf.size:,}", leaf.size)}
     cells |= {
-        key: Number("-" if one is None else number_text(one), -math.inf if one is None else one)
-        for key, one in numbers.items()
+        name: Number("-" if value is None else number_text(value), -math.inf if value is None else value)
+        for name, value in numbers.items()
     }
-    cells |= {key: Number(f"{one:,}", one, "bad" if one else "") for key, one in (("NaN", leaf.nan), ("Inf", leaf.inf))}
-    if len(found.steps) > 1:
-        norms = found.norms.get((leaf.item, leaf.path), [])
-        known = [value for value in norms if value is not None]
-        change = (known[-1] - known[0]) / known[0] if len(known) > 1 and known[0] else None
-        moved = Number("-", -math.inf) if change is None else Number(f"{100 * change:+.3g} %", abs(change))
-        curve = Cell(sparkline(norms), 0.0)
-        cells |= {"Norm moved": moved, f"Norm from step {found.steps[0]} to {found.steps[-1]}": curve}
+    for name, number in (("NaN", leaf.nan), ("Inf", leaf.inf)):
+        cells[name] = Number(f"{number:,}", number, "bad" if number else "")
+    if len(steps := statistics.steps) > 1:
+        norms = statistics.norms.get((leaf.item, leaf.path), [])
+        read = [norm for norm in norms if norm is not None]
+        change = (read[-1] - read[0]) / read[0] if len(read) > 1 and read[0] else None
+        cells["Norm moved"] = (
+            Number("-", -math.inf) if change is None else Number(f"{100 * change:+.3g} %", abs(change))
+        )
+        cells[f"Norm from step {steps[0]} to {steps[-1]}"] = Cell(sparkline(norms), 0.0)
     return cells
 
 
@@ -452,4 +455,4 @@ def _overview(runs: Sequence[RunFacts], now: float, left_out: int) -> list[Marku
             }
         )
     more = _left_out(left_out, "more runs are left out; name them to see them.")
-    return [tag("h1", count(len(runs), "run", "runs")), table("Runs", rows), more]
+    return [tag("h1", count(len(runs), "run")), table("Runs", rows), more]

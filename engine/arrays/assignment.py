@@ -1,12 +1,12 @@
 """Which process writes which chunks of a tree that several processes save together, and which process reads them.
 
-Every chunk lies inside one part of its array, so each process that holds the part can write the chunk. A chunk that one
-process alone holds is written by that process. All other chunks are distributed among their holders so that every
-process writes about the same: groups of few holders first, as they have the least choice, and large chunks before small
-ones. Every process computes the same assignment and need not ask the others. Equal arrays are distributed together, so
-the work depends on the number of classes of arrays, not on the number of chunks.
+Every chunk is inside one part of its array, so each process that holds the part can write the chunk. A chunk with a
+single holder is written by that process. All other chunks are distributed among their holders so that every process
+writes about the same: groups of few holders first, as they have the least choice, and large chunks before small ones.
+Every process computes the same assignment and need not ask the others. Equal arrays are distributed together, so the
+work depends on the number of classes of arrays, not on the number of chunks.
 
-In a restore, the processes that want a chunk take the place of its holders.
+In a restore, the processes that want a chunk act as its holders.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .digests import CHECKSUM_BYTES, CHUNK_ALIGNMENT, Integers
 from .grid import ArraySpec
 from .plan import Catalog, ChunkIds
 
-_ROUNDS = 8  # overlapping groups balance their loads in so many rounds
+_ROUNDS = 8  # in which overlapping groups balance their loads
 
 
 class ReplicaGroups(NamedTuple):
@@ -68,16 +68,15 @@ class ArrayClass(NamedTuple):
     """Arrays with the same chunks and the same holders."""
 
     arrays: Integers  # numbers of the arrays, ascending
-    chunks: int  # number of chunks of each array
     nbytes: int  # bytes of one chunk in a data file
     replicas: ReplicaGroups  # processes that hold each chunk
 
 
 def _array_classes(catalog: Catalog, processes: int) -> list[ArrayClass]:
-    order = np.argsort(catalog.kind_of, kind="stable")
-    ends = np.cumsum(np.bincount(catalog.kind_of, minlength=len(catalog.kinds)))
+    order = np.argsort(catalog.encoding_ids, kind="stable")
+    ends = np.cumsum(np.bincount(catalog.encoding_ids, minlength=len(catalog.distinct)))
     classes = []
-    # They are in the order of the keys, which does not depend on that of the tree.
+    # The order of the keys does not depend on the order of the tree.
     for numbers in sorted(np.split(order, ends[:-1]), key=itemgetter(0)) if len(order) else ():
         encoding = catalog.encodings[numbers[0]]
         spec, parts = encoding.spec, encoding.parts
@@ -93,7 +92,7 @@ def _array_classes(catalog: Catalog, processes: int) -> list[ArrayClass]:
                     f"the leaf {format_path(catalog.names[numbers[0]])} cannot be saved: {error}"
                 ) from error
         nbytes = round_up(spec.chunk_nbytes + CHECKSUM_BYTES, CHUNK_ALIGNMENT)
-        classes.append(ArrayClass(numbers, spec.chunks, nbytes, replicas))
+        classes.append(ArrayClass(numbers, nbytes, replicas))
     return classes
 
 
@@ -103,7 +102,7 @@ class _ChunkBatch:
 
     array_class: ArrayClass
     numbers: Integers  # numbers of these chunks in each array
-    ends: Integers | None = None  # number of chunks of the first holder, of the first two, and so on
+    ends: Integers | None = None  # number of chunks of the first holder, of the first two, and so on, once assigned
 
     @property
     def count(self) -> int:
@@ -121,8 +120,8 @@ class ChunkAssignment:
         self._classes = classes
         self._loads: Integers = np.zeros(processes, np.int64)  # bytes that each process writes or reads
         batches: dict[tuple[int, ...], list[_ChunkBatch]] = {}
-        for array_class in self._classes:
-            if not array_class.chunks:
+        for array_class in classes:
+            if not len(array_class.replicas.of_chunk):
                 continue
             groups = array_class.replicas.groups
             for group, numbers in zip(groups, array_class.replicas.chunks_by_group(), strict=True):
@@ -131,16 +130,17 @@ class ChunkAssignment:
                 else:
                     batches.setdefault(group, []).append(_ChunkBatch(array_class, numbers))
         self._batches = {group: batches[group] for group in sorted(batches, key=lambda group: (len(group), group))}
-        self._deal()
+        self._assign()
 
     def chunks_of(self, process: int) -> ChunkIds:
-        found: list[ChunkIds] = []
+        nothing = np.zeros(0, np.int64)
+        chunks: list[ChunkIds] = [(nothing, nothing)]
         for array_class in self._classes:
             replicas = array_class.replicas
             if (process,) not in replicas.groups:
                 continue
             numbers = np.flatnonzero(replicas.of_chunk == replicas.groups.index((process,)))
-            found.append((np.repeat(array_class.arrays, len(numbers)), np.tile(numbers, len(array_class.arrays))))
+            chunks.append((np.repeat(array_class.arrays, len(numbers)), np.tile(numbers, len(array_class.arrays))))
         for group, batches in self._batches.items():
             if process not in group:
                 continue
@@ -148,13 +148,11 @@ class ChunkAssignment:
             for batch in batches:
                 assert batch.ends is not None
                 start = int(batch.ends[position - 1]) if position else 0
-                found.append(batch.between(start, int(batch.ends[position])))
-        if not found:
-            return np.zeros(0, np.int64), np.zeros(0, np.int64)
-        arrays, numbers = (np.concatenate(column) for column in zip(*found, strict=True))
+                chunks.append(batch.between(start, int(batch.ends[position])))
+        arrays, numbers = (np.concatenate(column) for column in zip(*chunks, strict=True))
         return arrays, numbers
 
-    def _deal(self) -> None:
+    def _assign(self) -> None:
         members = {group: np.array(group) for group in self._batches}
         expected = self._expected(members)
         for group in self._batches:
@@ -170,8 +168,8 @@ class ChunkAssignment:
 
     def _expected(self, members: dict[tuple[int, ...], NDArray[np.int64]]) -> dict[tuple[int, ...], Integers]:
         """Return the bytes each holder would get of each group's chunks if chunks could be cut anywhere."""
-        # Groups can overlap, as the rows and the columns of a mesh do. Each in turn fills up its holders with the least
-        # load, for several rounds, which approaches the most even division.
+        # Groups can overlap, as the rows and the columns of a mesh do. Each group in turn fills up its holders with the
+        # least load, for several rounds, which approaches the most even division.
         expected = {group: np.zeros(len(group), np.int64) for group in self._batches}
         loads = self._loads.copy()
         for _ in range(_ROUNDS if len(self._batches) > 1 else 1):
@@ -196,9 +194,9 @@ class WriteAssignment(ChunkAssignment):
 
 
 def _level(loads: Integers, nbytes: int) -> int:
-    """Return the level to which ``nbytes`` fill up the smallest loads."""
+    """Return the height to which ``nbytes`` fill up the smallest loads."""
     ordered = np.sort(loads)
-    # Filling the first k loads to the height of the next takes k times that height, less what they have.
+    # Filling the first k loads to the height of the next takes k times that height, minus the sum of these loads.
     below = np.cumsum(ordered)
     needed = ordered[1:] * np.arange(1, len(ordered)) - below[:-1]
     count = int(np.searchsorted(needed, nbytes, "left")) + 1

@@ -1,7 +1,7 @@
 """From arrays in host memory to the bytes of data files.
 
-Chunks and their checksums come in pieces small enough to stay in the processor's cache. Where compressed chunks lie is
-known only after compression.
+Chunks and their checksums come in pieces small enough to stay in the processor's cache. The offsets of compressed
+chunks are known only after compression.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _PIECE = 256 << 10  # a piece this large is still in the second-level cache afte
 _SMALL = 64 << 10  # chunks up to this size are joined before they are handed on
 _FILE_BYTES = 128 << 20  # content of one data file of compressed chunks, before compression
 _FILES = 2  # number of such files that are compressed or written, and thus in memory, at a time
-_GROUP_BYTES = 16 << 20
+_GROUP_BYTES = 16 << 20  # of chunks that a thread compresses at a time, at most
+_GROUP_CHUNKS = 4096  # the same as a number
 _THREADS = 16
 
-# The digests of chunks by the numbers of their array and their own. Writing fills in the requested ones, which are
-# None.
+# The digests of chunks, by array number and chunk number. Writing fills in the requested digests, which are None.
 Digests = dict[tuple[int, int], bytes | None]
 
 
 class Source(NamedTuple):
     spec: ArraySpec
     dtype: np.dtype[np.generic]  # element type as it is stored, little endian
-    # Host arrays that cover once what this process writes; those of another dtype are cast chunk by chunk.
+    # Host arrays that cover once what this process writes; arrays of another dtype are cast chunk by chunk.
     pieces: Sequence[Piece]
     name: str = ""  # the leaf's name, for errors
 
@@ -59,57 +59,54 @@ class Sources:
 
 
 def segment_parts(
-    segment: PlannedSegment,
-    sources: Sources,
-    checksums: NDArray[np.uint32],
-    digests: Digests | None = None,
+    segment: PlannedSegment, sources: Sources, checksums: NDArray[np.uint32], digests: Digests
 ) -> Iterator[Bytes]:
-    """Generate the bytes of a segment: chunks, checksums and the gaps between them; note checksums and digests."""
+    """Generate the bytes of a segment: chunks, checksums and gaps; store checksums and the requested digests."""
     # A chunk is followed by its checksum and the zeros before the next one.
     ends = np.append(segment.offsets[1:], segment.offset + segment.size)
     sizes = segment.lengths - CHECKSUM_BYTES
     tails = (ends - segment.offsets - sizes).tolist()
     large = [*np.flatnonzero(sizes > _SMALL).tolist(), len(tails)]
     first = 0
-    for place in large:
-        while first < place:
-            # Small chunks are joined, to save those who take the parts a step for each.
+    for position in large:
+        while first < position:
+            # Small chunks are joined, so that the caller handles many of them in one step.
             stop = int(np.searchsorted(segment.offsets, segment.offsets[first] + _STEP))
-            some = slice(first, min(stop, place))
+            some = slice(first, min(stop, position))
             contents = _small_chunks(segment.arrays[some], segment.numbers[some], sources)
-            found = checksums_of(contents)
-            checksums[segment.first + some.start : segment.first + some.stop] = found
-            follow = [checksum.to_bytes(size, "little") for checksum, size in zip(found, tails[some], strict=True)]
+            computed = checksums_of(contents)
+            checksums[segment.first + some.start : segment.first + some.stop] = computed
+            follow = [checksum.to_bytes(size, "little") for checksum, size in zip(computed, tails[some], strict=True)]
             yield _join(chain.from_iterable(zip(contents, follow, strict=True)))
             first = some.stop
-        if place < len(tails):
-            chunk = int(segment.arrays[place]), int(segment.numbers[place])
+        if position < len(tails):
+            chunk = int(segment.arrays[position]), int(segment.numbers[position])
             checksum = yield from _large_chunk(sources[chunk[0]], chunk, digests)
-            checksums[segment.first + place] = checksum
-            yield _join([checksum.to_bytes(tails[place], "little")])
-            first = place + 1
+            checksums[segment.first + position] = checksum
+            yield _join([checksum.to_bytes(tails[position], "little")])
+            first = position + 1
 
 
 def _small_chunks(arrays: Integers, numbers: Integers, sources: Sources) -> list[bytes]:
     """Return the bytes of chunks, mostly of arrays of one chunk: the work for each must be next to nothing."""
-    found = []
+    contents = []
     specs, dtypes, pieces = sources.specs, sources.dtypes, sources.pieces
     for array, number in zip(arrays.tolist(), numbers.tolist(), strict=True):
-        spec, own = specs[array], pieces[array]
-        if spec.chunks == len(own) == 1:
-            values = own[0].array
+        spec = specs[array]
+        if spec.chunks == len(pieces[array]) == 1:
+            values = pieces[array][0].array
             if values.dtype == dtypes[array] and values.shape == spec.chunk_shape:
-                found.append(values.tobytes())
+                contents.append(values.tobytes())
                 continue
-        found.append(chunk_bytes(sources[array], number).tobytes().ljust(spec.chunk_nbytes, b"\0"))
-    return found
+        contents.append(chunk_bytes(sources[array], number).tobytes().ljust(spec.chunk_nbytes, b"\0"))
+    return contents
 
 
-def _large_chunk(source: Source, chunk: tuple[int, int], digests: Digests | None) -> Generator[Bytes, None, int]:
-    """Generate the bytes of a chunk, and return its checksum; note its digest, if that is wanted."""
+def _large_chunk(source: Source, chunk: tuple[int, int], digests: Digests) -> Generator[Bytes, None, int]:
+    """Generate the bytes of a chunk, and return its checksum; store its digest if that is requested."""
     data, full = chunk_bytes(source, chunk[1]), source.spec.chunk_nbytes
     data.flags.writeable = False  # spares the checksum a view of each piece
-    digest = ContentDigest() if digests is not None and chunk in digests else None
+    digest = ContentDigest() if chunk in digests else None
     checksum = 0
     for start in range(0, len(data), _PIECE):
         part = data[start : start + _PIECE]
@@ -118,7 +115,7 @@ def _large_chunk(source: Source, chunk: tuple[int, int], digests: Digests | None
         checksum = extend(checksum, part)
         if digest is not None:
             digest.update(part)
-    if digests is not None and digest is not None:
+    if digest is not None:
         digests[chunk] = digest.digest()
     for start in range(len(data), full, _PIECE):
         part = np.zeros(min(_PIECE, full - start), np.uint8)
@@ -138,7 +135,7 @@ def chunk_bytes(source: Source, number: int) -> Bytes:
 
 
 def chunk_view(source: Source, number: int) -> Bytes | None:
-    """Return a chunk's bytes where they lie in memory in one run, as they are stored; None if they do not."""
+    """Return a view of a chunk's bytes, if they are in memory in one run, as they are stored; None otherwise."""
     spec = source.spec
     pieces = source.pieces
     if len(pieces) == 1:
@@ -153,24 +150,23 @@ def chunk_view(source: Source, number: int) -> Bytes | None:
                 return flat[first : first + box.size * spec.itemsize]
     box = spec.chunk_box(number)
     for piece in pieces:
-        own = piece.box
-        if piece.array.dtype == source.dtype and box.shape == spec.chunk_shape and box.common(own) == box:
-            part = piece.array[box.within(own)]
+        if piece.array.dtype == source.dtype and box.shape == spec.chunk_shape and box.common(piece.box) == box:
+            part = piece.array[box.within(piece.box)]
             if part.flags.c_contiguous:
                 return part.reshape(-1).view(np.uint8)
     return None
 
 
 def _gather(source: Source, box: Box) -> Bytes:
-    """Copy a chunk together from all pieces that hold a part of it."""
+    """Assemble a chunk from all pieces that hold a part of it."""
     chunk = np.zeros(source.spec.chunk_shape, source.dtype)
     missing = box.size
     for piece in source.pieces:
         common = box.common(piece.box)
         if common is not None:
-            place: Any = (*common.within(box), ...)  # a view, also of an array without axes
+            index: Any = (*common.within(box), ...)  # a view, also of an array without axes
             try:
-                cast_checked(piece.array[common.within(piece.box)], source.dtype, chunk[place])
+                cast_checked(piece.array[common.within(piece.box)], source.dtype, chunk[index])
             except CastProblem as problem:
                 raise UnsupportedLeafError(f"{format_path(source.name)}: {problem}") from None
             missing -= common.size
@@ -183,7 +179,7 @@ def _gather(source: Source, box: Box) -> Bytes:
 
 
 class ChunkToCompress(NamedTuple):
-    """A chunk, by the numbers of its array and its own, and its level of compression."""
+    """A chunk, by array number and chunk number, and its level of compression."""
 
     array: int
     number: int
@@ -196,17 +192,15 @@ def write_compressed(
     layout: Layout,
     first_file: int,
     write: Callable[[int, int, Sequence[Segment]], None],
-    digests: Digests | None = None,
+    digests: Digests,
     awaited: threading.Event | None = None,
-    *,
-    group_chunks: int = 4096,  # that a thread takes at a time, at most
 ) -> tuple[Integers, list[int]]:
     """Compress and write chunks with several threads; return their rows (see `chunk_table`) and the files' sizes."""
     limit = min(_FILE_BYTES, layout.data_file_bytes)
     files_of = list(batches(chunks, lambda chunk: sources.specs[chunk.array].chunk_nbytes, limit))
 
     def write_batch(number: int) -> tuple[list[tuple[int, ...]], int]:
-        stored = _compressed(files_of[number], sources, digests, awaited, group_chunks)
+        stored = _compressed(files_of[number], sources, digests, awaited)
         segments, offsets, size = _lay_out(stored, layout.segment_bytes)
         file = first_file + number
         write(file, size, segments)
@@ -224,28 +218,23 @@ def write_compressed(
 
 
 def _compressed(
-    batch: Sequence[ChunkToCompress],
-    sources: Sources,
-    digests: Digests | None,
-    awaited: threading.Event | None,
-    group_chunks: int,
+    batch: Sequence[ChunkToCompress], sources: Sources, digests: Digests, awaited: threading.Event | None
 ) -> list[bytes]:
     """Compress chunks in groups of one size and level; return their bytes in the order of the batch."""
 
-    def kind(position: int) -> tuple[int, int]:
+    def size_and_level(position: int) -> tuple[int, int]:
         return sources.specs[batch[position].array].chunk_nbytes, batch[position].level
 
-    groups = [
-        group
-        for (nbytes, _), alike in groupby(sorted(range(len(batch)), key=kind), kind)
-        for group in batches(alike, lambda position: kind(position)[0], min(_GROUP_BYTES, group_chunks * nbytes))
-    ]
+    groups: list[list[int]] = []
+    for (nbytes, _), positions in groupby(sorted(range(len(batch)), key=size_and_level), size_and_level):
+        count = max(1, min(_GROUP_BYTES // max(1, nbytes), _GROUP_CHUNKS))
+        groups += batches(positions, lambda _: 1, count)
 
     def compress(group: Sequence[int]) -> list[bytes]:
         whole = []
         for chunk in [batch[position] for position in group]:
             data = chunk_bytes(sources[chunk.array], chunk.number)
-            if digests is not None and chunk[:2] in digests:
+            if chunk[:2] in digests:
                 digests[chunk[:2]] = content_digest(data)
             missing = sources[chunk.array].spec.chunk_nbytes - len(data)
             whole.append(np.pad(data, (0, missing)) if missing else data)
@@ -255,8 +244,8 @@ def _compressed(
     compressed = parallel_map(
         compress, groups, threads, beside=max(1, CORES // 2), awaited=awaited, name="holdfast-compress"
     )
-    found = dict(zip(chain.from_iterable(groups), chain.from_iterable(compressed), strict=True))
-    return [found[position] for position in range(len(batch))]
+    stored = dict(zip(chain.from_iterable(groups), chain.from_iterable(compressed), strict=True))
+    return [stored[position] for position in range(len(batch))]
 
 
 def _lay_out(stored: Sequence[bytes], segment_bytes: int) -> tuple[list[Segment], list[int], int]:
@@ -274,6 +263,6 @@ def _lay_out(stored: Sequence[bytes], segment_bytes: int) -> tuple[list[Segment]
 
 
 def _pieces(members: Sequence[bytes]) -> Iterator[Bytes]:
-    joined = np.frombuffer(b"".join(members), np.uint8)
+    joined = _join(members)
     for start in range(0, len(joined), _STEP):
         yield joined[start : start + _STEP]

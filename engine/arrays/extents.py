@@ -1,13 +1,13 @@
-"""Read many chunks of data files: neighbours together, in large pieces, with a few threads."""
+"""Read many chunks of data files: adjacent chunks together, in large pieces, with a few threads."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,23 +15,21 @@ from numpy.typing import NDArray
 
 from ..errors import DamagedCheckpointError, ObjectNotFoundError, StorageError
 from ..storage import REQUESTS, Buffer, DataReader, is_unreadable, parallel_map
-from .digests import Bytes
-
-Column = NDArray[np.int64]
+from .digests import Bytes, Integers
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkTable:
-    """Chunks in data files, one element of every column for each."""
+    """Chunks in data files, in columns."""
 
     files: Sequence[str]  # paths of data files
-    file_ids: Column  # index into ``files``
-    offsets: Column  # first byte in the file
-    lengths: Column  # number of bytes
-    arrays: Column  # the wanted array of each chunk, as the caller counts them
-    numbers: Column  # the chunk's number in its array's grid
-    kept: NDArray[np.bool_]  # whether the caller keeps views of the bytes, which then need memory of their own
-    checksums: Column  # the CRC-32C that the index has for each chunk; -1 where it has none
+    file_ids: Integers  # index into ``files``
+    offsets: Integers  # first byte in the file
+    lengths: Integers  # number of bytes
+    arrays: Integers  # the wanted array of each chunk, as the caller counts them
+    numbers: Integers  # the chunk's number in its array's grid
+    kept: NDArray[np.bool_]  # whether the caller keeps views of the bytes, whose memory then must not be reused
+    checksums: Integers  # the CRC-32C of each chunk in the index; -1 if the index has none
 
     def __len__(self) -> int:
         return len(self.offsets)
@@ -51,7 +49,7 @@ class ChunkTable:
 
 
 def plausible(chunks: ChunkTable, sizes: Mapping[str, int], failed: Callable[[int, str], None]) -> ChunkTable:
-    """Return the chunks that lie in their files without overlap, which bounds the bytes to read; report the others."""
+    """Return the chunks inside their files that do not overlap, which bounds the bytes to read; report the others."""
     limits = np.array([sizes.get(path, -1) for path in chunks.files] or [0], np.int64)[chunks.file_ids]
     ends = chunks.offsets + chunks.lengths
     fits = ends <= limits
@@ -76,14 +74,14 @@ def plausible(chunks: ChunkTable, sizes: Mapping[str, int], failed: Callable[[in
 
 
 _THREADS = 4
-_BUFFERS = 12  # buffers that threads copy out of take at most a twelfth of the bytes read
+_BUFFERS = 12  # the buffers that threads copy from take at most a twelfth of the bytes read
 _EXTENT = 16 << 20  # bytes read at a time; more only if a single chunk is larger
 COPIED_EXTENT_BYTES = 4 << 20  # the same if all of it is copied out: its memory is reused
 _FEW = 32  # extents; with more, one thread would spend more time waiting than reading
 _SMALL = 16 << 10  # bytes; smaller chunks take longer to handle than to read
 LOCAL_GAP = 4 << 10  # bytes between two chunks that are cheaper to read than to skip: a page of the disk
-REMOTE_GAP = 1 << 20  # the same over a network, where a request waits as long as this many bytes take to arrive
-FOREIGN = 16  # at most a sixteenth of kept memory is unused: gaps, and chunks that are copied out
+REMOTE_GAP = 1 << 20  # the same over a network: a request waits as long as these bytes take to arrive
+FOREIGN = 16  # at most a sixteenth of kept memory is unused: gaps, and chunks that are copied
 
 
 class Extent(NamedTuple):
@@ -101,86 +99,76 @@ class Extent(NamedTuple):
 Use = Callable[[Extent, Bytes], None]
 
 
-class Places(NamedTuple):
-    """Where chunks go that can be received without a copy, by their rows in the table."""
+class Destinations(NamedTuple):
+    """The memory of chunks that can be received without a copy, by their rows in the table."""
 
     find: Callable[[int], Bytes | None]  # returns the memory for the beginning of a chunk, if there is any
     filled: Callable[[int, Bytes, Bytes], None]  # takes that memory, which is filled, and the rest of the chunk
 
 
-def read_chunks(
-    files: Mapping[str, DataReader],
-    chunks: ChunkTable,
-    use: Use,
-    failed: Callable[[int, Exception], None],
-    *,
-    remote: bool = False,
-    places: Places | None = None,
-) -> int:
-    """Read chunks and hand them to ``use``, or receive them in ``places``; return the number of bytes read."""
+class ThreadBuffer(Buffer, threading.local):
+    """A buffer that each thread has for itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkReader:
+    """Reads the extents of chunks and hands them to ``use``, or receives them in ``destinations``."""
+
+    files: Mapping[str, DataReader]
+    chunks: ChunkTable
+    use: Use
+    failed: Callable[[int, Exception], None]  # takes the row of a chunk
+    destinations: Destinations | None = None
+    buffer: ThreadBuffer = field(default_factory=ThreadBuffer)
+
+    def read(self, extent: Extent) -> int:
+        """Read an extent; return the number of bytes read."""
+        try:
+            if self._receive(extent):
+                return extent.length
+            data = self.files[extent.file].read(extent.offset, extent.length, None if extent.kept else self.buffer)
+        except (DamagedCheckpointError, StorageError) as error:
+            if isinstance(error, StorageError) and not (isinstance(error, ObjectNotFoundError) or is_unreadable(error)):
+                raise  # the bytes are unavailable at the moment, and not lost
+            if extent.stop - extent.first == 1:
+                self.failed(extent.first, error)
+                return 0
+            # One by one, so that only the damaged chunks fail.
+            rows = range(extent.first, extent.stop)
+            return sum(self.read(_extent(self.chunks, row, row + 1, kept=extent.kept)) for row in rows)
+        if not extent.kept:
+            data.flags.writeable = False  # spares the checksums a view of each chunk
+        self.use(extent, data)
+        return extent.length
+
+    def _receive(self, extent: Extent) -> bool:
+        """Receive an extent of one chunk in its destination; return True if that was possible."""
+        if self.destinations is None or extent.stop - extent.first > 1 or extent.kept:
+            return False
+        if (values := self.destinations.find(extent.first)) is None:
+            return False
+        rest = np.empty(extent.length - values.size, np.uint8)
+        if not self.files[extent.file].read_into(extent.offset, [values, rest]):
+            return False
+        self.destinations.filled(extent.first, values, rest)
+        return True
+
+
+def plan_reads(chunks: ChunkTable, *, remote: bool) -> tuple[list[Extent], int]:
+    """Return the extents to read, and how many of them to read at a time."""
     extents = list(plan_extents(chunks, REMOTE_GAP if remote else LOCAL_GAP))
-    read = partial(_read_extent, files, chunks, use, failed, places, threading.local())
+    if remote:  # those read at a time are of different files: a service may serve one file slowly
+        ranks: Counter[str] = Counter()
+        order = []
+        for extent in extents:
+            order.append(ranks[extent.file])
+            ranks[extent.file] += 1
+        return [extent for _, extent in sorted(zip(order, extents, strict=True), key=itemgetter(0))], REQUESTS
     total = int(chunks.lengths.sum())
-    buffer = max((extent.length for extent in extents if not extent.kept), default=1)
-    count = min(_THREADS, max(1, total // (buffer * _BUFFERS)))
     if len(extents) <= _FEW and total <= max(_EXTENT // 4, _SMALL * len(chunks)):
-        count = 1  # for a little data, or for many tiny chunks, threads only slow down the interpreter
-    if remote:
-        count = REQUESTS
-        extents = _spread(extents)
-    return sum(parallel_map(read, extents, count, name="holdfast-read"))
-
-
-def _read_extent(
-    files: Mapping[str, DataReader],
-    chunks: ChunkTable,
-    use: Use,
-    failed: Callable[[int, Exception], None],
-    places: Places | None,
-    own: threading.local,  # has the buffer that a thread reads into again and again
-    extent: Extent,
-) -> int:
-    try:
-        if places is not None and _receive(files, extent, places):
-            return extent.length
-        if not hasattr(own, "buffer"):
-            own.buffer = Buffer()
-        data = files[extent.file].read(extent.offset, extent.length, None if extent.kept else own.buffer)
-    except (DamagedCheckpointError, StorageError) as error:
-        if isinstance(error, StorageError) and not (isinstance(error, ObjectNotFoundError) or is_unreadable(error)):
-            raise  # the bytes are unavailable at the moment, and not lost
-        if extent.stop - extent.first == 1:
-            failed(extent.first, error)
-            return 0
-        # One by one, so that only the damaged chunks fail.
-        singles = [_extent(chunks, row, row + 1, kept=extent.kept) for row in range(extent.first, extent.stop)]
-        return sum(_read_extent(files, chunks, use, failed, places, own, single) for single in singles)
-    if not extent.kept:
-        data.flags.writeable = False  # spares the checksums a view of each chunk
-    use(extent, data)
-    return extent.length
-
-
-def _receive(files: Mapping[str, DataReader], extent: Extent, places: Places) -> bool:
-    """Receive an extent of one chunk in its place; return whether that went well."""
-    values = places.find(extent.first) if extent.stop - extent.first == 1 and not extent.kept else None
-    if values is None:
-        return False
-    rest = np.empty(extent.length - values.size, np.uint8)
-    if not files[extent.file].read_into(extent.offset, [values, rest]):
-        return False
-    places.filled(extent.first, values, rest)
-    return True
-
-
-def _spread(extents: Sequence[Extent]) -> list[Extent]:
-    """Order extents so that those read at a time are of different files: a service may serve one file slowly."""
-    ranks: Counter[str] = Counter()
-    order = []
-    for extent in extents:
-        order.append(ranks[extent.file])
-        ranks[extent.file] += 1
-    return [extent for _, extent in sorted(zip(order, extents, strict=True), key=lambda pair: pair[0])]
+        return extents, 1  # for little data, or for many tiny chunks, threads only slow down the interpreter
+    buffer = max((extent.length for extent in extents if not extent.kept), default=1)
+    return extents, min(_THREADS, max(1, total // (buffer * _BUFFERS)))
 
 
 def plan_extents(chunks: ChunkTable, gap: int) -> Iterator[Extent]:
@@ -188,18 +176,18 @@ def plan_extents(chunks: ChunkTable, gap: int) -> Iterator[Extent]:
     current: Extent | None = None
     kept = 0  # bytes of the current extent that are kept
     for run in _runs(chunks, gap):
-        own = run.length if run.kept else 0
+        run_kept = run.length if run.kept else 0
         if current is not None:
             length = run.offset + run.length - current.offset
             near = run.file == current.file and 0 <= length - run.length - current.length <= gap
-            foreign = length - kept - own
-            shared = kept + own == 0 or foreign * FOREIGN <= length
-            if near and shared and length <= (_EXTENT if kept + own else COPIED_EXTENT_BYTES):
-                current = Extent(run.file, current.offset, length, current.first, run.stop, kept + own > 0)
-                kept += own
+            both_kept = kept + run_kept
+            worth = not both_kept or (length - both_kept) * FOREIGN <= length
+            if near and worth and length <= (_EXTENT if both_kept else COPIED_EXTENT_BYTES):
+                current = Extent(run.file, current.offset, length, current.first, run.stop, both_kept > 0)
+                kept = both_kept
                 continue
             yield current
-        current, kept = run, own
+        current, kept = run, run_kept
     if current is not None:
         yield current
 
@@ -238,7 +226,7 @@ class Range(NamedTuple):
     length: int
     array: int  # the wanted array of the range, as the caller counts them
     chunk: int  # the chunk's number in the array's grid
-    keep: bool  # whether the caller keeps views of the bytes, which then need memory of their own
+    keep: bool  # whether the caller keeps views of the bytes, whose memory then must not be reused
 
 
 def read_ranges(
@@ -247,17 +235,17 @@ def read_ranges(
     use: Callable[[Range, Bytes], None],
     failed: Callable[[Range, Exception], None],
 ) -> int:
-    """Read ranges and hand each to ``use``; see :func:`read_chunks`."""
-    paths = list(files)
-    ids = {path: number for number, path in enumerate(paths)}
-    rows = [(ids[one.file], one.offset, one.length, one.array, one.chunk, one.keep) for one in ranges]
-    columns = np.array(rows, np.int64).reshape(-1, 6).T
+    """Read ranges and hand each to ``use``; return the number of bytes read."""
+    ids = {path: number for number, path in enumerate(files)}
+    rows = np.array([(ids[path], *numbers) for path, *numbers in ranges], np.int64).reshape(-1, 6)
+    file_ids, offsets, lengths, arrays, numbers, keep = rows.T
     unknown = np.full(len(ranges), -1, np.int64)
-    chunks = ChunkTable(paths, columns[0], columns[1], columns[2], columns[3], columns[4], columns[5] != 0, unknown)
+    chunks = ChunkTable(list(files), file_ids, offsets, lengths, arrays, numbers, keep != 0, unknown)
 
     def use_extent(extent: Extent, data: Bytes) -> None:
         for wanted in ranges[extent.first : extent.stop]:
             start = wanted.offset - extent.offset
             use(wanted, data[start : start + wanted.length])
 
-    return read_chunks(files, chunks, use_extent, lambda row, error: failed(ranges[row], error))
+    reader = ChunkReader(files, chunks, use_extent, lambda row, error: failed(ranges[row], error))
+    return sum(parallel_map(reader.read, *plan_reads(chunks, remote=False), name="holdfast-read"))

@@ -33,9 +33,9 @@ class Fragment(NamedTuple):
     process: int
     processes: int  # number of processes
     token: str  # eight hexadecimal digits that begin the names of its data files, the same on every process
-    digest: str  # digest of the description of its tree; empty on process 0, which compares the others' with its own
+    digest: str  # digest of the description of its tree; empty on process 0, which compares it with the others'
     sizes: Sequence[int]  # length of each of its data files, in bytes
-    # Paths of the last of these files: those of earlier saves, which this one shares. The others have names by number.
+    # Paths of the last of these files, which this save shares with earlier saves. The others have names by number.
     shared: Sequence[str]
     description: str  # a line for each leaf of its tree; empty on process 0
     chunks: Integers  # numbers of the chunks, counted over all arrays, in their order in the files
@@ -45,9 +45,13 @@ class Fragment(NamedTuple):
     checksums: NDArray[np.uint32]  # CRC-32C of each chunk
 
     @property
+    def written(self) -> int:
+        """The number of its data files that this save wrote."""
+        return len(self.sizes) - len(self.shared)
+
+    @property
     def paths(self) -> list[str]:
-        own = len(self.sizes) - len(self.shared)
-        return [*(data_path(self.token, self.process, number) for number in range(own)), *self.shared]
+        return [*(data_path(self.token, self.process, number) for number in range(self.written)), *self.shared]
 
     def encode(self) -> bytes:
         """Return the fragment as bytes, about five for each chunk, because columns are stored as differences."""
@@ -68,33 +72,27 @@ class Fragment(NamedTuple):
             version, count, *facts = json.loads(head)
             if version != _VERSION:
                 raise ValueError(f"it has version {version}, this process reads {_VERSION}; run one version everywhere")
-            own, processes, token, digest, sizes, shared = facts
+            writer, processes, token, digest, sizes, shared = facts
             columns = np.frombuffer(rest, "<i8", 4 * count).reshape(4, count)
             checksums = np.frombuffer(rest, "<u4", count, columns.nbytes)
             description = rest[columns.nbytes + checksums.nbytes :].decode()
             chunks, files, offsets, lengths = columns.cumsum(axis=1)
-            about = (own, processes, token, digest, sizes, shared, description)
-            found = cls(*about, chunks, files, offsets, lengths, checksums)
-            if len(found.shared) > len(found.sizes) or not all(map(_DATA_PATH.fullmatch, found.shared)):
-                raise ValueError(f"these cannot be files of earlier saves that it shares: {found.shared[:3]!r:.100}")
-            if count and not 0 <= found.files.min() <= found.files.max() < len(found.sizes):
-                raise ValueError(f"it places chunks in data file {found.files.max()} of {len(found.sizes)}")
-            ends = np.array(found.sizes, np.int64)[found.files]
-            if ((found.offsets < 0) | (found.lengths < 0) | (found.offsets > ends - found.lengths)).any():
+            if len(shared) > len(sizes) or not all(map(_DATA_PATH.fullmatch, shared)):
+                raise ValueError(f"these cannot be files of earlier saves that it shares: {shared[:3]!r:.100}")
+            if count and not 0 <= files.min() <= files.max() < len(sizes):
+                raise ValueError(f"it places chunks in data file {files.max()} of {len(sizes)}")
+            ends = np.array(sizes, np.int64)[files]
+            if ((offsets < 0) | (lengths < 0) | (offsets > ends - lengths)).any():
                 raise ValueError("it places chunks beyond the end of its data files")
         except (DamagedCheckpointError, ValueError, TypeError) as error:
             raise DamagedCheckpointError(f"the fragment of process {process} is damaged: {error}") from error
-        return found
+        about = (writer, processes, token, digest, sizes, shared, description)
+        return cls(*about, chunks, files, offsets, lengths, checksums)
 
 
 def data_path(token: str, process: int, number: int) -> str:
-    """Return the path of a data file. Two saves never share one."""
+    """Return the path of a data file, which no two saves share."""
     return f"d/{token}.{process}.{number}"
-
-
-def short_token(token: str) -> str:
-    """Shorten a save's token to the eight hexadecimal digits that names of files begin with."""
-    return xxhash.xxh32_hexdigest(token.encode())
 
 
 def make_fragment(
@@ -160,9 +158,8 @@ def merge_fragments(
         offsets[fragment.chunks] = fragment.offsets
         lengths[fragment.chunks] = fragment.lengths
         checksums[fragment.chunks] = fragment.checksums
-        own, durable = len(fragment.sizes) - len(fragment.shared), processes > 1
-        records = [FileRecord(size, durable=durable) for size in fragment.sizes[:own]]
-        records += [FileRecord(size, shared=True) for size in fragment.sizes[own:]]
+        records = [FileRecord(size, durable=processes > 1) for size in fragment.sizes[: fragment.written]]
+        records += [FileRecord(size, shared=True) for size in fragment.sizes[fragment.written :]]
         named = dict(zip(fragment.paths, records, strict=True))
         if len(named) < len(records) or not named.keys().isdisjoint(files):
             raise DamagedCheckpointError(f"{source} names a data file twice, or one of another process")
@@ -210,7 +207,7 @@ def _check_complete(catalog: Catalog, file_ids: NDArray[np.int32], lengths: NDAr
             f"{_owner(catalog, chunk, processes)}; {missing.size} of {len(file_ids)} chunks are missing"
         )
     counts = np.diff(catalog.starts)
-    plain = catalog.column([kind.compression is None for kind in catalog.kinds], bool)
+    plain = catalog.column(lambda encoding: encoding.compression is None, bool)
     expected = np.repeat(catalog.lengths, counts)
     wrong = np.flatnonzero(np.repeat(plain, counts) & (lengths != expected))
     if wrong.size:
@@ -235,12 +232,12 @@ def _owner(catalog: Catalog, chunk: int, processes: int) -> int:
     return 0
 
 
-def _mismatch(process: int, own: Sequence[str], theirs: Sequence[str]) -> TreeMismatchError:
-    """Return the error that lists the leaves in which the tree of a process differs from that of process 0."""
-    expected, found = ({line.partition("\t")[0]: line.partition("\t")[2] for line in lines} for lines in (own, theirs))
+def _mismatch(process: int, *lines: Sequence[str]) -> TreeMismatchError:
+    """Return the error about the leaves in which process 0 and another process differ, given the lines of both."""
+    ours, theirs = ({line.partition("\t")[0]: line.partition("\t")[2] for line in described} for described in lines)
     differences = []
-    for name in sorted(expected.keys() | found.keys()):
-        here, there = expected.get(name), found.get(name)
+    for name in sorted(ours.keys() | theirs.keys()):
+        here, there = ours.get(name), theirs.get(name)
         if here is None:
             differences.append(f"{format_path(name)}: only process {process} has it, as {there}")
         elif there is None:

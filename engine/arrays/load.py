@@ -59,13 +59,13 @@ def load_tree(
     select: Patterns | None = None,
     requests: Mapping[str, LeafRequest] | None = None,
     # The types of the fresh state that the run began with: the template is then the fresh state of the resumed run, and
-    # leaves are restored as they were saved, those of lists and dictionaries that have grown included.
+    # leaves are restored as they were saved, including those of lists and dictionaries that have grown.
     began: Mapping[str, LeafType] | None = None,
     shared: SharedReads | None = None,  # all processes call this together, and read once what several of them need
     cast: bool = False,
     subset: bool = False,
 ) -> Any:
-    """Read a tree as :func:`~holdfast.load` does; of sharded arrays, the parts that devices of this process hold."""
+    """Read a tree as :func:`~holdfast.load` does; of sharded arrays, the shards of this process's devices."""
     requests = requests or {}
     unknown = sorted(requests.keys() - {leaf.name for leaf in source.leaves}) if requests else []
     if unknown:
@@ -80,14 +80,15 @@ def load_tree(
     if template is not None:
         names = _saved_names(template.names, [leaf.name for leaf in leaves], subset=subset)
         if subset:
-            asked = set(names)
-            leaves = [leaf for leaf in leaves if leaf.name in asked]
+            wanted = set(names)
+            leaves = [leaf for leaf in leaves if leaf.name in wanted]
     if source.unreadable:  # reading them raises an error with the reason, instead of one about the template
         source.read_leaves([leaf for leaf in leaves if leaf.name in source.unreadable])
     selected = {leaf.name: leaf for leaf in leaves} if template is not None or select is not None else {}
     if template is None:
-        tree = source.tree if select is None else source.tree.select([one.name in selected for one in source.leaves])
-        return tree.build(_values(source, leaves, _requested(source, leaves, requests), shared))
+        tree = source.tree if select is None else source.tree.select([leaf.name in selected for leaf in source.leaves])
+        asked = _requested(source, leaves, requests)
+        return tree.build(made_values(source, leaves, asked, read_parts(source, leaves, asked, shared)))
     targets = describe_template(names, template.values)
     structure, differs = template.structure, dict[str, str]()
     if began is not None:
@@ -95,7 +96,7 @@ def load_tree(
     if cast:
         targets = _cast(source, targets)
     leaves, targets = _matching(source, targets, selected, requests, differs)
-    return unflatten(structure, _values(source, leaves, targets, shared))
+    return unflatten(structure, made_values(source, leaves, targets, read_parts(source, leaves, targets, shared)))
 
 
 def load_entries(
@@ -106,11 +107,12 @@ def load_entries(
     began: Mapping[str, LeafType] | None = None,
     shared: SharedReads | None = None,
 ) -> Any:
-    """Read a dictionary: the entries that have templates by these, as :func:`load_tree`, and the others as saved."""
+    """Read a dictionary: entries with a template as :func:`load_tree` does, and the others as they were saved."""
     roots = {name.partition(".")[0] for name in templates.names}
     has_template = [leaf.name.partition(".")[0] in roots for leaf in source.leaves]
     others = [leaf for leaf, is_typed in zip(source.leaves, has_template, strict=True) if not is_typed]
-    values = iter(_values(source, others, _requested(source, others, requests), shared))
+    targets = _requested(source, others, requests)
+    values = iter(made_values(source, others, targets, read_parts(source, others, targets, shared)))
     tree = source.tree.build([... if is_typed else next(values) for is_typed in has_template])
     if not roots:
         return tree
@@ -126,16 +128,16 @@ def _resumed(
     selected: Mapping[str, SavedLeaf],
     began: Mapping[str, LeafType],
 ) -> tuple[TreeDef | None, list[LeafTemplate], dict[str, str]]:
-    """Return containers and leaves of a resumed state, and by leaf the differences that a changed program shows."""
+    """Return the containers and templates of a resumed state, and by leaf how a changed program differs."""
     made = {target.name: target for target in targets}
     differs: dict[str, str] = {}
     for name, target in made.items():
         if name in selected:
-            found = as_saved(target, selected[name].saved, began.get(name))
-            if isinstance(found, str):
-                differs[name] = found
+            resumed = as_saved(target, selected[name].saved, began.get(name))
+            if isinstance(resumed, str):
+                differs[name] = resumed
             else:
-                made[name] = found
+                made[name] = resumed
     if made.keys() != selected.keys() and structure is not None:
         asked = set(structure.segments)  # these may be only some of the extras
         if made.keys() == {name for name in began if name.partition(".")[0] in asked}:
@@ -150,17 +152,17 @@ def _resumed(
 
 
 def _cast(source: TreeSource, targets: Sequence[LeafTemplate]) -> list[LeafTemplate]:
-    """Let templates cast leaves whose numbers are of the same kind, and log which these are."""
+    """Let templates cast leaves whose numbers are of the same kind, and log these leaves."""
     saved = {leaf.name: leaf.saved for leaf in source.leaves}
-    found = [castable(target, saved.get(target.name)) for target in targets]
+    targets = [castable(target, saved.get(target.name)) for target in targets]
     lines = [
         f"{format_path(target.name)} from {saved[target.name].dtype} to {target.dtype}"
-        for target in found
+        for target in targets
         if target.cast
     ]
     if lines:
         _logger.info("%s", itemized(f"{source.location}: cast as cast=True asks:", lines))
-    return found
+    return targets
 
 
 def _saved_names(names: list[str], saved: list[str], *, subset: bool) -> list[str]:
@@ -176,17 +178,18 @@ def _saved_names(names: list[str], saved: list[str], *, subset: bool) -> list[st
 
 def leaf_values(source: TreeSource, leaves: Sequence[SavedLeaf]) -> list[Any]:
     """Read leaves as they were saved: numpy arrays, and values of Python."""
-    return _values(source, leaves, [None] * len(leaves))
+    return made_values(source, leaves, [None] * len(leaves), (source.read_leaves(leaves), {}))
 
 
 def leaf_as(source: TreeSource, leaf: SavedLeaf, request: LeafRequest) -> Any:
     """Read a leaf as it is requested, such as a jax array with a sharding."""
-    (value,) = _values(source, [leaf], _requested(source, [leaf], {leaf.name: request}))
+    target = _requested(source, [leaf], {leaf.name: request})
+    (value,) = made_values(source, [leaf], target, read_parts(source, [leaf], target))
     return value
 
 
 def selected_values(source: TreeSource, leaves: Sequence[SavedLeaf], indexes: Sequence[Any]) -> list[Any]:
-    """Read what an index selects of each array, and only the chunks that it needs."""
+    """Read the elements of each array that its index selects, and only the chunks with such elements."""
     selections, dtypes = [], []
     for leaf, index in zip(leaves, indexes, strict=True):
         assert leaf.saved.shape is not None
@@ -196,8 +199,8 @@ def selected_values(source: TreeSource, leaves: Sequence[SavedLeaf], indexes: Se
             selections.append(Selection(index, leaf.saved.shape, source.chunks(leaf)))
         except IndexError as error:
             raise IndexError(f"{source.location}: {format_path(leaf.name)}: {error}") from None
-    found = source.read_boxes(leaves, [one.boxes for one in selections])
-    return [one.combine(parts, dtype) for one, parts, dtype in zip(selections, found, dtypes, strict=True)]
+    parts = source.read_boxes(leaves, [selection.boxes for selection in selections])
+    return [selection.combine(boxes, dtype) for selection, boxes, dtype in zip(selections, parts, dtypes, strict=True)]
 
 
 def tree_metadata(source: TreeSource) -> Any:
@@ -206,40 +209,34 @@ def tree_metadata(source: TreeSource) -> Any:
 
 
 def with_optimizer_states(template: Any, source: TreeSource) -> Any:
-    """Complete the empty state dicts of torch optimizers in a template; ``load_state_dict`` takes what is saved."""
-    saved = cache(lambda: source.tree.build(list(map(_tensor_template, source.leaves))))
-    return _with_states(template, saved) if type(template) in _SEARCHED else template
-
-
-_SEARCHED = (dict, list, tuple)
+    """Complete the empty state dicts of torch optimizers in a template, as ``load_state_dict`` takes any state."""
+    return _with_states(template, cache(lambda: source.tree.build(list(map(_tensor_template, source.leaves)))))
 
 
 def _with_states(value: Any, saved: Callable[[], Any]) -> Any:
-    """Complete the state dicts below a container, given what the checkpoint has in its place."""
+    """Complete the state dicts in a value, given its counterpart in the checkpoint."""
+    if type(value) not in (dict, list, tuple):
+        return value
     is_fresh = type(value) is dict and value.keys() == {"state", "param_groups"} and value["state"] == {}
     if is_fresh and type(value["param_groups"]) is list:
         state = _entry(saved(), "state")
         return {**value, "state": state} if isinstance(state, Mapping) and state else value
     pairs = value.items() if type(value) is dict else enumerate(value)
-    children = [
-        _with_states(child, partial(lambda key: _entry(saved(), key), key)) if type(child) in _SEARCHED else child
-        for key, child in pairs
-    ]
+    children = [_with_states(child, partial(lambda key: _entry(saved(), key), key)) for key, child in pairs]
     return dict(zip(value, children, strict=True)) if type(value) is dict else type(value)(children)
 
 
 def _entry(value: Any, key: Any) -> Any:
-    known = isinstance(value, Mapping) and key in value
-    known = known or (isinstance(value, list | tuple) and isinstance(key, int) and key < len(value))
-    return value[key] if known else None
+    has_key = isinstance(value, Mapping) and key in value
+    has_key = has_key or (isinstance(value, list | tuple) and isinstance(key, int) and key < len(value))
+    return value[key] if has_key else None
 
 
 def _tensor_template(leaf: SavedLeaf) -> Any:
     """Return a tensor without memory for an array; for any other leaf ``...``, which stands for the saved value."""
     if loaded("torch") is None or leaf.saved.kind not in ("torch", "numpy", "jax"):
         return ...
-    like = tensor_like(leaf.saved)
-    return ... if like is None else like
+    return ... if (like := tensor_like(leaf.saved)) is None else like
 
 
 def _requested(
@@ -253,9 +250,8 @@ def _requested(
         for leaf in leaves
     ]
     pairs = zip(leaves, targets, strict=True)
-    found = [compare(target, leaf.saved) for leaf, target in pairs if target is not None]
-    differences = [difference for difference in found if difference is not None]
-    if differences:
+    compared = [compare(target, leaf.saved) for leaf, target in pairs if target is not None]
+    if differences := [difference for difference in compared if difference is not None]:
         raise TreeMismatchError(
             f"{source.location}: {len(differences)} of {len(requests)} requests do not fit the checkpoint:", differences
         )
@@ -275,13 +271,13 @@ def _matching(
     containers: set[str] = set()
     if not asked <= saved.keys():
         containers = {name[: end.start()] for name in saved for end in re.finditer(r"\.", name)}
-    found: list[LeafTemplate] = []
+    merged: list[LeafTemplate] = []
     differences: list[str] = []
     for original in targets:
         name, target = original.name, original
         if name in requests:
             target = with_request(name, requests[name], saved[name].saved, original)
-        found.append(target)
+        merged.append(target)
         if name in selected:
             difference = differs.get(name) or compare(target, saved[name].saved)
             if difference is None and isinstance(original.leaf, LeafMetadata) and not target.resize:
@@ -304,20 +300,19 @@ def _matching(
             "subset=True",
             differences,
         )
-    return [saved[target.name] for target in found], found
+    return [saved[target.name] for target in merged], merged
 
 
-def _values(
-    source: TreeSource,
-    leaves: Sequence[SavedLeaf],
-    targets: Sequence[LeafTemplate | None],
-    shared: SharedReads | None = None,
+# Whole arrays, and by position the partition of an array and its parts, as `materialize` takes them.
+PartsRead = tuple[list[NDArray[Any] | None], dict[int, tuple[Partition, list[NDArray[Any]]]]]
+
+
+def made_values(
+    source: TreeSource, leaves: Sequence[SavedLeaf], targets: Sequence[LeafTemplate | None], read: PartsRead
 ) -> list[Any]:
-    """Read leaves, and make of each what its template asks for; of sharded arrays, read only the parts needed."""
-    arrays, parts = read_parts(source, leaves, targets, shared)
-    names, saved = [name for name, _ in leaves], [saved for _, saved in leaves]
+    """Make the value that its template asks for of each leaf that was read."""
     with naming(source.location):
-        return materialize(targets, saved, arrays, names, parts)
+        return materialize(targets, [saved for _, saved in leaves], read[0], [name for name, _ in leaves], read[1])
 
 
 def read_parts(
@@ -325,8 +320,8 @@ def read_parts(
     leaves: Sequence[SavedLeaf],
     targets: Sequence[LeafTemplate | None],
     shared: SharedReads | None = None,
-) -> tuple[list[NDArray[Any] | None], dict[int, tuple[Partition, list[NDArray[Any]]]]]:
-    """Read leaves as `materialize` takes them: whole arrays, or by position the parts that templates ask for."""
+) -> PartsRead:
+    """Read leaves; of sharded arrays, only the parts that their templates need."""
     cuts = _partitions(source, leaves, targets)
     if shared is None and not cuts:
         return source.read_leaves(leaves), {}
@@ -334,15 +329,15 @@ def read_parts(
     if shared is not None:
         wanted = [wanted_parts(target, leaf.saved) for leaf, target in zip(leaves, targets, strict=True)]
         read = shared.read(source, leaves, wanted, {index: cut.stored for index, cut in cuts.items()})
-    own = [index for index in cuts if index not in read]
-    if own:
-        boxes = [cuts[index].stored for index in own]
-        read |= zip(own, source.read_boxes([leaves[index] for index in own], boxes), strict=True)
+    alone = [index for index in cuts if index not in read]
+    if alone:
+        boxes = [cuts[index].stored for index in alone]
+        read |= zip(alone, source.read_boxes([leaves[index] for index in alone], boxes), strict=True)
     parts = {index: (cut, read.pop(index)) for index, cut in cuts.items()}
-    found: dict[int, NDArray[Any] | None] = {index: pieces[0] for index, pieces in read.items()}
+    arrays: dict[int, NDArray[Any] | None] = {index: pieces[0] for index, pieces in read.items()}
     others = [index for index in range(len(leaves)) if index not in parts and index not in read]
-    found |= zip(others, source.read_leaves([leaves[index] for index in others]), strict=True)
-    return [found.get(index) for index in range(len(leaves))], parts
+    arrays |= zip(others, source.read_leaves([leaves[index] for index in others]), strict=True)
+    return [arrays.get(index) for index in range(len(leaves))], parts
 
 
 def _partitions(
@@ -366,7 +361,7 @@ def _partitions(
 
 
 class Selection:
-    """The elements of an array that integers, slices, an ellipsis and ``None`` select, and the ``boxes`` to read."""
+    """The elements of an array that integers, slices, an ellipsis and ``None`` select; ``boxes`` must be read."""
 
     def __init__(self, index: Any, shape: tuple[int, ...], chunks: tuple[int, ...]) -> None:
         index = index if isinstance(index, tuple) else (index,)
@@ -382,33 +377,33 @@ class Selection:
             raise IndexError("an index can have only one ellipsis (...)")
         self._like = np.broadcast_to(np.int8(0), shape)[index]  # of the shape of the result; raises for a wrong index
         entries = [entry for entry in index if entry is not None]
-        place = next((number for number, entry in enumerate(entries) if entry is ...), len(entries))
-        entries[place : place + 1] = [slice(None)] * (len(shape) - count)
+        position = next((number for number, entry in enumerate(entries) if entry is ...), len(entries))
+        entries[position : position + 1] = [slice(None)] * (len(shape) - count)
         ranges = [
             range(size)[entry] if isinstance(entry, slice) else range(entry % size, entry % size + 1)
             for entry, size in zip(entries, shape, strict=True)
         ]
         self._shape = tuple(map(len, ranges))
-        # No box covers a chunk without selected elements: a run is all that is selected of its axis, or one element.
+        # No box covers a chunk without selected elements: a run is all selected indices of its axis, or one of them.
         runs = list(map(_runs, ranges, chunks))
-        places = [[slice(None)] if len(found) == 1 else [slice(n, n + 1) for n in range(len(found))] for found in runs]
-        self._runs, self._places = list(product(*runs)), list(product(*places))
-        self.boxes = [Box(tuple(map(min, found)), tuple(max(run) + 1 for run in found)) for found in self._runs]
+        slices = [[slice(None)] if len(some) == 1 else [slice(n, n + 1) for n in range(len(some))] for some in runs]
+        self._runs, self._slices = list(product(*runs)), list(product(*slices))
+        self.boxes = [Box(tuple(map(min, box)), tuple(max(run) + 1 for run in box)) for box in self._runs]
 
     def combine(self, parts: Sequence[NDArray[Any]], dtype: np.dtype[Any]) -> Any:
-        """Return the selected elements, given those of the boxes; a numpy scalar where all of the index is integers."""
+        """Return the selected elements of the boxes; a numpy scalar if the index consists of integers."""
         cuts = [
             part[tuple(slice(None, None, run.step) for run in runs)]
             for part, runs in zip(parts, self._runs, strict=True)
         ]
         if len(cuts) == 1 and cuts[0].size == parts[0].size:
-            found = np.ascontiguousarray(cuts[0])
+            elements = np.ascontiguousarray(cuts[0])
         else:
-            found = np.empty(self._shape, dtype)
-            for place, cut in zip(self._places, cuts, strict=True):
-                found[place] = cut
-        found = found.reshape(self._like.shape)
-        return found if isinstance(self._like, np.ndarray) else found[()]
+            elements = np.empty(self._shape, dtype)
+            for slices, cut in zip(self._slices, cuts, strict=True):
+                elements[slices] = cut
+        elements = elements.reshape(self._like.shape)
+        return elements if isinstance(self._like, np.ndarray) else elements[()]
 
 
 def _is_integer(entry: Any) -> bool:
@@ -416,7 +411,7 @@ def _is_integer(entry: Any) -> bool:
 
 
 def _runs(selected: range, chunk: int) -> list[range]:
-    """Divide what is selected along an axis where steps may skip whole chunks."""
+    """Divide the selected indices of an axis if their steps may skip whole chunks."""
     if abs(selected.step) <= chunk:
         return [selected] if selected else []
     return [range(number, number + 1) for number in selected]

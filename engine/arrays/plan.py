@@ -3,8 +3,8 @@
 Everything here depends on names, shapes, dtypes and shardings alone, so every process computes the same plan. The
 values of the arrays are not needed, and nothing is read or written.
 
-Chunks lie one after the other. Each starts on a cache line, so that a mapped or directly read file can back an array,
-and is followed by its checksum. Runs of whole chunks form segments, which start on a page, as direct I/O needs it; one
+Chunks follow each other. Each starts on a cache line, so that a mapped or directly read file can back an array, and
+is followed by its checksum. Runs of whole chunks form segments, which start on a page, as direct I/O requires; one
 thread writes a segment from end to end.
 """
 
@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from ..errors import OptionError, UnsupportedLeafError
-from ..foreign_arguments import explains_unknown_names
+from ..foreign_arguments import explains_arguments
 from ..format import LEVELS, Stored, dtype_name, encode_array_metadata, key_order, storage_dtype
 from ..pytree import ArrayLeaf, Part, ValueLeaf, format_path
 from ..storage import PAGE, round_up
@@ -33,8 +33,7 @@ T = TypeVar("T")
 
 HostLeaf = ArrayLeaf | ValueLeaf
 
-# Some chunks: for each the number of its array, and its own number within the array.
-ChunkIds = tuple[Integers, Integers]
+ChunkIds = tuple[Integers, Integers]  # the array number of each chunk, and its number within the array
 
 _CHUNKS_LIMIT = 1 << 20
 _TINY = 1024  # bytes; a million chunks smaller than this are a mistake
@@ -58,7 +57,7 @@ def batches(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterato
 # ---- options
 
 
-@explains_unknown_names
+@explains_arguments
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """Sizes of the parts of a checkpoint, and whether its chunks are compressed.
@@ -129,7 +128,7 @@ def chunk_shape(shape: tuple[int, ...], itemsize: int, limit: int, cuts: Sequenc
 
 
 def _divisor(number: int, most: int) -> int:
-    """Return the largest divisor up to ``most``; if that is tiny, the smallest divisor above."""
+    """Return the largest divisor up to ``most``; if it is tiny, the smallest divisor above."""
     small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
     divisors = sorted({*small, *(number // divisor for divisor in small)})
     below = max(divisor for divisor in divisors if divisor <= most)
@@ -157,7 +156,7 @@ class ArrayEncoding(NamedTuple):
     facts: dict[str, Any]  # entries of ``tree.json`` beyond the array metadata
     # The parts along the stored axes, with the processes that hold them; None if every process holds all.
     parts: Sequence[Part] | None
-    text: str  # all of this as text, for errors and for the comparison between processes
+    text: str  # all of this as text, for errors and to compare processes
 
 
 class Catalog:
@@ -172,11 +171,11 @@ class Catalog:
         chunk_bytes: Mapping[str, int] | None = None,
     ) -> None:
         compression, chunk_bytes = compression or {}, chunk_bytes or {}
-        known: dict[tuple[Any, ...], int] = {}
-        kinds: list[ArrayEncoding] = []  # equal arrays share one
+        ids: dict[tuple[Any, ...], int] = {}
+        self.distinct: list[ArrayEncoding] = []  # equal arrays share one
         arrays: list[str] = []
         positions: list[int] = []
-        kind_of: list[int] = []
+        encoding_ids: list[int] = []
         special = compression.keys() | chunk_bytes.keys()
         level, limit = layout.compression, layout.chunk_bytes
         for position, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
@@ -188,38 +187,36 @@ class Catalog:
             # Leaves of one sharding share their list of parts: comparing thousands of lists would take longer than
             # everything else.
             key = (leaf.shape, leaf.dtype, limit, level, id(leaf.parts))
-            kind = known.get(key)
-            if kind is None:
-                kind = known[key] = len(kinds)
-                kinds.append(_encoding(name, leaf, limit, level))
+            if key not in ids:
+                ids[key] = len(self.distinct)
+                self.distinct.append(_encoding(name, leaf, limit, level))
             arrays.append(name)
             positions.append(position)
-            kind_of.append(kind)
+            encoding_ids.append(ids[key])
         order = key_order(arrays)
         self.names = [arrays[i] for i in order]
-        self.positions: Integers = np.array([positions[i] for i in order], np.int64)  # positions among the leaves
-        self.encodings = [kinds[kind_of[i]] for i in order]  # equal arrays share one object
-        self.kinds = kinds  # the distinct ones
-        self.kind_of: Integers = np.array([kind_of[i] for i in order], np.int64)  # the position there of each array's
+        self.positions: Integers = np.array(positions, np.int64)[order]  # positions among the leaves
+        self.encoding_ids: Integers = np.array(encoding_ids, np.int64)[order]  # the positions in `distinct`
+        self.encodings: list[ArrayEncoding] = [self.distinct[i] for i in self.encoding_ids.tolist()]
         # The number of the first chunk of each array, counted over all arrays; last, the number of all chunks.
         self.starts: Integers = np.zeros(len(order) + 1, np.int64)
-        np.cumsum(self.column([kind.spec.chunks for kind in kinds]), out=self.starts[1:])
+        np.cumsum(self.column(lambda encoding: encoding.spec.chunks), out=self.starts[1:])
         # Bytes of a chunk of each array that is not compressed, with its checksum.
-        self.lengths = self.column([kind.spec.chunk_nbytes + CHECKSUM_BYTES for kind in kinds])
+        self.lengths = self.column(lambda encoding: encoding.spec.chunk_nbytes + CHECKSUM_BYTES)
         self._values = [name for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, ValueLeaf)]
 
-    def column(self, values: Sequence[Any], dtype: Any = np.int64) -> NDArray[Any]:
-        """Return a value for each array, given those of the `kinds`."""
-        return np.array(values, dtype)[self.kind_of]
+    def column(self, value: Callable[[ArrayEncoding], Any], dtype: Any = np.int64) -> NDArray[Any]:
+        """Return an attribute of each array's encoding, which ``value`` computes."""
+        return np.array(list(map(value, self.distinct)), dtype)[self.encoding_ids]
 
     def documents(self, leaves: Sequence[HostLeaf]) -> list[dict[str, Any]]:
         """Return the entries of ``tree.json`` for all leaves, in the order of the tree."""
-        found = [leaf.details for leaf in leaves]
-        if any(kind.facts for kind in self.kinds):
+        documents = [leaf.details for leaf in leaves]
+        if any(encoding.facts for encoding in self.distinct):
             for position, encoding in zip(self.positions.tolist(), self.encodings, strict=True):
                 if encoding.facts:
-                    found[position] = {**found[position], **encoding.facts}
-        return found
+                    documents[position] = {**documents[position], **encoding.facts}
+        return documents
 
     def all_chunks(self) -> ChunkIds:
         arrays = np.repeat(np.arange(len(self.names)), np.diff(self.starts))
@@ -233,8 +230,8 @@ class Catalog:
     def lines(self, values: Mapping[str, str]) -> list[str]:
         """Describe every leaf in a line: its name, a tab, and all that must be the same on every process."""
         described = zip(self.names, self.encodings, strict=True)
-        found = [f"{name}\t{values.get(name, encoding.text)}" for name, encoding in described]
-        return found + [f"{name}\t{values.get(name, 'a value')}" for name in sorted(self._values)]
+        lines = [f"{name}\t{values.get(name, encoding.text)}" for name, encoding in described]
+        return lines + [f"{name}\t{values.get(name, 'a value')}" for name in sorted(self._values)]
 
 
 def _encoding(name: str, leaf: ArrayLeaf, limit: int, level: int | None) -> ArrayEncoding:
@@ -274,7 +271,7 @@ def _encoding(name: str, leaf: ArrayLeaf, limit: int, level: int | None) -> Arra
 
 
 class PlannedSegment(NamedTuple):
-    """A run of chunks that one thread writes; columns have one element for each, in the order of their places."""
+    """A run of chunks that one thread writes, in columns, in the order of their offsets."""
 
     offset: int
     size: int
@@ -296,7 +293,7 @@ class PlannedFile(NamedTuple):
 
 
 def plan_files(lengths: Integers, layout: Layout, *groups: ChunkIds) -> list[PlannedFile]:
-    """Place chunks in data files, each group in files of its own; ``lengths`` has the bytes of one of each array."""
+    """Place chunks in data files, which no two groups share; ``lengths`` has the bytes of a chunk of each array."""
     files: list[PlannedFile] = []
     before = 0
     for arrays, numbers in groups:
@@ -331,8 +328,8 @@ def chunk_table(files: Sequence[PlannedFile], checksums: NDArray[np.uint32], fir
     table: Integers = np.empty((len(checksums), 6), np.int64)
     table[:, 5] = checksums
     for number, file in enumerate(files, first):
-        for one in file.segments:
-            rows = table[one.first : one.first + len(one.arrays)]
-            rows[:, 0], rows[:, 1], rows[:, 2] = one.arrays, one.numbers, number
-            rows[:, 3], rows[:, 4] = one.offsets, one.lengths
+        for segment in file.segments:
+            rows = table[segment.first : segment.first + len(segment.arrays)]
+            rows[:, 0], rows[:, 1], rows[:, 2] = segment.arrays, segment.numbers, number
+            rows[:, 3], rows[:, 4] = segment.offsets, segment.lengths
     return table

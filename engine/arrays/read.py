@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DamagedCheckpointError, FormatVersionError, HoldfastError
+from ..errors import DamagedCheckpointError, HoldfastError
 from ..format import (
     DOCUMENT_LIMIT,
     GRAPH,
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 class TreeReader(TreeSource):
     """A pytree item that holdfast wrote, opened for reading."""
 
-    files: Mapping[str, FileRecord]  # those of its folder that the commit record lists
+    files: Mapping[str, FileRecord]  # the files of its folder that the commit record lists
     numbers: Sequence[int]  # the position of each leaf in the saved tree
 
     def __init__(
@@ -77,12 +77,14 @@ class TreeReader(TreeSource):
         return {} if self._all_as_stored else super().external()
 
     def read_leaves(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
-        values = self._read(*self._arrays_of(leaves))
+        names, metadata = self._arrays_of(leaves)
+        assembly = Assembly(metadata, keep=True)
+        arrays = self._verified(self._database.read(names, assembly), assembly)
         if self._all_as_stored:
-            return values
-        found = iter(values)
+            return arrays
+        stored = iter(arrays)
         return [
-            _as_saved(next(found), saved, saved.shape)
+            _as_saved(next(stored), saved, saved.shape)
             if saved.stored is not None
             else self._aggregated[name].copy()
             if name in self._aggregated
@@ -91,18 +93,19 @@ class TreeReader(TreeSource):
         ]
 
     def read_boxes(self, leaves: Sequence[SavedLeaf], boxes: Sequence[Sequence[Box]]) -> list[list[NDArray[Any]]]:
-        names, arrays = self._arrays_of(leaves)
+        names, metadata = self._arrays_of(leaves)
         pairs = [(leaf, wanted) for leaf, wanted in zip(leaves, boxes, strict=True) if leaf.saved.stored is not None]
-        stored = [
+        stored_boxes = [
             [_stored_box(box, len(array.shape), leaf.saved) for box in wanted]
-            for (leaf, wanted), array in zip(pairs, arrays, strict=True)
+            for (leaf, wanted), array in zip(pairs, metadata, strict=True)
         ]
-        found = iter(self._read(names, arrays, stored))
+        assembly = Assembly(metadata, stored_boxes, keep=True)
+        stored = iter(self._verified(self._database.read(names, assembly), assembly))
 
         def parts(leaf: SavedLeaf, wanted: Sequence[Box]) -> list[NDArray[Any]]:
             array = self._aggregated.get(leaf.name)
             if array is None:
-                return [_as_saved(next(found), leaf.saved, box.shape) for box in wanted]
+                return [_as_saved(next(stored), leaf.saved, box.shape) for box in wanted]
             return [array[box.within(whole(array.shape))].copy() for box in wanted]
 
         return list(map(parts, leaves, boxes))
@@ -113,7 +116,7 @@ class TreeReader(TreeSource):
         return stored.chunk_shape[: len(shape)] if isinstance(stored, ArrayMetadata) else shape
 
     def began(self) -> dict[str, LeafType] | None:
-        """Return the types of the fresh state that the run began with; None where they are not recorded."""
+        """Return the types of the fresh state that the run began with; None if they are not recorded."""
         if self._began is None:
             return None
         from ..pytree import recorded_types  # imported lazily: few reads need templates
@@ -132,13 +135,10 @@ class TreeReader(TreeSource):
 
     @property
     def fingerprint(self) -> str:
-        return str(sorted((path, known.size, known.crc32c) for path, known in self.files.items()))
+        return str(sorted((path, record.size, record.crc32c) for path, record in self.files.items()))
 
-    def _read(
-        self, names: Sequence[str], arrays: Sequence[ArrayMetadata], boxes: Sequence[Sequence[Box]] | None = None
-    ) -> list[NDArray[Any] | None]:
-        assembly = Assembly(arrays, boxes, keep=True)
-        problems = self._database.read(names, assembly)
+    def _verified(self, problems: Sequence[Problem], assembly: Assembly) -> list[NDArray[Any] | None]:
+        """Return the arrays that were read; raise one error that lists all problems with them."""
         if problems:
             raise damaged_leaves(
                 self.location,
@@ -149,36 +149,39 @@ class TreeReader(TreeSource):
 
     def verify(self, advance: Callable[[int], None] = NULL.advance) -> list[Problem]:
         problems = []
-        for path, known in self.files.items():
-            if what := self._check(path, known):
-                problems.append(Problem(path, "", what))
-            if known.crc32c is not None:
-                advance(known.size)
-        problems += [
-            Problem(TREE, format_path(leaf.name), what) for leaf in self.leaves if (what := _value_problem(leaf))
-        ]
-        names, arrays = self._arrays_of(self.leaves)
-        found = self._database.read(names, Assembly(arrays, keep=False), advance)
-        return problems + [problem._replace(leaf=format_path(problem.leaf)) for problem in found]
+        for path, record in self.files.items():
+            if problem := self._file_problem(path, record):
+                problems.append(Problem(path, "", problem))
+            if record.crc32c is not None:
+                advance(record.size)
+        for leaf in self.leaves:
+            if leaf.saved.dtype is None:
+                try:
+                    decode_value(leaf.saved.details, leaf.name)
+                except DamagedCheckpointError as error:
+                    problems.append(Problem(TREE, format_path(leaf.name), str(error)))
+        names, metadata = self._arrays_of(self.leaves)
+        damaged = self._database.read(names, Assembly(metadata, keep=False), advance)
+        return problems + [problem._replace(leaf=format_path(problem.leaf)) for problem in damaged]
 
-    def _check(self, path: str, known: FileRecord) -> str:
-        """Compare a file with the commit record; return what is wrong with it, or ""."""
+    def _file_problem(self, path: str, record: FileRecord) -> str:
+        """Return how a file differs from the commit record, or ""."""
         try:
-            if known.crc32c is not None:
-                FileCheck(known).check(self.location / path)
+            if record.crc32c is not None:
+                FileCheck(record).check(self.location / path)
                 return ""
-            if (self.location / path).has_size(known.size):
+            if (self.location / path).has_size(record.size):
                 return ""
             with (self.location / path).open_data() as file:
-                return f"expected {known.size} bytes, found {file.size}"
+                return f"expected {record.size} bytes, found {file.size}"
         except (HoldfastError, OSError) as error:
             return str(error)
 
     def _read_aggregated(
         self, names: Sequence[str], details: Sequence[Details], handler: AggregateHandler
     ) -> dict[str, NDArray[Any]]:
-        shared = {id(leaf): leaf for leaf in details}  # the many leaves of a tree have few documents
-        if all(leaf.get("aggregate") != handler.name for leaf in shared.values()):
+        distinct = {id(leaf): leaf for leaf in details}  # the many leaves of a tree have few documents
+        if all(leaf.get("aggregate") != handler.name for leaf in distinct.values()):
             return {}
         pairs = zip(names, details, strict=True)
         wanted = {name: leaf for name, leaf in pairs if leaf.get("aggregate") == handler.name}
@@ -195,21 +198,21 @@ class TreeReader(TreeSource):
     def _leaves(
         self, names: Sequence[str], details: Sequence[Details], arrays: Sequence[ArrayMetadata | None]
     ) -> list[SavedLeaf]:
-        # Most leaves share both documents, which stay alive meanwhile. Those of an aggregate differ in shape and dtype.
-        kinds: Sequence[Any] = names if self._aggregated else list(map(id, arrays))
+        # Most leaves share both documents, which stay alive here. Leaves of an aggregate differ in shape and dtype.
+        keys: Sequence[Any] = names if self._aggregated else list(map(id, arrays))
         if not self._aggregated and len(set(map(id, details))) > 1:
-            kinds = list(zip(map(id, details), kinds, strict=True))
-        first = dict(zip(reversed(kinds), reversed(range(len(kinds))), strict=True))
-        known = {kind: self._saved(names[n], details[n], arrays[n]) for kind, n in reversed(first.items())}
+            keys = list(zip(map(id, details), keys, strict=True))
+        first = dict(zip(reversed(keys), reversed(range(len(keys))), strict=True))
+        saved_of = {key: self._saved(names[n], details[n], arrays[n]) for key, n in reversed(first.items())}
         self._all_as_stored = all(
-            isinstance(saved.stored, ArrayMetadata) and saved.stored.dtype == saved.dtype for saved in known.values()
+            isinstance(saved.stored, ArrayMetadata) and saved.stored.dtype == saved.dtype for saved in saved_of.values()
         )
         # As `SavedLeaf._make` does it, without a frame for each leaf.
         make = partial(tuple.__new__, SavedLeaf)
-        return list(map(make, zip(names, map(known.__getitem__, kinds), strict=True)))
+        return list(map(make, zip(names, map(saved_of.__getitem__, keys), strict=True)))
 
     def _arrays_of(self, leaves: Sequence[SavedLeaf]) -> tuple[list[str], list[ArrayMetadata]]:
-        """Return the names of those leaves that are arrays of the database, and their metadata."""
+        """Return the names of the leaves that are arrays of the database, and their metadata."""
         if not self._all_as_stored:
             leaves = [leaf for leaf in leaves if isinstance(leaf.saved.stored, ArrayMetadata)]
         stored: list[Any] = [saved.stored for _, saved in leaves]
@@ -225,25 +228,14 @@ class TreeReader(TreeSource):
             if isinstance(details.get("aggregate"), str):  # the handler of this aggregate was not given
                 return Saved({**details, "kind": EXTERNAL, "handler": details["aggregate"]})
             raise DamagedCheckpointError(f"{self.location}: the index holds no array for leaf {format_path(name)}")
-        try:
+        with naming(self.location, f": leaf {format_path(name)}"):
             dtype, shape = _logical(metadata, details)
-        except (DamagedCheckpointError, FormatVersionError) as error:
-            raise type(error)(f"{self.location}: leaf {format_path(name)}: {error}") from error
         if shape is None:
             raise DamagedCheckpointError(
                 f"{self.location}: leaf {format_path(name)} is stored as {metadata.data_type}{list(metadata.shape)}, "
                 f"which does not hold elements of {dtype}"
             )
         return Saved(details, dtype, shape, metadata)
-
-
-def _value_problem(leaf: SavedLeaf) -> str:
-    if leaf.saved.dtype is None:
-        try:
-            decode_value(leaf.saved.details, leaf.name)
-        except DamagedCheckpointError as error:
-            return str(error)
-    return ""
 
 
 def _logical(metadata: ArrayMetadata, details: Mapping[str, Any]) -> tuple[np.dtype[Any], tuple[int, ...] | None]:
@@ -260,7 +252,7 @@ def _logical(metadata: ArrayMetadata, details: Mapping[str, Any]) -> tuple[np.dt
 
 
 def _stored_box(box: Box, axes: int, saved: Saved) -> Box:
-    """Return a box of elements as it is stored: elements may be bytes, along one more axis."""
+    """Return a box of elements as it is stored: if the elements are stored as bytes, it has one more axis."""
     return box if len(box.start) == axes or saved.dtype is None else box.with_axis(saved.dtype.itemsize)
 
 

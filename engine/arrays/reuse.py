@@ -2,7 +2,7 @@
 
 The evidence is a digest of 128 bits over exactly the bytes that would be written: neither torch's version counters nor
 the identity of jax's arrays proves that bytes are equal. The digest of a chunk is computed as it is written. Later
-saves compute the digests of their chunks, and share each file of an earlier step of which enough is unchanged.
+saves compute the digests of their chunks, and share each file of an earlier step that has enough unchanged chunks.
 
 Digests are kept in memory, for the lifetime of a manager. Chunks that change from save to save cost next to nothing: a
 few bytes of each chunk are compared first, and chunks that change elsewhere are compared less and less often.
@@ -35,8 +35,8 @@ from .plan import Catalog, ChunkIds
 
 _logger = logging.getLogger("holdfast")
 
-ChunkKey = tuple[str, int]  # the description of an array, its name included, and the number of a chunk of it
-_Held = tuple[tuple[int, int], bytes]  # a chunk of the tree, by the number of its array and its own, and its digest
+ChunkKey = tuple[str, int]  # the description of an array, including its name, and a chunk number
+_Held = tuple[tuple[int, int], bytes]  # the array number and chunk number of a chunk of the tree, and its digest
 
 _SMALLEST_CHUNK = 64 << 10  # bytes; smaller ones are written faster than they are compared
 SMALLEST_FILE_BYTES = 1 << 20  # bytes; a smaller one is written again
@@ -55,7 +55,7 @@ _OF_ONE_FILE = (errno.ENOENT, errno.ESTALE, errno.EMLINK, errno.EAGAIN)
 
 
 class WrittenChunk(NamedTuple):
-    """A chunk in a data file, with its place there and the digest of its content in memory."""
+    """A chunk in a data file, and the digest of its content in memory."""
 
     key: ChunkKey
     offset: int
@@ -65,7 +65,7 @@ class WrittenChunk(NamedTuple):
 
 
 class WrittenFile(NamedTuple):
-    path: str  # in the folder of the item; unique to one save, so it also identifies the lineage of a file
+    path: str  # in the folder of the item; unique to a save, so it also identifies the lineage of a file
     size: int
     identity: FileIdentity
     chunks: Sequence[WrittenChunk]  # chunks with a known digest
@@ -82,22 +82,33 @@ class _WrittenStep:
 class _SeenChunk:
     """The observations of the last save about a chunk."""
 
-    sample: bytes | None  # some of its bytes; None if it does not lie in memory in one run
+    sample: bytes | None  # some of its bytes; None if it is not one run of memory
     digest: bytes | None = None
-    changes: int = 0  # found by comparing digests, in a row
+    changes: int = 0  # consecutive changes that only digests showed
     rest: int = 0  # saves in which it is not compared
+
+    def has_kept(self, digest: bytes) -> bool:
+        """Return True if a chunk whose samples are equal has this digest still; record the digest."""
+        if digest == self.digest:
+            self.changes = 0
+            return True
+        self.digest = digest
+        self.changes += 1
+        if self.changes >= _PATIENCE:
+            self.rest, self.digest = min(2**self.changes, _LONGEST_REST), None
+        return False
 
 
 @dataclass(slots=True)
 class SharedFiles:
     """The chunks that a save shares with earlier steps, and how it writes the others."""
 
-    # The chunks to write: those that have not changed lately, and the others. Each group goes into files of its own.
+    # The chunks to write: chunks that have not changed lately, and the others. No file holds chunks of both groups.
     groups: list[ChunkIds]
-    linked: list[WrittenFile] = field(default_factory=list)  # files of earlier steps, which have their names here now
+    linked: list[WrittenFile] = field(default_factory=list)  # files of earlier steps, linked into this step
     # A row for each chunk in them: array, number in the array, file among these, offset, length and checksum.
     rows: list[tuple[int, ...]] = field(default_factory=list)
-    digests: Digests = field(default_factory=dict)  # digests of written chunks, where they are worth knowing
+    digests: Digests = field(default_factory=dict)  # the digests that later saves compare
     keys: dict[tuple[int, int], ChunkKey] = field(default_factory=dict)
 
 
@@ -110,7 +121,7 @@ class _Unchanged(NamedTuple):
 
 
 class WrittenSteps:
-    """The data files of the last steps of one item, as far as this process wrote them.
+    """The data files of the last steps of one item that this process wrote.
 
     A manager has one for each item. ``begin`` comes before every save, ``share`` and ``note`` around each group of
     chunks that is written, and ``commit`` after the commit.
@@ -128,7 +139,7 @@ class WrittenSteps:
         self._off = False  # the file system refuses all
 
     def part(self, name: str) -> WrittenSteps:
-        """Return the data files of a part of the item, which has a folder of its own."""
+        """Return the data files of a part of the item, which has its own folder."""
         part = self._parts.get(name)
         if part is None:
             part = self._parts[name] = WrittenSteps()
@@ -136,14 +147,14 @@ class WrittenSteps:
         return part
 
     def begin(self, step: int, apart: Collection[int], is_there: Callable[[int], bool]) -> None:
-        """Begin the save of a step, which shares nothing with steps ``apart`` or those that are not there, whole."""
+        """Begin the save of a step, which shares nothing with the steps ``apart``, or with steps that are not whole."""
         self._step, self._apart, self._pending = step, apart, None
         self._steps = {step: written for step, written in self._steps.items() if is_there(step)}
         for part in self._parts.values():
             part.begin(step, apart, is_there)
 
     def commit(self) -> None:
-        """Note that the save is committed: later ones may share its files."""
+        """Record that the save is committed: later saves may share its files."""
         if self._pending is not None:
             self._steps.pop(self._step, None)
             self._steps[self._step] = self._pending
@@ -154,7 +165,7 @@ class WrittenSteps:
             part.commit()
 
     def forget(self) -> None:
-        """Do not share with the earlier steps any more: one is damaged, perhaps in a file that others share."""
+        """Stop sharing with the earlier steps: one is damaged, perhaps in a file that others share."""
         self._steps.clear()
         self._pending = None
         for part in self._parts.values():
@@ -177,80 +188,70 @@ class WrittenSteps:
             return SharedFiles([chunks])
         steady = np.zeros(len(large), bool)
         written = np.ones(len(large), bool)
-        asked: dict[tuple[int, int], int] = {}  # chunks whose digests are compared, with their places among the chunks
+        compared: dict[tuple[int, int], int] = {}  # chunks whose digests are compared, with their positions
         shared = SharedFiles([])
         keys = shared.keys
-        for place in np.flatnonzero(large).tolist():
-            chunk = array, number = int(chunks[0][place]), int(chunks[1][place])
+        for position in np.flatnonzero(large).tolist():
+            chunk = array, number = int(chunks[0][position]), int(chunks[1][position])
             key = keys[chunk] = f"{catalog.names[array]}\t{catalog.encodings[array].text}", number
             sample = _sample(sources[array], number)
-            known = self._before.get(key)
-            if known is None:
+            seen = self._before.get(key)
+            if seen is None:
                 self._seen[key] = _SeenChunk(sample)
                 shared.digests[chunk] = None
                 continue
-            self._seen[key] = known
-            same, known.sample = sample == known.sample, sample
-            if known.rest:
-                known.rest -= 1
-                if not known.rest:  # the next save compares with this one
+            self._seen[key] = seen
+            same, seen.sample = sample == seen.sample, sample
+            if seen.rest:
+                seen.rest -= 1
+                if not seen.rest:  # the next save compares with this one
                     shared.digests[chunk] = None
             elif not same:
-                known.digest = None
-            elif known.digest is None:
+                seen.digest = None
+            elif seen.digest is None:
                 shared.digests[chunk] = None
-                steady[place] = True
+                steady[position] = True
             else:
-                asked[chunk] = place
-        if asked:
-            digests = _digests_of(list(asked), sources, awaited)
+                compared[chunk] = position
+        if compared:
+            digests = _digests_of(list(compared), sources, awaited)
             self._link(self._pending, shared, {keys[chunk]: (chunk, digest) for chunk, digest in digests.items()})
             linked = {row[:2] for row in shared.rows}
             for chunk, digest in digests.items():
-                unchanged = self._note_digest(self._seen[keys[chunk]], digest)
+                seen = self._seen[keys[chunk]]
+                unchanged = seen.has_kept(digest)
                 if chunk in linked:
-                    written[asked[chunk]] = False
+                    written[compared[chunk]] = False
                     continue
-                steady[asked[chunk]] = unchanged
-                if self._seen[keys[chunk]].digest is not None:
+                steady[compared[chunk]] = unchanged
+                if seen.digest is not None:
                     shared.digests[chunk] = None
         shared.groups += [(chunks[0][some], chunks[1][some]) for some in (steady & written, ~steady & written)]
         return shared
 
-    def _note_digest(self, known: _SeenChunk, digest: bytes) -> bool:
-        """Note the digest of a chunk that may have changed; return whether it has not."""
-        if digest == known.digest:
-            known.changes = 0
-            return True
-        known.digest = digest
-        known.changes += 1
-        if known.changes >= _PATIENCE:
-            known.rest, known.digest = min(2**known.changes, _LONGEST_REST), None
-        return False
-
     def _link(self, new: _WrittenStep, shared: SharedFiles, held: dict[ChunkKey, _Held]) -> None:
-        """Share files of which enough is unchanged, from the newest step that shares none with the newest of all."""
+        """Share files with enough unchanged chunks, from the newest steps whose files may be shared."""
         apart = {path for step in self._apart if step in self._steps for path in self._steps[step].files} | {*new.files}
         tried: set[Location] = set()
         while not self._off and (chosen := list(self._choose(apart, tried, held))):
             at_once = max_concurrency(new.folder)
-            given = parallel_map(partial(self._share, new.folder), chosen, at_once, name="holdfast-share")
-            for one, identity in zip(chosen, given, strict=True):
+            identities = parallel_map(partial(self._share, new.folder), chosen, at_once, name="holdfast-share")
+            for (_, file, unchanged), identity in zip(chosen, identities, strict=True):
                 if identity is None:
-                    held.update(one.chunks)  # another file may have them
+                    held.update(unchanged)  # another file may have these chunks
                     continue
-                apart.add(one.file.path)
+                apart.add(file.path)
                 number = len(shared.linked)
-                shared.linked.append(one.file._replace(identity=identity))
-                for written in one.file.chunks:
-                    if written.key in one.chunks:
-                        chunk, _ = one.chunks[written.key]
+                shared.linked.append(file._replace(identity=identity))
+                for written in file.chunks:
+                    if written.key in unchanged:
+                        chunk, _ = unchanged[written.key]
                         shared.rows.append((*chunk, number, written.offset, written.length, written.checksum))
 
     def _choose(
         self, apart: Collection[str], tried: set[Location], held: dict[ChunkKey, _Held]
     ) -> Iterator[_Unchanged]:
-        """Generate the files of earlier steps to share, and take out of ``held`` the chunks that they have."""
+        """Generate the files of earlier steps to share, and move their chunks out of ``held``."""
         chosen: set[str] = set()
         for step in reversed(self._steps.values()):
             for file in step.files.values():
@@ -259,24 +260,28 @@ class WrittenSteps:
                 source = step.folder / file.path
                 if file.size < SMALLEST_FILE_BYTES or source in tried:
                     continue
-                found = [chunk for chunk in file.chunks if held.get(chunk.key, (None, b""))[1] == chunk.digest]
-                if sum(chunk.length for chunk in found) < _LIVE * file.size:
+                unchanged = [chunk for chunk in file.chunks if held.get(chunk.key, (None, b""))[1] == chunk.digest]
+                if sum(chunk.length for chunk in unchanged) < _LIVE * file.size:
                     continue
                 chosen.add(file.path)
                 tried.add(source)
-                yield _Unchanged(source, file, {chunk.key: held.pop(chunk.key) for chunk in found})
+                yield _Unchanged(source, file, {chunk.key: held.pop(chunk.key) for chunk in unchanged})
 
-    def _share(self, folder: Location, one: _Unchanged) -> FileIdentity | None:
-        """Give a file a name in the folder of the new step; None if that is refused."""
-        source, file, target = one.source, one.file, folder / one.file.path
+    def _share(self, folder: Location, unchanged: _Unchanged) -> FileIdentity | None:
+        """Link a file into the folder of the new step; return None if the storage refuses that."""
+        source, file, _ = unchanged
+        target = folder / file.path
         if self._off:
             return None
         try:
-            found = source.identity()
-            if found != file.identity and found[:3] == file.identity[:3] and not _has_chunks(source, file):
+            current = source.identity()
+            if current != file.identity and current[:3] == file.identity[:3] and not _has_chunks(source, file):
                 raise OSError(errno.ESTALE, "it was changed after it was written, and its times were set back")
-            identity = source.share(target, file.identity._replace(changed=found.changed))
-            self._renew(file, identity)
+            identity = source.share(target, file.identity._replace(changed=current.changed))
+            for step in self._steps.values():  # the new name has changed a time of the file, for all of its names
+                named = step.files.get(file.path)
+                if named is not None and named.identity.inode == identity.inode:
+                    step.files[file.path] = named._replace(identity=identity)
             return identity
         except OSError as error:
             reason = error.strerror or error
@@ -290,16 +295,9 @@ class WrittenSteps:
                 _logger.info("%s: written again, as it cannot be shared: %s", source, reason)
             return None
 
-    def _renew(self, file: WrittenFile, identity: FileIdentity) -> None:
-        """Note the new change time of a file, which another name of it has changed for all of its names."""
-        for step in self._steps.values():
-            known = step.files.get(file.path)
-            if known is not None and known.identity.inode == identity.inode:
-                step.files[file.path] = known._replace(identity=identity)
-
     @contextlib.contextmanager
     def names_removed(self) -> Iterator[None]:
-        """Note the change times of shared files after a deletion of names: others are read before they are shared."""
+        """Record the change times of shared files after a block that removes names, which changes these times."""
         with contextlib.ExitStack() as stack:
             for part in self._parts.values():
                 stack.enter_context(part.names_removed())
@@ -312,12 +310,12 @@ class WrittenSteps:
             ]
             yield
             for step, file in files:
-                found = _identity_of(step, file)
-                if found is not None and found[:3] == file.identity[:3]:
-                    step.files[file.path] = file._replace(identity=found)
+                identity = _identity_of(step, file)
+                if identity is not None and identity[:3] == file.identity[:3]:
+                    step.files[file.path] = file._replace(identity=identity)
 
     def note(self, shared: SharedFiles, paths: Sequence[str], sizes: Sequence[int], table: Integers) -> None:
-        """Note the new files, with rows of array, number in the array, file, offset, length and checksum."""
+        """Record the new files, with rows of array, number in the array, file, offset, length and checksum."""
         step = self._pending
         if step is None or self._off:
             return
@@ -328,9 +326,9 @@ class WrittenSteps:
                 key = shared.keys[array, number]
                 self._seen[key].digest = digest
                 chunks.setdefault(file, []).append(WrittenChunk(key, offset, length, checksum, digest))
-        for number, found in chunks.items():
+        for number, written in chunks.items():
             identity = (step.folder / paths[number]).identity()
-            step.files[paths[number]] = WrittenFile(paths[number], sizes[number], identity, found)
+            step.files[paths[number]] = WrittenFile(paths[number], sizes[number], identity, written)
         step.files.update({file.path: file for file in shared.linked})
 
 
@@ -340,10 +338,10 @@ def _identity_of(step: _WrittenStep, file: WrittenFile) -> FileIdentity | None:
     return None
 
 
-def _has_chunks(place: Location, file: WrittenFile) -> bool:
-    """Read the chunks of a file; return whether they are unchanged: a new name sets the same time as a write."""
+def _has_chunks(location: Location, file: WrittenFile) -> bool:
+    """Read a file; return True if its chunks are unchanged. Its times cannot show that: a link changes them, too."""
     buffer = Buffer()
-    with contextlib.suppress(DamagedCheckpointError, StorageError), place.open_data(size=file.size) as opened:
+    with contextlib.suppress(DamagedCheckpointError, StorageError), location.open_data(size=file.size) as opened:
         return all(
             crc32c(opened.read(chunk.offset, chunk.length, buffer)[:-CHECKSUM_BYTES]) == chunk.checksum
             for chunk in file.chunks
@@ -352,7 +350,7 @@ def _has_chunks(place: Location, file: WrittenFile) -> bool:
 
 
 def _sample(source: Source, number: int) -> bytes | None:
-    """Return some of the bytes of a chunk, from all over it: if they differ, the chunk has changed."""
+    """Return bytes from all over a chunk: if they differ, the chunk has changed."""
     data = chunk_view(source, number)
     if data is None:
         return None
@@ -370,5 +368,5 @@ def _digests_of(
 
     nbytes = sum(sources.specs[array].chunk_nbytes for array, _ in chunks)
     threads = min(_THREADS, os.cpu_count() or 1, 1 + nbytes // _SHARE)
-    found = parallel_map(digest, chunks, threads, beside=1, awaited=awaited, name="holdfast-digest")
-    return dict(zip(chunks, found, strict=True))
+    digests = parallel_map(digest, chunks, threads, beside=1, awaited=awaited, name="holdfast-digest")
+    return dict(zip(chunks, digests, strict=True))

@@ -1,9 +1,9 @@
-"""Restores of several processes that want the same bytes: each chunk is read once, and handed on to the others.
+"""Restores of several processes that want the same bytes: one process reads each chunk and sends it to the others.
 
-The plan is a pure function of the arrays and of the parts that each process wants, so all processes compute the same.
-For every array it divides the processes into teams, such that all who want a chunk are of one team: the replicas of a
-part, where an array is divided over an axis of a mesh and replicated over another one. Each chunk is read by one
-process of its team, which verifies it, and each process reads about the same.
+The plan is a pure function of the arrays and of the parts that each process wants, so all processes compute the same
+plan. For every array it divides the processes into teams, so that all that want a chunk are in one team: the replicas
+of a part, if an array is divided over one axis of a mesh and replicated over another. One process of the team reads
+and verifies each chunk, and each process reads about the same.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _logger = logging.getLogger("holdfast")
 
 _ROUND = 64 << 20  # bytes that a process receives at a time
 _FEW_BYTES = 64 << 20  # bytes that are not worth the connections between the processes
-_TOO_OFTEN = 1.5  # how often the chunks of an array are wanted, on average, so that they are shared
+_TOO_OFTEN = 1.5  # how often the chunks of an array must be wanted, on average, to be shared
 _MOST_CHUNKS = 4096  # of an array; the work for each is done in Python
-_WORD = 8  # bytes; all-gathers are of multiples
+_WORD = 8  # bytes; an all-gather takes a multiple of this
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class WantedArray(ArraySpec):
     def of(
         cls, shape: tuple[int, ...], chunks: tuple[int, ...], itemsize: int, parts: Sequence[Part] | None
     ) -> WantedArray:
-        """Return an array whose chunks are joined, along its last axes first, where there are very many."""
+        """Return an array; if it has very many chunks, they are joined, along its last axes first."""
         joined = [max(1, size) for size in chunks]  # an empty array may have empty chunks
         for axis in reversed(range(len(shape))):
             grid = [-(-size // chunk) for size, chunk in zip(shape, joined, strict=True)]
@@ -76,57 +76,54 @@ class ReadPlan:
     """
 
     def __init__(self, wanted: Sequence[WantedArray], processes: int) -> None:
-        numbers_of: dict[Any, list[int]] = {}
-        for number, one in enumerate(wanted):
-            numbers_of.setdefault((one.shape, one.chunk_shape, one.itemsize, id(one.parts)), []).append(number)
+        alike: dict[Any, list[int]] = {}
+        for number, array in enumerate(wanted):
+            alike.setdefault((array.shape, array.chunk_shape, array.itemsize, id(array.parts)), []).append(number)
         self.teams: dict[Teams, list[int]] = {}
         self.spared_bytes = 0
         self._wanted = wanted
         classes = []
-        for numbers in numbers_of.values():
-            one = wanted[numbers[0]]
-            found = _teams(one, processes)
-            if found is None:
+        for numbers in alike.values():
+            nbytes = wanted[numbers[0]].chunk_nbytes
+            if (division := _teams(wanted[numbers[0]], processes)) is None:
                 continue
-            teams, of_chunk, spared = found
+            teams, of_chunk, spared = division
             self.teams.setdefault(teams, []).extend(numbers)
-            self.spared_bytes += spared * one.chunk_nbytes * len(numbers)
-            replicas = ReplicaGroups(teams, of_chunk)
-            classes.append(ArrayClass(np.array(numbers, np.int64), len(of_chunk), one.chunk_nbytes, replicas))
+            self.spared_bytes += spared * nbytes * len(numbers)
+            classes.append(ArrayClass(np.array(numbers, np.int64), nbytes, ReplicaGroups(teams, of_chunk)))
         self._assignment = ChunkAssignment(classes, processes)
 
     def digest(self, fingerprint: str, names: Sequence[str]) -> str:
-        """Return text that is the same where the plan, the names of the arrays and the checkpoint are."""
+        """Return text that is the same if the plan, the names of the arrays and the checkpoint are the same."""
         digest = hashlib.sha256(fingerprint.encode())
-        known: dict[int, str] = {}  # thousands of arrays share their parts
-        for name, one in zip(names, self._wanted, strict=True):
-            parts = known.get(id(one.parts))
-            if parts is None:
-                parts = known[id(one.parts)] = hashlib.sha256(repr(one.parts).encode()).hexdigest()
-            digest.update(repr((name, one.shape, one.chunk_shape, one.itemsize, parts)).encode())
+        # Thousands of arrays share their parts.
+        distinct = {id(array.parts): array.parts for array in self._wanted}
+        digests = {key: hashlib.sha256(repr(parts).encode()).hexdigest() for key, parts in distinct.items()}
+        for name, array in zip(names, self._wanted, strict=True):
+            facts = name, array.shape, array.chunk_shape, array.itemsize, digests[id(array.parts)]
+            digest.update(repr(facts).encode())
         return digest.hexdigest()
 
     def pieces(self, process: int, teams: Teams) -> list[Piece]:
         """Return the chunks that a process reads of the arrays that are shared in these teams, in their order."""
         arrays, chunks = self._assignment.chunks_of(process)
         here = np.isin(arrays, self.teams[teams])
-        found = []
+        pieces = []
         for array, chunk in zip(arrays[here].tolist(), chunks[here].tolist(), strict=True):
-            one = self._wanted[array]
-            box = one.chunk_box(chunk)
-            found.append(Piece(array, box, box.size * one.itemsize))
-        return found
+            box = self._wanted[array].chunk_box(chunk)
+            pieces.append(Piece(array, box, box.size * self._wanted[array].itemsize))
+        return pieces
 
 
 def _teams(wanted: WantedArray, processes: int) -> tuple[Teams, NDArray[np.int32], int] | None:
-    """Return the teams of an array, the team of each chunk, and how many reads of a chunk are spared; None for none."""
+    """Return the teams of an array, the team of each chunk, and the number of chunks read less; None if not shared."""
     everyone: Teams = (tuple(range(processes)),)
     count = wanted.chunks
     if count == 0 or wanted.itemsize == 0:
         return None
     if wanted.parts is None:
         return everyone, np.zeros(count, np.int32), (processes - 1) * count
-    team_of = list(range(processes))  # of each process, one of its team that is nearer to the first
+    team_of = list(range(processes))  # the parent of each process in the tree of its team, whose root is the first
 
     def first(process: int) -> int:
         while team_of[process] != process:
@@ -140,41 +137,43 @@ def _teams(wanted: WantedArray, processes: int) -> tuple[Teams, NDArray[np.int32
         if 0 in part.shape:
             continue
         cells = wanted.cells(part.box)
-        together = {first(one) for one in (*part.holders, *np.unique(owners[cells]).tolist()) if one >= 0}
-        for one in together:
-            team_of[one] = min(together)
+        members = (*part.holders, *np.unique(owners[cells]).tolist())
+        together = {first(process) for process in members if process >= 0}
+        for process in together:
+            team_of[process] = min(together)
         owners[cells] = min(together)
         chunks_of.setdefault(part.holders, []).append(numbers[cells].reshape(-1))
     if (owners < 0).any():
-        return None  # no process wants some of its chunks, as where arrays are cut to a smaller shape
+        return None  # no process wants some of its chunks, for example if the array is cut to a smaller shape
     reads = sum(len(holders) * len(np.unique(np.concatenate(some))) for holders, some in chunks_of.items())
     if reads <= _TOO_OFTEN * count:
         return None
-    members: dict[int, list[int]] = {}
+    by_first: dict[int, list[int]] = {}
     for process in sorted({process for holders in chunks_of for process in holders}):
-        members.setdefault(first(process), []).append(process)
-    teams = tuple(map(tuple, members.values()))
+        by_first.setdefault(first(process), []).append(process)
+    teams = tuple(map(tuple, by_first.values()))
     if len(set(map(len, teams))) > 1 or sum(map(len, teams)) != processes:
         return everyone, np.zeros(count, np.int32), reads - count
-    place = {team[0]: number for number, team in enumerate(teams)}
-    return teams, np.array([place[first(one)] for one in owners.reshape(-1).tolist()], np.int32), reads - count
+    number_of = {team[0]: number for number, team in enumerate(teams)}
+    of_chunk = [number_of[first(process)] for process in owners.reshape(-1).tolist()]
+    return teams, np.array(of_chunk, np.int32), reads - count
 
 
 class SharedReads:
     """The reads of one restore that all processes of a program make together.
 
-    Every process calls `read` for the same trees in the same order, and then `leave`. One that reads less than the
-    others, or reads again what is damaged, calls `leave` earlier. One whose restore fails calls `fail`.
+    Every process calls `read` for the same trees in the same order, and then `leave`. A process that reads less than
+    the others, or reads damaged data again, calls `leave` earlier. A process whose restore fails calls `fail`.
     """
 
     def __init__(self, rendezvous: Rendezvous, transport: Transport, timeout: float, *, always: bool) -> None:
-        """Prepare; ``always`` also shares few bytes, and those that one machine reads from its disk."""
+        """Prepare; ``always`` also shares few bytes, and bytes that one machine reads from its disk."""
         self._rendezvous = rendezvous
         self._transport = transport
         self._timeout = timeout
         self._always = always
         self._call = 0
-        self._awaited: str | None = "plan"  # what the others wait for in this call; None if they wait no more
+        self._awaited: str | None = "plan"  # the message that the others wait for; None if they wait no more
 
     def fail(self, error: BaseException) -> None:
         """Report to the others, which may wait for this process, that it shares nothing more. Never raises."""
@@ -182,15 +181,15 @@ class SharedReads:
         self._rendezvous.fail(error)
 
     def leave(self) -> None:
-        """Share nothing more; the others, which may wait for this process, read on their own what they still need."""
+        """Share nothing more; the others, which may wait for this process, read alone what they still need."""
         if self._awaited == "plan":
-            self._agreed({"plan": None})
+            self._together("plan", {"plan": None}, agreed_lengths)
         elif self._awaited == "read":
             self._all_have_read(f"process {self._rendezvous.index} reads on its own")
         self._awaited = None
 
     def close(self) -> None:
-        """End the connections; what is read later, each process reads on its own."""
+        """End the connections; each process then reads alone."""
         self._awaited = None
         self._transport.close()
         self._rendezvous.close()
@@ -199,11 +198,11 @@ class SharedReads:
         self,
         source: TreeSource,
         leaves: Sequence[SavedLeaf],
-        parts: Sequence[Sequence[Part] | None],  # those of each leaf that processes want; None: all of it
-        boxes: Mapping[int, Sequence[Box]],  # those that this process wants; all of a leaf without any
+        parts: Sequence[Sequence[Part] | None],  # the parts of each leaf that processes want; None: all of it
+        boxes: Mapping[int, Sequence[Box]],  # the boxes that this process wants; all of a leaf without boxes
     ) -> dict[int, list[NDArray[Any]]]:
         """Read the arrays that several processes want, each chunk once; return them by the position of the leaf."""
-        # If what this process has read is damaged, the others wait until it calls `leave` or `fail`.
+        # If the data that this process reads is damaged, the others wait until it calls `leave` or `fail`.
         if self._awaited is None:
             return {}
         arrays: dict[int, WantedArray] = {}
@@ -217,16 +216,15 @@ class SharedReads:
         leaves = [leaves[position] for position in positions]
         plan = ReadPlan(list(arrays.values()), self._rendezvous.count)
         shares = [plan.pieces(self._rendezvous.index, teams) for teams in plan.teams]
-        lengths = self._agreed(
-            {
-                "plan": plan.digest(source.fingerprint, [leaf.name for leaf in leaves]),
-                "bytes": [sum(piece.nbytes for piece in share) for share in shares],
-                "spared": plan.spared_bytes,
-                "always": self._always,
-                "store": not source.location.is_local,
-                "machine": machine_identity(),
-            }
-        )
+        facts = {
+            "plan": plan.digest(source.fingerprint, [leaf.name for leaf in leaves]),
+            "bytes": [sum(piece.nbytes for piece in share) for share in shares],
+            "spared": plan.spared_bytes,
+            "always": self._always,
+            "store": not source.location.is_local,
+            "machine": machine_identity(),
+        }
+        lengths: list[int] | None = self._together("plan", facts, agreed_lengths)
         if lengths is None:
             self._next_call()
         if not lengths:  # after different plans, the processes may read different trees, too
@@ -235,45 +233,40 @@ class SharedReads:
         if not gathers:
             return {}
         self._awaited = "read"
-        own = _read_pieces(source, leaves, shares)
+        read = _read_pieces(source, leaves, shares)
         if not self._all_have_read(None):
             return {}
-        wanted = [boxes.get(position, [whole(one.shape)]) for position, one in arrays.items()]
+        wanted = [boxes.get(position, [whole(array.shape)]) for position, array in arrays.items()]
         outputs = _Outputs(dtypes, wanted)
-        for teams, share, length, (nbytes, gather) in zip(plan.teams, own, lengths, gathers, strict=True):
+        for teams, share, length, (nbytes, gather) in zip(plan.teams, read, lengths, gathers, strict=True):
             team = next(team for team in teams if self._rendezvous.index in team)
-            incoming = [_incoming(plan.pieces(process, teams), outputs) for process in team]
-            for one in incoming:
-                next(one)
+            receivers = [_incoming(plan.pieces(process, teams), outputs) for process in team]
+            for receiver in receivers:
+                next(receiver)
             for sent in islice(_outgoing(share, nbytes), -(-length // nbytes)):
                 received = self._within(f"hand on arrays to the processes {shortened(team, 20)}", gather, sent)
-                for one, data in zip(incoming, received, strict=True):
-                    one.send(data)
+                for receiver, data in zip(receivers, received, strict=True):
+                    receiver.send(data)
         self._next_call()
         return {positions[array]: outputs.of(array) for some in plan.teams.values() for array in some}
 
-    def _agreed(self, facts: Mapping[str, Any]) -> list[int] | None:
-        """Return the most bytes that a process reads for each kind of teams; None, or nothing, if none are shared."""
-        lengths: list[int] | None = self._together("plan", facts, agreed_lengths)
-        return lengths
-
     def _all_have_read(self, problem: str | None) -> bool:
-        """Say whether this process has its share; return whether all have. Otherwise each is to read on its own."""
+        """Report whether this process has its share; return True if all have. Otherwise each must read alone."""
         if (problem := self._together("read", problem, _any)) is not None:
             _logger.info("each process reads on its own what it still needs: %s", problem)
         return problem is None
 
-    def _together(self, what: str, value: Any, summary: Callable[[Sequence[bytes]], bytes]) -> Any:
+    def _together(self, topic: str, value: Any, summary: Callable[[Sequence[bytes]], bytes]) -> Any:
         self._awaited = None
-        topic = f"{what} {self._call}"
-        return json.loads(self._rendezvous.summarize(topic, json.dumps(value).encode(), self._timeout, summary))
+        message = json.dumps(value).encode()
+        return json.loads(self._rendezvous.summarize(f"{topic} {self._call}", message, self._timeout, summary))
 
     def _next_call(self) -> None:
         self._call += 1
         self._awaited = "plan"
 
     def _connected(self, plan: ReadPlan, lengths: Sequence[int]) -> list[tuple[int, AllGather]]:
-        """Connect all teams; return for each kind of them the bytes of one all-gather, and the function for it."""
+        """Connect all teams; return for each division the bytes of one all-gather, and the function for it."""
         problem: str | None = None
         gathers = []
         try:
@@ -293,25 +286,25 @@ class SharedReads:
             return []
         return gathers
 
-    def _within(self, what: str, work: Callable[..., T], *inputs: Any) -> T:
+    def _within(self, purpose: str, work: Callable[..., T], *inputs: Any) -> T:
         try:
             return call_within(self._timeout, work, *inputs)
         except Exception as error:
             raise BarrierTimeoutError(
-                f"{self._rendezvous.name}: process {self._rendezvous.index} could not {what}: "
+                f"{self._rendezvous.name}: process {self._rendezvous.index} could not {purpose}: "
                 f"{type(error).__name__}: {error}; check the logs of the others"
             ) from error
 
 
 def agreed_lengths(values: Sequence[bytes]) -> bytes:
-    """Decide from the facts of all processes whether they share reads; return what `SharedReads._agreed` returns."""
+    """Return the most bytes that a process reads in each division; [] for other plans, None if reads are not shared."""
     facts = [json.loads(value) for value in values]
     first = facts[0]
-    if any(one["plan"] is None or one["plan"] != first["plan"] for one in facts):
+    if any(process["plan"] is None or process["plan"] != first["plan"] for process in facts):
         return b"[]"
-    apart = first["store"] or len({one["machine"] for one in facts}) > 1
+    apart = first["store"] or len({process["machine"] for process in facts}) > 1
     worth = first["always"] or (first["spared"] >= _FEW_BYTES and apart)
-    lengths = [max(some) for some in zip(*(one["bytes"] for one in facts), strict=True)]
+    lengths = [max(nbytes) for nbytes in zip(*(process["bytes"] for process in facts), strict=True)]
     return json.dumps(lengths if lengths and worth else None).encode()
 
 
@@ -327,18 +320,18 @@ def _read_pieces(
     for share in shares:
         for piece in share:
             boxes.setdefault(piece.array, []).append(piece.box)
-    found = source.read_boxes([leaves[array] for array in boxes], list(boxes.values()))
-    arrays = {array: iter(some) for array, some in zip(boxes, found, strict=True)}
+    read = source.read_boxes([leaves[array] for array in boxes], list(boxes.values()))
+    arrays = {array: iter(contents) for array, contents in zip(boxes, read, strict=True)}
     return [[next(arrays[piece.array]) for piece in share] for share in shares]
 
 
 def _outgoing(arrays: list[NDArray[Any]], nbytes: int) -> Iterator[Bytes]:
-    """Generate the bytes of arrays, so many at a time, and any bytes after the end; arrays that were sent are freed."""
+    """Generate the bytes of arrays, ``nbytes`` at a time, then arbitrary bytes; free the arrays that were sent."""
     waiting = arrays[::-1]
     arrays.clear()
     left: Bytes = np.empty(0, np.uint8)
     while True:
-        taken = np.empty(nbytes, np.uint8)  # memory of its own
+        taken = np.empty(nbytes, np.uint8)
         end = 0
         while end < nbytes and (left.size or waiting):
             if not left.size:
@@ -350,7 +343,7 @@ def _outgoing(arrays: list[NDArray[Any]], nbytes: int) -> Iterator[Bytes]:
 
 
 def _incoming(pieces: Sequence[Piece], outputs: _Outputs) -> Generator[None, Bytes, None]:
-    """Take the bytes of the pieces that a process reads, in any parts, and put the pieces in their places."""
+    """Receive the bytes of the pieces that a process reads, in any parts, and copy the pieces into the outputs."""
     data = yield
     for piece in pieces:
         if not data.size:

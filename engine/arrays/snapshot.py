@@ -1,7 +1,7 @@
 """Copies of arrays that the training loop will change, in memory that is reused from save to save.
 
-A run saves trees of one structure. `KnownTree` keeps what that structure determines: from the second save on, the loop
-waits for a comparison of containers and facts, and for the copy.
+A run saves trees with the same structure. `KnownTree` keeps what the structure determines: from the second save on, the
+loop waits only for a comparison of containers and leaf metadata, and for the copy.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _HELD = ValueLeaf({})  # represents a leaf that is not copied
 
 
 class Snapshot(list[HostLeaf]):
-    """Leaves whose arrays lie in a staging buffer; the buffer is reused once this list is gone."""
+    """Leaves whose arrays are in a staging buffer; the buffer is reused once this list is gone."""
 
     def __init__(
         self, leaves: Sequence[HostLeaf] = (), known: KnownLeaves | None = None, held: Sequence[Any] = ()
@@ -56,7 +56,7 @@ class Snapshot(list[HostLeaf]):
         self.arrival: Arrival | None = None  # copies that accelerators have under way
 
     def complete(self) -> None:
-        """Describe the leaves that are held, before the list is read; this runs in the background."""
+        """Describe the leaves that were not copied, before the list is read; this runs in the background."""
         for leaf in self:
             if type(leaf) is PinnedLeaf:
                 leaf.to_numpy()
@@ -66,7 +66,7 @@ class Snapshot(list[HostLeaf]):
             self._known, self._held = None, ()
 
     def in_turn(self) -> Iterator[int]:
-        """Wait for accelerators; generate how many of the first leaves may be read, in the end the number of all."""
+        """Wait for accelerators; generate how many of the first leaves may be read, finally the number of leaves."""
         if self.arrival is not None:
             yield from self.arrival.in_turn()
             self.arrival = None
@@ -78,7 +78,7 @@ class StagingBuffer:
 
     Fresh memory costs several times as much as the copy itself, because the system provides it page by page; only the
     first save of a run pays for it. ``pinned_bytes`` limits the pinned memory for what accelerators copy. ``lock`` is
-    held while a snapshot is taken: several threads may save with one handler. A copy has memory of its own.
+    held while a snapshot is taken: several threads may save with one handler. A copy of the buffer starts empty.
     """
 
     def __init__(self, pinned_bytes: int = 0) -> None:
@@ -97,35 +97,23 @@ class StagingBuffer:
 
     @property
     def is_free(self) -> bool:
-        """Whether the last snapshot is gone."""
+        """True if the last snapshot is gone."""
         return self._last is None or self._last() is None
-
-    def lend(self, copies: Snapshot) -> None:
-        """Note the snapshot that uses the memory."""
-        self._last = weakref.ref(copies)
-
-    def prepare(self, nbytes: int) -> None:
-        """Allocate memory, so that the first snapshot need not."""
-        if nbytes > self.memory.nbytes:
-            self.memory = np.empty(0, np.uint8)  # freed first: never hold both
-            self.memory = aligned_empty(nbytes)
-
-    def needed(self, leaves: Sequence[HostLeaf]) -> int:
-        return sum(_spaces(leaves))
 
     def snapshot(self, leaves: Sequence[HostLeaf]) -> Snapshot:
         if not self.is_free:
             # One handler saves two items: the copies of the other item are not written yet.
             self.memory = np.empty(0, np.uint8)
             self._pinned = None
-        on_host, on_devices = _spaces(leaves)
-        self.prepare(on_host)
+        on_host, on_devices = snapshot_bytes(leaves)
+        if on_host > self.memory.nbytes:
+            self.memory = np.empty(0, np.uint8)  # freed first: never hold both
+            self.memory = aligned_empty(on_host)
         pinned = self._pinned
         if on_devices:
             pinned = self._pinned = pinned or PinnedMemory(self.pinned_bytes)
             pinned.begin(on_devices)
         copies = Snapshot()
-        self.lend(copies)
         pending: list[_Copy] = []
         started: list[Copy] = []
         offset = 0
@@ -137,9 +125,9 @@ class StagingBuffer:
             for piece in leaf.pieces:
                 array = piece.array
                 if pinned is not None and isinstance(array, DeviceArray):
-                    for part, place in pinned.places(piece):
-                        started.append(Copy(place, part.array, position))
-                        pieces.append(Piece(part.start, place))
+                    for part, memory in pinned.places(piece):
+                        started.append(Copy(memory, part.array, position))
+                        pieces.append(Piece(part.start, memory))
                     continue
                 end = offset + array.nbytes
                 copy = self.memory[offset:end].view(array.dtype).reshape(array.shape)
@@ -151,7 +139,8 @@ class StagingBuffer:
         return copies
 
     def copy(self, copies: Snapshot, pending: Sequence[_Copy], nbytes: int, started: Sequence[Copy]) -> None:
-        """Fill a snapshot with copies; those on accelerators may still run after the call."""
+        """Fill a snapshot, which then uses this memory; copies from accelerators may still run after the call."""
+        self._last = weakref.ref(copies)
         if started:
             assert self._pinned is not None
             copies.arrival = self._pinned.start(started)
@@ -162,9 +151,9 @@ class StagingBuffer:
 class KnownTree:
     """The structure of a saved tree, which takes snapshots of later trees with the same structure.
 
-    It holds names, containers, facts and places in the staging buffer, but neither leaves nor their values. It refuses
-    a tree that differs in anything that decides what is stored. ``copies``, the snapshot of the leaves in the buffer,
-    may be cut down to what this process writes.
+    It holds names, containers, leaf metadata and views of the staging buffer, but neither leaves nor their values. It
+    refuses a tree with any difference that affects what is stored. ``copies``, the snapshot of the leaves in the
+    buffer, may be cut down to what this process writes.
     """
 
     def __init__(self, flat: Flattened, leaves: Sequence[HostLeaf], copies: Snapshot, staging: StagingBuffer) -> None:
@@ -172,9 +161,10 @@ class KnownTree:
         self._staging = staging
         self._memory = staging.memory
         self._is_copied = [isinstance(leaf, ArrayLeaf) and leaf.volatile for leaf in leaves]
-        shapes = [[piece.array.shape for piece in _pieces(copy)] for copy in copies]
-        pairs = zip(self._is_copied, shapes, leaves, strict=True)
-        is_whole = [copied and found == [getattr(leaf, "shape", None)] for copied, found, leaf in pairs]
+        is_whole = [
+            copied and [piece.array.shape for piece in _pieces(copy)] == [getattr(leaf, "shape", None)]
+            for copied, copy, leaf in zip(self._is_copied, copies, leaves, strict=True)
+        ]
         self._leaves = KnownLeaves(flat.values, leaves, is_whole, staging.pinned_bytes)
         self._copies: list[HostLeaf] = []
         self._arrays: list[NDArray[Any]] = []
@@ -183,14 +173,13 @@ class KnownTree:
 
     def settle(self, structure: TreeDef | None, copies: Snapshot) -> None:
         """Prepare for the next tree; this runs in the background."""
-        known = self._leaves
         self._outline = Outline(structure)
         self._copies = [leaf if copied else _HELD for leaf, copied in zip(copies, self._is_copied, strict=True)]
         self._nbytes = sum(piece.array.nbytes for leaf in self._copies for piece in _pieces(leaf))
-        self._arrays = [_pieces(copies[position])[0].array for position in known.arrays]
-        places = [_pieces(copies[position])[0].array for position in known.tensors]
-        tensors = tensors_over(places, known.tensor_facts)
-        numbers = batches(range(len(places)), lambda number: places[number].nbytes, _BATCH)
+        self._arrays = [_pieces(copies[position])[0].array for position in self._leaves.arrays]
+        arrays = [_pieces(copies[position])[0].array for position in self._leaves.tensors]
+        tensors = tensors_over(arrays, self._leaves.tensor_facts)
+        numbers = batches(range(len(arrays)), lambda number: arrays[number].nbytes, _BATCH)
         self._tensors = [([tensors[number] for number in batch], batch[0]) for batch in numbers]
 
     @property
@@ -199,7 +188,7 @@ class KnownTree:
         return self._outline.structure
 
     def snapshot(self, tree: Any) -> Snapshot | None:
-        """Copy a tree to the places of the last one; None if it differs, or the last snapshot is still needed."""
+        """Copy a tree over the last one; None if it differs, or the last snapshot is still needed."""
         if not self._staging.is_free or self._staging.memory is not self._memory:
             return None
         with collection_paused():
@@ -211,7 +200,6 @@ class KnownTree:
             if taken is None:
                 return None
             copies = Snapshot(self._copies, self._leaves, taken.held)
-            self._staging.lend(copies)
             pending: list[_Copy] = list(zip(self._arrays, taken.arrays, strict=True))
             pending += [(batch, taken.tensors[first : first + len(batch)]) for batch, first in self._tensors]
             started: list[Copy] = []
@@ -233,9 +221,9 @@ def _pieces(leaf: HostLeaf) -> Sequence[Piece]:
 
 
 def _parts(copies: Sequence[Piece], pieces: Sequence[Piece]) -> Iterator[_Copy]:
-    """Generate what to copy to each place from the piece that holds all of it."""
-    if [one.box for one in copies] == [one.box for one in pieces]:
-        yield from zip((one.array for one in copies), (one.array for one in pieces), strict=True)
+    """Generate each copy with its source: the part of a piece that holds all of it."""
+    if [copy.box for copy in copies] == [piece.box for piece in pieces]:
+        yield from zip((copy.array for copy in copies), (piece.array for piece in pieces), strict=True)
         return
     for copy in copies:
         around = next(piece for piece in pieces if piece.box.common(copy.box) == copy.box)
@@ -250,15 +238,15 @@ def _copy(pair: _Copy) -> None:
         copy[...] = source
 
 
-def _spaces(leaves: Sequence[HostLeaf]) -> tuple[int, int]:
-    """Return the bytes that copies of leaves take: of those on the host, and of those on accelerators."""
+def snapshot_bytes(leaves: Sequence[HostLeaf]) -> tuple[int, int]:
+    """Return the bytes that copies of leaves take: of leaves on the host, and of leaves on accelerators."""
     on_host = on_devices = 0
     for leaf in leaves:
-        if isinstance(leaf, ValueLeaf) or not leaf.volatile:
-            continue
-        for piece in leaf.pieces:
-            if isinstance(piece.array, DeviceArray):
-                on_devices += round_up(piece.array.nbytes, _ALIGNMENT)
-            else:
-                on_host += round_up(piece.array.nbytes, _ALIGNMENT)
+        if isinstance(leaf, ArrayLeaf) and leaf.volatile:
+            for piece in leaf.pieces:
+                nbytes = round_up(piece.array.nbytes, _ALIGNMENT)
+                if isinstance(piece.array, DeviceArray):
+                    on_devices += nbytes
+                else:
+                    on_host += nbytes
     return on_host, on_devices

@@ -89,14 +89,15 @@ class TreeSource(Protocol):
     unreadable: Mapping[str, str] = {}
     # The values by the names of the library that wrote them; None if those names are their paths.
     variables: NamedVariables | None = None
-    # The files that hold it, where others may lie beside them; None: all that is at its location.
+    # The files of the tree, if its location may hold other files; None: all that is at its location.
     files_read: Sequence[Location] | None = None
-    numbers: Sequence[int] | None = None  # the position of each leaf in the saved tree; None where it has all leaves
+    numbers: Sequence[int] | None = None  # the position of each leaf in the saved tree; None if it has all leaves
 
     def external(self) -> dict[str, int]:
         """Return the positions in the saved tree of the leaves that only their handlers can read, by name."""
-        found = [place for place, (_, saved) in enumerate(self.leaves) if saved.kind == EXTERNAL]
-        return {self.leaves[place].name: place if self.numbers is None else self.numbers[place] for place in found}
+        numbers = range(len(self.leaves)) if self.numbers is None else self.numbers
+        pairs = zip(self.leaves, numbers, strict=True)
+        return {leaf.name: number for leaf, number in pairs if leaf.saved.kind == EXTERNAL}
 
     @abc.abstractmethod
     def read_leaves(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
@@ -116,12 +117,12 @@ class TreeSource(Protocol):
 
         By default, whole arrays are read and cut. Formats with chunks read only the chunks that overlap the boxes.
         """
-        found = []
+        parts = []
         for array, wanted in zip(self.read_leaves(leaves), boxes, strict=True):
             assert array is not None
             everything = whole(array.shape)
-            found.append([array if [box] == [everything] else array[box.within(everything)].copy() for box in wanted])
-        return found
+            parts.append([array if box == everything else array[box.within(everything)].copy() for box in wanted])
+        return parts
 
     @property
     def bytes_read(self) -> int:
@@ -130,7 +131,7 @@ class TreeSource(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Text that differs where the same path holds another checkpoint; "" for a format that cannot tell."""
+        """Text that differs if the path holds another checkpoint; "" for a format that cannot distinguish them."""
         return ""
 
     def chunks(self, leaf: SavedLeaf) -> tuple[int, ...]:
@@ -140,8 +141,8 @@ class TreeSource(Protocol):
     def verify(self, advance: Callable[[int], None] = NULL.advance) -> list[Problem]:
         """Read and check everything; return all damage, with leaves as ``format_path`` writes them.
 
-        ``advance`` is given bytes as they have been read: of elements, or of files where those are known. By default,
-        leaves are read one after the other; leaves that need code to be run are skipped.
+        ``advance`` takes the number of bytes that were read: of elements, or of files with a known digest. By default,
+        leaves are read one after the other; leaves that only running code could produce are skipped.
         """
         problems = []
         for leaf in self.leaves:
@@ -162,13 +163,12 @@ class TreeSource(Protocol):
         rename more leaves, or leave out leaves that represent empty containers.
         """
         saved = {leaf.name: leaf for leaf in self.leaves}
-        missing = [name for name in names if name not in saved]
+        missing = {without_value(name): name for name in reversed(names) if name not in saved}
         if not missing:
             return self
         wanted = set(names)
         spare = {without_value(name): name for name in saved if name not in wanted}
-        pairs = ((name, spare.pop(without_value(name), None)) for name in missing)
-        renamed = {there: name for name, there in pairs if there is not None}
+        renamed = {name: missing[base] for base, name in spare.items() if base in missing}
         if not renamed:
             return self
         return PartialTree(self, {renamed.get(name, name): leaf for name, leaf in saved.items()}, self.tree)
@@ -179,7 +179,7 @@ class TreeSource(Protocol):
 
 
 def without_value(name: str) -> str:
-    """Return the name of a variable of flax.nnx, which is a container of its value, for the name of the value."""
+    """Return the name of a variable of flax.nnx, a container of its value, given the name of the value."""
     return name.removesuffix(".value")
 
 
@@ -299,10 +299,10 @@ class MsgpackHandler(AggregateHandler):
         return encode_arrays(leaves)
 
     def deserialize(self, content: bytes) -> dict[str, NDArray[Any]]:
-        found = decode_msgpack(content, extension=_array)
-        if not isinstance(found, dict) or not all(isinstance(array, np.ndarray) for array in found.values()):
+        arrays = decode_msgpack(content, extension=_array)
+        if not isinstance(arrays, dict) or not all(isinstance(array, np.ndarray) for array in arrays.values()):
             raise DamagedCheckpointError("this msgpack file does not hold a dictionary of arrays")
-        return found
+        return arrays
 
 
 def _array(code: int, data: bytes, _depth: int) -> NDArray[Any]:

@@ -1,12 +1,13 @@
 """Load a saved tree into another structure; only the leaves that are needed are read.
 
-Leaves that one place takes as they are go through `load_tree`. Functions of the whole tree see lazy containers, which
-read a leaf when it is indexed.
+`load_tree` reads leaves that become one leaf of the new tree unchanged. Functions of the whole tree see lazy
+containers, which read a leaf when it is indexed.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, overload
@@ -37,18 +38,16 @@ from ..pytree import (
     flatten,
     format_path,
     has_values,
-    materialize,
     plan_transformations,
     unfilled_error,
     unflatten,
 )
-from .database import naming
-from .load import load_tree
+from .load import load_tree, made_values
 from .source import MemoryTree, PartialTree, SavedLeaf, TreeSource
 
 
 class LeafCache:
-    """Leaves of a saved tree, each read once and whole; arrays are read-only, as several functions may have one."""
+    """Leaves of a saved tree, each read once and whole; arrays are read-only, as several functions may get one."""
 
     def __init__(self, source: TreeSource) -> None:
         self._source = source
@@ -65,19 +64,16 @@ class LeafCache:
     def arrays(self, numbers: Sequence[int]) -> list[NDArray[Any] | None]:
         """Return the stored arrays of leaves, None for plain values; read those not read yet."""
         missing = [number for number in dict.fromkeys(numbers) if number not in self._arrays]
-        found = self._source.read_leaves([self._source.leaves[number] for number in missing]) if missing else []
-        for number, array in zip(missing, found, strict=True):
+        read = self._source.read_leaves([self._source.leaves[number] for number in missing]) if missing else []
+        for number, array in zip(missing, read, strict=True):
             if array is not None:
                 array.flags.writeable = False
             self._arrays[number] = array
         return [self._arrays[number] for number in numbers]
 
     def values(self, numbers: Sequence[int]) -> list[Any]:
-        names = [self._source.leaves[number].name for number in numbers]
-        saved = [self._source.leaves[number].saved for number in numbers]
-        arrays = self.arrays(numbers)
-        with naming(self._source.location):
-            return materialize([None] * len(names), saved, arrays, names)
+        leaves = [self._source.leaves[number] for number in numbers]
+        return made_values(self._source, leaves, [None] * len(leaves), (self.arrays(numbers), {}))
 
 
 class _Lazy:
@@ -132,26 +128,26 @@ class LazySequence(_Lazy, Sequence[Any]):
 
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
-            found = [plain(self._child(position)) for position in range(len(self))[index]]
-            return tuple(found) if self._node.kind == "tuple" else found
+            children = [plain(self._child(position)) for position in range(len(self))[index]]
+            return tuple(children) if self._node.kind == "tuple" else children
         return self._child(range(len(self))[index])
 
 
 def plain(value: Any) -> Any:
-    """Read every lazy container in a value; return a value that holds none unchanged."""
+    """Read every lazy container in a value; return a value without any unchanged."""
     if isinstance(value, _Lazy):
         return value.read_all()
     contents = None if isinstance(value, np.ndarray) else expand(value)
     if contents is None:
         return value
     children = [plain(child) for child in contents.values]
-    if all(one is other for one, other in zip(children, contents.values, strict=True)):
+    if all(map(operator.is_, children, contents.values)):
         return value
     return contents.build(children)
 
 
-def own(tree: Any) -> Any:
-    """Return a tree of writable numpy arrays: read-only ones, which the cache may hold, are copied."""
+def writable(tree: Any) -> Any:
+    """Return a tree of writable numpy arrays: read-only arrays, which the cache may hold, are copied."""
     flat = flatten(tree)
     are_shared = [isinstance(value, np.ndarray) and not value.flags.writeable for value in flat.values]
     if not any(are_shared):
@@ -170,19 +166,18 @@ def load_transformed_tree(
 ) -> Any:
     """Read the leaves that `apply_transformations` would take from a saved tree, and no others."""
     new = flatten(new_tree)
-    known = OriginalTree(
+    original = OriginalTree(
         [leaf.name for leaf in source.leaves],
         source.tree.structure,
         [leaf.saved.kind == "none" for leaf in source.leaves],
         str(source.location),
     )
-    origins = plan_transformations(known, transformations, new, default_to_original)
-    values = _Loader(source, new, origins, requests or {}).load()
-    return unflatten(new.structure, values)
+    origins = plan_transformations(original, transformations, new, default_to_original)
+    return unflatten(new.structure, _Loader(source, new, origins, requests or {}).load())
 
 
 class _Loader:
-    """Fills the leaves of a new tree; reads those that functions or several places need once, others by `load_tree`."""
+    """Fills the leaves of a new tree; caches saved leaves that are used more than once, and leaves of functions."""
 
     def __init__(
         self, source: TreeSource, new: Flattened, origins: Sequence[Origin], requests: Mapping[str, LeafRequest]
@@ -203,7 +198,7 @@ class _Loader:
         cache, origins = self._cache, dict(enumerate(self._origins))
         computed = {number: origin for number, origin in origins.items() if isinstance(origin, Computed)}
         made = dict(evaluate(self._new, computed, run=self._run, take=self._take))
-        # What functions have read is not read again, and what several places take is read once.
+        # Leaves that functions have read are not read again; a leaf that becomes several leaves is read once.
         taken = {number: origin for number, origin in origins.items() if isinstance(origin, Taken)}
         takers = Counter(origin.start for origin in taken.values() if origin.container is None)
         direct = {
@@ -218,9 +213,8 @@ class _Loader:
         cache.arrays([leaf for origin in rest.values() for leaf in range(origin.start, origin.stop)])
         applied = {number: origin for number, origin in rest.items() if not origin.is_leaf}
         made |= evaluate(self._new, applied, run=self._run, take=self._take)
-        results |= self._fitted(
-            dict(sorted(made.items())), {number: one.start for number, one in rest.items() if one.is_leaf}
-        )
+        cached = {number: origin.start for number, origin in rest.items() if origin.is_leaf}
+        results |= self._fitted(dict(sorted(made.items())), cached)
         return list(results.values())
 
     def _run(self, call: Call) -> Any:
@@ -230,7 +224,7 @@ class _Loader:
         return unflatten(taken.container, self._cache.values(range(taken.start, taken.stop)))
 
     def _check(self) -> None:
-        """Compare leaves that are taken as they are with the template, before anything is read."""
+        """Compare leaves that are not computed with the template, before any leaf is read."""
         differences = []
         for number, origin in enumerate(self._origins):
             name, value = self._new.names[number], self._new.values[number]
@@ -258,12 +252,12 @@ class _Loader:
     def _asks(self, number: int) -> bool:
         return self._new.names[number] in self._requests
 
-    def _fitted(self, made: Mapping[int, Any], shared: Mapping[int, int]) -> Iterator[tuple[int, Any]]:
+    def _fitted(self, made: Mapping[int, Any], cached: Mapping[int, int]) -> Iterator[tuple[int, Any]]:
         """Fit values, and cached leaves by their number, to the template as if they had been saved."""
         differences: list[str] = []
         saved: dict[int, SavedLeaf] = {}
         arrays: dict[str, NDArray[Any] | ArrayLeaf | None] = {}
-        for number, start in shared.items():
+        for number, start in cached.items():
             name = self._new.names[number]
             saved[number] = SavedLeaf(name, self._source.leaves[start].saved)
             (arrays[name],) = self._cache.arrays([start])
@@ -274,15 +268,15 @@ class _Loader:
                 described, array = _described(name, value)
                 difference = None if self._asks(number) else compare(target, described)
                 if difference is not None:
-                    what = "multi_value_fn" if isinstance(self._origins[number], Computed) else "value_fn"
-                    differences.append(difference.replace("(checkpoint)", f"(returned by {what})"))
+                    function = "multi_value_fn" if isinstance(self._origins[number], Computed) else "value_fn"
+                    differences.append(difference.replace("(checkpoint)", f"(returned by {function})"))
             if free:
-                yield number, own(value)
+                yield number, writable(value)
             else:
                 saved[number], arrays[name] = SavedLeaf(name, described), array
         self._raise(differences)
-        known = {name: array for name, array in arrays.items() if array is not None}
-        source = MemoryTree(self._source.location, TreeDocument(None), list(saved.values()), known)
+        held = {name: array for name, array in arrays.items() if array is not None}
+        source = MemoryTree(self._source.location, TreeDocument(None), list(saved.values()), held)
         yield from self._through(source, {number: leaf.name for number, leaf in saved.items()})
 
     def _raise(self, differences: Sequence[str]) -> None:

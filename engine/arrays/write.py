@@ -1,7 +1,6 @@
 """Write one tree into its folder: each process writes data files, process 0 the index and the tree's structure.
 
-Data files and index are durable before the caller writes its commit record. Without that record nothing here is visible
-as a checkpoint.
+Data files and index are durable before the caller writes its commit record. Without that record, no checkpoint exists.
 """
 
 from __future__ import annotations
@@ -25,34 +24,24 @@ from ..pytree import ArrayLeaf, Box, Details, Piece, TreeDef, ValueLeaf, format_
 from ..storage import DataFile, Location, Segment, max_concurrency, parallel_map
 from .assignment import WriteAssignment
 from .digests import INDEX, MANIFEST, TREE, TREE_KIND, Integers
-from .encode import ChunkToCompress, Digests, Sources, segment_parts, write_compressed
-from .fragments import Fragment, data_path, make_fragment, merge_fragments, short_token
+from .encode import ChunkToCompress, Sources, segment_parts, write_compressed
+from .fragments import Fragment, data_path, make_fragment, merge_fragments
 from .grid import ArraySpec
-from .plan import (
-    Catalog,
-    ChunkIds,
-    HostLeaf,
-    Layout,
-    PlannedFile,
-    check_level,
-    check_size,
-    chunk_table,
-    plan_files,
-)
+from .plan import Catalog, ChunkIds, HostLeaf, Layout, check_level, check_size, chunk_table, plan_files
 from .reuse import SharedFiles, WrittenFile, WrittenSteps
-from .snapshot import Snapshot, StagingBuffer
+from .snapshot import Snapshot, StagingBuffer, snapshot_bytes
 
 _ALONE = ProcessInfo()
 _WORTH = 64 << 10  # bytes a leaf; copying less takes no longer than computing which process writes it
 _ARRAYS = {"numpy", "jax", "torch", "key"}  # kinds of leaves that are arrays
-_LEAF_BYTES = 256  # bytes of a leaf beside its elements, more or less
+_LEAF_BYTES = 256  # bytes that a leaf takes in the index and ``tree.json``, more or less
 _SHOWN = 60  # characters of a value in an error
 _NAME_LIMIT = 60_000  # bytes; the index appends chunk numbers to a name
 
 
-def write_file(place: Location, content: bytes) -> FileRecord:
+def write_file(location: Location, content: bytes) -> FileRecord:
     """Write a small file, which the commit makes durable; return its entry for the commit record."""
-    place.write_bytes(content, atomic=False, sync=False)
+    location.write_bytes(content, atomic=False, sync=False)
     return FileRecord(len(content), crc32c(content), durable=False)
 
 
@@ -116,7 +105,7 @@ class TreeWriter:
     ) -> None:
         self.plan = plan or TreePlan()
         self.when_written: Callable[[], None] | None = None  # called once this process's share is written
-        self._own: Fragment | None = None  # the fragment of this process, if it is alone
+        self._fragment: Fragment | None = None  # the fragment of this process, if it is alone
         self._tree = tree
         self._reuse = reuse
         self._layout = layout
@@ -133,16 +122,16 @@ class TreeWriter:
             )
 
     def take_snapshot(self, staging: StagingBuffer, member: ProcessInfo = _ALONE, *, worth: int = _WORTH) -> Snapshot:
-        """Copy arrays that may change, so that they may do so before the tree is written; return the copies."""
+        """Copy arrays that may change before the tree is written; return the copies."""
         leaves = self._tree.leaves
-        if member.count > 1 and staging.needed(leaves) >= worth * len(leaves):
+        if member.count > 1 and sum(snapshot_bytes(leaves)) >= worth * len(leaves):
             leaves = _needed(self._catalog, leaves, self.plan.chunks_of(self._catalog, member))
         copies = staging.snapshot(leaves)
         self._tree = replace(self._tree, leaves=copies)
         return copies
 
     def estimate_bytes(self) -> int:
-        """Return the bytes of all arrays, and about those that the index and ``tree.json`` need."""
+        """Return about how many bytes all arrays, the index and ``tree.json`` take."""
         leaves = self._tree.leaves
         if isinstance(leaves, Snapshot):
             leaves.complete()
@@ -156,7 +145,7 @@ class TreeWriter:
         data = location / "d"
         data.make_directory(sync=False)  # the commit syncs the folder around it
         sync = member.count > 1
-        token = short_token(member.token or os.urandom(16).hex())
+        token = xxhash.xxh32_hexdigest((member.token or os.urandom(16).hex()).encode())  # begins the files' names
         chunks = self.plan.chunks_of(self._catalog, member)
         sources = self._sources(chunks)
         layout = self._layout if location.is_local else self._layout.for_uploads()
@@ -168,6 +157,9 @@ class TreeWriter:
         def path(number: int) -> str:
             return data_path(token, member.index, number)
 
+        def write_packed(number: int, size: int, segments: Sequence[Segment]) -> None:
+            (location / path(number)).write_data(size, segments, member.awaited, sync=sync)
+
         for group in self._in_turn(chunks):
             shared = SharedFiles([group])
             if self._reuse is not None:
@@ -176,23 +168,21 @@ class TreeWriter:
             plain, packed = self._divided(shared.groups)
             files = plan_files(self._catalog.lengths, layout, *plain)
             checksums = np.zeros(sum(len(arrays) for arrays, _ in plain), np.uint32)
-            location.write_data_files(
-                [
-                    DataFile(path(number), file.size, _segments(file, sources, checksums, shared.digests))
-                    for number, file in enumerate(files, first)
-                ],
-                member.awaited,
-                sync=sync,
-            )
+            encode = partial(segment_parts, sources=sources, checksums=checksums, digests=shared.digests)
+            data_files = [
+                DataFile(
+                    path(number),
+                    file.size,
+                    [Segment(part.offset, part.size, partial(encode, part), lasting=True) for part in file.segments],
+                )
+                for number, file in enumerate(files, first)
+            ]
+            location.write_data_files(data_files, member.awaited, sync=sync)
             table = chunk_table(files, checksums, first)
             sizes += [file.size for file in files]
-            for one in packed:
-
-                def write_packed(number: int, size: int, segments: Sequence[Segment]) -> None:
-                    (location / path(number)).write_data(size, segments, member.awaited, sync=sync)
-
+            for batch in packed:
                 added, more = write_compressed(
-                    one, sources, layout, len(sizes), write_packed, shared.digests, member.awaited
+                    batch, sources, layout, len(sizes), write_packed, shared.digests, member.awaited
                 )
                 table = np.concatenate((table, added))
                 sizes += more
@@ -211,15 +201,15 @@ class TreeWriter:
             data.sync_directory()
         if self.when_written is not None:
             self.when_written()
-        values = _plain_values(self._tree) if member.index else None  # process 0 compares its own in merge()
+        values = _plain_values(self._tree) if member.index else None  # process 0 compares its values in merge()
         fragment = make_fragment(self._catalog, member, token, table, sizes, [file.path for file in linked], values)
         if member.count > 1:
             return fragment.encode()
-        self._own = fragment
+        self._fragment = fragment
         return b""
 
     def _in_turn(self, chunks: ChunkIds) -> Iterator[ChunkIds]:
-        """Generate groups of chunks that have arrived on the host, so that writes overlap with copies from devices."""
+        """Generate groups of chunks as they arrive on the host, so that writes overlap with copies from devices."""
         leaves = self._tree.leaves
         positions = self._catalog.positions[chunks[0]]
         start = 0
@@ -230,9 +220,9 @@ class TreeWriter:
             start = end
 
     def merge(self, location: Location, fragments: Sequence[bytes], *, describes: bool = True) -> dict[str, FileRecord]:
-        """Write the index over the chunks of all processes and, if it ``describes``, the tree's structure."""
-        if self._own is not None:
-            index, written = merge_fragments(self._catalog, [self._own], 1)
+        """Write the index over the chunks of all processes and, with ``describes``, the tree's structure."""
+        if self._fragment is not None:
+            index, written = merge_fragments(self._catalog, [self._fragment], 1)
         else:
             decoded = (Fragment.decode(data, process) for process, data in enumerate(fragments))
             index, written = merge_fragments(self._catalog, decoded, len(fragments), _plain_values(self._tree))
@@ -251,16 +241,14 @@ class TreeWriter:
 
     @property
     def _catalog(self) -> Catalog:
-        if (found := self.plan.catalog) is None:
+        if self.plan.catalog is None:
             tree = self._tree
-            found = Catalog(tree.names, tree.leaves, self._layout, self._compression, self._chunk_bytes)
-            self.plan.catalog = found
-        return found
+            self.plan.catalog = Catalog(tree.names, tree.leaves, self._layout, self._compression, self._chunk_bytes)
+        return self.plan.catalog
 
     def _divided(self, groups: Sequence[ChunkIds]) -> tuple[list[ChunkIds], list[list[ChunkToCompress]]]:
-        """Divide each group of chunks into those stored as they are and those to compress."""
-        catalog = self._catalog
-        levels = catalog.column([kind.compression or 0 for kind in catalog.kinds])
+        """Divide each group of chunks into chunks to store as they are and chunks to compress."""
+        levels = self._catalog.column(lambda encoding: encoding.compression or 0)
         plain: list[ChunkIds] = []
         packed: list[list[ChunkToCompress]] = []
         for arrays, numbers in groups:
@@ -276,38 +264,30 @@ class TreeWriter:
         catalog, leaves = self._catalog, self._tree.leaves
         positions = catalog.positions.tolist()
         pieces: list[Sequence[Piece]] = list(map(attrgetter("pieces"), map(leaves.__getitem__, positions)))
-        extra = catalog.column([kind.stored.extra is not None for kind in catalog.kinds], bool)
+        extra = catalog.column(lambda encoding: encoding.stored.extra is not None, bool)
         for array in set(chunks[0][extra[chunks[0]]].tolist()):
             width = catalog.encodings[array].stored.extra or 0
             pieces[array] = [_raw(piece, width) for piece in pieces[array]]
-        encodings = catalog.encodings
-        return Sources([one.spec for one in encodings], [one.stored.numpy for one in encodings], pieces, catalog.names)
-
-
-def _segments(file: PlannedFile, sources: Sources, checksums: NDArray[np.uint32], digests: Digests) -> list[Segment]:
-    """Return the segments of a data file, which encode their chunks when they are read."""
-    return [
-        Segment(one.offset, one.size, partial(segment_parts, one, sources, checksums, digests), lasting=True)
-        for one in file.segments
-    ]
+        specs = [encoding.spec for encoding in catalog.encodings]
+        return Sources(specs, [encoding.stored.numpy for encoding in catalog.encodings], pieces, catalog.names)
 
 
 def _plain_values(tree: HostTree) -> dict[str, str]:
     """Return plain values, and 0-d arrays of all processes, by name: processes at different steps differ in them."""
-    found = {}
+    lines = {}
     for name, leaf in zip(tree.names, tree.leaves, strict=True):
         if isinstance(leaf, ValueLeaf):
             kind, *values = leaf.details.values() if list(leaf.details)[:1] == ["kind"] else (leaf.details,)
-            found[name] = _on_one_line(" ".join(["a value of kind", str(kind), *map(repr, values)]))
+            lines[name] = _on_one_line(" ".join(["a value of kind", str(kind), *map(repr, values)]))
         elif leaf.parts is None and leaf.pieces and (leaf.details["kind"] not in _ARRAYS or leaf.shape == ()):
             array, kind = np.asarray(leaf.pieces[0].array), leaf.details["kind"]
             text = str(array) if leaf.shape == () else f"{list(leaf.shape)} {array.tobytes().hex()}"
-            found[name] = _on_one_line(f"{leaf.dtype if kind in _ARRAYS else kind} {text}")
-    return found
+            lines[name] = _on_one_line(f"{leaf.dtype if kind in _ARRAYS else kind} {text}")
+    return lines
 
 
 def _on_one_line(text: str) -> str:
-    """Return a text on one line; a digest of it replaces what is too long for an error."""
+    """Return a text on one line; the rest of a long text is replaced with a digest of all of it."""
     if len(text) <= _SHOWN and text.isprintable():
         return text
     digest = xxhash.xxh3_64_hexdigest(text.encode("utf-8", "surrogatepass"))
@@ -323,30 +303,31 @@ def _raw(piece: Piece, extra: int) -> Piece:
 
 def _needed(catalog: Catalog, leaves: Sequence[HostLeaf], chunks: ChunkIds) -> list[HostLeaf]:
     """Cut leaves down to the chunks that a process writes."""
-    found = list(leaves)
+    needed = list(leaves)
     arrays, numbers = chunks
     order = np.lexsort((numbers, arrays))
     ends = np.searchsorted(arrays[order], np.arange(len(catalog.encodings)), "right").tolist()
     start = 0
     for position, encoding, end in zip(catalog.positions.tolist(), catalog.encodings, ends, strict=True):
-        own, start = numbers[order[start:end]], end
+        written, start = numbers[order[start:end]], end
         leaf = leaves[position]
+        if not isinstance(leaf, ArrayLeaf) or not leaf.volatile or not leaf.shape:
+            continue
         # Elements stored as bytes have an axis that the leaf does not have.
-        spec, extra = encoding.spec, encoding.stored.extra
-        if isinstance(leaf, ArrayLeaf) and leaf.volatile and len(own) < spec.chunks and extra is None and leaf.shape:
-            boxes = list(_boxes(spec, own))
-            found[position] = replace(leaf, pieces=[part for piece in leaf.pieces for part in _parts(piece, boxes)])
-    return found
+        if len(written) < encoding.spec.chunks and encoding.stored.extra is None:
+            boxes = list(_boxes(encoding.spec, written))
+            needed[position] = replace(leaf, pieces=[part for piece in leaf.pieces for part in _parts(piece, boxes)])
+    return needed
 
 
 def _boxes(spec: ArraySpec, numbers: NDArray[np.int64]) -> Iterator[Box]:
-    """Generate the boxes that chunks of an array cover, in ascending order; neighbours are joined."""
+    """Generate the boxes that chunks of an array cover, in ascending order; adjacent boxes are joined."""
     current: Box | None = None
     for number in numbers.tolist():
         new = spec.chunk_box(number)
         if current is not None:
             joined = Box(current.start, new.stop)
-            if joined.size == current.size + new.size:  # the two are neighbours along one axis
+            if joined.size == current.size + new.size:  # the two are adjacent along one axis
                 current = joined
                 continue
             yield current

@@ -1,7 +1,7 @@
 """One save at a time in the background; its error is raised exactly once.
 
-The thread is not a daemon: a program that ends while a save is under way waits for it. An error that was not raised
-by the time the interpreter exits is logged, and the process exits with a non-zero status.
+The thread is not a daemon: a program that ends during a save waits for it. An error that was not raised when the
+interpreter exits is logged, and the process exits with a non-zero status.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _HEAD_START = 0.005  # seconds, at most
 
 class _UnderWay(NamedTuple):
     thread: Helper
-    awaited: threading.Event  # whether the program waits for the save
-    what: str
+    awaited: threading.Event  # set when the program waits for the save
+    what: str  # names the save in errors
     step: int | None
 
 
@@ -37,13 +37,13 @@ class BackgroundSave:
 
     def __init__(self, timeout: float = 3600.0) -> None:
         self._timeout = timeout
-        self._current: _UnderWay | None = None  # or the last one, until something waits for it
-        self._changing = Lock()  # guards it: several threads of the program may save and wait
+        self._current: _UnderWay | None = None  # or the last save, until something waits for it
+        self._changing = Lock()  # guards `_current`: several threads of the program may save and wait
         self._error: SaveFailedError | None = None
 
     @property
     def running(self) -> bool:
-        """Whether a save is under way."""
+        """True if a save is under way."""
         current = self._current
         return current is not None and current.thread.is_alive()
 
@@ -58,7 +58,7 @@ class BackgroundSave:
         """Run work on a new thread, with an event that is set when the program waits; then call ``ended`` there."""
 
         def run() -> None:
-            # The loop continues first: a thread that works may keep the interpreter from it for milliseconds.
+            # The loop continues first: this thread could block the interpreter for milliseconds.
             started.acquire(timeout=_HEAD_START)
             result = failure = None
             try:
@@ -76,7 +76,7 @@ class BackgroundSave:
                 ended(result, failure)
 
         awaited = threading.Event()
-        started = threading.Lock()  # own: a process that the loop forks now needs no lock that the thread holds
+        started = threading.Lock()  # of this call: a process that the loop forks now needs no lock of the thread
         started.acquire()
         thread = Helper(run, "holdfast-save")
         with self._changing:
@@ -93,14 +93,14 @@ class BackgroundSave:
         started.release()
 
     def hurry(self) -> None:
-        """Let the save that is under way know that the program waits for it."""
+        """Signal to the save that is under way that the program waits for it."""
         if (current := self._current) is not None:
             current.awaited.set()
 
     def join(self) -> None:
-        """Wait until no save is under way; an error of it is kept."""
+        """Wait until no save is under way; keep its error."""
         while True:
-            with self._changing:  # a save that another thread begins has started then
+            with self._changing:  # another thread that begins a save has started it then
                 current = self._current
             if current is None:
                 return
@@ -118,7 +118,7 @@ class BackgroundSave:
 
     @property
     def has_missed_a_process(self) -> bool:
-        """Whether the last save failed because another process did not answer, and this was not raised yet."""
+        """True if the last save failed because another process did not answer, and the error was not raised yet."""
         return self._error is not None and missed_a_process(self._error.__cause__)
 
     def take_error(self) -> SaveFailedError | None:
@@ -134,8 +134,7 @@ class BackgroundSave:
 
     def check(self) -> None:
         """Raise the error of a failed save that was not raised yet; do not wait."""
-        error = self.take_error()
-        if error is not None:
+        if (error := self.take_error()) is not None:
             raise error
 
 
@@ -147,12 +146,12 @@ _last_words: list[Callable[[], None]] = []
 
 
 def at_exit(speak: Callable[[], None]) -> None:
-    """Call a function as the interpreter exits, when all saves have ended or are given up."""
+    """Call a function as the interpreter exits, when all saves have ended or were given up."""
     _last_words.append(speak)
 
 
 def _wait_at_exit() -> None:
-    """Run when the main thread has ended: the interpreter itself would wait for ever for a save that hangs."""
+    """Wait for saves after the main thread has ended: the interpreter would wait for a hanging save for ever."""
     hanging = []
     for save in list(_running):
         try:
@@ -164,31 +163,27 @@ def _wait_at_exit() -> None:
 
 
 def _report_at_exit(hanging: Sequence[SaveFailedError] = ()) -> None:
-    """Run when the interpreter exits, after all saves have ended or are given up."""
+    """Report errors that were not raised, after all saves have ended or were given up."""
     for speak in _last_words:
         speak()
     errors = [*hanging, *(error for save in list(_unraised) if (error := save.take_error()) is not None)]
+    if not errors:
+        return
+    is_on_stderr = _logger.isEnabledFor(logging.CRITICAL) and logging.lastResort is not None
+    if handlers := handlers_of(_logger, logging.CRITICAL):
+        is_on_stderr = any(getattr(handler, "stream", None) is sys.stderr for handler in handlers)
     for error in errors:
         _logger.critical("%s", error)
-        if not _is_on_stderr():
+        if not is_on_stderr:
             print(f"holdfast: {error}", file=sys.stderr)  # noqa: T201 - the last chance; logging may be off
-    if errors:
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)  # nothing else gives the process a non-zero status at this point
-
-
-def _is_on_stderr() -> bool:
-    """Return whether logging has written an error to stderr."""
-    handlers = handlers_of(_logger, logging.CRITICAL)
-    if not handlers:
-        return _logger.isEnabledFor(logging.CRITICAL) and logging.lastResort is not None
-    return any(getattr(handler, "stream", None) is sys.stderr for handler in handlers)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)  # nothing else gives the process a non-zero status at this point
 
 
 # Exit functions run in reverse order. This one ends the process; registered when the engine is loaded, it runs after
-# those of the program.
+# the exit functions of the program.
 atexit.register(_report_at_exit)
 
 # `concurrent.futures` does the same: ordinary exit functions run only after all threads have ended.

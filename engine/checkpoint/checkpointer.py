@@ -1,6 +1,6 @@
 """Checkpointers: one object at one path, saved and restored atomically, at once or in the background.
 
-At the end are the items of a checkpoint as handlers read them: of one of our own, or of one of another library.
+The classes at the end read the items of a checkpoint with handlers: a checkpoint of holdfast, or of another library.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from ..handlers import (
     CheckpointHandler,
     JsonCheckpointHandler,
     PyTreeCheckpointHandler,
-    has_structure,
 )
 from ..sources import JSON, TREE, CheckpointSource, is_ours, recognise
 from ..steps import read_steadily
@@ -249,7 +248,7 @@ class AsyncCheckpointer(Checkpointer):
 
 
 def start_save(handler: AsyncCheckpointHandler, path: Place, item: Any, *, force: bool) -> Future[SaveReport]:
-    """Take a snapshot of an object and save it in the background, beside other saves; errors are in the Future."""
+    """Take a snapshot of an object and save it in the background, as other saves may be; errors are in the Future."""
     from .futures import SaveFuture  # imported lazily: concurrent.futures takes longer than a whole save
 
     checkpointer = AsyncCheckpointer(handler)
@@ -286,7 +285,7 @@ class OwnItems:
         return ITEM
 
     def restore(self, name: str, handler: CheckpointHandler, template: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Read an item back; raise OptionError if it is not one that the handler reads."""
+        """Read an item back; raise OptionError if a handler of another kind wrote it."""
         saved = self.record.items[name]
         folder = self.location / saved.folder
         if handler.kind != saved.kind:
@@ -294,19 +293,21 @@ class OwnItems:
                 f"{folder} was written by a handler of kind {saved.kind!r:.80}; {type(handler).__name__} is of kind "
                 f"{handler.kind!r}. Restore it with the handler that it was saved with"
             )
-        try:
-            if handler.verifies:
-                return handler.restore(folder, template, files=saved.files, **kwargs)
+        if not handler.verifies:
             check_files(folder, saved.files)
-            return handler.restore(folder, template, **kwargs)
+        try:
+            return handler.restore(folder, template, **_records(handler, saved), **kwargs)
         except UnknownArgumentError as error:
             raise UnknownArgumentError(f"{folder} was not restored: {error}") from None
 
     def structure(self, name: str, handler: CheckpointHandler) -> Any:
         """Describe an item without reading its data; return None if its handler cannot."""
         saved = self.record.items[name]
-        known = {"files": saved.files} if handler.verifies else {}
-        return handler.structure(self.location / saved.folder, **known) if has_structure(handler) else None
+        return handler.structure(self.location / saved.folder, **_records(handler, saved))
+
+
+def _records(handler: CheckpointHandler, saved: ItemRecord) -> dict[str, Any]:
+    return {"files": saved.files} if handler.verifies else {}
 
 
 class OtherItems:
@@ -322,10 +323,10 @@ class OtherItems:
         if not isinstance(handler, JsonCheckpointHandler):
             how = "restore it with a CheckpointManager of these items, or with hf.load(path, item=...)"
             return self._source.only_tree(how=how)
-        found = [name for name, kind in items.items() if kind == JSON]
-        if len(found) != 1:
+        names = [name for name, kind in items.items() if kind == JSON]
+        if len(names) != 1:
             raise OptionError(f"{self.location} has the items {', '.join(sorted(items))}; not one of JSON")
-        return found[0]
+        return names[0]
 
     def restore(self, name: str, handler: CheckpointHandler, template: Any, kwargs: Mapping[str, Any]) -> Any:
         kind = self._source.items[name]

@@ -1,12 +1,12 @@
 """The commit protocol: how a checkpoint of any kind comes to exist, and is replaced.
 
-A save puts a marker into the checkpoint's directory, writes its items into folders of their own, makes all of it
-durable, and writes the commit record last, in one atomic step. A crash before that leaves what was there before. To
-replace a checkpoint, the new items go into folders with new names beside the old ones; the record decides which count.
+A save writes a marker into the checkpoint's directory, writes each item into a folder, makes everything durable, and
+writes the commit record last, in one atomic step. A crash before that leaves the previous state. To replace a
+checkpoint, the new items go into new folders next to the old ones; the record names the folders that count.
 
 :class:`LocalCommit` is for file systems and memory, ``StoreCommit`` for object stores (``store_commit.py``); both have
-the methods of :class:`PendingCheckpoint`. :class:`CommitParts` extends them for checkpoints whose parts have folders
-of their own.
+the methods of :class:`PendingCheckpoint`. :class:`CommitParts` extends them for checkpoints whose parts have
+directories.
 
 What a crash leaves on a file system, and what removes it:
 
@@ -67,7 +67,7 @@ from .removal import (
 
 
 def write_record(location: Location, record: CheckpointRecord, *, before: Sequence[Location] = ()) -> None:
-    """Write or replace the commit record, atomically and durably; make durable first what is to be ``before``."""
+    """Write or replace the commit record, atomically and durably, after making ``before`` durable."""
     content = record.encode()
     with answered(location, content):
         (location / RECORD).write_bytes(content, before=before)
@@ -88,13 +88,13 @@ def answered(location: Location, content: bytes) -> Iterator[None]:
 
 
 class Phase(Enum):
-    """How far a save has come, which decides what giving it up may remove."""
+    """The progress of a save, which decides what may be removed if it is given up."""
 
     PLANNED = auto()  # nothing is written
-    BEGUN = auto()  # the directory may be made; a marker in it belongs to another save
-    CLAIMED = auto()  # the marker belongs to this save, and may not be whole
-    WRITING = auto()  # the marker, if there is one, is whole
-    WITHDRAWN = auto()  # the record was taken back, and the marker of a deletion says so
+    BEGUN = auto()  # the directory may exist; a marker in it belongs to another save
+    CLAIMED = auto()  # the marker belongs to this save, and may be incomplete
+    WRITING = auto()  # the marker, if there is one, is complete
+    WITHDRAWN = auto()  # the record was removed again, and the marker of a deletion says so
     LOST = auto()  # another save was committed first
     RECORDED = auto()  # the record may be in place, and the data may be the only copy
     OVERTAKEN = auto()  # committed, and another save has begun since
@@ -105,8 +105,8 @@ class Guard(Enum):
     """What keeps saves to one path apart."""
 
     MARKER = auto()  # the marker alone: of two saves, the one that began later wins
-    CONDITION = auto()  # a marker, and the store takes the record only if no other save has written one
-    ARCHIVES = auto()  # the same without a marker, as archives say themselves that a save has left them
+    CONDITION = auto()  # a marker, and the store accepts the record only if no other save has written one
+    ARCHIVES = auto()  # the same without a marker, as archives show that a save wrote them
 
 
 _REMOVABLE = {Phase.BEGUN, Phase.CLAIMED, Phase.WRITING, Phase.WITHDRAWN, Phase.LOST}
@@ -122,13 +122,13 @@ class PendingCheckpoint(ABC):
         owned: Whether the caller alone may write here, and checks that right before the commit. In an object store, the
             marker of another save then belongs to a superseded run, which will not commit.
         parts: What the kind of checkpoint adds to the commit.
-        copies: The fingerprint of the original of a copy.
+        copies: The fingerprint of the original, if this checkpoint is a copy.
 
     Attributes:
         token: Distinguishes this save from all others.
         paths: The paths of the folders and archives of its items, by item.
         folders: Their locations.
-        continues: Whether an interrupted copy of the same checkpoint continues, with the files that it has.
+        continues: Whether this copy continues an interrupted copy of the same checkpoint, with the files that it has.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class PendingCheckpoint(ABC):
 
     @property
     def replaces(self) -> bool:
-        """Whether there is a checkpoint that the commit replaces."""
+        """True if the commit replaces a checkpoint."""
         return self._old_record is not None
 
     def begin(self, archives: Collection[str] = ()) -> None:
@@ -176,7 +176,7 @@ class PendingCheckpoint(ABC):
 
     def commit(self, record: CheckpointRecord) -> None:
         """Make the items durable, and then the checkpoint exist."""
-        if not (self._is_alone or self._is_own()):
+        if not (self._is_alone or self._holds_path()):
             raise self._lock.conflict()
         if self._old is not None:
             self._parts.withdraw(self._old)
@@ -207,11 +207,11 @@ class PendingCheckpoint(ABC):
         """Release the lock, and leave the files to the next run, which removes them."""
         self._lock.release()
 
-    # ---- what each kind of place does
+    # ---- the steps that differ between file systems and object stores
 
     @abstractmethod
     def _plan(self, items: list[str], *, overwrite: bool) -> None:
-        """Look at what is there, remove what an interrupted save has left, and choose the paths of the items."""
+        """Read the directory, remove what an interrupted save has left, and choose the paths of the items."""
 
     @abstractmethod
     def _begin(self, archives: Collection[str]) -> None:
@@ -223,9 +223,9 @@ class PendingCheckpoint(ABC):
 
     @abstractmethod
     def _clear(self) -> None:
-        """Remove the rest of a save that is given up, and whose folders are removed already."""
+        """Remove the rest of a save that is given up, after its folders."""
 
-    # ---- steps that all kinds share
+    # ---- the steps that do not
 
     def _read_old(self, names: set[str], *, overwrite: bool) -> None:
         """Read the checkpoint that will be replaced, if there is one; CheckpointExistsError if it must not be."""
@@ -245,7 +245,7 @@ class PendingCheckpoint(ABC):
 
     def _check_free(self, names: set[str]) -> None:
         """Raise CheckpointExistsError if something is there that neither a checkpoint nor a save explains."""
-        if self._owned:  # a witness that was written while the step was deleted is of no checkpoint any more
+        if self._owned:  # a witness that was written during a deletion of the step belongs to no checkpoint
             names = {name for name in names if not WITNESSES.fullmatch(name)}
         if names and not {PARTIAL, DELETED, RECORD} & names:
             raise CheckpointExistsError(
@@ -266,14 +266,12 @@ class PendingCheckpoint(ABC):
         return left if fits and not folders_of(self._old).intersection(left) else []
 
     def _choose_paths(self, items: list[str], names: set[str], left: list[str], *, unique: bool) -> None:
-        """Choose the paths of the items: those that a copy has ``left``, or free ones."""
+        """Choose the paths of the items: the paths that a copy has ``left``, or free paths."""
         self.continues = bool(left)
         self._taken = names | folders_of(self._old)
-        for item in items:
-            path = self._parts.folder(item)
-            self.paths[item] = f"{path}.{self.token[:8]}" if unique or path in self._taken else path
-        if left:
-            self.paths = dict(zip(items, left, strict=True))
+        for item, path in zip(items, left or map(self._parts.folder, items), strict=True):
+            is_free = left or not (unique or path in self._taken)
+            self.paths[item] = path if is_free else f"{path}.{self.token[:8]}"
         self.folders = {item: self.location / path for item, path in self.paths.items()}
         self._deletion = deletion_at(self.location) if DELETED in names else None  # as it was before this save
 
@@ -285,28 +283,28 @@ class PendingCheckpoint(ABC):
 
     @property
     def _is_alone(self) -> bool:
-        """Whether no other save is committed here: in a store, the caller knows that of a directory that it owns."""
+        """True if no other save is committed here: in a store, the caller ensures that for a directory that it owns."""
         return self._owned and self.location.is_remote
 
-    def _is_own(self) -> bool:
-        """Whether the path still belongs to this save, which may have no marker, or none that is whole."""
+    def _holds_path(self) -> bool:
+        """Return True if the path still belongs to this save, whose marker may be missing or incomplete."""
         is_unmarked = self._guard is Guard.ARCHIVES or self._phase is Phase.CLAIMED
         return is_unmarked or self._lock.is_own(self.token, self._marker_size)
 
     def _confirm(self, record: CheckpointRecord) -> None:
-        """Give way if another save has begun, or a sweep may have removed files; then the checkpoint exists."""
-        is_overtaken = not self._is_own()
+        """Fail if another save has begun, or a sweep may have removed files; otherwise the checkpoint exists."""
+        is_overtaken = not self._holds_path()
         gives_way = is_overtaken and not self.replaces and self._guard is Guard.MARKER and not self._is_alone
-        # A copy that continues has a new marker, but a sweep may have listed the files that it goes on with.
-        is_doubtful = is_overtaken or (self.continues and not self._lock.tells)
+        # A copy that continues has a new marker, but a sweep may have listed the files that it keeps.
+        is_doubtful = is_overtaken or (self.continues and not self._lock.shows_life)
         if is_doubtful and (gives_way or not self._is_intact(record)):
             raise self._lock.conflict()
         self._phase = Phase.OVERTAKEN if is_overtaken else Phase.COMMITTED
 
     def _revert(self, record: CheckpointRecord, error: BaseException) -> None:
-        """Take the record of a failed commit back; if even that fails, its data stays."""
+        """Remove the record of a failed commit again; if even that fails, its data stays."""
         if self.location.is_remote and isinstance(error, StorageUnavailableError):
-            # A request without an answer may still arrive, even after others: then its data must be there.
+            # A request without a response may still arrive, even after later requests: then its data must be there.
             error.add_note(f"{self.location}: the next run removes what was written, or finds it committed and whole")
             return
         self._phase = self._take_back(record.encode())
@@ -318,26 +316,26 @@ class PendingCheckpoint(ABC):
             )
 
     def _take_back(self, content: bytes) -> Phase:
-        """Take back the record of a commit that has failed; return the phase that this leads to."""
-        phase, place = Phase.WRITING, self.location / RECORD
+        """Remove the record of a commit that has failed, or restore the old one; return the resulting phase."""
+        phase, record = Phase.WRITING, self.location / RECORD
         is_conditional = self._guard is not Guard.MARKER
         with contextlib.suppress(StorageError):
             if not self._is_visible():
                 return phase
             if self._old_record is not None and is_conditional:
-                place.write_bytes_if(self._old_record, content)
+                record.write_bytes_if(self._old_record, content)
             elif self._old_record is not None:
-                place.write_bytes(self._old_record)
+                record.write_bytes(self._old_record)
             elif is_conditional:
                 phase = Phase.WITHDRAWN
                 (self.location / DELETED).write_bytes(content)
-                place.remove_if(content)
+                record.remove_if(content)
             else:
-                place.rename(DELETED)
+                record.rename(DELETED)
         return Phase.RECORDED if self._is_visible() else phase
 
     def _is_visible(self) -> bool:
-        """True if the record in place is known to be the one that this save wrote."""
+        """Return True if the record in place is the one that this save wrote."""
         try:
             record = read_record(self.location)
         except CheckpointNotFoundError:
@@ -347,7 +345,7 @@ class PendingCheckpoint(ABC):
         return folders_of(record) <= {*self.paths.values()}
 
     def _is_intact(self, record: CheckpointRecord) -> bool:
-        """Whether no run that has not seen the record removes files of this save; asked only if one may have."""
+        """Return True if no run that has not seen the record removes files of this save."""
         deletion = deletion_at(self.location)
         if deletion is not None and deletion != self._deletion and deletion.get("record") != record.identity:
             return False
@@ -371,19 +369,19 @@ class PendingCheckpoint(ABC):
             for name in filter(WITNESSES.fullmatch, self._taken):  # it is about the checkpoint that was here
                 with contextlib.suppress(StorageError):
                     (self.location / name).remove()
-            if is_overtaken:  # the other save is that of a superseded run, which fails
+            if is_overtaken:  # the other save belongs to a superseded run, and fails
                 sweep(self.location, self._parts)
             if self._deletion is not None:
                 (self.location / DELETED).remove()
             if self._guard is not Guard.ARCHIVES and not is_overtaken:
-                (self.location / PARTIAL).remove()  # last: it tells the next run that something may be left
+                (self.location / PARTIAL).remove()  # last: it shows the next run that something may be left
 
     def _remove(self, error: BaseException | None) -> bool:
-        """Remove the files of a save that is given up; return whether the path still belonged to it."""
+        """Remove the files of a save that is given up; return True if the path still belonged to it."""
         ours, is_lost = True, self._phase is Phase.LOST
         is_late = self.location.is_remote and isinstance(error, StorageUnavailableError)
         with only_logged(self.location):
-            ours = self._is_own()
+            ours = self._holds_path()
             paths = {*self.paths.values()}
             if is_lost:  # the other save may be a copy into the same folders
                 with contextlib.suppress(CheckpointNotFoundError):
@@ -415,7 +413,9 @@ class LocalCommit(PendingCheckpoint):
                 left = self._left_by_copy(items, names)
                 if not left:
                     sweep(self.location, self._parts, self._lock if PARTIAL in names else None)
-                    if PARTIAL in names and not self._lock.tells:  # beside a damaged record, which will be replaced
+                    if (
+                        PARTIAL in names and not self._lock.shows_life
+                    ):  # a damaged record is there, and will be replaced
                         (self.location / PARTIAL).remove()
             finally:
                 if not left:
@@ -436,7 +436,7 @@ class LocalCommit(PendingCheckpoint):
                 (self.location / PARTIAL).remove()
                 raise self._lock.conflict()
         self._phase, marker = Phase.CLAIMED, self._marker()
-        # Of a new checkpoint, its presence says enough after a power cut: everything beside it is removed.
+        # For a new checkpoint, the presence of the marker is enough after a power cut: all of the directory is removed.
         sync = self._old_record is not None or self._copies is not None
         if self.continues:
             (self.location / PARTIAL).write_bytes(marker, atomic=False, sync=sync)
@@ -446,7 +446,7 @@ class LocalCommit(PendingCheckpoint):
         self.location.sync_directory()  # the marker is durable before anything else
         if self._old is not None and not self.continues:
             # The last save removed these and then its marker: a power failure may bring back folders alone.
-            self._stale = [folder for folder in self._old.replaced if _lies_in(self.location, folder)]
+            self._stale = [folder for folder in self._old.replaced if _is_in(self.location, folder)]
             remove_folders(self._parts, self._stale, self._old)
         for item, folder in self.folders.items():
             if item not in archives:
@@ -456,7 +456,7 @@ class LocalCommit(PendingCheckpoint):
         write_record(self.location, record, before=self._unsynced(record))
 
     def _unsynced(self, record: CheckpointRecord) -> list[Location]:
-        """Return what may not be durable yet: files, and the directories with names that were made or removed."""
+        """Return what may not be durable yet: files, and the directories in which names were made or removed."""
         if not self.location.is_local:
             return []
         items = record.items.values()
@@ -494,7 +494,7 @@ def _check_not_of_another(location: Location) -> None:
         )
 
 
-def _lies_in(location: Location, folder: str) -> bool:
+def _is_in(location: Location, folder: str) -> bool:
     with contextlib.suppress(InvalidLocationError):
         return (location / folder).exists()
     return False

@@ -1,11 +1,11 @@
 """Copy one committed checkpoint to another place: the files that its record names, and the record last.
 
-The files are not encoded again: they are copied with their checksums, and every byte is compared with them during the
-copy. The destination is written by the commit protocol, so half a copy is no checkpoint. The next copy recognises what
-an interrupted one has left by the fingerprint of the original in the marker, and does not send complete files again. On
-a disk, a file is complete if its bytes match their checksums; an object of the right size is complete, because stores
-never show partial objects. A store that copies objects itself gets the files of unchanged arrays once, not with every
-step (`CopiedFiles`).
+The files are not encoded again: they are copied with their checksums, and every byte is verified during the copy. The
+destination is written by the commit protocol, so half a copy is no checkpoint. The marker of an interrupted copy has
+the fingerprint of the original, by which the next copy recognises it and does not send complete files again. On a disk,
+a file is complete if its bytes match their checksums; an object of the right size is complete, because stores never
+show partial objects. A store that copies objects itself gets the files of unchanged arrays once, not with every step
+(`CopiedFiles`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LEAST_PIECE = 64 << 10
 SPAN_BYTES = 16 << 20  # bytes of a data file that one thread copies at a time
 SMALL_BYTES = 1 << 20  # bytes; a smaller file is written in one go
 _UPLOADS = 4  # how many files are sent at a time, if they are small enough
-BESIDE = 16e6  # bytes a second that a throttle lets pass beside a save; they hardly slow a disk down
+BESIDE = 16e6  # bytes a second that a throttle allows during a save; they hardly slow a disk down
 _IN_MEMORY = 256 << 20  # bytes of files that are uploaded at a time, if each is smaller
 _REMEMBERED = 4  # copies whose files are known
 _SUFFIX = re.compile(r"\.[0-9a-f]{8}")  # suffix of folders whose save could not take the plain name
@@ -59,8 +59,8 @@ class Throttle:
         self._rate = rate
         self._changed = changed or threading.Condition()
         self._now = now
-        self._free = 0.0  # the time at which the bytes so far have passed at the rate
-        self._late = 0.0  # the time at which the bytes so far have passed at the rate ``BESIDE``
+        self._free = 0.0  # the time by which the bytes so far have passed at the rate
+        self._late = 0.0  # the time by which the bytes so far have passed at the rate ``BESIDE``
         self.gives_way = False
         self.ended: Exception | None = None  # the error that ends the copy
 
@@ -82,7 +82,7 @@ class Throttle:
         return PIECE_BYTES if self._rate is None else max(_LEAST_PIECE, min(PIECE_BYTES, int(self._rate / 4)))
 
     def take(self, count: int) -> None:
-        """Wait until so many bytes may pass; raise the error that ends the copy."""
+        """Wait until ``count`` bytes may pass; raise the error that ends the copy."""
         with self._changed:
             now = self._now()
             if self._rate is not None:
@@ -99,12 +99,12 @@ class Throttle:
 
 @dataclass
 class CopyProgress:
-    """How far a copy is, in bytes; other threads read it."""
+    """The progress of a copy, in bytes; other threads read it."""
 
     total: int = 0  # of all files
-    done: int = 0  # those at the destination
-    arrived: int = 0  # those that this copy brought there, not an earlier one
-    sent: int = 0  # those that this copy sent; the store copied the others itself
+    done: int = 0  # at the destination
+    arrived: int = 0  # brought there by this copy, not an earlier one
+    sent: int = 0  # sent by this copy; the store copied the others itself
     advance: Callable[[int], None] = NULL.advance  # called with the bytes as they arrive
 
 
@@ -118,34 +118,34 @@ class _File(NamedTuple):
 class CopiedFiles:
     """The large data files of the last copies to a store, which the store itself copies for the next steps.
 
-    The path, which every save makes unique, the size and the checksums identify a file. It never comes from the copy
-    right before, so that an object with unseen damage does not affect both.
+    The path, which every save makes unique, the size and the checksums identify a file. It never comes from the
+    previous copy, so that an object with unseen damage does not affect two consecutive steps.
     """
 
     def __init__(self) -> None:
         self._copies: deque[dict[tuple[str, str], _File]] = deque(maxlen=_REMEMBERED)
 
     def note(self, files: Iterable[_File]) -> None:
-        """Note the files of a copy that is committed."""
-        self._copies.append({file.key: file for file in files if file.check.known.size > SMALL_BYTES})
+        """Record the files of a copy that is committed."""
+        self._copies.append({file.key: file for file in files if file.check.record.size > SMALL_BYTES})
 
     def give(self, file: _File) -> bool:
-        """Let the store make a file out of one that it has; return whether it did."""
+        """Let the store copy a file from one that it has; return True if it did."""
         for files in list(self._copies)[-2::-1]:
-            known = files.get(file.key)
-            if known is not None and known.check.covers(file.check):
+            earlier = files.get(file.key)
+            if earlier is not None and earlier.check.covers(file.check):
                 with contextlib.suppress(OSError):  # the object was deleted, or the service refuses
-                    known.destination.share(file.destination, known.destination.identity())
+                    earlier.destination.share(file.destination, earlier.destination.identity())
                     return True
         return False
 
 
 class _CopiedFolders(CommitParts):
-    """The commit of a copy: its folders have the names of the original's, which may lie in each other."""
+    """The commit of a copy: its folders have the names of the original's folders, which may be nested."""
 
     def __init__(self, location: Location, record: CheckpointRecord) -> None:
         super().__init__(location)
-        # The names are those of folders; the commit adds what the names of zip files end with.
+        # The names of folders; the commit adds the suffix of zip files.
         self._folders = {
             name: _SUFFIX.sub("", item.folder.removesuffix(ARCHIVE) if item.is_archive else item.folder)
             for name, item in record.items.items()
@@ -180,9 +180,8 @@ def copied_step(
 ) -> Iterator[CheckpointRecord]:
     """Copy a checkpoint, run a block with the record of the copy, and commit it after the block."""
     # Damage of the original leaves nothing at the destination; after any other error, the next attempt uses what was
-    # copied. The files in ``copied``, of earlier copies to the same place, are shared; it gets those of this copy.
-    parts = _CopiedFolders(destination, record)
-    protocol = commit_protocol(destination)
+    # copied. The store copies the files in ``copied``, of earlier copies to this destination; this copy adds its files.
+    parts, protocol = _CopiedFolders(destination, record), commit_protocol(destination)
     pending = protocol(destination, record.items, overwrite=overwrite, parts=parts, copies=record.fingerprint)
     progress = progress or CopyProgress()
     progress.total, progress.done, progress.arrived, progress.sent = record.nbytes, 0, 0, 0
@@ -205,7 +204,7 @@ def copied_step(
         yield result
         pending.commit(result)
     except BaseException as error:
-        failure = copy.failure or error  # a store may report that its upload ended instead
+        failure = copy.failure or error  # a store may report instead that its upload ended
         if isinstance(failure, DamagedCheckpointError):
             pending.abort(failure)
         else:
@@ -218,7 +217,7 @@ def copied_step(
 
 
 def copy_witness(source: Location, destination: Location, *, again: bool = False) -> None:
-    """Copy what the witness has recorded; raise nothing. ``again`` skips files of equal size, as they only grow."""
+    """Copy the files of the witness; raise nothing. ``again`` skips files of equal size, as they only grow."""
 
     def copy(name: str) -> None:
         with contextlib.suppress(OSError, HoldfastError):
@@ -236,14 +235,16 @@ def copy_witness(source: Location, destination: Location, *, again: bool = False
 
 def file_checks(location: Location, record: CheckpointRecord) -> dict[str, FileCheck]:
     """Return the sizes and checksums of every file of a checkpoint, by its path in the checkpoint's directory."""
-    found = {path: FileCheck(known) for item in record.items.values() for path, known in item.paths.items()}
-    parts = [part for part in record.parts().values() if part.kind == TREES]
-    own = [share._replace(folder=f"{one.folder}/{share.folder}") for one in parts for share in own_shares(one.files)]
-    for tree in (*parts, *own):
+    checks = {path: FileCheck(file) for item in record.items.values() for path, file in item.paths.items()}
+    trees = [part for part in record.parts().values() if part.kind == TREES]
+    shares = [
+        share._replace(folder=f"{tree.folder}/{share.folder}") for tree in trees for share in own_shares(tree.files)
+    ]
+    for tree in (*trees, *shares):
         if not tree.is_archive:  # otherwise its digest covers all of it
             chunks = ArrayDatabase(location / tree.folder, tree.files).file_checks()
-            found |= {f"{tree.folder}/{path}": check for path, check in chunks.items() if len(check.offsets)}
-    return found
+            checks |= {f"{tree.folder}/{path}": check for path, check in chunks.items() if len(check.offsets)}
+    return checks
 
 
 class _Copy:
@@ -261,16 +262,16 @@ class _Copy:
             return
         at_once = 1
         if not files[0].destination.is_local:
-            largest = max(file.check.known.size for file in files)
+            largest = max(file.check.record.size for file in files)
             at_once = max(1, min(_UPLOADS, _IN_MEMORY // max(1, largest)))
         for folder in dict.fromkeys(file.destination.parent for file in files):
             folder.make_directory(sync=False)
         # Small files are copied first: they show soonest that the destination cannot be written.
-        ordered = sorted(files, key=lambda file: file.check.known.size)
+        ordered = sorted(files, key=lambda file: file.check.record.size)
         parallel_map(lambda file: self._copy(file, continues), ordered, at_once, name="holdfast-copy")
 
     def _copy(self, file: _File, continues: bool) -> None:
-        size = file.check.known.size
+        size = file.check.record.size
         if continues and self._is_there(file):
             self._passed(size, arrived=False, sent=False)
             return
@@ -294,7 +295,6 @@ class _Copy:
             file.destination.write_data(size, segments)
 
     def _parts(self, file: _File, reader: DataReader, start: int, stop: int) -> Iterator[NDArray[np.uint8]]:
-        """Generate the bytes of a part of a file."""
         try:
             for part in file.check.read_span(file.source, reader, start, stop, self._throttle.piece):
                 self._throttle.take(len(part))
@@ -307,7 +307,7 @@ class _Copy:
     def _is_there(self, file: _File) -> bool:
         if file.destination.is_local:
             return file.check.is_met(file.destination)
-        return file.destination.is_there() and file.destination.has_size(file.check.known.size)
+        return file.destination.is_there() and file.destination.has_size(file.check.record.size)
 
     def _passed(self, count: int, *, arrived: bool = True, sent: bool = True) -> None:
         with self._lock:

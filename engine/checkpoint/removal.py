@@ -1,8 +1,8 @@
-"""What a checkpoint's directory holds, how a checkpoint is deleted, and how what was interrupted is removed.
+"""The contents of a checkpoint's directory, deletion, and the removal of interrupted saves and deletions.
 
 A deletion renames the record to a marker first, so the checkpoint is gone at once. A directory with a marker and no
-record may be removed; one with neither belongs to something else and is never touched. If a directory, a pipe or a
-socket lies in the place of a marker, an unfinished step is renamed to ``<step>.unreadable`` and a committed one stays.
+record may be removed; one with neither belongs to something else and is never touched. If a marker's name belongs to a
+directory, a pipe or a socket, an unfinished step is renamed to ``<step>.unreadable`` and a committed step stays.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ _OUR_ARCHIVE = re.compile(rf".+\.[0-9a-f]{{8}}\{ARCHIVE}")  # names that saves t
 
 
 class CommitParts:
-    """What a kind of checkpoint adds to the commit; this one adds nothing, and its items are folders directly inside.
+    """What a kind of checkpoint adds to the commit; this class adds nothing, and its items are folders at the root.
 
-    A checkpoint whose parts have directories of their own derives from it. The record at the root alone decides; what
-    describes a part is derived from it, removed before the record changes (:meth:`withdraw`) and written after it
-    (:meth:`publish`), so that it never contradicts the record. The next save or sweep writes what is missing.
+    Checkpoints whose parts have their own directories use a subclass. The record at the root alone decides; the
+    documents of parts are derived from it, removed before the record changes (:meth:`withdraw`) and written after it
+    (:meth:`publish`), so that they never contradict the record. The next save or sweep writes missing documents.
     """
 
     def __init__(self, location: Location) -> None:
         self.location = location
 
     def folder(self, item: str) -> str:
-        """Return the path of an item's folder in the checkpoint's directory, where that name is free."""
+        """Return the path of an item's folder in the checkpoint's directory, if that path is free."""
         return item
 
     def owns(self, folder: str) -> bool:
-        """Whether a save of this kind may have made a folder of this path; a marker is not trusted."""
+        """Return True if a save of this kind may have made a folder of this path; a marker is not trusted."""
         return "/" not in folder
 
     def check_replaceable(self, record: CheckpointRecord | None) -> None:
@@ -67,7 +67,7 @@ class CommitParts:
         """Write what is derived from a record and missing."""
 
     def remove(self, folder: str, record: CheckpointRecord | None) -> None:
-        """Remove the folder of an item and, where a record is given, what else was there for parts it does not have."""
+        """Remove the folder of an item and, given a record, the documents of parts that the record does not have."""
         (self.location / folder).remove_tree()
 
 
@@ -88,7 +88,7 @@ def parents_of(path: str) -> list[str]:
 
 
 def remove_folders(parts: CommitParts, folders: Iterable[str], record: CheckpointRecord) -> None:
-    """Remove folders that neither belong to a record nor lie inside one that does; skip those that lead elsewhere."""
+    """Remove folders that are not part of a record, nor inside such a folder; skip paths that leave the directory."""
     live = folders_of(record)
     for folder in sorted(folders, key=len, reverse=True):
         if live.isdisjoint([folder, *parents_of(folder)]):
@@ -101,18 +101,18 @@ def left_archives(location: Location, names: Iterable[str]) -> set[str]:
     return {name for name in names if is_left_archive(location / name)}
 
 
-def is_left_archive(place: Location) -> bool:
+def is_left_archive(location: Location) -> bool:
     """Return True if an object is an archive of a save: its name carries a token, and its content verifies."""
-    if not (place.is_remote and _OUR_ARCHIVE.fullmatch(place.name)):
+    if not (location.is_remote and _OUR_ARCHIVE.fullmatch(location.name)):
         return False
     try:
-        return is_our_archive(place.read_bytes(limit=_ARCHIVE_LIMIT))
-    except (ObjectNotFoundError, DamagedCheckpointError):  # it is gone, or longer than any of ours
+        return is_our_archive(location.read_bytes(limit=_ARCHIVE_LIMIT))
+    except (ObjectNotFoundError, DamagedCheckpointError):  # it is gone, or longer than any archive of ours
         return False
 
 
 def marker_content(token: str, folders: Iterable[str], **facts: str | None) -> bytes:
-    """Return the content of the marker of a save or of a deletion: what wrote it, and the folders that it explains."""
+    """Return the content of the marker of a save or of a deletion, with the folders that it explains."""
     return json.dumps({"format": "holdfast", "token": token, "folders": [*folders], **facts}).encode()
 
 
@@ -122,9 +122,9 @@ def deletion_at(location: Location) -> dict[str, Any] | None:
 
 
 def copy_left(location: Location) -> str | None:
-    """Return the fingerprint of the checkpoint of which an interrupted copy lies here, or None."""
-    found = SaveLock(location / PARTIAL).content().get("copies")
-    return found if isinstance(found, str) else None
+    """Return the fingerprint of the checkpoint that an interrupted copy has left here in part, or None."""
+    fingerprint = SaveLock(location / PARTIAL).content().get("copies")
+    return fingerprint if isinstance(fingerprint, str) else None
 
 
 @contextlib.contextmanager
@@ -137,7 +137,7 @@ def only_logged(location: Location) -> Iterator[None]:
 
 
 def remove_empty(location: Location) -> None:
-    """Remove a local directory, if nothing is in it."""
+    """Remove a local directory if it is empty."""
     with contextlib.suppress(OSError):
         os.rmdir(location)
 
@@ -147,26 +147,26 @@ def remove_empty(location: Location) -> None:
 
 def delete_checkpoint(location: Location, record: CheckpointRecord | None = None) -> None:
     """Delete a checkpoint, whose record may be known: the record first, so that it is gone at once, then its data."""
-    if location.is_remote and record is not None and all(item.is_archive for item in record.items.values()):
+    items = () if record is None else record.items.values()
+    if location.is_remote and record is not None and all(item.is_archive for item in items):
         names = names_in(location) | folders_of(record)
         witnesses = {*filter(WITNESSES.fullmatch, names)}
         archives = names - {RECORD} - witnesses
-        if all(map(_OUR_ARCHIVE.fullmatch, archives)):  # they say themselves what they are
+        if all(map(_OUR_ARCHIVE.fullmatch, archives)):  # their names and contents identify them
             for name in (*witnesses, RECORD, *archives):
                 (location / name).remove()
             return
     if not location.is_local:
         (location / DELETED).write_bytes(b"{}")  # the marker needs no content, and so no request for the record
-        # Without the files of saves that begin later, and with those that are known and that a listing may lack.
-        items = () if record is None else record.items.values()
-        known = {RECORD, DELETED}.union(*(item.paths for item in items))
-        location.snapshot(known).remove_tree(first=RECORD, last=DELETED)
+        # Without the files of saves that begin later, and with the recorded files, which a listing may lack.
+        recorded = {RECORD, DELETED}.union(*(item.paths for item in items))
+        location.snapshot(recorded).remove_tree(first=RECORD, last=DELETED)
         return
     if location.is_link():  # only the link itself is removed
         location.remove_tree()
         return
     marker = location / DELETED
-    if marker.is_link() or marker.is_directory():  # a crash of the file system may leave it so; neither can be locked
+    if marker.is_link() or marker.is_directory():  # as a crash of the file system may leave it; neither can be locked
         with contextlib.suppress(StoragePermissionError):
             marker.remove_tree()
     with contextlib.suppress(ObjectNotFoundError):
@@ -188,10 +188,10 @@ def delete_checkpoint(location: Location, record: CheckpointRecord | None = None
 
 
 def _release(location: Location, *locks: SaveLock) -> None:
-    """Release the locks of markers that may be gone: NFS keeps one there, as .nfs0123, until it is closed."""
+    """Release the locks of markers that may be removed: NFS keeps such a file, as .nfs0123, until it is closed."""
     kept: set[str] = set()
     try:
-        with contextlib.suppress(StorageError):  # It must not hide an error of the caller.
+        with contextlib.suppress(StorageError):  # it must not hide an error of the caller
             kept = names_in(location) if location.is_local else set()
     finally:
         for lock in locks:
@@ -208,14 +208,14 @@ def deleted_on_interrupt(directory: Location, made: Sequence[Location]) -> Itera
         yield
     except KeyboardInterrupt:
         for location in made:
-            location.remove_tree(first=RECORD)  # Checkpoints of other formats have no record.
+            location.remove_tree(first=RECORD)  # checkpoints of other formats have no record
         if is_new and directory.exists() and not directory.entries():
             directory.remove_tree()
         raise
 
 
 def sweep(location: Location, parts: CommitParts | None = None, lock: SaveLock | None = None) -> bool:
-    """Remove what interrupted saves and deletions left; return whether the directory is gone."""
+    """Remove the files of interrupted saves and deletions; return True if the directory is gone."""
     # StorageConflictError: a save is alive, or another process sweeps or deletes; StoragePermissionError: it may be.
     # The caller may hold the ``lock`` of a save's marker. A save that begins sweeps first, and waits for a deletion.
     save, deletion = lock or SaveLock(location / PARTIAL), SaveLock(location / DELETED)
@@ -232,10 +232,10 @@ def _sweep(location: Location, parts: CommitParts, locks: Mapping[str, SaveLock]
     """Sweep with the locks of the markers that are there."""
     listing = location.snapshot()
     names = names_in(listing)
-    # A save or a deletion may have begun since this looked for its marker.
+    # A save or a deletion may have begun since the locks were taken.
     if location.is_local and any(mark in names and not lock.is_current() for mark, lock in locks.items()):
         return False
-    tells = all(lock.tells for lock in locks.values())
+    tells = all(lock.shows_life for lock in locks.values())
     if RECORD in names:
         remove_temporary(location, names)
     marks = {PARTIAL, DELETED} & names
@@ -248,14 +248,14 @@ def _sweep(location: Location, parts: CommitParts, locks: Mapping[str, SaveLock]
         record = read_record(location) if RECORD in names else None
     except (CheckpointNotFoundError, FormatVersionError):  # not found: it was deleted meanwhile
         return False
-    except DamagedCheckpointError:  # Its data stays, as a user may want to inspect it.
-        if tells and PARTIAL in names:  # Without a lock, the save may be alive.
+    except DamagedCheckpointError:  # its data stays, as a user may want to inspect it
+        if tells and PARTIAL in names:  # without a lock, the save may be alive
             (location / PARTIAL).remove()
         return False
     if not tells:
-        # The order of requests decides, as `store_commit.py` shows: a save whose record was not seen finds its marker
-        # missing, and then this deletion or its files missing. The marker names the record that is kept and the
-        # folders that are removed.
+        # The order of requests decides, as `store_commit.py` explains: a save whose record this sweep has not seen
+        # finds that its marker is missing, and then this deletion, or that its files are missing. The marker names the
+        # record that is kept and the folders that are removed.
         kept = None if record is None else record.identity
         (location / DELETED).write_bytes(marker_content(os.urandom(16).hex(), folders, record=kept))
         if PARTIAL in names:
@@ -270,7 +270,7 @@ def _sweep(location: Location, parts: CommitParts, locks: Mapping[str, SaveLock]
         if location.is_local:
             location.remove_tree(last=PARTIAL if PARTIAL in marks else DELETED)
             return True
-        for name in names - {PARTIAL, DELETED}:  # A save that has begun since may have written the marker.
+        for name in names - {PARTIAL, DELETED}:  # a save that has begun since may have written the marker
             (listing / name).remove_tree()
         (location / DELETED).remove()
         return True
@@ -279,46 +279,43 @@ def _sweep(location: Location, parts: CommitParts, locks: Mapping[str, SaveLock]
     there = [folder for folder in left if location.is_remote or "/" in folder or folder in names]
     remove_folders(parts, there, record)
     parts.repair(record)
-    if DELETED in marks:  # Otherwise, a deletion that has begun since has written it.
+    if DELETED in marks:  # otherwise, a deletion that has begun since has written it
         (location / DELETED).remove()
-    if tells and PARTIAL in names:  # Otherwise, a save that has begun since has written it.
+    if tells and PARTIAL in names:  # otherwise, a save that has begun since has written it
         (location / PARTIAL).remove()
     return False
 
 
 def _has_changed(location: Location, record: CheckpointRecord | None) -> bool:
     try:
-        found = read_record(location)
+        current = read_record(location)
     except CheckpointNotFoundError:
         return record is not None
     except (DamagedCheckpointError, FormatVersionError):
         return True
-    return record is None or found.identity != record.identity
+    return record is None or current.identity != record.identity
 
 
 def sweep_stray(location: Location, listed: Collection[str], record: CheckpointRecord) -> None:
     """Remove zip files of saves that lost, or arrived late; the listing may be old, so it only nominates them."""
     if RECORD not in listed or {PARTIAL, DELETED} & {*listed}:
         return
-    found = left_archives(location, {*listed} - folders_of(record))
+    archives = left_archives(location, {*listed} - folders_of(record))
     # A save that replaces the checkpoint has written its marker before its archive, and its record before the end.
-    if found and not {PARTIAL, DELETED} & names_in(location):
-        for name in found - folders_of(read_record(location)):
+    if archives and not {PARTIAL, DELETED} & names_in(location):
+        for name in archives - folders_of(read_record(location)):
             (location / name).remove()
 
 
-def is_swept(names: Iterable[str]) -> bool:
-    """Whether the names in a checkpoint's directory say that it is whole and holds nothing for :func:`sweep`."""
-    found = set(names)
-    return (
-        RECORD in found
-        and not found & {PARTIAL, DELETED}
-        and not any(name.startswith(TEMPORARY_PREFIX) for name in found)
-    )
+def is_swept(names: Collection[str]) -> bool:
+    """Return True if the names in a checkpoint's directory show that :func:`sweep` has nothing to remove."""
+    left = any(name in {PARTIAL, DELETED} or name.startswith(TEMPORARY_PREFIX) for name in names)
+    return RECORD in names and not left
 
 
 def remove_temporary(location: Location, names: Iterable[str]) -> None:
     """Remove the files of atomic writes that were interrupted."""
-    for name in (name for name in names if name.startswith(TEMPORARY_PREFIX)):
-        with only_logged(location):  # a directory is not ours, and a file may be another user's
-            (location / name).remove()
+    for name in names:
+        if name.startswith(TEMPORARY_PREFIX):
+            with only_logged(location):  # a directory is not ours, and a file may be another user's
+                (location / name).remove()

@@ -1,10 +1,10 @@
-"""The check that all processes hold the same values where a save takes them to be equal."""
+"""The check that all processes hold the same values if a save assumes that."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -71,20 +71,13 @@ def _digests(tree: Any, process: int) -> tuple[list[str], list[str], list[int]]:
         if id(leaf.parts) not in layouts:
             layouts[id(leaf.parts)] = hashlib.blake2b(repr(leaf.parts).encode(), digest_size=_DIGEST_BYTES).hexdigest()
         lines.append(f"{name}\t{leaf.dtype}{list(leaf.shape)} {layouts[id(leaf.parts)]}")
-        for box, held in _replicated(leaf, process):
-            names.append(name)
-            digests.append(_digest(leaf, box) if held else _NOT_HERE)
+        if leaf.parts is None:
+            boxes = [(whole(leaf.shape), True)]
+        else:
+            boxes = [(part.box, process in part.holders) for part in leaf.parts if len(part.holders) > 1]
+        names += [name] * len(boxes)
+        digests += [_digest(leaf, box) if is_held else _NOT_HERE for box, is_held in boxes]
     return names, lines, digests
-
-
-def _replicated(leaf: ArrayLeaf, process: int) -> Iterator[tuple[Box, bool]]:
-    """Generate the parts of an array that several processes hold, and whether this one does."""
-    if leaf.parts is None:
-        yield whole(leaf.shape), True
-        return
-    for part in leaf.parts:
-        if len(part.holders) > 1:
-            yield part.box, process in part.holders
 
 
 def _digest(leaf: ArrayLeaf, box: Box) -> int:
@@ -93,12 +86,12 @@ def _digest(leaf: ArrayLeaf, box: Box) -> int:
         if box.common(piece.box) == box or not box.size:
             part = np.ascontiguousarray(piece.array[box.within(piece.box)] if box.size else piece.array[:0])
             return crc32c(part.reshape(-1).view(np.uint8))
-    found = np.zeros(box.shape, leaf.dtype)
+    elements = np.zeros(box.shape, leaf.dtype)
     for piece in leaf.pieces:
         common = box.common(piece.box)
         if common is not None:
-            found[common.within(box)] = piece.array[common.within(piece.box)]
-    return crc32c(found.reshape(-1).view(np.uint8))
+            elements[common.within(box)] = piece.array[common.within(piece.box)]
+    return crc32c(elements.reshape(-1).view(np.uint8))
 
 
 def _compare(gathered: Sequence[Sequence[Any]], names: Sequence[str]) -> list[str]:
@@ -106,19 +99,19 @@ def _compare(gathered: Sequence[Sequence[Any]], names: Sequence[str]) -> list[st
     strangers = [number for number, (structure, *_) in enumerate(gathered) if structure != gathered[0][0]]
     if strangers:
         return first_lines([f"process {number} has another tree than process 0" for number in strangers])
-    known = np.full(len(names), _NOT_HERE, np.int64)
+    expected = np.full(len(names), _NOT_HERE, np.int64)  # the digests of the first holders
     holder = np.zeros(len(names), np.int64)
     different: dict[str, list[int]] = {}
-    for process, (_, *digests) in enumerate(gathered):
-        found = np.array(digests, np.int64)
-        for position in np.flatnonzero((found != known) & (found != _NOT_HERE) & (known != _NOT_HERE)).tolist():
+    for process, (_, *numbers) in enumerate(gathered):
+        digests = np.array(numbers, np.int64)
+        is_here, is_first = digests != _NOT_HERE, expected == _NOT_HERE
+        for position in np.flatnonzero((digests != expected) & is_here & ~is_first).tolist():
             others = different.setdefault(names[position], [int(holder[position])])
             if process not in others:
                 others.append(process)
-        fresh = (known == _NOT_HERE) & (found != _NOT_HERE)
-        known[fresh], holder[fresh] = found[fresh], process
+        expected[is_first], holder[is_first & is_here] = digests[is_first], process
     lines = []
-    for name, (one, *others) in different.items():
+    for name, (first, *others) in different.items():
         which = "process" if len(others) == 1 else "processes"
-        lines.append(f"{format_path(name)}: process {one} has other values than {which} {shortened(others)}")
+        lines.append(f"{format_path(name)}: process {first} has other values than {which} {shortened(others)}")
     return first_lines(lines)

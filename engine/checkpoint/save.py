@@ -8,7 +8,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -31,6 +31,7 @@ from ..handlers import (
     Files,
     PreparedCheckpointHandler,
     PreparedItem,
+    SaveFuture,
     finish,
     run_coroutine,
     write_archive,
@@ -41,7 +42,7 @@ from .commit import LocalCommit, PendingCheckpoint
 _logger = logging.getLogger("holdfast")
 
 _SMALL = 16 * 1024  # bytes; smaller fragments are sent to process 0, larger ones are left in a file
-_LAST_WORD = 10.0  # seconds that the others get to stop writing before process 0 removes what they wrote, at most
+_LAST_WORD = 10.0  # most seconds that the others get to stop writing before process 0 removes what they wrote
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +84,7 @@ class SaveReport:
 
 
 class ItemToSave(NamedTuple):
-    """One item of a checkpoint, what writes it, and whether that may happen after the call returned."""
+    """One item of a checkpoint, its handler, and whether it may be written after the call returned."""
 
     handler: CheckpointHandler
     value: Any
@@ -100,9 +101,9 @@ class Save:
                 items = save.write()
                 record, report = save.commit(None if items is None else CheckpointRecord(items=items, time=...))
 
-    With several processes, each makes one of these for the same items. Process 0 makes the folders, merges what all of
-    them wrote, and commits; the others learn of it through the rendezvous. Where ``location`` is not ``shared``, it is
-    a place of its own on each host, and has only what the processes of this host write.
+    With several processes, each makes one of these for the same items. Process 0 makes the folders, merges the shares
+    of all processes, and commits; the others learn of it through the rendezvous. If ``location`` is not ``shared``,
+    each host has its own, which holds only what the processes of that host write.
     """
 
     def __init__(
@@ -123,9 +124,9 @@ class Save:
         self._items: dict[str, PreparedItem] = {}
         self._reuse = [item.reuse for item in items.values() if item.reuse is not None]
         self._claim = threading.Lock()  # held for good by the thread that completes the save or gives it up
-        # Whether a thread may complete the save beside the training loop.
+        # Whether a thread may complete the save while the training loop continues.
         self.in_background = any(item.background for item in items.values())
-        self.replaces = False  # whether there is a checkpoint that this one replaces; only process 0 knows
+        self.replaces = False  # whether the save replaces a checkpoint; only process 0 knows
         self._role: Primary | Worker
         if rendezvous is not None and rendezvous.index > 0:
             self._role = Worker(location, sorted(items), rendezvous, timeout, shared)
@@ -159,10 +160,8 @@ class Save:
             return item.handler.prepare(item.value, snapshot=self.in_background, **added, **item.kwargs)
         folder = self._role.open()[name]
         if item.background and isinstance(item.handler, AsyncCheckpointHandler):
-            futures = run_coroutine(item.handler.async_save(folder, item.value, **item.kwargs))
-            return _BegunItem(lambda: finish(futures))
-        files = item.handler.save(folder, item.value, **item.kwargs)
-        return _BegunItem(lambda: files)
+            return _BegunItem(run_coroutine(item.handler.async_save(folder, item.value, **item.kwargs)))
+        return _BegunItem((), item.handler.save(folder, item.value, **item.kwargs))
 
     @contextlib.contextmanager
     def completing(self) -> Iterator[bool]:
@@ -188,23 +187,18 @@ class Save:
         if fragments is None:
             return None
         sent = parallel_map(lambda name: write_file(folders[name], archives[name]), list(archives), REQUESTS)
-        items = {}
-        for name, folder in folders.items():
-            if name in archives:
-                files: Files = {"": sent.pop(0)}
-            else:
-                files = self._items.pop(name).merge(folder, fragments[name])
-            items[name] = ItemRecord(folder.name, self._kinds[name], files)
-        return items
+        files: dict[str, Files] = {name: {"": file} for name, file in zip(archives, sent, strict=True)}
+        for name in fragments:
+            files[name] = self._items.pop(name).merge(folders[name], fragments[name])
+        return {name: ItemRecord(folder.name, self._kinds[name], files[name]) for name, folder in folders.items()}
 
     def _archives(self, awaited: threading.Event | None) -> Mapping[str, bytes]:
-        """Write small items into memory, where each request takes time; return the zip file of each, by its name."""
-        process = self._role.process
+        """Write small items of a store into memory, as each request takes time; return their zip files by name."""
+        process = replace(self._role.process, awaited=awaited)
         begun = any(isinstance(item, _BegunItem) for item in self._items.values())  # the folders of all items exist
         if not self._location.is_remote or process.count > 1 or begun:
             return {}
-        process = replace(process, awaited=awaited)
-        written = {name: write_archive(one, self._location / name, process) for name, one in self._items.items()}
+        written = {name: write_archive(item, self._location / name, process) for name, item in self._items.items()}
         archives = {name: content for name, content in written.items() if content is not None}
         self._items = {name: item for name, item in self._items.items() if name not in archives}
         return archives
@@ -226,11 +220,10 @@ class Save:
         )
 
     def give_up(self, error: BaseException) -> bool:
-        """Give the save up, unless a thread completes it already; only this tells whether that thread has begun."""
-        if not self._claim.acquire(blocking=False):
-            return False
-        self._role.give_up(error)
-        return True
+        """Give the save up, and return True; return False if a thread completes it already."""
+        if is_claimed := self._claim.acquire(blocking=False):
+            self._role.give_up(error)
+        return is_claimed
 
 
 def commit_protocol(location: Location) -> type[PendingCheckpoint]:
@@ -242,23 +235,23 @@ def commit_protocol(location: Location) -> type[PendingCheckpoint]:
     return StoreCommit
 
 
+@dataclass
 class _BegunItem:
-    """An item that its handler, not this module, has begun to write."""
+    """An item that its handler has begun to write, with its futures, or its files if the handler has written them."""
 
-    def __init__(self, rest: Callable[[], Files | None]) -> None:
-        self._rest = rest
-        self._files: Files | None = None
+    futures: Sequence[SaveFuture] | None
+    files: Files | None = None
 
     def write(self, folder: Location, member: ProcessInfo) -> bytes:
-        files = self._rest()
-        self._files = files if member.count == 1 else None  # this process does not know the files of the others
+        files = finish(self.futures) if self.files is None else self.files
+        self.files = files if member.count == 1 else None  # this process does not know the files of the others
         return b""
 
     def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:
-        return fsync_and_digest(folder) if self._files is None else self._files
+        return fsync_and_digest(folder) if self.files is None else self.files
 
 
-# A record that was committed, the bytes that were written for it, and those of shared files.
+# A committed record, the bytes that were written for it, and the bytes of shared files.
 _Committed = tuple[CheckpointRecord, int, int]
 
 
@@ -270,7 +263,7 @@ class Primary:
     rendezvous: Rendezvous | None
     timeout: float
     shared: bool
-    told: Literal["nothing", "the plan", "the commit"] = "nothing"  # what the other processes know of the save
+    told: Literal["nothing", "the plan", "the commit"] = "nothing"  # how much the other processes know of the save
 
     @property
     def process(self) -> ProcessInfo:
@@ -278,20 +271,19 @@ class Primary:
         return ProcessInfo(0, count, self.pending.token, shared=self.shared)
 
     def open(self, archives: Collection[str] = ()) -> Mapping[str, Location]:
-        """Return the folder of every item, made ready; the names of those that are zip files are given first."""
+        """Make the folder of every item that is not in ``archives``; return their locations."""
         self.pending.begin(archives)
         if self.rendezvous is not None and self.told == "nothing":
             self.told = "the plan"
             folders = {name: folder.name for name, folder in self.pending.folders.items()}
-            place = self.pending.location
-            path = place.url if self.shared else place.name
+            path = self.pending.location.url if self.shared else self.pending.location.name
             plan = {"path": path, "token": self.pending.token, "folders": folders}
             self.rendezvous.broadcast("plan", json.dumps(plan).encode(), self.timeout)
         return self.pending.folders
 
-    def gather(self, own: Mapping[str, bytes]) -> Mapping[str, list[bytes]]:
+    def gather(self, shares: Mapping[str, bytes]) -> Mapping[str, list[bytes]]:
         """Return the fragments of every item, once every process has written its share."""
-        gathered = {name: [fragment] for name, fragment in own.items()}
+        gathered = {name: [fragment] for name, fragment in shares.items()}
         contents = [] if self.rendezvous is None else self.rendezvous.gather("written", b"", self.timeout) or []
         sent = [
             (name, process, fragment)
@@ -299,7 +291,7 @@ class Primary:
             for name, fragment in _decode_fragments(content, self.shared).items()
         ]
         folders = self.pending.folders
-        received = parallel_map(lambda one: _fragment(folders[one[0]], *one[1:]), sent, REQUESTS)
+        received = parallel_map(lambda item: _fragment(folders[item[0]], *item[1:]), sent, REQUESTS)
         for (name, *_), fragment in zip(sent, received, strict=True):
             gathered[name].append(fragment)
         return gathered
@@ -316,8 +308,9 @@ class Primary:
             try:
                 self.rendezvous.broadcast("committed", json.dumps(facts).encode(), self.timeout)
             except Exception as error:  # the checkpoint exists nevertheless
-                what = "%s: saved, but the other processes could not be told: %s"
-                _logger.warning(what, self.pending.location, error)
+                _logger.warning(
+                    "%s: saved, but the other processes could not be told: %s", self.pending.location, error
+                )
             self.rendezvous.close()
         return record, *nbytes
 
@@ -346,7 +339,7 @@ class Primary:
 
 @dataclass
 class Worker:
-    """Any process but process 0: it writes its share and leaves what process 0 needs to know of it in a file."""
+    """Any process but process 0: it writes its share and sends its fragments to process 0, large ones in files."""
 
     location: Location
     items: Sequence[str]
@@ -386,18 +379,18 @@ class Worker:
                 folder.make_directory()
         return self.folders
 
-    def gather(self, own: Mapping[str, bytes]) -> None:
+    def gather(self, shares: Mapping[str, bytes]) -> None:
         folders, limit = self.open(), _largest_sent(self.shared)
-        for name, fragment in own.items():
+        for name, fragment in shares.items():
             if len(fragment) > limit:
                 (folders[name] / f"fragment.{self.rendezvous.index}").write_bytes(fragment, atomic=False)
-        # A line of JSON with the sizes of all fragments, then those that are sent.
-        sizes = json.dumps({name: len(fragment) for name, fragment in own.items()}).encode()
-        sent = b"".join(fragment for fragment in own.values() if len(fragment) <= limit)
+        # A line of JSON with the sizes of all fragments, then the fragments that are sent.
+        sizes = json.dumps({name: len(fragment) for name, fragment in shares.items()}).encode()
+        sent = b"".join(fragment for fragment in shares.values() if len(fragment) <= limit)
         self.rendezvous.gather("written", sizes + b"\n" + sent, self.timeout)
 
     def commit(self, record: CheckpointRecord | None) -> _Committed:
-        """Wait for what process 0 tells of its record."""
+        """Wait for the summary of the record that process 0 has committed."""
         facts = json.loads(self.rendezvous.broadcast("committed", None, self.timeout, gathered=True))
         self.rendezvous.close()
         summary = CheckpointRecord.from_document(
@@ -411,7 +404,7 @@ class Worker:
 
 
 def leave_save(rendezvous: Rendezvous | None, error: BaseException) -> None:
-    """Report to the other processes that this one has failed before its part of a save, and writes nothing."""
+    """Report to the other processes that this process has failed, and writes nothing more of a save."""
     if rendezvous is None:
         return
     if not isinstance(error, PeerFailedError):  # the others know of that already
@@ -423,7 +416,7 @@ def leave_save(rendezvous: Rendezvous | None, error: BaseException) -> None:
 
 
 def _all_stopped(rendezvous: Rendezvous, timeout: float) -> bool:
-    """Wait until the other processes have stopped writing; return whether all have reported that."""
+    """Wait until the other processes have stopped writing; return True if all have reported that."""
     end = time.monotonic() + min(_LAST_WORD, timeout / 4)
     try:
         for process in range(1, rendezvous.count):
@@ -452,25 +445,26 @@ def _largest_sent(shared: bool) -> int:
 def _decode_fragments(sent: bytes, shared: bool) -> dict[str, bytes | int]:
     """Return the fragments that were sent, and the sizes of the others, by the names of the items."""
     sizes, _, rest = sent.partition(b"\n")
-    found: dict[str, bytes | int] = {}
+    fragments: dict[str, bytes | int] = {}
     for name, size in json.loads(sizes or b"{}").items():
-        found[name] = size if size > _largest_sent(shared) else rest[:size]
-        rest = rest if size > _largest_sent(shared) else rest[size:]
-    return found
+        fragments[name] = size
+        if size <= _largest_sent(shared):
+            fragments[name], rest = rest[:size], rest[size:]
+    return fragments
 
 
 def _fragment(folder: Location, process: int, sent: bytes | int) -> bytes:
-    """Return a fragment of another process; one that is in a file is read, and the file removed."""
+    """Return a fragment of another process; if it is in a file, read the file and remove it."""
     if isinstance(sent, bytes):
         return sent
-    place = folder / f"fragment.{process}"
+    file = folder / f"fragment.{process}"
     try:
-        fragment = place.read_bytes(limit=sent)
+        fragment = file.read_bytes(limit=sent)
     except HoldfastError as error:
         raise DamagedCheckpointError(
-            f"{place}: what process {process} wrote cannot be read ({error}); do all processes see the same directory?"
+            f"{file}: what process {process} wrote cannot be read ({error}); do all processes see the same directory?"
         ) from error
     if len(fragment) != sent:
-        raise DamagedCheckpointError(f"{place}: process {process} wrote {sent} bytes, found {len(fragment)}")
-    place.remove()  # it is no part of the checkpoint
+        raise DamagedCheckpointError(f"{file}: process {process} wrote {sent} bytes, found {len(fragment)}")
+    file.remove()  # it is no part of the checkpoint
     return fragment

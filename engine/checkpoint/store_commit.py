@@ -1,16 +1,16 @@
 """The commit in an object store, which has neither locks nor renames: the order of requests decides.
 
-A store with conditional writes takes the record only while nothing, or the replaced record, is there. So of saves that
-run at the same time exactly one is committed, and nothing of another save is removed before that. In a store without
+A store with conditional writes accepts the record only while no record, or the replaced record, is there. So exactly
+one of several concurrent saves is committed, and nothing of another save is removed before that. In a store without
 conditions, a save gives way if its marker has another token when it is about to commit, or right after.
 
-A sweep may meet a save that is alive. It first leaves the marker of a deletion, which says what record it has seen, and
-takes the marker of the save; it removes nothing if the record has changed by then. The save looks for its marker after
-it has written its record. So one of them sees the other, and gives way.
+A sweep may meet a save that is alive. It first writes the marker of a deletion, which names the record that it has
+seen, and removes the marker of the save; it removes nothing else if the record has changed by then. The save looks for
+its marker after it has written its record. So one of them sees the other, and gives way.
 
 If a store has conditional writes, and all items of a new checkpoint are archives, the save needs no marker, and two
-requests less: such a file says itself that a save of holdfast has left it, the record decides between saves, and the
-save looks whether its files are still there after it has written its record.
+requests less: such a file shows that a save of holdfast wrote it, the record decides between saves, and the save checks
+that its files are still there after it has written its record.
 
 What a crash leaves, and what removes it:
 
@@ -22,7 +22,7 @@ WRITING                       the marker and objects; the old record and its    
 WRITING, without a marker     archives                                             the same; a sweep of the run
 RECORDED                      either of the two, or the new record                 the record decides: the same
 COMMITTED, while old data go  the new record, old objects, and the marker, if any  the next save; a sweep
-late requests of a dead save  folders with the token of that save                  the next sweep, by the listing
+late requests of a dead save  folders with the token of the save                   the next sweep, by the listing
 ============================  ===================================================  ================================
 """
 
@@ -33,19 +33,10 @@ from collections.abc import Collection
 
 from ..format import DELETED, PARTIAL, RECORD, CheckpointRecord
 from ..steps import has_record, read_record
-from ..storage import Location
 from .commit import Guard, PendingCheckpoint, Phase, answered, write_record
 from .removal import CommitParts, folders_of, left_archives, marker_content, names_in, remove_folders, sweep
 
 _UNIQUE = re.compile(r".+\.[0-9a-f]{8}")  # names that saves to object stores give to the folders of items
-
-
-def write_record_if(location: Location, record: CheckpointRecord, old: bytes | None) -> bool:
-    """Write the commit record only while it is ``old``, or missing if that is None; return whether that was done."""
-    content = record.encode()
-    with answered(location, content):
-        return (location / RECORD).write_bytes_if(content, old)
-    return True
 
 
 class StoreCommit(PendingCheckpoint):
@@ -60,13 +51,13 @@ class StoreCommit(PendingCheckpoint):
         self._read_old(names, overwrite=overwrite)
         # What to remove once this save is committed: here, archives of saves that had no marker.
         self._leftovers = left_archives(location, names - folders_of(self._old))
-        # Late requests leave such a folder without a record or a marker.
+        # Late requests leave a folder with a unique name, without a record or a marker.
         self._check_free({name for name in names - self._leftovers if not _UNIQUE.fullmatch(name)})
         is_free = not (self._leftovers or {PARTIAL, DELETED, RECORD} & names)
         if is_free and type(self._parts) is CommitParts and self._copies is None:
-            self._guard = Guard.ARCHIVES  # there is nothing here that a marker would have to explain
+            self._guard = Guard.ARCHIVES  # nothing here needs a marker that explains it
         left = [] if is_untouched else self._left_by_copy(items, names)
-        self._leftovers -= {*left}  # the copy takes them
+        self._leftovers -= {*left}  # the copy continues with them
         if not left and PARTIAL in names:
             # They may belong to a save that is alive and commits before this one.
             others = {*marked, *(() if self._old is None else self._old.replaced)}
@@ -91,14 +82,18 @@ class StoreCommit(PendingCheckpoint):
     def _write(self, record: CheckpointRecord) -> None:
         if self._guard is Guard.MARKER:
             write_record(self.location, record)
-        elif not write_record_if(self.location, record, self._old_record):
+            return
+        content, is_written = record.encode(), True
+        with answered(self.location, content):
+            is_written = (self.location / RECORD).write_bytes_if(content, self._old_record)
+        if not is_written:
             self._phase = Phase.LOST
             raise self._lock.conflict()
         if self._guard is Guard.ARCHIVES:
             self._check_listed(record)
 
     def _check_listed(self, record: CheckpointRecord) -> None:
-        """Raise if a run has removed files of this save, which had no marker; mark files that others have left."""
+        """Raise an error if a run has removed files of this save, which had no marker; mark leftover archives."""
         names = names_in(self.location)
         if DELETED in names or not folders_of(record) <= names:
             raise self._lock.conflict()
@@ -111,8 +106,8 @@ class StoreCommit(PendingCheckpoint):
             if self._phase is Phase.WITHDRAWN:
                 (self.location / DELETED).remove()
             return
-        # Another save may be alive here; the marker names what is left of earlier ones. What this one has found is of
-        # saves that began before it: they were committed before the one that came first, or never will.
+        # Another save may be alive here; the marker names what earlier saves have left. The leftovers that this save
+        # has found belong to earlier saves, which were committed before the winning save, or never will be.
         is_lost = self._phase is Phase.LOST
         if is_lost and has_record(self.location):
             record = read_record(self.location)

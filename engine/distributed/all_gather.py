@@ -1,6 +1,6 @@
 """All-gathers of bytes within teams of processes, by the collective operations of torch or JAX.
 
-Nothing else in this package is a collective operation. Restores use them in the thread of the program, after all
+They are the only collective operations of this package. Restores use them in the thread of the program, after all
 processes have agreed to begin, so that no process enters one alone. Each has a deadline.
 """
 
@@ -18,18 +18,18 @@ from .coordinators import Coordinator, JaxCoordinator
 from .torch_store import TorchCoordinator
 
 Bytes = NDArray[np.uint8]
-Teams = tuple[tuple[int, ...], ...]  # teams of equally many processes, which together are all of a program
-AllGather = Callable[[Bytes], Bytes]  # takes the bytes of this process, returns those of its team, a row for each
+Teams = tuple[tuple[int, ...], ...]  # equal-sized groups that partition the program's processes
+AllGather = Callable[[Bytes], Bytes]  # takes the bytes of this process, returns a row of bytes for each of its team
 
 
 class Transport(Protocol):
     """How the processes of a program send bytes to each other."""
 
     def connect(self, name: str, teams: Teams, index: int, nbytes: int, timeout: float) -> AllGather:
-        """Connect the teams; all processes call this, and then the result, equally often.
+        """Connect the teams; all processes call this, and later the result, the same number of times.
 
         Args:
-            name: Text that is the same on all processes, and that no other connection of the program has.
+            name: Text that is the same on all processes and unique to this connection.
             teams: The teams.
             index: The index of this process.
             nbytes: Bytes that each process sends at a time, a multiple of 8.
@@ -41,7 +41,7 @@ class Transport(Protocol):
 
 
 def transport_of(coordinator: Coordinator) -> Transport | None:
-    """Return how the processes of a coordinator send bytes; None if they have no collective operations."""
+    """Return the transport of a coordinator's processes; None if they have no collective operations."""
     if isinstance(coordinator, JaxCoordinator):
         return JaxTransport()
     if isinstance(coordinator, TorchCoordinator) and sys.modules["torch.distributed"].is_gloo_available():
@@ -52,8 +52,8 @@ def transport_of(coordinator: Coordinator) -> Transport | None:
 class TorchTransport:
     """Groups of gloo between host memories, which are not among the groups of the program."""
 
-    # In a group, each process has a socket for every other one. So a larger team is a grid: all-gathers along its rows,
-    # then along its columns.
+    # In a group, each process has a socket for every other one. So a larger team is a grid, which gathers along its
+    # rows, then along its columns.
     largest_group = 64
 
     def __init__(self, coordinator: TorchCoordinator) -> None:
@@ -64,7 +64,7 @@ class TorchTransport:
         torch: Any = sys.modules["torch"]
         limit = timedelta(seconds=timeout)
         team = next(team for team in teams if index in team)
-        width = max(one for one in range(1, min(len(team), self.largest_group) + 1) if len(team) % one == 0)
+        width = max(size for size in range(1, min(len(team), self.largest_group) + 1) if len(team) % size == 0)
         row, column = divmod(team.index(index), width)
         stages = []
         for members in (team[row * width : (row + 1) * width], team[column::width]):
@@ -77,11 +77,11 @@ class TorchTransport:
                 nbytes *= len(members)
 
         def all_gather(mine: Bytes) -> Bytes:
-            found = torch.from_numpy(mine)
+            sent = torch.from_numpy(mine)
             for group, received in stages:
-                group.allgather([list(received)], [found]).wait()
-                found = received.view(-1)
-            gathered: Bytes = found.numpy().reshape(len(team), -1)
+                group.allgather([list(received)], [sent]).wait()
+                sent = received.view(-1)
+            gathered: Bytes = sent.numpy().reshape(len(team), -1)
             return gathered
 
         return all_gather
@@ -91,26 +91,26 @@ class TorchTransport:
 
 
 class JaxTransport:
-    """A jitted identity whose result is less divided than its argument, over one device of each process."""
+    """A jitted identity that gathers its argument within each team, over one device of each process."""
 
     def connect(self, name: str, teams: Teams, index: int, nbytes: int, timeout: float) -> AllGather:
         jax: Any = sys.modules["jax"]
-        if jax.process_index() != index:  # before its devices are used, a program may count processes differently
+        if jax.process_index() != index:  # until a program uses its devices, their numbers may differ
             raise RuntimeError(f"process {index} has the devices of process {jax.process_index()}")
         devices: dict[int, Any] = {}
-        for device in sorted(jax.devices(), key=lambda one: (one.process_index, one.id)):
+        for device in sorted(jax.devices(), key=lambda device: (device.process_index, device.id)):
             devices.setdefault(device.process_index, device)
         grid = np.array([[devices[process] for process in team] for team in teams], object)
         mesh = jax.sharding.Mesh(grid, ("team", "member"))
         divided = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("team", "member"))
         gathered = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("team"))
-        shape = (*grid.shape, nbytes // 4)  # integers without a sign, which no device rounds, widens or normalizes
+        shape = (*grid.shape, nbytes // 4)  # unsigned integers, which no device rounds, widens or normalizes
         argument = jax.ShapeDtypeStruct(shape, np.uint32, sharding=divided)
         identity = jax.jit(lambda array: array, out_shardings=gathered).lower(argument).compile()
 
         def all_gather(mine: Bytes) -> Bytes:
-            own = jax.device_put(mine.view(np.uint32).reshape(1, 1, -1), devices[index])
-            array = identity(jax.make_array_from_single_device_arrays(shape, divided, [own]))
+            shard = jax.device_put(mine.view(np.uint32).reshape(1, 1, -1), devices[index])
+            array = identity(jax.make_array_from_single_device_arrays(shape, divided, [shard]))
             received = np.asarray(array.addressable_shards[0].data)
             return received.reshape(grid.shape[1], -1).view(np.uint8)
 

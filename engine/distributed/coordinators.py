@@ -19,10 +19,10 @@ from .torch_store import TorchCoordinator
 
 T = TypeVar("T")
 
-_SECOND_CHANCE = 1.0  # seconds for a store that did not answer the previous call, or for a wait that ends
-SHARE = 8  # which is at most this part of a timeout
+_SECOND_CHANCE = 1.0  # seconds for a store that did not answer the previous call, or to end a wait
+SHARE = 8  # smallest part of a timeout, as a divisor, that a later wait gets
 
-_silent: weakref.WeakSet[Coordinator] = weakref.WeakSet()  # coordinators that did not answer the last call
+_silent: weakref.WeakSet[Coordinator] = weakref.WeakSet()  # coordinators whose store did not answer the last call
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +79,8 @@ class Coordinator(Protocol):
         Args:
             key: The key.
             timeout: How long to wait, in seconds.
-            waited: How long the caller has waited for it before this call, in seconds. A store that has to be polled is
-                asked less often the longer that is.
+            waited: How long the caller has waited for it before this call, in seconds. The longer that is, the less
+                often a store is polled.
 
         Raises:
             TimeoutError: No process has stored it in that time.
@@ -90,19 +90,19 @@ class Coordinator(Protocol):
         """Return a value without waiting, or None if it has not been stored."""
 
     def try_get_all(self, keys: Sequence[str]) -> list[bytes] | None:
-        """Return several values in one request or few, without waiting, or None if one of them has not been stored.
+        """Return several values in one or few requests, without waiting, or None if one of them has not been stored.
 
         Args:
             keys: At least one key, all with the same text before their last slash.
         """
 
     def delete(self, key: str) -> None:
-        """Delete a value; a missing one is fine."""
+        """Delete a value, if there is one."""
 
     def give_up(self, key: str) -> None:
-        """End the wait for a value for which `get` has raised, and which this process will not ask for again.
+        """End the wait for a value for which `get` has raised, and for which this process will not ask again.
 
-        Other processes may still wait for it. If the store continues no wait, there is nothing to do.
+        Other processes may still wait for it. A store whose waits end by themselves does nothing.
         """
 
 
@@ -134,7 +134,7 @@ class Alone:
         return [self._values[key] for key in keys] if self._values.keys() >= set(keys) else None
 
     def delete(self, key: str) -> None:
-        """Delete a value; a missing one is fine."""
+        """Delete a value, if there is one."""
         self._values.pop(key, None)
 
     def give_up(self, key: str) -> None:
@@ -144,8 +144,8 @@ class Alone:
 class JaxCoordinator:
     """The processes of a jax program, and the key-value store of its coordination service."""
 
-    # The service runs in process 0: jax aborts all others at once if that dies, and ``heartbeat_timeout_seconds`` after
-    # the death of another one, unless ``jax_enable_recoverability`` is set.
+    # The service runs in process 0: jax aborts all others at once if process 0 dies, and ``heartbeat_timeout_seconds``
+    # after the death of another process, unless ``jax_enable_recoverability`` is set.
 
     def __init__(self, client: Any, index: int, count: int) -> None:
         self.process_index = index
@@ -159,21 +159,19 @@ class JaxCoordinator:
     def get(self, key: str, timeout: float, *, waited: float = 0.0) -> bytes:
         try:
             with _jax_error(key):
-                value: bytes = self._client.blocking_key_value_get_bytes(key, max(1, round(timeout * 1000)))
+                return bytes(self._client.blocking_key_value_get_bytes(key, max(1, round(timeout * 1000))))
         except TimeoutError:
             late = self.try_get(key)  # the timeout may have been too short for any answer
             if late is None:
                 raise
             return late
-        return value
 
     def try_get(self, key: str) -> bytes | None:
         try:
             with _jax_error(key):
-                value: bytes = self._client.key_value_try_get_bytes(key)
+                return bytes(self._client.key_value_try_get_bytes(key))
         except KeyError:
             return None
-        return value
 
     def try_get_all(self, keys: Sequence[str]) -> list[bytes] | None:
         if len(keys) == 1:
@@ -181,20 +179,20 @@ class JaxCoordinator:
             return None if value is None else [value]
         folder = keys[0].rpartition("/")[0]
         with _jax_error(folder):
-            found: dict[str, bytes] = dict(self._client.key_value_dir_get_bytes(folder))
-        return [found[key] for key in keys] if found.keys() >= set(keys) else None
+            values: dict[str, bytes] = dict(self._client.key_value_dir_get_bytes(folder))
+        return [values[key] for key in keys] if values.keys() >= set(keys) else None
 
     def delete(self, key: str) -> None:
         with _jax_error(key):  # this also deletes all values whose keys continue after a slash
             self._client.key_value_delete(key)
 
     def give_up(self, key: str) -> None:
-        """Do nothing: a wait of the service ends with its deadline."""
+        """Do nothing: a wait of the service ends at its deadline."""
 
 
 @contextlib.contextmanager
 def _jax_error(key: str) -> Iterator[None]:
-    """Turn errors of the client, RuntimeErrors whose text begins with a status, into Python's own."""
+    """Convert errors of the client, RuntimeErrors whose text begins with a status, to Python's own."""
     try:
         yield
     except RuntimeError as error:
@@ -237,28 +235,27 @@ class BoundedCoordinator:
         self.run(lambda store: store.delete(key))
 
     def give_up(self, key: str) -> None:
-        """End the wait for a value that is not asked for again; a store that did not answer is left alone."""
+        """End the wait for a value, unless the store did not answer the last call."""
         if self.unbounded not in _silent:
             with contextlib.suppress(ConnectionError, DeadlinePassedError):
                 call_within(self._again, self._answered, lambda store: store.give_up(key))
 
     def monotonic(self) -> float:
-        """Return the seconds on the clock by which deadlines are measured."""
+        """Return the time, in seconds, of the clock that measures deadlines."""
         return time.monotonic()
 
     def run(self, work: Callable[[Coordinator], T], waits: float = 0.0) -> T:
-        """Make several calls with one deadline; ``waits`` are the seconds that they may wait for other processes."""
+        """Make several calls with one deadline; ``waits`` is how long they may wait for other processes, in seconds."""
         if self.process_count == 1:
             return work(self.unbounded)
         limit = self._again if self.unbounded in _silent else self._limit
         try:
-            answer: T = call_within(waits + limit, self._answered, work)
+            return call_within(waits + limit, lambda: self._answered(work))
         except DeadlinePassedError:
             _silent.add(self.unbounded)
             raise ConnectionError(
                 f"it has not answered for {limit:g} s: its process is stopped, or its machine is unreachable"
             ) from None
-        return answer
 
     def _answered(self, work: Callable[[Coordinator], T]) -> T:
         try:
@@ -272,34 +269,32 @@ class DeadlinePassedError(Exception):
 
 
 def call_within(seconds: float, work: Callable[..., T], *inputs: Any) -> T:
-    """Call a function that may wait without a deadline in a thread, and raise DeadlinePassedError at the deadline."""
-    import queue  # imported lazily: only programs of several processes need it
+    """Call a function in a thread, because it may wait for ever; raise DeadlinePassedError after ``seconds``."""
+    from concurrent.futures import Future  # imported lazily: only programs of several processes need it
 
-    answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+    answer: Future[T] = Future()
 
     def call() -> None:
         try:
-            answers.put((work(*inputs), None))
+            answer.set_result(work(*inputs))
         except BaseException as error:  # raised in the thread that waits
-            answers.put((None, error))
+            answer.set_exception(error)
 
     threading.Thread(target=call, name="holdfast-store", daemon=True).start()
     try:
-        answer, error = answers.get(timeout=seconds)
-    except queue.Empty:
+        return answer.result(seconds)
+    except TimeoutError:
+        if answer.done():  # the function raised it, or has just ended
+            return answer.result()
         raise DeadlinePassedError(f"no answer for {seconds:g} s") from None
-    if error is not None:
-        raise error
-    value: T = answer
-    return value
 
 
 def current_coordinator() -> Coordinator:
     """Return the coordinator of the processes of this program.
 
-    It is ``jax.distributed``, if initialized with more than one process; otherwise ``torch.distributed``,
-    if initialized with a world of more than one; otherwise `Alone`. The call imports,
-    initializes and communicates nothing, so it is cheap.
+    It is ``jax.distributed``, if initialized with more than one process; otherwise ``torch.distributed``, if
+    initialized with a world of more than one; otherwise `Alone`. The call imports, initializes and communicates
+    nothing, so it is cheap.
 
     Returns:
         The coordinator: the same object as long as the connection lasts.
@@ -308,19 +303,19 @@ def current_coordinator() -> Coordinator:
 
 
 def primary_host() -> str | None:
-    """Return the name of the host of process 0, as the program has given it to jax or torch; None if it is unknown."""
+    """Return the name of the host of process 0 that the program gave to jax or torch; None if it is unknown."""
     state = getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
     address = getattr(state, "coordinator_address", None)
     return str(address).rpartition(":")[0].strip("[]") if address else os.environ.get("MASTER_ADDR")
 
 
 def shares_machine() -> bool:
-    """Return whether other processes of this program may run on this machine, by the environment of launchers."""
+    """Return whether other processes of this program may run on this machine, according to its launcher."""
     return current_coordinator().process_count > 1 and os.environ.get("LOCAL_WORLD_SIZE") != "1"
 
 
 def machine_identity() -> str:
-    """Return text that is the same for all processes of a machine, those in containers included."""
+    """Return text that is the same for all processes of a machine, including processes in containers."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
             return file.read().strip()
@@ -331,25 +326,25 @@ def machine_identity() -> str:
 
 
 _ALONE = Alone()
-_current: dict[str, tuple[Any, Any]] = {}  # by library: the client, or a reference to the group, and its coordinator
+_current: dict[str, tuple[Any, Any]] = {}  # by library: the client or a reference to the group, and the coordinator
 
 
 def _of_jax() -> JaxCoordinator | None:
-    # jax's public functions for this would choose and start a backend.
+    # jax's public functions would choose and start a backend.
     state: Any = getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
     client = getattr(state, "client", None)
     if client is None or (state.num_processes or 1) < 2:
         _current.pop("jax", None)
         return None
-    known, found = _current.get("jax", (None, None))
-    is_known = known is client
-    made: JaxCoordinator = found if is_known else JaxCoordinator(client, int(state.process_id), state.num_processes)
-    _current["jax"] = client, made
+    previous, coordinator = _current.get("jax", (None, None))
+    if previous is not client:
+        coordinator = JaxCoordinator(client, int(state.process_id), state.num_processes)
+        _current["jax"] = client, coordinator
     backends = sys.modules.get("jax._src.xla_bridge")
     if backends is not None and backends.backends_are_initialized():
-        # Holders of arrays have the numbers of the backend, which may differ from those of the service (on TPUs).
-        made.process_index = int(sys.modules["jax"].process_index())
-    return made
+        # Arrays have the process numbers of the backend, which may differ from those of the service (on TPUs).
+        coordinator.process_index = int(sys.modules["jax"].process_index())
+    return coordinator  # type: ignore[no-any-return]
 
 
 def _of_torch() -> TorchCoordinator | None:
@@ -359,14 +354,13 @@ def _of_torch() -> TorchCoordinator | None:
         _current.pop("torch", None)
         return None
     group = distributed.group.WORLD
-    known, found = _current.get("torch", (None, None))
-    made: TorchCoordinator | None = found
-    if known is None or known() is not group:
-        # No lock is needed: a second one, made by another thread meanwhile, would reach the same store.
-        known = weakref.ref(group)
-        made = _connect(distributed, known) if distributed.get_world_size() > 1 else None
-        _current["torch"] = known, made
-    return made
+    reference, coordinator = _current.get("torch", (None, None))
+    if reference is None or reference() is not group:
+        # No lock is needed: a coordinator that another thread makes meanwhile reaches the same store.
+        reference = weakref.ref(group)
+        coordinator = _connect(distributed, reference) if distributed.get_world_size() > 1 else None
+        _current["torch"] = reference, coordinator
+    return coordinator  # type: ignore[no-any-return]
 
 
 def _connect(distributed: Any, group: Callable[[], Any]) -> TorchCoordinator:

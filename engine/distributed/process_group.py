@@ -1,4 +1,4 @@
-"""Joint actions of all processes: process 0 decides for all, or all of them exchange values."""
+"""Joint actions of all processes: process 0 decides for all, or they exchange values."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from .coordinators import Coordinator, current_coordinator
 from .rendezvous import Rendezvous, next_rendezvous
 
 _T = TypeVar("_T")
-_WORK = 7 * 24 * 3600.0  # seconds; the others learn within seconds that process 0 failed or died, so this may be long
-_MOST_LINES = 100  # differences that all processes get
+_WORK = 7 * 24 * 3600.0  # seconds; may be long, because the others learn within seconds that process 0 failed or died
+_MOST_LINES = 100  # differences that are reported to all processes
 
 
 class ProcessGroup:
-    """The processes that save and load the same things; all of them call the same methods in the same order."""
+    """The processes of a program; all of them call the same methods in the same order."""
 
     def __init__(self, name: str, coordinator: Coordinator | None, timeout: float) -> None:
         self._coordinator = current_coordinator() if coordinator is None else coordinator
         self._name = name
-        self._part: Rendezvous | None = None  # the rendezvous of the current :meth:`together`
+        self._block: Rendezvous | None = None  # the rendezvous of the current :meth:`together`
         self.timeout = timeout
 
     @property
@@ -44,44 +44,40 @@ class ProcessGroup:
         return self.index == 0
 
     def transport(self) -> Transport | None:
-        """Return how the processes send arrays to each other; None if this process is alone, or they cannot."""
+        """Return the transport of arrays between the processes; None if this process is alone, or there is none."""
         return None if self.alone else transport_of(self._coordinator)
 
     def rendezvous(self, what: str) -> Rendezvous | None:
         """Return the rendezvous for the next joint action, or None if this process is alone."""
-        if self.alone:
-            return None
-        return self._meet(f"{self._name}: {what}")
+        return None if self.alone else self._meet(f"{self._name}: {what}")
 
     def _meet(self, name: str) -> Rendezvous:
-        return next_rendezvous(self._coordinator, name, self.timeout, self._part)
+        return next_rendezvous(self._coordinator, name, self.timeout, self._block)
 
     def fail(self, what: str, error: BaseException) -> None:
         """Report to the other processes that this one cannot take part in their next joint action."""
-        rendezvous = self.rendezvous(what)
-        if rendezvous is not None:
+        if (rendezvous := self.rendezvous(what)) is not None:
             rendezvous.fail(error)
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Run a block on all processes, and leave it after the last; a failure raises PeerFailedError in the others."""
-        if self.alone or self._part is not None:
+        """Run a block on all processes until the last has ended it; a failure raises PeerFailedError in the others."""
+        if self.alone or self._block is not None:
             yield
             return
-        with contextlib.closing(self._meet(what)) as part:
-            self._part = part
+        with contextlib.closing(self._meet(what)) as self._block:
             try:
                 yield
-                part.barrier("done", self.timeout)
+                self._block.barrier("done", self.timeout)
             except BaseException as error:
                 if not isinstance(error, PeerFailedError):  # the others know of it already
-                    part.fail(error)
+                    self._block.fail(error)
                 raise
             finally:
-                self._part = None
+                self._block = None
 
     def compare(self, what: str, mine: Mapping[str, Any]) -> None:
-        """Raise StateError on all processes if a value of one is not that of process 0, and name both."""
+        """Raise StateError, with both values, on all processes if a value of one differs from that of process 0."""
         if differences := self._agreed(None if self.alone else self._meet(what), mine, _differences):
             text = (
                 f"{what} differ between the processes; give all of them the same, or let each work alone, with "
@@ -97,9 +93,9 @@ class ProcessGroup:
         arguments: Sequence[Any] | None = None,
         work_timeout: float | None = None,
     ) -> _T:
-        """Do work on process 0, which waits for no other, and return its result, a JSON value, on all processes."""
+        """Call ``work`` on process 0, which waits for no other, and return its JSON result on all processes."""
         # The others raise PeerFailedError if the work fails, a BarrierTimeoutError if process 0 does not answer within
-        # ``work_timeout`` (None: ``self.timeout``), and StateError if they ask for other ``arguments`` than process 0.
+        # ``work_timeout`` (None: ``self.timeout``), and StateError if their ``arguments`` differ from process 0's.
         rendezvous = self.rendezvous(what)
         if rendezvous is None:
             return work(*inputs)
@@ -113,12 +109,12 @@ class ProcessGroup:
             try:
                 if arguments is not None:
                     rendezvous.broadcast("arguments", json.dumps(arguments).encode(), self.timeout)
-                found = work(*inputs)
-                rendezvous.broadcast("answer", json.dumps(found).encode(), work_timeout)
+                result = work(*inputs)
+                rendezvous.broadcast("answer", json.dumps(result).encode(), work_timeout)
             except BaseException as error:
                 rendezvous.fail(error)
                 raise
-            return found
+            return result
 
     def _check_arguments(self, what: str, arguments: Sequence[Any], rendezvous: Rendezvous) -> None:
         theirs = json.loads(rendezvous.broadcast("arguments", None, self.timeout))
@@ -134,11 +130,11 @@ class ProcessGroup:
 
     def first(self, what: str, value: Any) -> tuple[int, Any] | None:
         """Return the first process whose value is not None, with the value, on all processes; None without any."""
-        found = self.agree(what, value, _first)
-        return None if found is None else (found[0], found[1])
+        first = self.agree(what, value, _first)
+        return None if first is None else (first[0], first[1])
 
     def agree(self, what: str, mine: Any, work: Callable[[Sequence[Any]], Any]) -> Any:
-        """Return on all processes what process 0 makes of the JSON values of all; raise its OptionError on all."""
+        """Call ``work`` on process 0 with the JSON values of all; all return its result or raise its OptionError."""
         return self._agreed(self.rendezvous(what), mine, work)
 
     def _agreed(self, rendezvous: Rendezvous | None, mine: Any, work: Callable[[Sequence[Any]], Any]) -> Any:
@@ -155,14 +151,14 @@ class ProcessGroup:
                 raise
 
         with contextlib.closing(rendezvous):
-            found = json.loads(rendezvous.summarize("values", json.dumps(mine).encode(), self.timeout, summary))
-        if "error" in found:
-            raise OptionError(found["error"])
-        return found["answer"]
+            agreed = json.loads(rendezvous.summarize("values", json.dumps(mine).encode(), self.timeout, summary))
+        if "error" in agreed:
+            raise OptionError(agreed["error"])
+        return agreed["answer"]
 
 
 def _differences(values: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return what differs from the values of process 0, as lines of text."""
+    """Return a line for each value that differs from that of process 0."""
     first, *others = values
     lines = [
         f"{name}: process 0 has {first.get(name)!r}, and process {process} has {theirs.get(name)!r}"
@@ -184,6 +180,6 @@ def run_on_primary(
     coordinator: Coordinator | None,
     start_secs: float = 600.0,
 ) -> Any:
-    """Do long work on process 0, even if no other calls this; the others wait ``start_secs`` until it has begun."""
+    """Do long work on process 0, even if no other calls this; the others wait up to ``start_secs`` until it begins."""
     group = ProcessGroup("holdfast", coordinator, start_secs)
     return group.decide(what, work, arguments=arguments, work_timeout=_WORK)

@@ -1,8 +1,8 @@
 """Broadcasts, gathers, summaries and barriers on a coordinator's store, with a timeout for everything.
 
-The store takes small values only, so longer ones are stored in parts. Process 0 deletes the keys of a rendezvous once
-all processes have closed it. Every call of a coordinator has a deadline: a frozen process that hosts the store never
-blocks the others for ever.
+The store accepts only small values, so longer ones are stored in parts. Process 0 deletes the keys of a rendezvous once
+all processes have closed it. Every call of a coordinator has a deadline: if the process that hosts the store is frozen,
+it does not block the others for ever.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _FIRST_PART = PART_SIZE - _HEADER.size
 _FIRST_WAIT = 0.1  # seconds until a waiting process first checks whether another has failed
 _LONGEST_WAIT = 1.0
 _WAIT_PER_PROCESS = 1e-3  # seconds; so all processes that wait look for failures 1,000 times a second at most
-_MOST_AT_ONCE = 256  # values to ask for in one request
-# Timeouts to wait for process 0 where it waits itself: two in all, as the end of a wait may take its share of one.
+_MOST_AT_ONCE = 256  # values that one request reads
+# Timeouts to wait for process 0 if it may wait itself: with the time to end a wait, two in all.
 _GATHERED = 2 - 1 / SHARE
 _WHOLE_ROW = SHARE.bit_length() - 1  # the waits that such a one counts as, so that the next gets its share
-_SILENCE = 600.0  # seconds in which a store must answer, unless the caller says otherwise
+_SILENCE = 600.0  # default for the seconds in which a store must answer
 _MESSAGE_LIMIT = 4000  # characters of an error that the other processes get
-_MOST_RETIRED = 64  # closed rendezvous that are remembered; another process that died never closed its own
+_MOST_RETIRED = 64  # closed rendezvous that are remembered; a process that died never closed its own
 _MOST_KEYS = 4000  # keys that a process reports for deletion
 
-_missed_lock = Lock()  # of its own: the other one is held during requests to the store
+_missed_lock = Lock()  # separate, because the other lock is held during requests to the store
 _missed: weakref.WeakKeyDictionary[Coordinator, _Misses] = weakref.WeakKeyDictionary()
 _lock = Lock()  # protects the tables below
 _counts: weakref.WeakKeyDictionary[Coordinator, dict[str, int]] = weakref.WeakKeyDictionary()
@@ -52,20 +52,20 @@ _retired: weakref.WeakKeyDictionary[Coordinator, list[_Retired]] = weakref.WeakK
 
 @dataclass(slots=True)
 class _Misses:
-    """The waits in a row that have missed a process."""
+    """The consecutive waits that have missed a process."""
 
     counts: Counter[int] = field(default_factory=Counter)  # by process
-    until: float = 0.0  # a wait that begins later is not one of the row
+    until: float = 0.0  # a wait that begins later starts a new count
 
     def share(self) -> int:
-        """Return what part of its timeout the next wait gets, as a divisor."""
+        """Return the divisor of the timeout of the next wait."""
         return min(1 << max(self.counts.values(), default=0), SHARE)
 
 
 def next_rendezvous(
     coordinator: Coordinator, name: str, limit: float = _SILENCE, within: Rendezvous | None = None
 ) -> Rendezvous:
-    """Make a rendezvous with a unique name, ``name`` and a number; ``limit`` is the time for an answer of the store."""
+    """Make a rendezvous whose name is ``name`` and a number; the store must answer within ``limit`` seconds."""
     with _lock:
         counts = _counts.setdefault(coordinator, {})
         counts[name] = number = counts.get(name, 0) + 1
@@ -79,15 +79,15 @@ class Rendezvous:
     at a time; only `fail` may be called from any thread at any time. A topic serves each operation once. An operation
     that waits raises
 
-    - `BarrierTimeoutError`, which names the missing processes, after ``timeout`` seconds, or half of that after each
-      wait in a row that has missed a process: all of them together last less than twice as long as one. A wait that
-      begins more than a timeout after the last one is not of that row,
-    - `PeerFailedError` within about a second (four with 4,096 processes) after another one has called `fail`, when the
-      store is gone, and when it has not answered for ``limit`` seconds.
+    - `BarrierTimeoutError`, which names the missing processes, after ``timeout`` seconds. Each consecutive wait that
+      misses a process halves this time, so that all of them together last less than twice as long as one. A wait that
+      begins more than a timeout after the previous one has its full time again,
+    - `PeerFailedError` within about a second (four with 4,096 processes) after another process has called `fail`, if
+      the store is gone, and if it has not answered for ``limit`` seconds.
 
-    A rendezvous ``within`` another one also ends when a process has called `fail` of that one.
+    A rendezvous ``within`` another one also ends when a process has called `fail` of the outer one.
 
-    Process 0 is the hub: `summarize` costs every other process one message to it and one back. No process is sent the
+    Process 0 is the hub: `summarize` costs every other process one message to it and one back. No process receives the
     values of all others, whose bytes would grow with the square of the number of processes.
     """
 
@@ -108,7 +108,7 @@ class Rendezvous:
         self._closed = False
 
     def broadcast(self, topic: str, value: bytes | None, timeout: float, *, gathered: bool = False) -> bytes:
-        """Return the value of process 0. If it has ``gathered`` before, it may itself have waited for a process."""
+        """Return the value of process 0, which may have waited for a process itself if it has ``gathered`` before."""
         self.check()
         key = self._key("broadcast", topic, 0)
         if self.index == 0:
@@ -116,8 +116,8 @@ class Rendezvous:
                 raise ValueError(f"process 0 must give the value of {topic!r}")
             self._put(key, value)
             return value
-        timeout, met = (_GATHERED * timeout, range(self.count)) if gathered else (timeout, range(1))
-        with self._waiting(topic, timeout, met, lambda: [0], _WHOLE_ROW if gathered else 1) as deadline:
+        timeout, awaited = (_GATHERED * timeout, range(self.count)) if gathered else (timeout, range(1))
+        with self._waiting(topic, timeout, awaited, lambda: [0], _WHOLE_ROW if gathered else 1) as deadline:
             return self._complete(key, self._wait(key, deadline), 0, deadline)
 
     def gather(self, topic: str, value: bytes, timeout: float) -> list[bytes] | None:
@@ -130,16 +130,16 @@ class Rendezvous:
         return [value, *self._collect("gather", topic, timeout, discard=True)]
 
     def summarize(self, topic: str, value: bytes, timeout: float, summary: Callable[[Sequence[bytes]], bytes]) -> bytes:
-        """Return, on all processes, what ``summary`` makes on process 0 of the values of all, in their order."""
+        """Call ``summary`` on process 0 with the values of all, in their order; return its result on all processes."""
         self.check()
         self._put(self._key("summarize", topic, self.index), value)
-        together = self._key("summary", topic, 0)
+        key = self._key("summary", topic, 0)
         if self.index == 0:
-            made = summary([value, *self._collect("summarize", topic, timeout, discard=False)])
-            self._put(together, made)
-            return made
+            result = summary([value, *self._collect("summarize", topic, timeout, discard=False)])
+            self._put(key, result)
+            return result
         with self._waiting(topic, timeout, range(self.count), lambda: self._missing("summarize", topic)) as deadline:
-            return self._complete(together, self._wait(together, deadline), 0, deadline)
+            return self._complete(key, self._wait(key, deadline), 0, deadline)
 
     def barrier(self, topic: str, timeout: float) -> None:
         self.summarize(topic, b"", timeout, lambda _: b"")
@@ -161,17 +161,16 @@ class Rendezvous:
             raise PeerFailedError(message, process) from BarrierTimeoutError(facts["message"]) if missed else None
 
     def _let_others_hear(self, failed: int) -> None:
-        """Wait on process 0, whose end may end the store, for the other processes that look for a failure."""
+        """Wait on process 0, whose end may end the store, until the other processes know of a failure."""
         key = f"{self._prefix}/heard"
-        with contextlib.suppress(Exception):  # The others are in no wait, or have ended.
+        with contextlib.suppress(Exception):  # the others wait for nothing, or have ended
             if self.index:
                 self.coordinator.put(f"{key}/{self.index}", b"heard")
                 return
             until = self.coordinator.monotonic() + _LONGEST_WAIT
             for process in range(1, self.count):
                 if process != failed:
-                    left = until - self.coordinator.monotonic()
-                    self.coordinator.get(f"{key}/{process}", max(left, 0.001), waited=0.0)
+                    self.coordinator.get(f"{key}/{process}", max(until - self.coordinator.monotonic(), 0.001))
 
     def fail(self, error: BaseException) -> None:
         """Report to all other processes that this one failed, and why. Never raises."""
@@ -186,7 +185,7 @@ class Rendezvous:
             _logger.debug("%s: this failure could not be reported to the other processes: %s", self.name, problem)
 
     def close(self) -> None:
-        """End the part of this process; never wait or raise. Process 0 deletes the keys once all have closed it."""
+        """End the part of this process, without waiting or raising. Process 0 deletes the keys once all have closed."""
         if self._closed:
             return
         self._closed = True
@@ -196,14 +195,14 @@ class Rendezvous:
                 key = _process_key(f"{self._prefix}/left", self.index)
                 coordinator.put(key, json.dumps(self._stored[:_MOST_KEYS]).encode())
                 return
-            folders = itertools.groupby(range(1, self.count), key=_folder_end)
-            pending = [[_process_key(f"{self._prefix}/left", process) for process in some] for _, some in folders]
+            groups = itertools.groupby(range(1, self.count), key=_folder_end)
+            pending = [[_process_key(f"{self._prefix}/left", process) for process in group] for _, group in groups]
             with _lock:
                 retired = _retired.setdefault(coordinator, [])
                 retired.append(_Retired([*self._stored, f"{self._prefix}/failed"], self._deleted, pending))
                 del retired[:-_MOST_RETIRED]
-                # The other processes have closed those of earlier saves, and may still use this one.
-                retired[:] = [one for one in retired if not one.sweep(coordinator)]
+                # The other processes have closed earlier rendezvous, and may still use this one.
+                retired[:] = [rendezvous for rendezvous in retired if not rendezvous.sweep(coordinator)]
 
         try:
             self.coordinator.run(work)
@@ -212,14 +211,14 @@ class Rendezvous:
 
     @contextlib.contextmanager
     def _waiting(
-        self, topic: str, timeout: float, met: range, missing: Callable[[], Sequence[int]], counts: int = 1
+        self, topic: str, timeout: float, awaited: range, missing: Callable[[], Sequence[int]], counts: int = 1
     ) -> Iterator[float]:
-        """Give a block that waits for processes its deadline, and note which were ``met``, or are ``missing`` then."""
+        """Yield the deadline of a block that waits for processes; count the ``missing`` ones, or clear the counts."""
         now = self.coordinator.monotonic()
         with _missed_lock:
             misses = _missed.setdefault(self.coordinator.unbounded, _Misses())
             if now > misses.until:
-                misses.counts.clear()  # the program has gone on: a process that is only slow gets its time again
+                misses.counts.clear()  # the program has continued: a slow process gets the full time again
             timeout /= misses.share()
         try:
             yield now + timeout
@@ -236,7 +235,7 @@ class Rendezvous:
             )
             raise BarrierTimeoutError(message, absent) from None
         with _missed_lock:
-            for process in [one for one in misses.counts if one in met]:
+            for process in misses.counts.keys() & awaited:
                 del misses.counts[process]
 
     def _key(self, operation: str, topic: str, process: int) -> str:
@@ -250,15 +249,15 @@ class Rendezvous:
         parts = split_value(value)
         keys = part_keys(key, len(value))
         with self._connected():
-            for one, part in reversed(list(zip(keys, parts, strict=True))):  # the first, which is awaited, comes last
-                self.coordinator.put(one, part)
+            for part_key, part in reversed(list(zip(keys, parts, strict=True))):  # last the first, which is awaited
+                self.coordinator.put(part_key, part)
         self._stored += keys
 
     def _complete(self, key: str, first: bytes, process: int, deadline: float) -> bytes:
-        """Return the value of which ``first`` is the first part."""
+        """Return the value whose first part is ``first``."""
         try:
-            keys = part_keys(key, value_length(first))
-            return join_parts([first, *(self._wait(one, deadline) for one in keys[1:])])
+            rest = part_keys(key, value_length(first))[1:]
+            return join_parts([first, *(self._wait(part_key, deadline) for part_key in rest)])
         except ValueError as error:
             raise PeerFailedError(
                 f"{self.name}: the value that process {process} sent is damaged: {error}", process
@@ -282,7 +281,7 @@ class Rendezvous:
                 pause = min(2 * pause, longest)
         except BaseException:
             self.coordinator.give_up(key)
-            self._stored.append(key)  # the store may hold a value that ended the wait
+            self._stored.append(key)  # the store may contain a value that ended the wait
             raise
 
     def _collect(self, operation: str, topic: str, timeout: float, *, discard: bool) -> list[bytes]:
@@ -294,7 +293,7 @@ class Rendezvous:
             first = len(values) + 1
             return self._missing(operation, topic, first) or [first]
 
-        at_once = 1  # Each request that finds all its values is followed by one for twice as many.
+        at_once = 1  # after a request that finds all its values, the next one asks for twice as many
         with self._waiting(topic, timeout, range(self.count), missing) as deadline:
             while len(values) < len(awaited):
                 keys = awaited[len(values) : min(len(values) + at_once, _folder_end(len(values) + 1) - 1)]
@@ -322,25 +321,26 @@ class Rendezvous:
         self._deleted.update(keys)
 
     def _missing(self, operation: str, topic: str, first: int = 0) -> list[int]:
-        """Return the processes, from one on, whose values are not there; few requests if few are missing."""
+        """Return the processes from ``first`` on whose values are missing, with few requests if they are few."""
         folder = f"{self._prefix}/{operation}/{_quoted(topic)}"
         keys = {_process_key(folder, process): process for process in range(first, self.count)}
 
-        def work(coordinator: Coordinator, some: Sequence[str]) -> list[int]:
-            if not some or coordinator.try_get_all(some) is not None:
+        def search(coordinator: Coordinator, group: Sequence[str]) -> list[int]:
+            if coordinator.try_get_all(group) is not None:
                 return []
-            if len(some) == 1:
-                return [keys[some[0]]]
-            half = len(some) // 2
-            return work(coordinator, some[:half]) + work(coordinator, some[half:])
+            if len(group) == 1:
+                return [keys[group[0]]]
+            half = len(group) // 2
+            return search(coordinator, group[:half]) + search(coordinator, group[half:])
 
         with self._connected():
-            folders = itertools.groupby(keys, key=lambda key: key.rpartition("/")[0])
-            return [one for _, some in folders for one in self.coordinator.run(partial(work, some=list(some)))]
+            groups = itertools.groupby(keys, key=lambda key: key.rpartition("/")[0])
+            found = [self.coordinator.run(partial(search, group=list(group))) for _, group in groups]
+            return list(itertools.chain.from_iterable(found))
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[None]:
-        """Raise PeerFailedError where the store is gone."""
+        """Raise PeerFailedError if the store is gone."""
         try:
             yield
         except ConnectionError as error:
@@ -352,7 +352,7 @@ class Rendezvous:
 
 
 def missed_a_process(error: BaseException | None) -> bool:
-    """Return whether an error tells that a process, or the store, did not answer: to this process or another one."""
+    """Return whether an error means that a process, or the store, did not answer this process or another one."""
     if isinstance(error, PeerFailedError):
         return isinstance(error.__cause__, (BarrierTimeoutError, ConnectionError))
     return isinstance(error, BarrierTimeoutError)
@@ -360,20 +360,20 @@ def missed_a_process(error: BaseException | None) -> bool:
 
 @dataclass(slots=True)
 class _Retired:
-    """A rendezvous that process 0 has closed, and some others have not."""
+    """A rendezvous that process 0 has closed and some others have not."""
 
     keys: list[str]
     deleted: set[str]
-    pending: list[list[str]]  # the keys that they store when they close it, by folder
+    pending: list[list[str]]  # keys that the others store when they close it, by folder
 
     def sweep(self, coordinator: Coordinator) -> bool:
-        """Delete all keys if all processes have closed it, and return whether they have."""
+        """If all processes have closed it, delete all keys and return True."""
         while self.pending:
-            found = coordinator.try_get_all(self.pending[-1])
-            if found is None:
+            reports = coordinator.try_get_all(self.pending[-1])
+            if reports is None:
                 return False
             self.keys += self.pending.pop()
-            for keys in found:
+            for keys in reports:
                 self.keys += json.loads(keys)
         for key in self.keys:
             if key not in self.deleted:
@@ -388,7 +388,7 @@ def _quoted(text: str) -> str:
 
 
 def _process_key(folder: str, process: int) -> str:
-    """Return the key for a value of one process; jax's service reads whole folders, so each is that of a few."""
+    """Return the key for a value of one process; jax's service reads whole folders, so a folder has few keys."""
     return f"{folder}/{process // _MOST_AT_ONCE}/{process}"
 
 

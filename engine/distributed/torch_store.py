@@ -1,4 +1,4 @@
-"""The coordinator on the store through which the processes of a torch program found each other."""
+"""The coordinator on the store through which the processes of a torch program find each other."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _LONGEST_PAUSE = 0.25
 _PAUSE_PER_PROCESS = 0.25e-3  # seconds; so all processes that wait ask a store that polls 4,000 times a second at most
 _NO_DEADLINE = timedelta(days=20)  # as milliseconds, it fits into the integer that c10d waits for
 _SECONDS_TO_END = 2.0  # for a wait that is given up
-_IDLE_CONNECTIONS = 2  # each takes a file of the process that serves the store
+_IDLE_CONNECTIONS = 2  # each needs a file descriptor of the process that serves the store
 _GIVEN_UP = b"holdfast: a process has given up waiting for this value"
 
 
 def _prefixed(name: str, store: Any) -> Any:
-    own = store.clone() if hasattr(store, "clone") else store  # since torch 2.8
-    return sys.modules["torch.distributed"].PrefixStore(name, own)
+    connection = store.clone() if hasattr(store, "clone") else store  # since torch 2.8
+    return sys.modules["torch.distributed"].PrefixStore(name, connection)
 
 
 def _is_polled(store: Any) -> bool:
-    """Return whether waits of a store would poll, block the process group, or not end when they are given up."""
+    """Return whether to poll, because waits of a store would poll, block the process group, or never end."""
     while hasattr(store, "underlying_store"):  # a PrefixStore wraps another store
         store = store.underlying_store
     is_file = isinstance(store, sys.modules["torch.distributed"].FileStore)
@@ -41,22 +41,22 @@ def _is_polled(store: Any) -> bool:
 class TorchCoordinator:
     """The processes of a torch program, and the store through which they found each other."""
 
-    # A wait of the store blocks its connection, and prints warnings when it times out. So it gets a thread and a
-    # connection of its own, and continues for the next `get` of its key. Only a value ends it: `give_up` stores one
-    # that all processes take for none.
+    # A wait of the store blocks its connection, and prints warnings when it times out. So it has a separate thread and
+    # connection, and continues for the next `get` of its key. Only a value ends it: `give_up` stores one that all
+    # processes ignore.
 
-    # torchrun keeps its store and what is in it when it starts the processes again. There, process 0 draws a name for
-    # all keys of this start, and tells it to each process that asks, under a key that no earlier one has used. If it
-    # ends before all have asked, it leaves the name and the time. Processes take only a name left after they began.
+    # torchrun keeps its store and the values in it when it restarts the processes. So process 0 draws a name for all
+    # keys of this start, and gives it to each process that asks, under a key that no earlier process has used. If it
+    # ends before all have asked, it leaves the name and the time. Processes accept only a name left after they began.
 
     def __init__(self, store: Any, index: int, count: int, is_current: Callable[[], bool] | None = None) -> None:
         self.process_index = index
         self.process_count = count
         self._shared: Any = store
-        self._own: Any = None
-        self._is_current = is_current  # whether these are still the processes of the program
+        self._connection: Any = None
+        self._is_current = is_current  # returns whether these are still the processes of the program
         self._start = os.urandom(8).hex()
-        self._telling: threading.Thread | None = None
+        self._announcer: threading.Thread | None = None
         self._leaves = threading.Event()  # whether this process ends
         self._earlier = frozenset(_names)  # of earlier process groups of this process
         self._is_polled = _is_polled(store)
@@ -69,27 +69,26 @@ class TorchCoordinator:
         """A connection that the process group does not block; made at the first call, which has a deadline."""
         shared = self._shared  # no lock: it would be held while a frozen process 0 does not answer
         if shared is not None:
-            own = _prefixed("holdfast", shared)
-            self._own = own if self._is_current is None else self._of_this_start(own, self._is_current)
-            self._shared = None  # a reference would keep process 0 serving it when the process group is gone
-        return self._own
+            store = _prefixed("holdfast", shared)
+            self._connection = store if self._is_current is None else self._of_this_start(store, self._is_current)
+            self._shared = None  # with a reference, process 0 would serve it after the process group is gone
+        return self._connection
 
     def _of_this_start(self, store: Any, is_current: Callable[[], bool]) -> Any:
         """Return the part of a store that earlier processes cannot have written to."""
         start, starts = self._start, _prefixed("starts", store)
         left = f"left/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
         if self.process_index == 0:
-            starts.set(left, f"{start} 0")  # Not deleted: a process that has seen it would wait for it.
-            others = set(range(1, self.process_count))
-            arguments = (starts, start, left, others, lambda: is_current() and not self._leaves.is_set(), self._leaves)
-            self._telling = threading.Thread(target=_tell_start, args=arguments, name="holdfast-start", daemon=True)
-            self._telling.start()
+            starts.set(left, f"{start} 0")  # not deleted: a process that has seen it would wait for it
+            arguments = (starts, start, left, self.process_count, is_current, self._leaves)
+            self._announcer = threading.Thread(target=_announce, args=arguments, name="holdfast-start", daemon=True)
+            self._announcer.start()
         else:
             starts.append(_ASKED, f"{start} ")
             pauses = _growing_pauses()
             while not starts.check([start]):
-                if (found := _left_name(starts, left, self._earlier)) is not None:
-                    start = found
+                if (name := _left_name(starts, left, self._earlier)) is not None:
+                    start = name
                     break
                 if _ends.is_set():
                     raise ConnectionError("torch.distributed's store: this process ends before process 0 has begun")
@@ -101,7 +100,7 @@ class TorchCoordinator:
         return sys.modules["torch.distributed"].PrefixStore(start, store)
 
     def new_store(self, name: str) -> Any:
-        """Return another connection to the store, of which all keys begin with a name."""
+        """Return another connection to the store, whose keys all begin with a name."""
         return _prefixed(name, self._store)
 
     def put(self, key: str, value: bytes) -> None:
@@ -117,31 +116,31 @@ class TorchCoordinator:
             wait = wait or self._start_wait(key)
             try:
                 value = wait.result(timeout)
-            except TimeoutError:  # a look over the other connection, as that of the wait may be lost without a sign
-                if (found := self.try_get(key)) is None:
+            except TimeoutError:  # ask over the other connection, as the connection of the wait may be lost silently
+                if (late := self.try_get(key)) is None:
                     raise TimeoutError(f"no process stored {key} within {timeout:g} s") from None
                 self._waits.pop(key, None)
-                return found
+                return late
             finally:
                 if wait.done():
                     self._waits.pop(key, None)
             if value != _GIVEN_UP:
                 return value
         longest = max(_LONGEST_PAUSE, self.process_count * _PAUSE_PER_PROCESS)
-        while (here := time.monotonic() - begin) < timeout:  # it polls, also where another process has given up
-            pause = min(max((waited + here) / 16, _SHORTEST_PAUSE), longest)
-            time.sleep(min(pause, timeout - here))
+        while (elapsed := time.monotonic() - begin) < timeout:  # polls, also if another process has given up
+            pause = min(max((waited + elapsed) / 16, _SHORTEST_PAUSE), longest)
+            time.sleep(min(pause, timeout - elapsed))
             if (value := self.try_get(key)) is not None:
                 return value
         raise TimeoutError(f"no process stored {key} within {timeout:g} s")
 
     def _start_wait(self, key: str) -> Future[bytes]:
-        """Return the wait for a key, which begins unless another thread has begun it."""
+        """Return the wait for a key; begin it unless another thread has."""
         from concurrent.futures import Future  # imported lazily: only programs of several processes need it
 
-        made: Future[bytes] = Future()
-        wait = self._waits.setdefault(key, made)
-        if wait is made:
+        new: Future[bytes] = Future()
+        wait = self._waits.setdefault(key, new)
+        if wait is new:
             threading.Thread(target=self._wait, args=(key, wait), name="holdfast-wait", daemon=True).start()
         return wait
 
@@ -176,8 +175,8 @@ class TorchCoordinator:
             for key in list(self._waits):
                 self.give_up(key)
         self._leaves.set()
-        if self._telling is not None:  # Another process may need the name for what this one has stored.
-            self._telling.join(_SECONDS_TO_END)
+        if self._announcer is not None:  # another process may need the name to read the values of this one
+            self._announcer.join(_SECONDS_TO_END)
 
     def try_get(self, key: str) -> bytes | None:
         with _in_store():
@@ -204,21 +203,21 @@ class TorchCoordinator:
 _ASKED, _ANSWERED = "asked", "answered/"  # keys of lists: the keys for answers, and the processes that have one
 
 
-def _tell_start(
-    starts: Any, start: str, left: str, others: set[int], goes_on: Callable[[], bool], leaves: threading.Event
+def _announce(
+    starts: Any, start: str, left: str, count: int, is_current: Callable[[], bool], leaves: threading.Event
 ) -> None:
-    """Tell the name of this start to all processes that ask for it, until all others have it, or leave it to them."""
-    told: set[bytes] = set()
+    """Give the name of this start to all processes that ask for it, until all have it; leave it for the rest."""
+    others, told = set(range(1, count)), set[bytes]()
     pauses = _growing_pauses()
-    with contextlib.suppress(ConnectionError):  # The store, or this process, ends.
-        while others and goes_on():
+    with contextlib.suppress(ConnectionError):  # the store, or this process, ends
+        while others and is_current() and not leaves.is_set():
             with _in_store():
                 asked = set(starts.get(_ASKED).split()) if starts.check([_ASKED]) else set()
                 for key in asked - told:
                     starts.set(key.decode(), start)
                 answered = f"{_ANSWERED}{start}"
                 if starts.check([answered]):
-                    others = others - {int(index) for index in starts.get(answered).split()}
+                    others -= {int(index) for index in starts.get(answered).split()}
             if asked != told:
                 told, pauses = asked, _growing_pauses()
             leaves.wait(next(pauses))
@@ -228,7 +227,7 @@ def _tell_start(
 
 
 def _left_name(starts: Any, left: str, earlier: frozenset[str]) -> str | None:
-    """Return the name that process 0 of this start has left, if it has ended."""
+    """Return the name that process 0 of this start has left, or None if it has not ended."""
     if not starts.check([left]):
         return None
     start, ended = starts.get(left).decode().split()
@@ -236,7 +235,7 @@ def _left_name(starts: Any, left: str, earlier: frozenset[str]) -> str | None:
 
 
 def _process_began() -> float:
-    """Return when this process began; where the system does not tell, when this module was imported."""
+    """Return when this process began or, if the system does not report it, when this module was imported."""
     try:
         with open("/proc/self/stat", encoding="utf-8") as file:
             ticks = int(file.read().rpartition(")")[2].split()[19])
@@ -256,14 +255,14 @@ _made: weakref.WeakSet[TorchCoordinator] = weakref.WeakSet()
 _calling: set[int] = set()  # the threads that are in a store, by their identifiers
 _ends = threading.Event()  # whether this process calls no store any more
 _imported = time.time()
-_names: set[str] = set()  # the names of the starts that this process has been told
+_names: set[str] = set()  # the names of starts that this process has received
 
 
 @contextlib.contextmanager
 def _in_store() -> Iterator[None]:
-    """Turn errors of a store into Python's own, and refuse calls once this process ends."""
+    """Convert errors of a store to Python's own, and refuse calls once this process ends."""
     thread = threading.get_ident()
-    _calling.add(thread)  # before the look at the event, so that no call that is not refused is missed
+    _calling.add(thread)  # before the event is tested, so that `_end_calls` sees every call that is not refused
     try:
         if _ends.is_set():
             raise ConnectionError("torch.distributed's store: this process ends, and does not call it any more")
@@ -274,8 +273,8 @@ def _in_store() -> Iterator[None]:
         _calling.discard(thread)
 
 
-# Python stops the threads that run when it ends, and one that is in torch's store then aborts the process. So all waits
-# are given up first, and then the calls that are under way end.
+# Python stops running threads when it ends, and a thread that is in torch's store then aborts the process. So all waits
+# are given up first, and then the running calls end.
 
 
 def _end_waits() -> None:
@@ -292,7 +291,7 @@ def _end_calls() -> None:
         time.sleep(_SHORTEST_PAUSE)
 
 
-# Ordinary exit functions run when the saves have ended, and when no thread can be started any more.
+# Ordinary exit functions run after the saves have ended, when no thread can be started any more.
 if (_register_early := getattr(threading, "_register_atexit", None)) is not None:
     _register_early(_end_waits)
 atexit.register(_end_calls)

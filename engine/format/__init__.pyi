@@ -72,6 +72,5 @@ from .zarr import dtype_from_name as dtype_from_name
 from .zarr import dtype_name as dtype_name
 from .zarr import encode_array_metadata as encode_array_metadata
 from .zarr import encode_names as encode_names
-from .zarr import metadata_key as metadata_key
 from .zarr import metadata_keys as metadata_keys
 from .zarr import storage_dtype as storage_dtype

@@ -1,7 +1,6 @@
-"""Small folders as one zip file: its files as they are, one after the other, in the order in which they were written.
+"""Small folders as one zip file: their files, uncompressed, in the order in which they were written.
 
-The files are stored, not compressed, without dates and extra fields, so that a zip file is determined by its files. A
-comment at its end says that holdfast wrote it.
+A zip file has no dates and no extra fields, so its files determine it. Its comment says that holdfast wrote it.
 
 The format is https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT.
 """
@@ -14,65 +13,63 @@ from collections.abc import Mapping
 
 from ..errors import DamagedCheckpointError
 
-ARCHIVE = ".zip"  # what the names of such files end with
-ARCHIVE_LIMIT = 512 << 20  # bytes of the largest one that is read; it is in memory then
-ARCHIVE_FILES = 1 << 14  # maximum number of files in one
+ARCHIVE = ".zip"  # suffix of the names of zip files
+ARCHIVE_LIMIT = 512 << 20  # bytes of the largest zip file that is read, into memory
+ARCHIVE_FILES = 1 << 14  # maximum number of files in a zip file
 
 _COMMENT = b"saved by holdfast"
 _VERSION = 20  # of the format that a reader needs
 _UTF_8 = 0x800  # flag: names are in UTF-8
-_DATE = 0x21  # 1980-01-01, the first that there is
+_DATE = 0x21  # 1980-01-01, the earliest
 # Signature, version, flags, method, time, date, CRC-32, size (twice), length of the name, length of extra fields.
 _FILE = struct.Struct("<4s5H3L2H")
-# Signature, version twice, and the same; then comment, disk, attributes (twice) and where the file begins.
+# Signature, version twice, and the same; then comment, disk, attributes (twice) and offset of the file.
 _ENTRY = struct.Struct("<4s6H3L5H2L")
-# Signature, disks (twice), numbers of entries (twice), size and place of the entries, length of the comment.
+# Signature, disks (twice), numbers of entries (twice), size and offset of the entries, length of the comment.
 _END = struct.Struct("<4s4H2LH")
 _REGULAR = 0o100644 << 16  # attributes of a regular file
 
 
 def is_inside(path: str) -> bool:
-    """Whether a path is relative and leads to a file below its directory."""
-    parts = path.split("/")
-    return not ("\\" in path or "\0" in path or "" in parts or "." in parts or ".." in parts)
+    """Return whether a path is relative and leads to a file below its directory."""
+    return not ("\\" in path or "\0" in path) and {"", ".", ".."}.isdisjoint(path.split("/"))
 
 
 def encode_archive(files: Mapping[str, bytes]) -> bytes:
-    """Return the zip file of some files by their paths; raise ValueError if there are too many."""
+    """Return the zip file of some files, by path; raise ValueError if there are too many."""
     if len(files) > ARCHIVE_FILES:
         raise ValueError(f"{len(files)} files; a zip file of ours holds up to {ARCHIVE_FILES}")
     parts: list[bytes] = []
     entries: list[bytes] = []
-    place = 0
+    offset = 0
     for path, content in files.items():
         name = path.encode()
         facts = (_VERSION, _UTF_8, 0, 0, _DATE, zlib.crc32(content), len(content), len(content), len(name), 0)
         head = _FILE.pack(b"PK\3\4", *facts) + name
-        entries.append(_ENTRY.pack(b"PK\1\2", 3 << 8 | _VERSION, *facts, 0, 0, 0, _REGULAR, place) + name)
+        entries.append(_ENTRY.pack(b"PK\1\2", 3 << 8 | _VERSION, *facts, 0, 0, 0, _REGULAR, offset) + name)
         parts += [head, content]
-        place += len(head) + len(content)
-    directory = b"".join(entries)
-    count = len(files)
-    end = _END.pack(b"PK\5\6", 0, 0, count, count, len(directory), place, len(_COMMENT))
+        offset += len(head) + len(content)
+    directory, count = b"".join(entries), len(files)
+    end = _END.pack(b"PK\5\6", 0, 0, count, count, len(directory), offset, len(_COMMENT))
     return b"".join([*parts, directory, end, _COMMENT])
 
 
-def places_in_archive(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return where the content of each file begins in the zip file of files of these sizes, in their order."""
-    places, end = {}, 0
+def offsets_in_archive(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the offset of the content of each file in a zip file, given the sizes of its files in their order."""
+    offsets, end = {}, 0
     for path, size in sizes.items():
-        places[path] = end + _FILE.size + len(path.encode())
-        end = places[path] + size
-    return places
+        offsets[path] = end + _FILE.size + len(path.encode())
+        end = offsets[path] + size
+    return offsets
 
 
 def decode_archive(data: bytes, *, source: str) -> dict[str, bytes]:
     """Return the files in a zip file that :func:`encode_archive` has made."""
     files: dict[str, bytes] = {}
-    place = 0
-    while len(files) <= ARCHIVE_FILES and data[place : place + 4] == b"PK\3\4" and len(data) >= place + _FILE.size:
-        *_, size, length, _ = _FILE.unpack_from(data, place)
-        begin = place + _FILE.size + length
+    offset = 0
+    while len(files) <= ARCHIVE_FILES and data[offset : offset + 4] == b"PK\3\4" and len(data) >= offset + _FILE.size:
+        *_, size, length, _ = _FILE.unpack_from(data, offset)
+        begin = offset + _FILE.size + length
         try:
             name = data[begin - length : begin].decode()
         except UnicodeDecodeError:
@@ -82,9 +79,9 @@ def decode_archive(data: bytes, *, source: str) -> dict[str, bytes]:
         if not is_inside(name):
             raise DamagedCheckpointError(f"{source} holds a file with the path {name!r:.80}")
         files[name] = data[begin : begin + size]
-        place = begin + size
-    # A zip file is determined by its files: so all sizes and checksums are right, nothing is compressed, no two files
-    # have the same name, and there is nothing else in it.
+        offset = begin + size
+    # The files determine the zip file. So if it matches, all sizes and checksums are right, nothing is compressed, and
+    # there is nothing else in it.
     if len(files) > ARCHIVE_FILES or encode_archive(files) != data:
         raise DamagedCheckpointError(
             f"{source} is not a zip file as holdfast writes them: stored files one after the other, and nothing else"
@@ -93,5 +90,5 @@ def decode_archive(data: bytes, *, source: str) -> dict[str, bytes]:
 
 
 def is_our_archive(data: bytes) -> bool:
-    """True if data begins and ends as a zip file that holdfast writes."""
+    """Return whether data begins and ends like a zip file that holdfast writes."""
     return data[:2] == b"PK" and data.endswith(_COMMENT)

@@ -2,10 +2,10 @@
 
 CRC-32C (Castagnoli, RFC 3720 appendix B.4) is the checksum of the OCDBT format and of zarr's codec ``crc32c``. zstd
 (RFC 8878) compresses chunks on request, and TensorStore compresses OCDBT nodes with it. A compressed chunk is one zstd
-frame and the CRC-32C of the frame, as zarr's codecs ``[bytes, zstd, crc32c]`` define it. XXH3 with 128 bits tells
+frame and the CRC-32C of the frame, as zarr's codecs ``[bytes, zstd, crc32c]`` define it. XXH3 with 128 bits shows
 whether bytes in memory have changed (https://github.com/Cyan4973/xxHash); it is never stored.
 
-A varint has seven bits a byte, the lowest first; the top bit of a byte is set if another one follows. OCDBT stores
+A varint has seven bits a byte, the lowest first; the top bit of a byte is set if another byte follows. OCDBT stores
 every count and length this way: https://google.github.io/tensorstore/kvstore/ocdbt/index.html#storage-format
 """
 
@@ -27,8 +27,8 @@ Data: TypeAlias = bytes | bytearray | memoryview | NDArray[np.uint8]
 LEVELS = range(1, 23)  # the levels of compression, from the fastest to the smallest
 
 _PART = 1 << 20  # bytes that are decompressed at a time; fresh memory for larger parts costs more than decompressing
-_HELD = 64 << 10  # bytes that are hashed at a time without letting other threads run
-_RATIO = 1 << 15  # largest number of content bytes for a byte of a frame: a block of 128 KiB takes at least four
+_HELD = 64 << 10  # bytes that are hashed at a time without releasing the GIL
+_RATIO = 1 << 15  # largest number of content bytes for a byte of a frame: a block of 128 KiB has at least four bytes
 _MAGIC = b"\x28\xb5\x2f\xfd"
 
 
@@ -47,8 +47,8 @@ class ContentDigest:
         self._hash = xxhash.xxh3_128()
 
     def update(self, data: NDArray[np.uint8]) -> None:
-        # Above some 100 kB, xxhash releases the interpreter lock; another thread that computes would then hold it for
-        # milliseconds, for each piece.
+        # Above some 100 kB, xxhash releases the GIL; another thread that computes would then hold it for milliseconds,
+        # for each piece.
         view = data.data
         for start in range(0, len(view), _HELD):
             self._hash.update(view[start : start + _HELD])
@@ -68,25 +68,18 @@ def checksums_of(parts: Sequence[bytes]) -> list[int]:
 
 
 def _frozen(data: Data) -> bytes | NDArray[np.uint8]:
-    # The C function takes bytes and read-only arrays as they are, and refuses buffers that could change under it.
-    if isinstance(data, bytes):
-        return data
-    if isinstance(data, np.ndarray):
-        if not data.flags.c_contiguous:
-            raise ValueError("a checksum needs contiguous memory; make the array contiguous first")
-        if not data.flags.writeable:
-            return data
-        array = data.view()
-    else:
-        if not len(data):
-            return b""
-        array = np.frombuffer(data, np.uint8)
+    # The C function accepts bytes and read-only arrays, and refuses buffers that could change during the call.
+    if isinstance(data, bytes) or not len(data):
+        return bytes(data)
+    array = data.view() if isinstance(data, np.ndarray) else np.frombuffer(data, np.uint8)
+    if not array.flags.c_contiguous:
+        raise ValueError("a checksum needs contiguous memory; make the array contiguous first")
     array.flags.writeable = False
     return array
 
 
 def _zstd() -> Any:
-    """Return the module of zstd; most programs never need it."""
+    """Return the module of zstd, which most programs never need."""
     if sys.version_info >= (3, 14):
         from compression import zstd
     else:
@@ -95,7 +88,7 @@ def _zstd() -> Any:
 
 
 def compress_chunks(chunks: Sequence[NDArray[np.uint8]], level: int) -> list[bytes]:
-    """Compress chunks without holding the interpreter; several threads may do so at once."""
+    """Compress chunks without holding the GIL."""
     zstd = _zstd()
     compressor = zstd.ZstdCompressor(level)
     frames = [compressor.compress(chunk.data, compressor.FLUSH_FRAME) for chunk in chunks]
@@ -103,7 +96,7 @@ def compress_chunks(chunks: Sequence[NDArray[np.uint8]], level: int) -> list[byt
 
 
 def decompress(data: bytes | NDArray[np.uint8], limit: int, *, frames: int = 1) -> bytes:
-    """Decompress up to so many zstd frames without holding the interpreter; take only the memory of their content."""
+    """Decompress up to ``frames`` zstd frames without holding the GIL; allocate only the memory of their content."""
     return b"".join(_parts(data, limit, frames))
 
 
@@ -111,9 +104,9 @@ def decompress_exactly(
     frame: NDArray[np.uint8], size: int, memory: Callable[[int], NDArray[np.uint8]]
 ) -> NDArray[np.uint8]:
     """Decompress one zstd frame of ``size`` bytes into ``memory``, which is requested once the size is plausible."""
-    promised = _promised(frame)
-    if promised is not None and promised != size:
-        raise DamagedCheckpointError(f"it holds {promised} bytes, expected {size}")
+    stated = _stated_size(frame)
+    if stated is not None and stated != size:
+        raise DamagedCheckpointError(f"it holds {stated} bytes, expected {size}")
     if size > len(frame) * _RATIO:
         raise DamagedCheckpointError(f"its {len(frame)} bytes cannot hold the expected {size}")
     content = memory(size)
@@ -126,8 +119,8 @@ def decompress_exactly(
     return content
 
 
-def _promised(frame: bytes | NDArray[np.uint8]) -> int | None:
-    """Return the size of the content that a frame states, if it states one."""
+def _stated_size(frame: bytes | NDArray[np.uint8]) -> int | None:
+    """Return the size of the content that a frame states, or None."""
     data = frame if isinstance(frame, bytes) else frame.data
     if bytes(data[:4]) != _MAGIC:
         raise DamagedCheckpointError("its zstd frame does not begin with the magic number")
@@ -140,10 +133,10 @@ def _promised(frame: bytes | NDArray[np.uint8]) -> int | None:
 
 
 def _parts(frame: bytes | NDArray[np.uint8], limit: int, frames: int = 1) -> Iterator[bytes]:
-    """Generate the content of a frame, or of several, in parts that stay in the processor's cache."""
-    promised = _promised(frame)
-    if promised is not None and promised > limit:
-        raise DamagedCheckpointError(f"its zstd frame promises {promised} bytes, more than the limit of {limit}")
+    """Generate the content of frames, in parts that stay in the processor's cache."""
+    stated = _stated_size(frame)
+    if stated is not None and stated > limit:
+        raise DamagedCheckpointError(f"its zstd frame promises {stated} bytes, more than the limit of {limit}")
     zstd = _zstd()
     data = frame if isinstance(frame, bytes) else frame.data
     left = limit
@@ -161,7 +154,7 @@ def _parts(frame: bytes | NDArray[np.uint8], limit: int, frames: int = 1) -> Ite
             if decompressor.needs_input and not decompressor.eof:
                 break
             yield part
-            data = b""  # the decompressor keeps what it has not read yet
+            data = b""  # the decompressor keeps the rest
         data = decompressor.unused_data
         if not decompressor.eof or not data:
             break
@@ -202,14 +195,14 @@ def encode_varints(values: NDArray[Any]) -> bytes:
     if not values.size or values.max() < 128:
         return values.astype(np.uint8).tobytes()
     sizes = varint_sizes(values)
-    places = np.arange(sizes.max())
-    digits = (values[:, None] >> (7 * places).astype(np.uint64)).astype(np.uint8) | 128
+    positions = np.arange(sizes.max())
+    digits = (values[:, None] >> (7 * positions).astype(np.uint64)).astype(np.uint8) | 128
     digits[np.arange(len(values)), sizes - 1] &= 127
-    return digits[places < sizes[:, None]].tobytes()
+    return digits[positions < sizes[:, None]].tobytes()
 
 
 def decode_varints(data: NDArray[np.uint8], count: int) -> tuple[NDArray[np.uint64], int]:
-    """Decode a column of numbers; return them and the bytes they took."""
+    """Decode a column of numbers; return them and their size in bytes."""
     if count > data.size:
         raise ValueError(f"{count} numbers cannot lie in {data.size} bytes")
     if not count:
@@ -218,20 +211,18 @@ def decode_varints(data: NDArray[np.uint8], count: int) -> tuple[NDArray[np.uint
     if ends.size < count:
         raise ValueError(f"found only {ends.size} of {count} numbers")
     total = int(ends[-1])
-    starts = np.empty_like(ends)
-    starts[0] = 0
-    starts[1:] = ends[:-1]
-    sizes = ends - starts
+    sizes = np.diff(ends, prepend=0)
     longest = int(sizes.max())
     if longest > _MAX_BYTES or (longest == _MAX_BYTES and data[ends[sizes == _MAX_BYTES] - 1].max() > 1):
         raise ValueError("a number does not fit 64 bits")
     digits = (data[:total] & 127).astype(np.uint64)
+    starts = ends - sizes
     digits <<= ((np.arange(total) - starts.repeat(sizes)) * 7).astype(np.uint64)
     return np.bitwise_or.reduceat(digits, starts), total
 
 
 class Cursor:
-    """Reads fields one after the other, and checks that the bytes are there before it allocates anything for them."""
+    """Reads fields one after the other, and checks that their bytes exist before it allocates memory for them."""
 
     def __init__(self, data: bytes, source: str) -> None:
         self.data = data
@@ -242,8 +233,8 @@ class Cursor:
     def remaining(self) -> int:
         return len(self.data) - self.position
 
-    def fail(self, what: str) -> NoReturn:
-        raise DamagedCheckpointError(f"{self.source} is damaged: {what}")
+    def fail(self, reason: str) -> NoReturn:
+        raise DamagedCheckpointError(f"{self.source} is damaged: {reason}")
 
     def take(self, count: int) -> bytes:
         if count > self.remaining:
@@ -282,7 +273,7 @@ class Cursor:
 
     def wide_varints(self, count: int) -> NDArray[np.uint64]:
         first = self.data[self.position : self.position + count]
-        if first.isascii() and len(first) == count:  # one byte each, as most columns have: numpy would take longer
+        if first.isascii() and len(first) == count:  # one byte each, as in most columns: numpy would be slower
             self.position += count
             return np.frombuffer(first, np.uint8).astype(np.uint64)
         try:

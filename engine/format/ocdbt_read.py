@@ -1,8 +1,8 @@
 """Reading of OCDBT databases, TensorStore's ordered maps from keys to values.
 
-A database is one manifest and the nodes of a B+tree, which lie in data files. The manifest locates the root node of
-each version. A node begins with a table of the files that it refers to, and holds its keys as columns: each without
-the prefix that it shares with the key before. Manifest and nodes are frames: magic number, length, version,
+A database is one manifest and the nodes of a B+tree, which are in data files. The manifest locates the root node of
+each version. A node begins with a table of the files that it refers to, and stores its keys as columns, each key
+without the prefix that it shares with the previous one. Manifest and nodes are frames: magic number, length, version,
 compression, body, checksum. The format is documented at
 https://google.github.io/tensorstore/kvstore/ocdbt/index.html#storage-format
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import struct
 from bisect import bisect, bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, islice
 from operator import attrgetter, lt
 from typing import NamedTuple
@@ -24,23 +24,23 @@ from ..errors import DamagedCheckpointError, FormatVersionError
 from .archive import is_inside
 from .codecs import INT64_MAX, Cursor, crc32c, decompress
 
-NODE_LIMIT = 128 << 10  # bytes of a node, at most: what is read to find a key, and decoded in a millisecond
+NODE_LIMIT = 128 << 10  # maximum size of a node, which is read to find a key, and decoded in a millisecond
 MANIFEST_NAME = "manifest.ocdbt"  # the name of the manifest in the directory of a database
 MANIFEST_MAGIC = 0x0CDB3A2A
 NODE_MAGIC = 0x0CDB20DE
 MISSING = (1 << 64) - 1  # offset and length of the root of an empty database
 SINGLE, _NUMBERED = 0, 1  # kinds of manifests
-# Follows a leaf node, before the checksums of its values that lie in data files. Earlier versions wrote the checksums
-# of all values, and then this, at the end of the node file.
+# Follows a leaf node, before the checksums of its values in data files. Earlier versions wrote the checksums of all
+# values, and then this, at the end of the node file.
 CHECKSUMS_MAGIC = b"HfCrc32c"
 
 KEY_LIMIT = 65535  # bytes of the longest key
-INLINE_LIMIT = 1 << 20  # bytes of the longest value that a node holds itself
+INLINE_LIMIT = 1 << 20  # bytes of the longest inline value
 PATH_LIMIT = 65535  # bytes of the longest path of a data file
-_MEMORY_LIMIT = 1 << 30  # bytes that the nodes and entries of a database may take, unless the caller says otherwise
+_MEMORY_LIMIT = 1 << 30  # default for the bytes of memory that the nodes and entries of a database may occupy
 _BODY_LIMIT = 256 << 20  # bytes of the largest body that is decoded; TensorStore's default node size is 8 MiB
 _FRAME_LIMIT = _BODY_LIMIT + 64
-_SEARCHED = 8  # one of so many keys is searched for; of more, a dictionary of all keys finds them sooner
+_SEARCHED = 8  # bisection finds up to one in 8 keys; for more, a dictionary of all keys is faster
 _FILES_LIMIT = 1 << 17  # files in one table
 _TABLE_LIMIT = 4 << 20  # bytes of their paths together
 
@@ -50,28 +50,20 @@ CHECKSUM = struct.Struct("<I")
 SHORTEST_FRAME = HEAD.size + LENGTH.size + 2 + CHECKSUM.size
 
 
-def _no_numbers() -> NDArray[np.int64]:
-    return np.zeros(0, np.int64)
-
-
 @dataclass(slots=True, eq=False)
 class Entries:
-    """The content of a database, one element per key in every list and array but `files`."""
+    """The content of a database, one element per key in every list and array except `files`."""
 
-    keys: list[bytes] = field(default_factory=list)  # the keys, strictly increasing
-    # The value itself, or None where the value lies in a data file.
-    inline: list[bytes | None] = field(default_factory=list)
-    # Paths of the data files that hold a value, relative to the directory of the database, in the order of their first
-    # value.
-    files: list[str] = field(default_factory=list)
-    file_ids: NDArray[np.int64] = field(default_factory=_no_numbers)  # index into `files`; 0 where the value is inline
-    # First byte of the value in its file; 0 where it is inline.
-    offsets: NDArray[np.int64] = field(default_factory=_no_numbers)
-    # Size of the value in its file, in bytes; 0 where it is inline.
-    lengths: NDArray[np.int64] = field(default_factory=_no_numbers)
-    # CRC-32C that the value must have; -1 where it is unknown, as for inline values. holdfast writes them beside the
-    # nodes, because what a data file itself says of its bytes does not tell whether they belong there.
-    checksums: NDArray[np.int64] = field(default_factory=_no_numbers)
+    keys: list[bytes]  # the keys, strictly increasing
+    inline: list[bytes | None]  # the value, or None if it is in a data file
+    # Paths of the data files with values, relative to the directory of the database, in the order of their first value.
+    files: list[str]
+    file_ids: NDArray[np.int64]  # index into `files`; 0 if the value is inline
+    offsets: NDArray[np.int64]  # first byte in the file; 0 if the value is inline
+    lengths: NDArray[np.int64]  # bytes in the file; 0 if the value is inline
+    # CRC-32C that the value must have; -1 if it is unknown, as for inline values. holdfast writes them next to the
+    # nodes, because a checksum inside a data file does not show that its bytes belong there.
+    checksums: NDArray[np.int64]
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -83,7 +75,7 @@ class Entries:
         return Entries(self.keys[cut], self.inline[cut], self.files, *(column[cut] for column in columns))
 
     def find(self, wanted: list[bytes]) -> list[int]:
-        """Return the position of each key, or -1. Keys at equal distances, as most have, are found without a search."""
+        """Return the position of each key, or -1. Keys at equal distances, as usual, are found without a search."""
         keys = self.keys
         if len(wanted) > 1:
             first = bisect_left(keys, wanted[0])
@@ -94,15 +86,15 @@ class Entries:
         if len(wanted) * _SEARCHED > len(keys):
             numbers = dict(zip(keys, range(len(keys)), strict=True))
             return [numbers.get(key, -1) for key in wanted]
-        places = [(key, bisect_left(keys, key)) for key in wanted]
-        return [place if keys[place : place + 1] == [key] else -1 for key, place in places]
+        positions = [(key, bisect_left(keys, key)) for key in wanted]
+        return [position if keys[position : position + 1] == [key] else -1 for key, position in positions]
 
 
 class Root(NamedTuple):
     """The root node of one version of a database."""
 
     height: int  # levels below the root
-    file: str  # the file that holds it, relative to the directory of the database
+    file: str  # its file, relative to the directory of the database
     base: bytes  # the path, as bytes, that paths in the node are relative to
     offset: int  # first byte in the file
     length: int  # size in bytes
@@ -112,14 +104,14 @@ class Root(NamedTuple):
 
 
 class NodePlace(NamedTuple):
-    """Where bytes lie: a file, relative to the directory of the database, an offset and a length in bytes."""
+    """The place of bytes: a file, relative to the directory of the database, an offset and a length in bytes."""
 
     file: str
     offset: int
     length: int
 
 
-# Reads places one after the other. Where a file ends early, the bytes are fewer.
+# Reads places one after the other; if a file ends early, the bytes are fewer.
 ReadNodes = Callable[[Sequence[NodePlace]], Iterable[bytes]]
 KeyRange = tuple[bytes, bytes]  # the first key, and the one after the last
 
@@ -128,18 +120,17 @@ def decode_database(
     manifest: bytes,
     read_node: Callable[[str, int, int], bytes],
     *,
-    source: str = MANIFEST_NAME,
     memory_limit: int = _MEMORY_LIMIT,
-    checksums: bool = True,  # whether those behind each node are read, which only holdfast writes
+    checksums: bool = True,
 ) -> Entries:
     """Decode the newest version of a database; ``read_node`` takes a file, an offset and the most bytes to return."""
-    database = Database(manifest, source=source, memory_limit=memory_limit, checksums=checksums)
+    database = Database(manifest, memory_limit=memory_limit, checksums=checksums)
     database.decode(lambda places: (read_node(*place) for place in places))
     return database.entries
 
 
 def add_early_checksums(nodes: bytes, entries: Entries, source: str) -> None:
-    """Take the checksums of all values from the end of a node file, where earlier versions wrote them."""
+    """Read the checksums of all values from the end of a node file, where earlier versions wrote them."""
     if nodes.endswith(CHECKSUMS_MAGIC) and entries.checksums.size and entries.checksums.max() < 0:
         outside = np.flatnonzero(entries.lengths)
         end = len(nodes) - len(CHECKSUMS_MAGIC)
@@ -148,13 +139,13 @@ def add_early_checksums(nodes: bytes, entries: Entries, source: str) -> None:
         entries.checksums[outside] = np.frombuffer(nodes, "<u4", len(outside), end - 4 * len(outside))
 
 
-def decode_manifest(manifest: bytes, source: str) -> Root | None:
-    cursor = decode_frame(MANIFEST_MAGIC, manifest, source)
+def decode_manifest(manifest: bytes) -> Root | None:
+    cursor = decode_frame(MANIFEST_MAGIC, manifest, MANIFEST_NAME)
     cursor.take(16)
     kind = cursor.varint()
     if kind == _NUMBERED:
         raise FormatVersionError(
-            f"{source} belongs to an OCDBT database with numbered manifests, which holdfast does not read; "
+            f"{MANIFEST_NAME} belongs to an OCDBT database with numbered manifests, which holdfast does not read; "
             "copy it with TensorStore into a database with a single manifest"
         )
     if kind != SINGLE:
@@ -165,7 +156,9 @@ def decode_manifest(manifest: bytes, source: str) -> Root | None:
         cursor.fail(f"its version tree has an arity of 2**{arity_log2}")
     compression = cursor.varint()
     if compression > 1:
-        raise FormatVersionError(f"{source} names the compression method {compression}; known are 0 and 1 (zstd)")
+        raise FormatVersionError(
+            f"{MANIFEST_NAME} names the compression method {compression}; known are 0 and 1 (zstd)"
+        )
     cursor.take(4 * compression)  # the level
     root = _decode_versions(cursor, 1 << arity_log2)
     cursor.finish()
@@ -202,14 +195,14 @@ def _decode_versions(cursor: Cursor, arity: int) -> Root | None:
     return Root(int(heights[-1]), file.path, file.base, offset, length, *statistics)
 
 
-_ENTRY_BYTES = 100  # roughly what one entry takes in memory besides its key and value
-_GROWTH = 32  # bytes that a database may take for each byte of its nodes, besides the limit; large ones take some 15
+_ENTRY_BYTES = 100  # approximate memory of one entry without its key and value
+_GROWTH = 32  # bytes by which each byte of a node raises the memory limit; large databases need some 15
 _NODES_AT_A_TIME = 16  # nodes that are read together
-_NODE_BYTES = 4096  # counted for each node besides its size; limits the number of tiny nodes, and thus the time
+_NODE_BYTES = 4096  # counted for each node in addition to its size; limits the number of tiny nodes, and thus the time
 
 
 class _Reference(NamedTuple):
-    """A node that is still to be read, and what its parent declares about it."""
+    """An unread node, and the facts that its parent states."""
 
     height: int
     file: str
@@ -217,12 +210,12 @@ class _Reference(NamedTuple):
     offset: int
     length: int
     prefix: bytes  # the common prefix of all keys below
-    first: bytes  # the lower bound of the keys below, itself included
-    end: bytes | None  # the upper bound of the keys below; None for no bound
+    first: bytes  # the inclusive lower bound of the keys below
+    end: bytes | None  # the exclusive upper bound of the keys below; None for no bound
     key_count: int  # keys below
 
     def place(self, checksums: bool) -> NodePlace:
-        """Return where to read it; a leaf node with the checksums that may follow, if they are wanted."""
+        """Return the place to read; with ``checksums``, a leaf node includes those that may follow."""
         more = len(CHECKSUMS_MAGIC) + 4 * min(self.key_count, self.length) if checksums and not self.height else 0
         return NodePlace(self.file, self.offset, self.length + more)
 
@@ -232,47 +225,42 @@ class Database:
 
     A hostile tree can refer to one node many times, so that a small file describes a huge database. Everything read
     counts against one limit; only a node that overlaps no other node raises it.
+
+    Without ``checksums``, which only holdfast writes, those that follow the nodes are not read.
     """
 
-    def __init__(
-        self,
-        manifest: bytes,
-        *,
-        source: str = MANIFEST_NAME,
-        memory_limit: int = _MEMORY_LIMIT,
-        checksums: bool = True,
-    ) -> None:
+    def __init__(self, manifest: bytes, *, memory_limit: int = _MEMORY_LIMIT, checksums: bool = True) -> None:
         self._checksums = checksums
-        self._followed: bool | None = None  # whether checksums follow the leaf nodes; the first one decides
-        self._root = root = decode_manifest(manifest, source)
+        self._followed: bool | None = None  # whether checksums follow the leaf nodes; the first leaf decides
+        root = decode_manifest(manifest)
         self.key_count = 0 if root is None else root.key_count  # keys in the tree
-        self.entries = Entries()  # what has been decoded so far
-        # The nodes that are still to be read, in the order of their keys.
-        self._unread: list[_Reference] = []
+        none = np.zeros(0, np.int64)
+        self.entries = Entries([], [], [], none, none, none, none)  # the entries that have been decoded
+        self._unread: list[_Reference] = []  # in the order of their keys
         if root is not None:
             place = (root.file, root.base, root.offset, root.length)
             self._unread.append(_Reference(root.height, *place, b"", b"", None, root.key_count))
         self._memory_limit = memory_limit
         self._left = memory_limit
-        self._known: dict[bytes, bytes] = {}  # inline values: most arrays of a tree have the same metadata
+        self._inline: dict[bytes, bytes] = {}  # inline values: most arrays of a tree have the same metadata
         self._files: dict[str, int] = {}
         self._read_parts: dict[str, list[tuple[int, int]]] = {}
-        self._nodes: list[Entries] = []  # the content of each leaf node that `entries` does not have yet
+        self._nodes: list[Entries] = []  # the content of leaf nodes that `entries` does not have yet
 
     def decode(self, read_nodes: ReadNodes, ranges: Iterable[KeyRange] | None = None) -> None:
-        """Decode the entries whose keys lie in some ranges, or all; entries of the same nodes come along."""
-        wanted = None if ranges is None else _joined(ranges)
-        while chosen := self._unread_nodes(wanted):
-            self._decode_nodes(chosen, read_nodes)
+        """Decode the entries with keys in some ranges, or all, and other entries of the same nodes."""
+        joined = None if ranges is None else _joined(ranges)
+        while positions := self._unread_nodes(joined):
+            self._decode_nodes(positions, read_nodes)
         if not self._nodes:
             return
-        # Each node has checked that its keys ascend, between the bounds that its parent gives.
-        nodes, known, start = [], self.entries, 0
+        # The keys of each node ascend between the bounds that its parent states, as its decoding has verified.
+        nodes, decoded, start = [], self.entries, 0
         for node in sorted(self._nodes, key=lambda node: node.keys[0]):
-            end = bisect(known.keys, node.keys[0])
-            nodes += [known.part(start, end), node] if start < end else [node]
+            end = bisect(decoded.keys, node.keys[0])
+            nodes += [decoded.part(start, end), node] if start < end else [node]
             start = end
-        nodes += [known.part(start, len(known))] if start < len(known) else []
+        nodes += [decoded.part(start, len(decoded))] if start < len(decoded) else []
         keys = list(chain.from_iterable(node.keys for node in nodes))
         if not self._unread and len(keys) != self.key_count:
             raise DamagedCheckpointError(
@@ -285,38 +273,38 @@ class Database:
         self._nodes = []
 
     def _unread_nodes(self, ranges: Sequence[KeyRange] | None) -> list[int]:
-        """Return the positions of the unread nodes that may hold keys in sorted ranges, or of all."""
+        """Return the positions of the unread nodes that may have keys in sorted ranges, or of all."""
         if ranges is None:
             return list(range(len(self._unread)))
-        found = []
+        positions = set()
         for first, end in ranges:
             position = max(bisect(self._unread, first, key=attrgetter("first")) - 1, 0)
             while position < len(self._unread) and (node := self._unread[position]).first < end:
                 if node.end is None or first < node.end:
-                    found.append(position)
+                    positions.add(position)
                 position += 1
-        return sorted(set(found))
+        return sorted(positions)
 
-    def _decode_nodes(self, chosen: Sequence[int], read_nodes: ReadNodes) -> None:
-        """Decode unread nodes at some positions, and put their children in their places, as far as they can be read."""
+    def _decode_nodes(self, positions: Sequence[int], read_nodes: ReadNodes) -> None:
+        """Decode the unread nodes at some positions, and replace each by its children, until one cannot be read."""
         below: dict[int, list[_Reference]] = {}
         try:
-            for start in range(0, len(chosen), _NODES_AT_A_TIME):
-                positions = chosen[start : start + _NODES_AT_A_TIME]
-                nodes = [self._unread[position] for position in positions]
+            for start in range(0, len(positions), _NODES_AT_A_TIME):
+                batch = positions[start : start + _NODES_AT_A_TIME]
+                nodes = [self._unread[position] for position in batch]
                 for node in nodes:
                     if node.length > _FRAME_LIMIT:
                         raise DamagedCheckpointError(
                             f"the database is damaged: a node in {node.file} has {node.length} bytes, "
                             f"more than the limit of {_FRAME_LIMIT}"
                         )
-                found = iter(read_nodes([node.place(self._checksums) for node in nodes]))
-                for position, node in zip(positions, nodes, strict=True):
-                    data, left = next(found), (self._left, self._memory_limit)
+                contents = iter(read_nodes([node.place(self._checksums) for node in nodes]))
+                for position, node in zip(batch, nodes, strict=True):
+                    data, left = next(contents), (self._left, self._memory_limit)
                     try:
                         self._spend(node.length + _NODE_BYTES, node.file)
                         below[position] = self._decode_node(node, data)
-                    except BaseException:  # it may be read again, and must not count twice
+                    except BaseException:  # the node may be read again, and must not count twice
                         if self._memory_limit != left[1]:  # the node has raised it
                             self._read_parts[node.file].remove((node.offset, node.offset + node.length))
                         self._left, self._memory_limit = left
@@ -334,7 +322,7 @@ class Database:
             raise DamagedCheckpointError(f"{source} describes a database of more than {self._memory_limit} bytes")
 
     def _grow(self, node: _Reference) -> None:
-        """Raise the limit for a node that shares no bytes with the nodes before."""
+        """Raise the limit for a node that shares no bytes with the previous nodes."""
         parts = self._read_parts.setdefault(node.file, [])
         start, end = node.offset, node.offset + node.length
         position = bisect(parts, (start, end))
@@ -375,17 +363,17 @@ class Database:
         kinds = cursor.column(count)
         if kinds.max() > 1:
             cursor.fail(f"the value kind {kinds.max()} is not one of 0 (inline) and 1 (in a data file)")
-        places = np.flatnonzero(kinds)
-        local = cursor.varints(len(places), len(files) - 1)
+        outside = np.flatnonzero(kinds)
+        local = cursor.varints(len(outside), len(files) - 1)
         file_ids, offsets = np.zeros(count, np.int64), np.zeros(count, np.int64)
-        offsets[places] = cursor.varints(len(places))
+        offsets[outside] = cursor.varints(len(outside))
         if (offsets > INT64_MAX - lengths).any():
             cursor.fail("a value lies where no file reaches")
-        if len(places):
+        if len(outside):
             used = np.flatnonzero(np.bincount(local))
             ids = np.zeros(len(files), np.int64)
             ids[used] = [self._files.setdefault(files[i].path, len(self._files)) for i in used.tolist()]
-            file_ids[places] = ids[local]
+            file_ids[outside] = ids[local]
         sizes = lengths[kinds == 0]
         if sizes.size and int(sizes.max()) > INLINE_LIMIT:
             cursor.fail(f"an inline value has {sizes.max()} bytes; the limit is {INLINE_LIMIT}")
@@ -393,15 +381,15 @@ class Database:
         cursor.finish()
         self._spend(len(data), cursor.source)
         first = data[: int(sizes[0])] if sizes.size else b""
-        # As most arrays of a tree are. Zeros of different lengths are not.
+        # Usually, all values are equal. The sizes are compared, too, because values may consist of zeros alone.
         if sizes.size and int(sizes.min()) == int(sizes.max()) and data == first * len(sizes):
-            found = [self._known.setdefault(first, first)] * len(sizes)
+            inline = [self._inline.setdefault(first, first)] * len(sizes)
         else:
             ends = np.cumsum(sizes)
-            found = [data[start:end] for start, end in zip((ends - sizes).tolist(), ends.tolist(), strict=True)]
-            found = [self._known.setdefault(value, value) for value in found]
+            parts = [data[start:end] for start, end in zip((ends - sizes).tolist(), ends.tolist(), strict=True)]
+            inline = [self._inline.setdefault(value, value) for value in parts]
         values = np.full(count, None, object)
-        values[kinds == 0] = found
+        values[kinds == 0] = inline
         checksums = np.full(count, -1, np.int64)
         followed = following.startswith(CHECKSUMS_MAGIC)
         if self._followed is None:
@@ -409,9 +397,9 @@ class Database:
         if followed != self._followed:
             cursor.fail(f"checksums follow some nodes; after this one, found {following[: len(CHECKSUMS_MAGIC)]!r}")
         if followed:
-            if len(following) < len(CHECKSUMS_MAGIC) + 4 * len(places):
-                cursor.fail(f"it lacks the checksums of its {len(places)} values")
-            checksums[places] = np.frombuffer(following, "<u4", len(places), len(CHECKSUMS_MAGIC))
+            if len(following) < len(CHECKSUMS_MAGIC) + 4 * len(outside):
+                cursor.fail(f"it lacks the checksums of its {len(outside)} values")
+            checksums[outside] = np.frombuffer(following, "<u4", len(outside), len(CHECKSUMS_MAGIC))
         lengths = np.where(kinds, lengths, 0)
         self._nodes.append(Entries(keys, values.tolist(), [], file_ids, offsets, lengths, checksums))
 
@@ -421,7 +409,7 @@ class Database:
         count = len(keys)
         if (common + len(node.prefix) > [len(key) for key in keys]).any():
             cursor.fail("the prefix of a child is longer than its key")
-        file_ids = cursor.varints(count, len(files) - 1).tolist()
+        children = [files[file_id] for file_id in cursor.varints(count, len(files) - 1).tolist()]
         offsets, lengths = cursor.varints(count), cursor.varints(count)
         key_counts = cursor.wide_varints(count)
         for _ in range(2):  # bytes of the tree, bytes of values
@@ -429,49 +417,31 @@ class Database:
         cursor.finish()
         if (offsets > INT64_MAX - lengths).any():
             cursor.fail("a child lies where no file reaches")
-        return [
-            _Reference(
-                node.height - 1,
-                files[file].path,
-                files[file].base,
-                offset,
-                length,
-                prefix=key[: len(node.prefix) + shared],
-                first=key,
-                end=end,
-                key_count=key_count,
-            )
-            for key, end, shared, file, offset, length, key_count in zip(
-                keys,
-                [*keys[1:], node.end],
-                common.tolist(),
-                file_ids,
-                offsets.tolist(),
-                lengths.tolist(),
-                key_counts.tolist(),
-                strict=True,
-            )
-        ]
+        prefixes = [key[:size] for key, size in zip(keys, (common + len(node.prefix)).tolist(), strict=True)]
+        paths, bases = zip(*children, strict=True)
+        places = (paths, bases, offsets.tolist(), lengths.tolist())
+        bounds = (prefixes, keys, [*keys[1:], node.end], key_counts.tolist())
+        return [_Reference(node.height - 1, *facts) for facts in zip(*places, *bounds, strict=True)]
 
 
 def _joined(ranges: Iterable[KeyRange]) -> list[KeyRange]:
     """Sort ranges, and join those that overlap."""
-    found: list[KeyRange] = []
+    joined: list[KeyRange] = []
     for first, end in sorted(ranges):
-        if found and first <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
+        if joined and first <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], end)
         else:
-            found.append((first, end))
-    return found
+            joined.append((first, end))
+    return joined
 
 
 def decode_frame(magic: int, frame: bytes, source: str) -> Cursor:
-    """Verify a frame and return a cursor at its body, decompressed where needed."""
+    """Verify a frame and return a cursor at its body, decompressed if needed."""
     if len(frame) < SHORTEST_FRAME:
         raise DamagedCheckpointError(f"{source} is damaged: {len(frame)} bytes are too few for an OCDBT frame")
-    (found,) = HEAD.unpack_from(frame)
-    if found != magic:
-        raise DamagedCheckpointError(f"{source} is damaged: expected it to begin with {magic:08x}, found {found:08x}")
+    (start,) = HEAD.unpack_from(frame)
+    if start != magic:
+        raise DamagedCheckpointError(f"{source} is damaged: expected it to begin with {magic:08x}, found {start:08x}")
     (length,) = LENGTH.unpack_from(frame, HEAD.size)
     if length != len(frame):
         raise DamagedCheckpointError(f"{source} is damaged: expected {length} bytes, found {len(frame)}")
@@ -523,11 +493,11 @@ def decode_files(cursor: Cursor, base: bytes) -> list[DataFile]:
             cursor.fail("the paths of its file table are too long")
         if bases[i] > len(path):
             cursor.fail(f"path {i} of its file table is shorter than its base path")
-        own_base = path[: bases[i]]
-        if prefixes[i] > min(bases[i], len(previous_base)) and own_base != previous_base:
+        path_base = path[: bases[i]]
+        if prefixes[i] > min(bases[i], len(previous_base)) and path_base != previous_base:
             cursor.fail(f"path {i} of its file table does not share the base path it announces")
-        files.append(DataFile(_safe_path(cursor, base + path), base + own_base))
-        previous, previous_base = path, own_base
+        files.append(DataFile(_safe_path(cursor, base + path), base + path_base))
+        previous, previous_base = path, path_base
     return files
 
 
@@ -545,7 +515,7 @@ def _safe_path(cursor: Cursor, path: bytes) -> str:
 def decode_keys(
     cursor: Cursor, prefix_lengths: NDArray[np.int64], suffix_lengths: NDArray[np.int64], prefix: bytes, limit: int
 ) -> list[bytes]:
-    """Join each key from the prefix shared with the key before and its suffix, which follows in the node."""
+    """Join each key from the prefix shared with the previous key and its suffix, which follows in the node."""
     lengths = suffix_lengths.copy()
     lengths[1:] += prefix_lengths
     if (prefix_lengths > lengths[:-1]).any():

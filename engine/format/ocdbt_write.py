@@ -1,7 +1,7 @@
 """Writing of OCDBT databases from columns; :mod:`.ocdbt_read` describes the format.
 
-The nodes lie in one file, leaves first, and are not compressed. The checksums of its values follow each leaf.
-TensorStore's ``ocdbt`` driver reads them.
+The nodes are in one file, leaves first, and are not compressed. Each leaf is followed by the checksums of its values.
+TensorStore's ``ocdbt`` driver reads the database.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from .ocdbt_read import (
     SINGLE,
     Root,
 )
-from .zarr import chunk_keys, metadata_key
+from .zarr import chunk_keys, metadata_keys
 
-_ENTRY_BYTES = 40  # bytes of an entry of an interior node besides its key, at most: eight numbers
-_FIXED = 64  # bytes of a node that do not depend on its entries, at most
-_ARITY_LIMIT = 1 << 20  # entries of a node that TensorStore accepts, at most
+_ENTRY_BYTES = 40  # maximum size of an entry of an interior node without its key: eight numbers
+_FIXED = 64  # maximum size of the part of a node that does not depend on its entries
+_ARITY_LIMIT = 1 << 20  # maximum number of entries of a node that TensorStore accepts
 # The configuration in the manifest, which TensorStore follows when it adds to a database.
 _INLINE_BYTES = 100
 _NODE_BYTES = 8 << 20
@@ -46,17 +46,17 @@ _ARITY_LOG2 = 4
 class Rows:
     """Consecutive entries of a database, one element per key in every array."""
 
-    key: Callable[[int], bytes]  # gives the key of a row
-    shared: NDArray[np.integer]  # bytes that each key shares with the one before; 0 for the first
+    key: Callable[[int], bytes]  # returns the key of a row
+    shared: NDArray[np.integer]  # number of bytes that each key shares with the previous one; 0 for the first
     suffix_ends: NDArray[np.int64]  # ends in `text` of the bytes of each key that follow the shared ones
     text: bytes  # these bytes of all keys, joined
-    outside: NDArray[np.bool_]  # whether the value lies in a data file
-    lengths: NDArray[np.int64]  # bytes of the value, wherever it lies
-    file_ids: NDArray[np.integer]  # index into `files`; any where the value is inline
-    offsets: NDArray[np.int64]  # first byte of the value in its file; any where it is inline
-    inline: Sequence[bytes]  # the values that are inline, in order
+    outside: NDArray[np.bool_]  # whether the value is in a data file
+    lengths: NDArray[np.int64]  # bytes of the value, inline or in a data file
+    file_ids: NDArray[np.integer]  # index into `files`; undefined if the value is inline
+    offsets: NDArray[np.int64]  # first byte of the value in its file; undefined if the value is inline
+    inline: Sequence[bytes]  # the inline values, in order
     files: Sequence[str]  # paths of the data files, relative to the directory of the database
-    # Checksums of the values for `Entries`; any where a value is inline. None writes no checksums.
+    # Checksums of the values for `Entries`; undefined if a value is inline. None writes no checksums.
     checksums: NDArray[np.uint32] | None = None
 
     def __len__(self) -> int:
@@ -83,16 +83,7 @@ def encode_database(
         height += 1
         level = _parents(level, offsets, height, node_file, node_limit)
     (top,) = level
-    root = Root(
-        height=height,
-        file=node_file,
-        base=b"",
-        offset=offsets[0],
-        length=len(top.frame),
-        key_count=top.key_count,
-        tree_bytes=top.tree_bytes,
-        value_bytes=top.value_bytes,
-    )
+    root = Root(height, node_file, b"", offsets[0], len(top.frame), top.key_count, top.tree_bytes, top.value_bytes)
     return encode_manifest(root, database_id, created_ns), b"".join(parts)
 
 
@@ -127,13 +118,13 @@ def encode_manifest(root: Root | None, database_id: bytes, created_ns: int) -> b
 
 
 class _Node(NamedTuple):
-    """A node and what its parent says of it; counts include all nodes below it."""
+    """A node and the facts that its parent states; counts include all nodes below it."""
 
     frame: bytes
-    key: bytes  # the first one
+    key: bytes  # the first key
     key_count: int
     tree_bytes: int  # size of the nodes
-    value_bytes: int  # size of the values that lie in data files
+    value_bytes: int  # size of the values in data files
     following: bytes = b""  # the checksums of a leaf's values
 
 
@@ -177,7 +168,7 @@ def encode_leaves(rows: Rows, node_limit: int) -> list[_Node]:
 
 
 def _leaf_end(rows: Rows, ends: NDArray[np.int64], start: int, room: int) -> tuple[int, bytes, NDArray[np.int64]]:
-    """Return where the leaf node that begins with row `start` ends, its file table, and the rows' indices into it."""
+    """Return the end of the leaf node that begins with row `start`, its file table, and its rows' indices into it."""
     spent = int(ends[start - 1]) if start else 0
     reserve = 0  # bytes for the table, which depends on the rows
     while True:
@@ -195,18 +186,17 @@ def _leaf_end(rows: Rows, ends: NDArray[np.int64], start: int, room: int) -> tup
 def _parents(
     nodes: Sequence[_Node], offsets: Sequence[int], height: int, node_file: str, node_limit: int
 ) -> list[_Node]:
-    """Encode the nodes above some nodes, which lie at ``offsets`` in the node file; each has at least two children."""
-    # What an entry takes at most: the key, without what it shares with the key before, and eight numbers.
+    """Encode the parents of nodes at ``offsets`` in the node file; each has at least two children."""
+    # The maximum size of an entry: the key, without the bytes shared with the previous key, and eight numbers.
     keys = [node.key for node in nodes]
-    costs = np.array([len(key) for key in keys]) - shared_prefixes(keys) + _ENTRY_BYTES
-    ends = np.cumsum(costs)
+    ends = np.cumsum(np.array([len(key) for key in keys]) - shared_prefixes(keys) + _ENTRY_BYTES)
     parents: list[_Node] = []
     start = 0
     while start < len(nodes):
         # The first key of a node is whole.
         room = node_limit - _FIXED - len(node_file) - len(keys[start]) + (int(ends[start - 1]) if start else 0)
         stop = max(start + 2, int(np.searchsorted(ends, room, "right")))
-        stop = len(nodes) if stop >= len(nodes) - 1 else stop  # none is left alone
+        stop = len(nodes) if stop >= len(nodes) - 1 else stop  # no node is left alone
         parents.append(_parent(nodes[start:stop], offsets[start:stop], height, node_file))
         start = stop
     return parents
@@ -226,7 +216,7 @@ def _parent(nodes: Sequence[_Node], offsets: Sequence[int], height: int, node_fi
 
 
 def encode_keys(keys: list[bytes]) -> tuple[bytes, bytes, bytes]:
-    """Encode keys as columns: the bytes shared with the key before, and the lengths and bytes of the suffixes."""
+    """Encode keys as columns: the numbers of bytes shared with the previous key, and the suffixes' sizes and bytes."""
     shared = shared_prefixes(keys)
     suffixes = [key[size:] for key, size in zip(keys, shared.tolist(), strict=True)]
     sizes = np.array([len(suffix) for suffix in suffixes], np.int64)
@@ -253,7 +243,7 @@ _LOWEST_BITS = np.uint64(1) << np.arange(0, 64, 8, dtype=np.uint64)
 
 
 def shared_prefixes(keys: list[bytes]) -> NDArray[np.int64]:
-    """Count the bytes that each key shares with the key before it."""
+    """Count the bytes that each key shares with the previous one."""
     shared = np.zeros(len(keys), np.int64)
     if len(keys) < 2:
         return shared
@@ -267,37 +257,36 @@ def shared_prefixes(keys: list[bytes]) -> NDArray[np.int64]:
     done = 0
     while pairs.size:
         differ = words[starts[pairs] + done] ^ words[starts[pairs + 1] + done]
-        lowest = differ & (~differ + np.uint64(1))  # the lowest bit that differs, alone
+        lowest = differ & (~differ + np.uint64(1))  # only the lowest bit that differs
         equal = np.where(differ == 0, 8, np.searchsorted(_LOWEST_BITS, lowest, "right") - 1)
-        found = np.minimum(done + equal, limits[pairs])
-        shared[pairs + 1] = found
+        counts = np.minimum(done + equal, limits[pairs])
+        shared[pairs + 1] = counts
         done += 8
-        pairs = pairs[found >= done]
+        pairs = pairs[counts >= done]
     return shared
 
 
-# ---- the index over the chunks of many zarr arrays. An index of ten million chunks has as many keys, so none becomes a
-# Python object here. Keys of arrays with one grid differ only by the arrays' names, so they are laid out once.
-
+# ---- the index over the chunks of many zarr arrays. An index may have ten million keys, so no key becomes a Python
+# object. Keys of arrays with the same grid differ only by the arrays' names, so they are laid out once.
 
 Grid = tuple[int, ...]
 
 
 def key_order(names: Sequence[str]) -> list[int]:
     """Return the positions of arrays in the order of their keys."""
-    # Text in the order of its code points is in that of its bytes in UTF-8.
+    # The order of code points is also the order of their bytes in UTF-8.
     return sorted(range(len(names)), key=[f"{name}/" for name in names].__getitem__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ArrayIndex:
-    """Where the chunks of arrays lie: sequences with an element for each array, columns with one for each chunk."""
+    """The places of the chunks of arrays: sequences with an element for each array, columns with one for each chunk."""
 
     names: Sequence[str]  # the names of the arrays in the order of `key_order`; all are different
     grids: Sequence[Grid]  # number of chunks of each array along each axis
     metadata: Sequence[bytes]  # the ``zarr.json`` of each
     files: Sequence[str]  # paths of the data files, relative to the directory of the database
-    # Index into `files`. Chunks are in the order of the arrays, those of one array in C order.
+    # Index into `files`. Chunks are in the order of the arrays, and within an array in C order.
     file_ids: NDArray[np.integer]
     offsets: NDArray[np.int64]  # first byte of the chunk in its file
     lengths: NDArray[np.int64]  # size of the chunk in its file, in bytes
@@ -320,19 +309,16 @@ class ArrayIndex:
 
         ``batch`` is the number of keys that are laid out in memory at a time, unless a single array has more.
         """
+        rows = self._batches(batch)
         return encode_database(
-            self._batches(batch),
-            node_file=node_file,
-            database_id=database_id,
-            created_ns=created_ns,
-            node_limit=node_limit,
+            rows, node_file=node_file, database_id=database_id, created_ns=created_ns, node_limit=node_limit
         )
 
     def _batches(self, size: int) -> Iterator[Rows]:
         templates: dict[Grid, _Template] = {}
         first = 0
         while first < len(self.names):
-            # A batch has at least one array. An array has one key more than it has chunks.
+            # A batch has at least one array. An array has one key more than chunks.
             ends = self.starts[first + 1 :] - self.starts[first] + np.arange(1, len(self.names) - first + 1)
             last = first + max(1, int(np.searchsorted(ends, size, "right")))
             grids = set(self.grids[first:last])
@@ -341,41 +327,40 @@ class ArrayIndex:
             first = last
 
     def _rows(self, first: int, last: int, templates: dict[Grid, _Template]) -> Rows:
-        """Lay out the keys of some arrays: those of the chunks, sorted as text, then the key of the metadata."""
+        """Lay out the keys of some arrays: the keys of the chunks, sorted as text, then the key of the metadata."""
         grids, metadata = self.grids[first:last], self.metadata[first:last]
         prefixes = [f"{name}/".encode() if name else b"" for name in self.names[first:last]]
         prefix_sizes = np.array([len(prefix) for prefix in prefixes], np.int64)
-        common = shared_prefixes(prefixes)  # no prefix begins with another one
+        common = shared_prefixes(prefixes)  # no prefix begins with another prefix
         bases = self.starts[first:last]
         begins = bases - bases[0] + np.arange(last - first)
         total = int(self.starts[last] - bases[0]) + last - first
         shared, sizes = np.empty(total, np.int32), np.empty(total, np.int64)
-        file_ids, offsets, lengths = np.zeros(total, np.int32), np.zeros(total, np.int64), np.empty(total, np.int64)
-        checksums = np.zeros(total, np.uint32)
+        columns: dict[str, NDArray[Any]] = {
+            "file_ids": np.zeros(total, np.int32),
+            "offsets": np.zeros(total, np.int64),
+            "lengths": np.empty(total, np.int64),
+            "checksums": np.zeros(total, np.uint32),
+        }
         outside = np.ones(total, bool)
         numbers = {grid: number for number, grid in enumerate(templates)}
-        kind_of = [numbers[grid] for grid in grids]
-        counts = np.bincount(kind_of, minlength=len(numbers))
-        groups = np.split(np.argsort(kind_of, kind="stable"), np.cumsum(counts)[:-1])
+        template_ids = [numbers[grid] for grid in grids]
+        counts = np.bincount(template_ids, minlength=len(numbers))
+        groups = np.split(np.argsort(template_ids, kind="stable"), np.cumsum(counts)[:-1])
         for template, members in zip(templates.values(), groups, strict=True):
             rows = begins[members][:, None] + np.arange(len(template.keys))
             chunks = bases[members][:, None] + template.order
             shared[rows] = template.shared + prefix_sizes[members][:, None]
             sizes[rows] = template.sizes
-            for column, source in (
-                (file_ids, self.file_ids),
-                (offsets, self.offsets),
-                (lengths, self.lengths),
-                (checksums, self.checksums),
-            ):
-                column[rows[:, :-1]] = source[chunks]
+            for column in ("file_ids", "offsets", "lengths", "checksums"):
+                columns[column][rows[:, :-1]] = getattr(self, column)[chunks]
             if template.longest + int(prefix_sizes[members].max()) > KEY_LIMIT:
                 raise ValueError(f"a key has more than {KEY_LIMIT} bytes")
         shared[begins] = common
         sizes[begins] += prefix_sizes - common
         ends = np.append(begins[1:], total) - 1
         outside[ends] = False
-        lengths[ends] = [len(text) for text in metadata]
+        columns["lengths"][ends] = [len(text) for text in metadata]
         if max(map(len, metadata)) > INLINE_LIMIT:
             raise ValueError(f"the metadata of an array has more than {INLINE_LIMIT} bytes")
 
@@ -383,20 +368,16 @@ class ArrayIndex:
             position = int(np.searchsorted(begins, row, "right")) - 1
             return prefixes[position] + templates[grids[position]].keys[row - int(begins[position])]
 
-        texts = [template.text for template in templates.values()]
-        suffixes = zip(prefixes, common.tolist(), kind_of, strict=True)
+        suffixes = zip(prefixes, common.tolist(), grids, strict=True)
         return Rows(
             key=key,
             shared=shared,
             suffix_ends=np.cumsum(sizes),
-            text=b"".join([prefix[size:] + texts[kind] for prefix, size, kind in suffixes]),
+            text=b"".join([prefix[size:] + templates[grid].text for prefix, size, grid in suffixes]),
             outside=outside,
-            lengths=lengths,
-            file_ids=file_ids,
-            offsets=offsets,
-            checksums=checksums,
             inline=metadata,
             files=self.files,
+            **columns,
         )
 
 
@@ -406,7 +387,7 @@ class _Template:
     def __init__(self, grid: tuple[int, ...]) -> None:
         keys = chunk_keys("", grid)
         order = sorted(range(len(keys)), key=keys.__getitem__)
-        self.keys = [*(keys[number] for number in order), metadata_key("")]
+        self.keys = [*(keys[number] for number in order), *metadata_keys([""])]
         self.longest = max(map(len, self.keys))
         self.order: NDArray[Any] = np.array(order, np.int64)  # the chunk of each key but the last
         self.shared = shared_prefixes(self.keys)

@@ -5,7 +5,7 @@ The digest is the CRC-32C of the compact JSON text of all other members, in the 
 every value and the order of the members, but no white space. This rule holds for every version of the format.
 
 The record is the last file that a save writes. It lists every folder and file of the checkpoint with its size, and the
-digests of files that carry none of their own. A checkpoint exists if and only if its record verifies.
+digests of files that contain no digests. A checkpoint exists if and only if its record verifies.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from typing import Any, NamedTuple, NoReturn
 import google_crc32c
 
 from ..errors import DamagedCheckpointError, FormatVersionError
-from .archive import ARCHIVE, is_inside, places_in_archive
+from .archive import ARCHIVE, is_inside, offsets_in_archive
 
 FORMAT = "holdfast"
 VERSION = 3  # the newest version of the format that is read
-_ARCHIVES_VERSION = 2  # of commit records whose items are zip files, which earlier versions do not read
-_PACKS_VERSION = 3  # of commit records in which the zip files of several processes are in one
+_ARCHIVES_VERSION = 2  # of commit records with items that are zip files, which earlier versions do not read
+_PACKS_VERSION = 3  # of commit records with zip files that contain those of several processes
 
 DOCUMENT_LIMIT = 128 << 20  # bytes of the largest document that is read or written
 
 _RESERVED = ("format", "version", "kind", "digest")
 _READABLE = frozenset({"checkpoint"})  # kinds that users read; all others are compact
-_LEVELS = 4  # of objects with lines of their own: document, items, item and files; metadata may be nested deeper
+_LEVELS = 4  # levels of indented objects: document, items, item and files; metadata may be nested deeper
 _DIGEST = re.compile(r"crc32c:[0-9a-f]{8}")
 _compact = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 _spaced = json.JSONEncoder(allow_nan=False).encode
@@ -39,26 +39,26 @@ _spaced = json.JSONEncoder(allow_nan=False).encode
 RECORD = "checkpoint.json"  # name of the commit record inside a checkpoint's directory
 PARTIAL = "checkpoint.partial"  # marks a directory in which a save has begun; the commit removes it
 DELETED = "checkpoint.deleted"  # marks a directory whose checkpoint is being deleted; it is removed last
-_LATEST = 6e10  # seconds from 1970-01-01 UTC to times that any calendar has
-OWNER = "owner.json"  # name of the file that identifies the run that writes to a directory; locked by it
+_LATEST = 6e10  # latest time that is read, in seconds since 1970-01-01 UTC; every calendar has it
+OWNER = "owner.json"  # name of the file that identifies the run that writes to a directory; locked by the run
 PADDED = "zero-padded_0"  # a folder with a commit record that versions without padded names refuse; no step
 # The names of the folders of steps: series and number, which may begin with zeros.
 STEP_FOLDER = re.compile(rf"(?!{PADDED}$)(.*[_-])?([0-9]+)", re.DOTALL)
-WITNESS = "witness.jsonl"  # name of the file with what the steps after a save have given; no commit record names it
-WITNESSES = re.compile(r"witness(-[1-9][0-9]*)?\.jsonl")  # the names of such files, one of each process
+WITNESS = "witness.jsonl"  # name of the file with the records of the steps after a save; no commit record names it
+WITNESSES = re.compile(r"witness(-[1-9][0-9]*)?\.jsonl")  # names of these files, one for each process
 WITNESS_LIMIT = 128 << 10  # bytes of such a file that are read
 
 ITEM = "state"  # name of the item of a checkpoint that has only one
 TREES = "pytree"  # kind of an item that is a tree
 PROCESSES = "processes"  # kind of an item with a tree for each process
-OWN_FOLDER = "own"  # folder inside a tree's folder that holds a tree for each process
-COMPONENTS = "components"  # kind of an item that is a tree of components, each with a tree of its own
+OWN_FOLDER = "own"  # folder inside a tree's folder with a tree for each process
+COMPONENTS = "components"  # kind of an item that is a tree of components, each of which has a tree
 COMPONENT = "component.json"  # name of the file that describes a component, in the folder of its tree
-GRAPH = "graph.json"  # name of the file, beside a tree's own, with its objects and the edges between them
-GRAPH_KIND = "graph"  # the kind of the document in it
+GRAPH = "graph.json"  # name of the file, in a tree's folder, with its objects and the edges between them
+GRAPH_KIND = "graph"  # kind of the document in this file
 
 _KIND = "checkpoint"
-_PACK = re.compile(rf"(0|[1-9][0-9]*)-([1-9][0-9]*)\{ARCHIVE}")  # the names of zip files with those of processes
+_PACK = re.compile(rf"(0|[1-9][0-9]*)-([1-9][0-9]*)\{ARCHIVE}")  # names of zip files with those of several processes
 
 
 def encode_document(kind: str, body: dict[str, Any], *, version: int = 1) -> bytes:
@@ -82,20 +82,20 @@ def encode_document(kind: str, body: dict[str, Any], *, version: int = 1) -> byt
 
 
 def _readable(value: Any, levels: int = _LEVELS, margin: str = "\n") -> str:
-    """Return an object as JSON, on lines of its own where it holds objects; `json` takes much longer to indent."""
+    """Return JSON in which objects that contain objects are indented; the indentation of `json` takes much longer."""
     is_object = isinstance(value, dict) and all(isinstance(key, str) for key in value)
-    if levels == 0 or not is_object or (levels < _LEVELS and not any(isinstance(one, dict) for one in value.values())):
+    if levels == 0 or not is_object or (levels < _LEVELS and not any(isinstance(x, dict) for x in value.values())):
         return _spaced(value)
     inner = f"{margin} "
-    members = [f"{_spaced(key)}: {_readable(one, levels - 1, inner)}" for key, one in value.items()]
+    members = [f"{_spaced(key)}: {_readable(member, levels - 1, inner)}" for key, member in value.items()]
     return f"{{{inner}{f',{inner}'.join(members)}{margin}}}"
 
 
 def decode_document(data: bytes, kind: str, *, source: str) -> dict[str, Any]:
     """Verify a document and return its body."""
 
-    def damaged(what: str, cause: Exception | None = None) -> NoReturn:
-        raise DamagedCheckpointError(f"{source} is damaged: {what}") from cause
+    def damaged(reason: str, cause: Exception | None = None) -> NoReturn:
+        raise DamagedCheckpointError(f"{source} is damaged: {reason}") from cause
 
     if len(data) > DOCUMENT_LIMIT:
         damaged(f"it has {len(data)} bytes; the limit is {DOCUMENT_LIMIT}")
@@ -156,28 +156,27 @@ class FileRecord:
     """One file of an item."""
 
     size: int  # length in bytes
-    crc32c: int | None = None  # digest of the whole file, or None where the file carries digests of its own
-    # Of a zip file that holds those of several processes: the length in bytes and the digest of each.
+    crc32c: int | None = None  # digest of the whole file, or None if the file contains digests
+    # For a zip file with the zip files of several processes: the length in bytes and the digest of each.
     members: tuple[tuple[int, int], ...] = ()
-    # Of such a zip file inside another: where it begins, and the length of the other one in bytes. Not stored.
+    # For a zip file inside such a file: its offset, and the length of the outer file in bytes. Not stored.
     within: tuple[int, int] | None = None
-    # Whether the save took it from an earlier step instead of writing it. Not stored: the other step may be gone later.
+    # Whether the save shares it with an earlier step. Not stored, as the earlier step may be deleted.
     shared: bool = field(default=False, compare=False)
-    # Whether its content survives a power cut already; the commit syncs all others together. Not stored.
+    # Whether its content already survives a power cut; the commit syncs all other files together. Not stored.
     durable: bool = field(default=True, compare=False)
 
 
 def unsynced(files: Mapping[str, FileRecord]) -> set[str]:
-    """Return the files that are not durable yet and the folders with their names, by path; "" is the folder of all."""
-    found = {path for path, file in files.items() if not file.durable}
-    return found | {path[:end] for path in found for end in (0, *(slash.start() for slash in re.finditer("/", path)))}
+    """Return the paths of the files that are not durable yet and of the folders above them; "" is the top folder."""
+    paths = {path for path, file in files.items() if not file.durable}
+    return paths | {path[:end] for path in paths for end in (0, *(slash.start() for slash in re.finditer("/", path)))}
 
 
 class ItemRecord(NamedTuple):
     folder: str  # path inside the checkpoint's directory
-    kind: str  # "pytree", "json", "processes", "components", or "files" for a handler of the user's own
-    # The files by their path inside the folder. Where the folder itself is a zip file that holds all of them, it is the
-    # only one, with the path "".
+    kind: str  # "pytree", "json", "processes", "components", or "files" for a handler of the user
+    # The files by their path inside the folder; if the folder is a zip file, it is the only one, with the path "".
     files: Mapping[str, FileRecord]
 
     @property
@@ -199,53 +198,53 @@ class ItemRecord(NamedTuple):
         """The oldest version of the format whose readers know all files of the item."""
         if any(file.members for file in self.files.values()):
             return _PACKS_VERSION
-        own = self if self.kind == PROCESSES else own_item(self.files) if self.kind == TREES else None
-        has_archives = self.is_archive or (own is not None and any("/" not in path for path in own.files))
+        item = self if self.kind == PROCESSES else own_item(self.files) if self.kind == TREES else None
+        has_archives = self.is_archive or (item is not None and any("/" not in path for path in item.files))
         return _ARCHIVES_VERSION if has_archives else 1
 
     def shares(self) -> list[ItemRecord]:
         """Return the tree of each process of an item of kind ``"processes"``, in the order of the processes."""
-        found: dict[str, dict[str, FileRecord]] = {}
+        folders: dict[str, dict[str, FileRecord]] = {}
         for path, record in self.files.items():
             process, _, rest = path.partition("/")
             if not record.members:
-                found.setdefault(process, {})[rest] = record
+                folders.setdefault(process, {})[rest] = record
                 continue
-            packed = (f"{one}{ARCHIVE}" for one in _packed(path))
-            members = dict(zip(packed, record.members, strict=True))
-            places = places_in_archive({name: size for name, (size, _) in members.items()})
+            names = (f"{number}{ARCHIVE}" for number in _packed(path))
+            members = dict(zip(names, record.members, strict=True))
+            offsets = offsets_in_archive({name: size for name, (size, _) in members.items()})
             for name, (size, digest) in members.items():
-                found[f"{path}/{name}"] = {"": FileRecord(size, digest, within=(places[name], record.size))}
-        names = {name.rpartition("/")[2].removesuffix(ARCHIVE): name for name in found}
-        processes = list(map(str, range(len(found))))
-        if not found or names.keys() != {*processes}:
+                folders[f"{path}/{name}"] = {"": FileRecord(size, digest, within=(offsets[name], record.size))}
+        by_process = {folder.rpartition("/")[2].removesuffix(ARCHIVE): folder for folder in folders}
+        ordered = [by_process.get(str(number), "") for number in range(len(folders))]
+        if not folders or "" in ordered:
             raise DamagedCheckpointError(
                 f"{self.folder}: expected folders 0, 1, 2, ... of processes, or {ARCHIVE} files of them, found "
-                f"{sorted(found)}"
+                f"{sorted(folders)}"
             )
-        return [ItemRecord(f"{self.folder}/{names[one]}", TREES, found[names[one]]) for one in processes]
+        return [ItemRecord(f"{self.folder}/{folder}", TREES, folders[folder]) for folder in ordered]
 
     def components(self) -> dict[str, ItemRecord]:
         """Return the trees of an item of kind ``"components"`` by the component's path, ``""`` for the root."""
-        # The folder of a component's tree lies in the component's directory.
-        folders = {path.removesuffix(f"/{COMPONENT}") for path in self.files if path.endswith(f"/{COMPONENT}")}
-        found: dict[str, dict[str, FileRecord]] = {}
+        # The folder of a component's tree is inside the component's directory.
+        trees: dict[str, dict[str, FileRecord]] = {
+            path.removesuffix(f"/{COMPONENT}"): {} for path in self.files if path.endswith(f"/{COMPONENT}")
+        }
         for path, record in self.files.items():
-            parts = path.split("/")
-            above = ("/".join(parts[:length]) for length in range(1, len(parts)))
-            folder = next((one for one in above if one in folders), None)
-            if folder is not None:
-                found.setdefault(folder, {})[path.removeprefix(f"{folder}/")] = record
+            ends = (slash.start() for slash in re.finditer("/", path))
+            if end := next((end for end in ends if path[:end] in trees), None):
+                trees[path[:end]][path[end + 1 :]] = record
         return {
             folder.rpartition("/")[0]: ItemRecord(f"{self.folder}/{folder}", TREES, files)
-            for folder, files in found.items()
+            for folder, files in trees.items()
+            if files  # none of one inside another
         }
 
 
 def own_item(files: Mapping[str, FileRecord]) -> ItemRecord | None:
-    """Return the trees of single processes inside a tree's folder as an item; None where there are none."""
-    begin = f"{OWN_FOLDER}/"
-    own = {path.removeprefix(begin): known for path, known in files.items() if path.startswith(begin)}
+    """Return the trees of single processes inside a tree's folder as an item; None without any."""
+    prefix = f"{OWN_FOLDER}/"
+    own = {path.removeprefix(prefix): file for path, file in files.items() if path.startswith(prefix)}
     return ItemRecord(OWN_FOLDER, PROCESSES, own) if own else None
 
 
@@ -265,8 +264,8 @@ class CheckpointRecord:
     pinned: bool = False  # whether the user asked to keep it for good
     # Folders of the checkpoint that this one replaced; they may be removed.
     replaced: tuple[str, ...] = field(default=())
-    # The identity of the stored record, where this one is its summary: without files, for a process that saved with
-    # others. Not stored.
+    # If this record is a summary, without files, for a process that saved with others: the identity of the stored
+    # record. Not stored.
     summarizes: str | None = field(default=None, compare=False)
 
     @property
@@ -275,33 +274,33 @@ class CheckpointRecord:
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of the files that the save took from earlier steps; 0 for a record that was read."""
+        """Bytes of the files that the save shares with earlier steps; 0 for a record that was read."""
         return sum(file.size for item in self.items.values() for file in item.files.values() if file.shared)
 
     def parts(self) -> dict[str, ItemRecord]:
         """Return the items by name, and the trees within them as ``name/0`` (processes) or ``name/learner``."""
-        found: dict[str, ItemRecord] = {}
+        parts: dict[str, ItemRecord] = {}
         for name, item in self.items.items():
             if item.kind == PROCESSES:
-                found |= {f"{name}/{index}": share for index, share in enumerate(item.shares())}
+                parts |= {f"{name}/{index}": share for index, share in enumerate(item.shares())}
             elif item.kind == COMPONENTS and (components := item.components()):
-                found |= {f"{name}/{path}" if path else name: one for path, one in components.items()}
+                parts |= {f"{name}/{path}" if path else name: tree for path, tree in components.items()}
             else:
-                found[name] = item
-        return found
+                parts[name] = item
+        return parts
 
     def with_metrics(self, metrics: Mapping[str, Any]) -> CheckpointRecord:
         """Return this record with more metrics; new values win."""
         return replace(self, metrics={**(self.metrics or {}), **metrics})
 
     def summary(self) -> CheckpointRecord:
-        """Return this record without its files, whose number grows with that of the processes that saved."""
+        """Return this record without its files, whose number grows with the number of processes that saved."""
         items = {name: item._replace(files={}) for name, item in self.items.items()}
         return replace(self, items=items, summarizes=self.identity)
 
     @property
     def identity(self) -> str:
-        """Identity of the save: new metrics and pins keep it, another save of the same step has another."""
+        """Identity of the save: new metrics and pins keep it, another save of the same step changes it."""
         if self.summarizes is not None:
             return self.summarizes
         facts = json.dumps([float(self.time), self._items_document()], sort_keys=True)
@@ -309,7 +308,7 @@ class CheckpointRecord:
 
     @property
     def fingerprint(self) -> str:
-        """The properties that a checkpoint and its copies share: the time and the files, wherever their folders are."""
+        """Digest of the properties that a checkpoint shares with its copies: the time and the files."""
         import hashlib  # imported lazily: it loads OpenSSL, and listing or reading checkpoints needs no such digest
 
         files = {name: [item["kind"], item["files"]] for name, item in self._items_document().items()}
@@ -321,7 +320,7 @@ class CheckpointRecord:
         return encode_document(_KIND, self.to_document(), version=version)
 
     def to_document(self) -> dict[str, Any]:
-        """Return the record as JSON, without the digest: what :meth:`from_document` takes."""
+        """Return the record as JSON without the digest, for :meth:`from_document`."""
         body: dict[str, Any] = {"step": self.step, "time": self.time, "reason": self.reason}
         body["items"] = self._items_document()
         if self.metrics is not None:
@@ -336,7 +335,11 @@ class CheckpointRecord:
 
     def _items_document(self) -> dict[str, Any]:
         return {
-            name: {"folder": folder, "kind": kind, "files": {path: _file_document(one) for path, one in files.items()}}
+            name: {
+                "folder": folder,
+                "kind": kind,
+                "files": {path: _file_document(file) for path, file in files.items()},
+            }
             for name, (folder, kind, files) in self.items.items()
         }
 
@@ -378,7 +381,7 @@ def pack_name(first: int, last: int) -> str:
 
 
 def _packed(path: str) -> range:
-    """Return the processes whose zip files are in the one at a path; none where that is no name of such a file."""
+    """Return the processes whose zip files are in the zip file at a path; none if its name is another one."""
     name = _PACK.fullmatch(path.rpartition("/")[2])
     return range(0) if name is None else range(int(name[1]), int(name[2]) + 1)
 
@@ -393,7 +396,7 @@ def _file_document(file: FileRecord) -> dict[str, Any]:
 
 
 def _members(path: str, members: Any) -> tuple[tuple[int, int], ...]:
-    """Check the lengths and digests of the zip files in one."""
+    """Check the lengths and digests of the members of a zip file."""
     if not isinstance(members, list) or not members or len(_packed(path)) != len(members):
         raise ValueError(f"members {members!r:.80} of {path!r}")
     return tuple((_natural("file size", size), _crc32c(digest)) for size, digest in members)
@@ -413,7 +416,7 @@ def _files(documents: Mapping[str, Any]) -> dict[str, FileRecord]:
 
 
 def encode_metrics(value: Any) -> Any:
-    """Return metrics as JSON, where text stands for NaN and infinities, which JSON does not have."""
+    """Return metrics as JSON, in which text stands for NaN and infinities."""
     if isinstance(value, Mapping):
         return {str(key): encode_metrics(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -426,8 +429,7 @@ def encode_metrics(value: Any) -> Any:
 def decode_metrics(metrics: Any) -> dict[str, Any]:
     if not isinstance(metrics, dict):
         raise TypeError(f"metrics {metrics!r:.80}")
-    found: dict[str, Any] = _decode_numbers(metrics)
-    return found
+    return {key: _decode_numbers(value) for key, value in metrics.items()}
 
 
 def _decode_numbers(value: Any) -> Any:
@@ -440,9 +442,7 @@ def _decode_numbers(value: Any) -> Any:
 
 def _relative_path(path: Any) -> str:
     """Return a path that stays below its directory; a hostile record must not lead outside."""
-    if not isinstance(path, str):
-        raise TypeError(f"file path {path!r}")
-    if not is_inside(path):
+    if not isinstance(path, str) or not is_inside(path):
         raise ValueError(f"file path {path!r}")
     return path
 
@@ -460,7 +460,7 @@ def _crc32c(text: str) -> int:
 
 
 def _time(time: Any) -> float:
-    """Check a time, which must be a number and have a date."""
+    """Return a time, which must be a number that has a date."""
     if type(time) not in (int, float) or not abs(time) <= _LATEST:
         raise ValueError(f"time {time!r:.80}")
     return float(time)

@@ -25,7 +25,7 @@ class Stored(NamedTuple):
 
     data_type: str  # the name of the zarr data type
     numpy: DType  # the same as a numpy dtype, little endian
-    # None when elements are stored as themselves. Otherwise their bytes in memory are stored along one more trailing
+    # None if elements are stored as themselves. Otherwise their bytes in memory are stored along an additional trailing
     # axis of this size.
     extra: int | None
 
@@ -41,11 +41,11 @@ _PLAIN_TYPES: tuple[type[np.generic], ...] = (
     + (np.uint8, np.uint16, np.uint32, np.uint64)
 )
 _PLAIN: dict[str, DType] = {np.dtype(scalar).name: np.dtype(scalar) for scalar in _PLAIN_TYPES}
-# https://google.github.io/tensorstore/driver/zarr3/index.html lists the data types of zarr3, without these.
+# The list at https://google.github.io/tensorstore/driver/zarr3/index.html does not have these.
 _NOT_IN_ZARR = frozenset({"int1", "uint1", "uint2", "uint4", "float6_e2m3fn", "float6_e3m2fn", "float8_e4m3"})
 _LONG = int(np.finfo(np.longdouble).nmant)
 _LONG_NAME = r"([<>]?)(c?longdouble)([0-9]{1,3})"
-# Zero multiples are not accepted: numpy divides by them, which ends the process.
+# Multiples of zero are refused: numpy divides by them, which ends the process.
 _UNITS = r"(?:\[(?:[1-9][0-9]{0,8})?(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?"
 _NUMPY_NAME = rf"(?:datetime64|timedelta64){_UNITS}|[<>][iufc][0-9]{{1,2}}|[<>][mM]8{_UNITS}|[<>|][SUV][0-9]{{1,10}}"
 
@@ -64,8 +64,7 @@ def _plain_or_ml(name: str) -> DType | None:
 def dtype_name(dtype: DType) -> str:
     """Return the name of a dtype, from which `dtype_from_name` restores it, byte order included."""
     name = dtype.name
-    known = _plain_or_ml(name)
-    if known is not None and known == dtype:
+    if (named := _plain_or_ml(name)) is not None and named == dtype:
         return name
     if dtype.hasobject or dtype.kind in "OT" or dtype.fields is not None or dtype.subdtype is not None:
         raise TypeError(f"the elements of dtype {dtype} are not plain bytes")
@@ -80,7 +79,7 @@ def dtype_name(dtype: DType) -> str:
 
 
 def dtype_from_name(name: str) -> DType:
-    """Return the dtype that `dtype_name` gave a name."""
+    """Return the dtype with a name that `dtype_name` returned."""
     return _parse(name) if isinstance(name, str) else _unknown(name)
 
 
@@ -93,8 +92,7 @@ def _parse(name: str) -> DType:
         import ml_dtypes
 
         raise FormatVersionError(f"the dtype {name} needs a newer version of ml_dtypes than {ml_dtypes.__version__}")
-    long = re.fullmatch(_LONG_NAME, name)
-    if long:
+    if long := re.fullmatch(_LONG_NAME, name):
         if int(long[3]) != _LONG:
             raise FormatVersionError(
                 f"the dtype {name} is the long double of another kind of machine; its mantissa has {long[3]} bits, "
@@ -140,8 +138,8 @@ _BYTES_LIMIT = (1 << 63) - 1
 class ArrayMetadata(NamedTuple):
     shape: tuple[int, ...]  # the shape of the array, in elements
     data_type: str  # the name of the zarr data type
-    chunk_shape: tuple[int, ...]  # the shape of a chunk; chunks at the end are stored whole, too
-    # The zstd level of chunks that are compressed, whose sizes only the index has; None for chunks that are not.
+    chunk_shape: tuple[int, ...]  # the shape of a chunk; chunks at the edges are stored whole, too
+    # The zstd level of compressed chunks, whose sizes only the index has; None if chunks are not compressed.
     compression: int | None = None
 
     @property
@@ -181,8 +179,8 @@ def encode_array_metadata(
 
 
 def decode_array_metadata(data: bytes) -> ArrayMetadata:
-    """Decode the ``zarr.json`` that `encode_array_metadata` wrote; refuse that of any other array."""
-    # Many arrays of a tree share one text; long ones are not worth the memory.
+    """Decode the ``zarr.json`` that `encode_array_metadata` wrote; refuse all others."""
+    # Many arrays of a tree have the same text; long texts are not worth the memory of the cache.
     return _decode_cached(data) if len(data) <= _CACHED_LIMIT else _decode(data)
 
 
@@ -214,12 +212,8 @@ def _decode(data: bytes) -> ArrayMetadata:
 _decode_cached = lru_cache(maxsize=4096)(_decode)
 
 
-def metadata_key(name: str) -> bytes:
-    """Return the key of the ``zarr.json`` of an array; the array at the root has the empty name."""
-    return metadata_keys([name])[0]
-
-
 def metadata_keys(names: Sequence[str]) -> list[bytes]:
+    """Return the keys of the ``zarr.json`` of arrays; the array at the root has the empty name."""
     keys = encode_names(names, "/zarr.json")
     if "" in names:
         keys[names.index("")] = b"zarr.json"
@@ -227,7 +221,7 @@ def metadata_keys(names: Sequence[str]) -> list[bytes]:
 
 
 def encode_names(names: Sequence[str], end: str = "") -> list[bytes]:
-    """Return the names of arrays, each with the same end, as bytes: thousands in one step."""
+    """Return the names of arrays, each followed by ``end``, as bytes: thousands in one step."""
     encoded = (f"{end}\n".join(names) + end).encode().split(b"\n")
     return encoded if len(encoded) == len(names) else [f"{name}{end}".encode() for name in names]
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from ..arrays import AGGREGATE_LIMIT, AggregateHandler, aggregate_details, check_level, check_size
 from ..errors import OptionError, UnsupportedLeafError
-from ..foreign_arguments import explains_unknown_names
+from ..foreign_arguments import explains_arguments
 from ..format import storage_dtype
 from ..pytree import (
     NUMBER_KINDS,
@@ -36,10 +37,12 @@ from ..pytree import (
 
 T = TypeVar("T")
 
+Leaf = ArrayLeaf | ValueLeaf
+
 _PLAIN_TYPES: tuple[type, ...] = (bool, int, float, complex, str)
 
 
-@explains_unknown_names
+@explains_arguments
 @dataclass(frozen=True, kw_only=True)
 class SaveArgs:
     """How one leaf is saved.
@@ -68,7 +71,7 @@ class SaveArgs:
             object.__setattr__(self, "dtype", number_dtype(self.dtype))
 
 
-@explains_unknown_names
+@explains_arguments
 @dataclass(frozen=True, kw_only=True)
 class RestoreArgs:
     """What one leaf becomes when it is restored.
@@ -89,7 +92,7 @@ class RestoreArgs:
         _kind(self.restore_type)
 
 
-@explains_unknown_names
+@explains_arguments
 @dataclass(frozen=True, kw_only=True)
 class ArrayRestoreArgs(RestoreArgs):
     """How one leaf becomes a jax array, perhaps sharded over devices.
@@ -130,7 +133,7 @@ class ArrayRestoreArgs(RestoreArgs):
 
 
 def leaf_request(name: str, args: RestoreArgs) -> LeafRequest:
-    """Return what loading a tree takes for the arguments of a leaf."""
+    """Convert the RestoreArgs of a leaf to the request that a load takes."""
     if not isinstance(args, ArrayRestoreArgs):
         return LeafRequest(kind=_kind(args.restore_type), dtype=args.dtype)
     return LeafRequest(
@@ -158,33 +161,28 @@ def _sharding(name: str, args: ArrayRestoreArgs) -> Any:
         ) from error
 
 
-def broadcast_prefix(given: Any, structure: TreeDef | None, kind: type[T], argument: str) -> list[T | None]:
-    """Return the value given for each leaf: one for all, or a tree that may end early and leave out keys."""
-    return list(_broadcast(given, structure, kind, argument, ""))
-
-
-def _broadcast(given: Any, node: TreeDef | None, kind: type[T], argument: str, name: str) -> Iterator[T | None]:
-    if given is None or isinstance(given, kind):
-        yield from [given] * len(leaf_names(node))
-        return
+def broadcast_prefix(given: Any, node: TreeDef | None, cls: type[T], argument: str, name: str = "") -> list[T | None]:
+    """Return the object given for each leaf: one for all leaves, or a tree that may end early and leave out keys."""
+    if given is None or isinstance(given, cls):
+        return [given] * len(leaf_names(node))
     contents = expand(given)
     if contents is None:
-        raise OptionError(f"{argument}: expected {kind.__name__} at {format_path(name)}, found {class_name(given)}")
+        raise OptionError(f"{argument}: expected {cls.__name__} at {format_path(name)}, found {class_name(given)}")
     values = dict(zip(key_segments(contents.keys, len(contents.values)), contents.values, strict=True))
     if node is None and values:
         raise OptionError(
-            f"{argument}: expected {kind.__name__} at the leaf {format_path(name)}, found {class_name(given)}"
+            f"{argument}: expected {cls.__name__} at the leaf {format_path(name)}, found {class_name(given)}"
         )
     if node is None:  # jax makes None of a container without leaves
-        yield None
-        return
+        return [None]
     segments = key_segments(node.keys, len(node.children))
     prefix = f"{name}." if name else ""
     unknown = [segment for segment in values if segment not in set(segments)]
     if unknown:
         raise OptionError(f"{argument}: the tree has no {format_path(prefix + unknown[0])}")
-    for segment, child in zip(segments, node.children, strict=True):
-        yield from _broadcast(values.get(segment), child, kind, argument, prefix + segment)
+    pairs = zip(segments, node.children, strict=True)
+    lists = [broadcast_prefix(values.get(key), child, cls, argument, prefix + key) for key, child in pairs]
+    return list(chain.from_iterable(lists))
 
 
 def number_dtype(given: Any) -> np.dtype[Any]:
@@ -221,15 +219,12 @@ def _kind(restore_type: Any) -> str | None:
 
 def _shape(shape: Any) -> tuple[int, ...]:
     try:
-        found = tuple(size.__index__() for size in shape)
+        sizes = tuple(size.__index__() for size in shape)
     except (TypeError, AttributeError):
         raise OptionError(f"global_shape={shape!r} must be a tuple of whole numbers") from None
-    if any(size < 0 for size in found):
+    if any(size < 0 for size in sizes):
         raise OptionError(f"global_shape={shape!r} must not hold negative numbers")
-    return found
-
-
-Leaf = ArrayLeaf | ValueLeaf
+    return sizes
 
 
 def cast(name: str, leaf: Leaf, dtype: np.dtype[Any]) -> Leaf:
@@ -268,9 +263,9 @@ def aggregate(
     arrays: dict[str, NDArray[Any]] = {}
     problems: list[tuple[str, str]] = []
     size = 0
-    for index, (name, leaf, asked) in enumerate(zip(names, leaves, args, strict=True)):
-        if asked is None or not asked.aggregate or isinstance(leaf, ValueLeaf):
-            continue  # tree.json holds the values of all leaves already
+    for index, (name, leaf, arg) in enumerate(zip(names, leaves, args, strict=True)):
+        if arg is None or not arg.aggregate or isinstance(leaf, ValueLeaf):
+            continue  # tree.json holds all plain values already
         if leaf.parts is not None or len(leaf.pieces) != 1 or leaf.pieces[0].array.shape != leaf.shape:
             problems.append((name, "is sharded over devices; leave out aggregate=True"))
             continue

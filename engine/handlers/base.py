@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -24,7 +23,7 @@ T = TypeVar("T")
 
 Files = Mapping[str, FileRecord]  # the files of an item by their path in its folder, as the commit record lists them
 
-# Bytes of an item that becomes one file: to read the rest of it takes no longer than another request of a store.
+# Bytes of an item that becomes one file: reading all of it takes no longer than another request to a store.
 SMALL_ITEM = 256 << 10
 
 # Arguments that the engine passes to handlers, and callers of a checkpointer do not.
@@ -32,7 +31,7 @@ _INTERNAL = frozenset({"snapshot", "member", "reuse", "files", "source", "shared
 
 
 class SaveFuture(Protocol):
-    """The part of a save that can happen later, on another thread."""
+    """The part of a save that can run later, on another thread."""
 
     def result(self, timeout: float | None = None) -> Any:
         """Complete that part; return the files written (``Files``) if the handler knows them, or anything else."""
@@ -43,7 +42,7 @@ class PreparedItem(Protocol):
     """An item whose snapshot is taken: every process writes its share, and process 0 merges the shares."""
 
     def write(self, folder: Location, member: ProcessInfo) -> bytes:
-        """Write this process's share, durably if it is one of several; return what process 0 needs to know of it."""
+        """Write this process's share, durably if it is one of several; return what process 0 needs to merge it."""
         ...
 
     def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:
@@ -53,7 +52,7 @@ class PreparedItem(Protocol):
 
 @runtime_checkable
 class SizedItem(PreparedItem, Protocol):
-    """An item whose size is known before it is written, and which can be written anywhere, memory included."""
+    """An item whose size is known before it is written, and which can be written to any location, even in memory."""
 
     def estimate_bytes(self) -> int | None:
         """Return about how many bytes all processes write; None if the item must have a folder."""
@@ -141,7 +140,7 @@ class AsyncCheckpointHandler(CheckpointHandler):
 
 
 class PreparedCheckpointHandler(AsyncCheckpointHandler):
-    """A handler whose snapshot needs no folder: anything wrong with an item shows before anything is written.
+    """A handler whose snapshot needs no folder: an item that cannot be saved fails before anything is written.
 
     Attributes:
         divides: Whether :meth:`prepare` takes ``member=``, the process whose share will be written, and may leave out
@@ -176,21 +175,21 @@ class PreparedCheckpointHandler(AsyncCheckpointHandler):
 
     async def async_save(self, directory: Location, item: Any, **kwargs: Any) -> list[SaveFuture] | None:
         """Take a snapshot of an item; the only future writes it."""
-        prepared = self.prepare(item, snapshot=True, **kwargs)
-        return [_DeferredWrite(functools.partial(write_alone, prepared, directory))]
+        return [_DeferredWrite(self.prepare(item, snapshot=True, **kwargs), directory)]
 
 
 class _DeferredWrite:
     """Writes an item once, when its result is first requested."""
 
-    def __init__(self, write: Callable[[], Files]) -> None:
-        self._write: Callable[[], Files] | None = write
+    def __init__(self, prepared: PreparedItem, folder: Location) -> None:
+        self._prepared: PreparedItem | None = prepared
+        self._folder = folder
         self._files: Files | None = None
 
     def result(self, timeout: float | None = None) -> Files | None:
-        if self._write is not None:
-            self._files = self._write()
-            self._write = None  # frees the snapshot
+        if self._prepared is not None:
+            self._files = write_alone(self._prepared, self._folder)
+            self._prepared = None  # frees the snapshot
         return self._files
 
 
@@ -200,23 +199,22 @@ def write_alone(prepared: PreparedItem, folder: Location, awaited: threading.Eve
 
 
 def size_of(prepared: PreparedItem) -> int | None:
-    """Return about how many bytes all processes write of an item; None if it must have a folder."""
     return prepared.estimate_bytes() if isinstance(prepared, SizedItem) else None
 
 
-def write_archive(prepared: PreparedItem, place: Location, member: ProcessInfo) -> bytes | None:
-    """Write a small item that one process has into memory; return the zip file for ``place``, None for other items."""
+def write_archive(prepared: PreparedItem, location: Location, member: ProcessInfo) -> bytes | None:
+    """Write a small item that one process has into memory; return the zip file for ``location``, or None."""
     size = size_of(prepared)
     if size is None or size > SMALL_ITEM:
         return None
     files: dict[str, bytes] = {}
-    folder = folder_in_memory(place, files)
+    folder = folder_in_memory(location, files)
     prepared.merge(folder, [prepared.write(folder, member)])
     return encode_archive(files)
 
 
 class PreparedFiles:
-    """Files that process 0 writes into the folder of an item, beside a tree if there is one."""
+    """Files that process 0 writes into the folder of an item, and a tree if there is one."""
 
     def __init__(self, contents: Mapping[str, bytes], tree: PreparedItem | None = None) -> None:
         self._contents = contents
@@ -237,20 +235,20 @@ class PreparedFiles:
 
 
 def finish(futures: Sequence[SaveFuture] | None) -> Files | None:
-    """Complete a save; return its files if every future knows its own."""
-    found: dict[str, FileRecord] = {}
-    known = bool(futures)
+    """Complete a save; return its files if every future knows the files that it wrote."""
+    records: dict[str, FileRecord] = {}
+    are_known = bool(futures)
     for future in futures or ():
         files = future.result()
-        # Otherwise, it is a future of another library, such as concurrent.futures.
-        known &= isinstance(files, Mapping) and all(isinstance(file, FileRecord) for file in files.values())
-        found |= files if known else {}
-    return found if known else None
+        # Futures of other libraries, such as concurrent.futures, have other results.
+        are_known &= isinstance(files, Mapping) and all(isinstance(file, FileRecord) for file in files.values())
+        records |= files if are_known else {}
+    return records if are_known else None
 
 
 def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end, even where an event loop is running already, as in a notebook."""
-    import asyncio  # only handlers of users need it, and its import takes as long as that of the engine
+    """Run a coroutine to its end, even if an event loop is running already, as in a notebook."""
+    import asyncio  # imported lazily: only handlers of users need it, and it takes as long as the engine
 
     try:
         asyncio.get_running_loop()
@@ -327,9 +325,9 @@ class JsonCheckpointHandler(PreparedCheckpointHandler):
         """Read the item back; ``item`` is not used."""
         refuse_arguments(self, kwargs, self.restore)
         directory, files = open_folder(directory, files)
-        place = directory / self._filename
-        content = read_checked(place, None if files is None else files.get(self._filename), limit=DOCUMENT_LIMIT)
-        return decode_document(content, "json", source=str(place)).get("data")
+        file = directory / self._filename
+        content = read_checked(file, None if files is None else files.get(self._filename), limit=DOCUMENT_LIMIT)
+        return decode_document(content, "json", source=str(file)).get("data")
 
     def structure(self, directory: Location, *, files: Files | None = None, **kwargs: Any) -> Any:
         """Return the item itself: reading it costs no more than describing it."""

@@ -86,16 +86,16 @@ class PerProcessCheckpointHandler(PreparedCheckpointHandler):
         """
         if every:
             shares = _shares(directory, files)
-            coordinator = current_coordinator() if self._coordinator is None else self._coordinator
+            coordinator = self._coordinator or current_coordinator()
             if len(shares) != coordinator.process_count:
-                read = (self._handler.restore(one.folder, item, files=one.files, **kwargs) for one in shares)
+                read = (self._handler.restore(share.folder, item, files=share.files, **kwargs) for share in shares)
                 return SavedShares(tuple(read))
-        share = own_share(directory, files or {}, self._coordinator, process)
+        share = own_share(directory, files, self._coordinator, process)
         return self._handler.restore(share.folder, item, files=share.files, **kwargs) if share.is_own else item
 
     def structure(self, directory: Location, *, files: Files | None = None, **kwargs: Any) -> Any:
         """Describe every process's tree, in their order."""
-        return [self._handler.structure(each.folder, files=each.files) for each in _shares(directory, files)]
+        return [self._handler.structure(share.folder, files=share.files) for share in _shares(directory, files)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class SavedShares:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The tree that concerns this process: its own, or that of process 0 where it has none."""
+    """The tree that a process restores: its own tree, or the tree of process 0 if it has none."""
 
     folder: Location
     files: Mapping[str, FileRecord]
@@ -115,46 +115,45 @@ class Share:
 
 
 def _shares(directory: Location, files: Files | None) -> list[Share]:
-    """Return the trees of all processes, in their order."""
     shares = ItemRecord(directory.name, PROCESSES, files or {}).shares()
-    return [Share(directory.parent / one.folder, one.files) for one in shares]
+    return [Share(directory.parent / share.folder, share.files) for share in shares]
 
 
 def own_share(
-    directory: Location, files: Files, coordinator: Coordinator | None = None, process: int | None = None
+    directory: Location, files: Files | None, coordinator: Coordinator | None = None, process: int | None = None
 ) -> Share:
-    """Return the tree of this process, or of another requested one; warn if the numbers of processes differ."""
+    """Return the tree of this process, or of a requested ``process``; warn if the numbers of processes differ."""
     shares = _shares(directory, files)
     if process is not None:
         if not 0 <= process < len(shares):
             raise OptionError(f"process={process!r}: {directory} has trees of {len(shares)} processes, from 0")
         return shares[process]
-    coordinator = current_coordinator() if coordinator is None else coordinator
+    coordinator = coordinator or current_coordinator()
     index, count = coordinator.process_index, coordinator.process_count
     is_own = index < len(shares)
     if len(shares) != count:
-        what = "restores its own tree" if is_own else "has no tree there, and keeps its fresh state"
-        saved = "%s was saved by %d processes and is restored by %d: process %d %s"
-        _logger.warning(saved, directory, len(shares), count, index, what)
+        outcome = "restores its own tree" if is_own else "has no tree there, and keeps its fresh state"
+        text = "%s was saved by %d processes and is restored by %d: process %d %s"
+        _logger.warning(text, directory, len(shares), count, index, outcome)
     return replace(shares[index if is_own else 0], is_own=is_own)
 
 
 class ProcessShare:
-    """One process's tree, to be written into a folder of its own, or into a zip file if it is small.
+    """One process's tree, to be written into a folder, or into a zip file if it is small.
 
-    Where all processes save to one place, process 0 gets the smallest of these zip files, and puts them into one.
+    If all processes save to one location, process 0 gets the smallest of these zip files, and packs them into one.
     """
 
     def __init__(self, prepared: PreparedItem) -> None:
         self._prepared = prepared
 
     def write(self, folder: Location, member: ProcessInfo) -> bytes:
-        own = folder / str(member.index)
         archive = folder / f"{member.index}{ARCHIVE}"
         content = write_archive(self._prepared, archive, ProcessInfo(awaited=member.awaited))
         if content is None:
-            own.make_directory()
-            files = write_alone(self._prepared, own, member.awaited)
+            share = folder / str(member.index)
+            share.make_directory()
+            files = write_alone(self._prepared, share, member.awaited)
         elif member.shared and len(content) <= SMALL_SHARE:
             return content
         else:
@@ -181,13 +180,13 @@ class ProcessShare:
                 files |= {name: write_file(folder / name, content) for name, content in named.items()}
             else:
                 name = pack_name(min(pack), max(pack))
-                written = write_file(folder / name, encode_archive(named))
-                files[name] = replace(written, members=tuple((len(one), crc32c(one)) for one in named.values()))
+                members = tuple((len(content), crc32c(content)) for content in named.values())
+                files[name] = replace(write_file(folder / name, encode_archive(named)), members=members)
         return files
 
 
 class PreparedGraph(PreparedFiles):
-    """A tree that is about to be written, its document, and what this process has of its own."""
+    """A tree that is about to be written, its document, and this process's own part."""
 
     def __init__(self, tree: PreparedItem, document: Any, own: PreparedItem | None = None) -> None:
         try:
@@ -204,15 +203,14 @@ class PreparedGraph(PreparedFiles):
         fragment = super().write(folder, member)
         if self._own is None:
             return fragment
-        place = folder / OWN_FOLDER
-        place.make_directory()
-        own = self._own.write(place, member)
-        return b"%d\n%b%b" % (len(own), own, fragment)
+        (folder / OWN_FOLDER).make_directory()
+        own_fragment = self._own.write(folder / OWN_FOLDER, member)
+        return b"%d\n%b%b" % (len(own_fragment), own_fragment, fragment)
 
     def merge(self, folder: Location, fragments: Sequence[bytes]) -> Files:
         if self._own is None:
             return super().merge(folder, fragments)
         heads = [fragment.partition(b"\n") for fragment in fragments]
-        files = self._own.merge(folder / OWN_FOLDER, [rest[: int(length)] for length, _, rest in heads])
-        own = {f"{OWN_FOLDER}/{path}": known for path, known in files.items()}
-        return {**super().merge(folder, [rest[int(length) :] for length, _, rest in heads]), **own}
+        own_files = self._own.merge(folder / OWN_FOLDER, [rest[: int(length)] for length, _, rest in heads])
+        files = super().merge(folder, [rest[int(length) :] for length, _, rest in heads])
+        return {**files, **{f"{OWN_FOLDER}/{path}": file for path, file in own_files.items()}}

@@ -104,9 +104,9 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         self._registry = DEFAULT_REGISTRY if type_handler_registry is None else type_handler_registry
         self._aggregate = aggregate_handler or MsgpackHandler()
         self._staging = StagingBuffer(default_pinned_bytes() if pinned_bytes is None else pinned_bytes)
-        self._known: _KnownPlan | None = None  # what is known of the last tree that was written
+        self._known: _KnownPlan | None = None  # the properties of the last tree that was written
         self._snapshots = 0
-        self._has_compared = False  # whether replicas that differ were named
+        self._has_warned = False  # True once a warning has named replicas that differ
 
     @collection_paused()
     def prepare(
@@ -145,12 +145,12 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         refuse_arguments(self, kwargs, self.prepare)
         layout, process = layout or self.layout, member or ProcessInfo()
         self._snapshots += snapshot
-        if snapshot and self._snapshots.bit_count() == 1 and not self._has_compared and loaded("jax") is not None:
-            self._has_compared = _warn_of_replicas(flatten(item, self._registry.leaf_types))
+        if snapshot and self._snapshots.bit_count() == 1 and not self._has_warned and loaded("jax") is not None:
+            self._has_warned = _warn_of_replicas(flatten(item, self._registry.leaf_types))
         # The trees of a run are alike: their common properties are found once, except with SaveArgs or type handlers.
         recurs = snapshot and save_args is None and not self._registry.leaf_types
-        known = self._known
-        if recurs and known is not None and known.key == (layout, process.index, process.count, fresh):
+        key, known = (layout, process.index, process.count, fresh), self._known
+        if recurs and known is not None and known.key == key:
             with self._staging.lock:
                 copies = known.tree.snapshot(item)
             if copies is not None:
@@ -168,26 +168,25 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         files: dict[str, bytes] = {}
         if save_args is not None:
             leaves = [
-                leaf if asked is None or asked.dtype is None else cast(name, leaf, asked.dtype)
-                for name, leaf, asked in zip(flat.names, leaves, args, strict=True)
+                leaf if arg is None or arg.dtype is None else cast(name, leaf, arg.dtype)
+                for name, leaf, arg in zip(flat.names, leaves, args, strict=True)
             ]
             leaves, files = aggregate(flat.names, leaves, args, self._aggregate)
-        given = [(name, one) for name, one in zip(flat.names, args, strict=True) if one is not None]
+        given = [(name, arg) for name, arg in zip(flat.names, args, strict=True) if arg is not None]
         began = None if fresh is None else fresh.document(flat.names, leaves)
         writer = TreeWriter(
             HostTree(flat.names, leaves, flat.structure, began),
             layout,
-            compression={name: one.compression or None for name, one in given if one.compression is not None},
-            chunk_bytes={name: one.chunk_bytes for name, one in given if one.chunk_bytes is not None},
+            compression={name: arg.compression or None for name, arg in given if arg.compression is not None},
+            chunk_bytes={name: arg.chunk_bytes for name, arg in given if arg.chunk_bytes is not None},
             reuse=reuse,
         )
         if snapshot:
             with self._staging.lock:
                 copies = writer.take_snapshot(self._staging, process)
-                found = KnownTree(flat, leaves, copies, self._staging) if recurs else None
-            if found is not None:
-                known = _KnownPlan((layout, process.index, process.count, fresh), found, writer.plan, began)
-                writer.when_written = partial(self._keep, known, flat.structure, copies)
+                if recurs:
+                    known = _KnownPlan(key, KnownTree(flat, leaves, copies, self._staging), writer.plan, began)
+                    writer.when_written = partial(self._keep, known, flat.structure, copies)
         return _PreparedTree(writer, external, files) if files or external.notes else writer
 
     def _keep(self, known: _KnownPlan, structure: TreeDef | None, copies: Snapshot) -> None:
@@ -262,7 +261,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
                 or a leaf needs a type handler that is not registered.
         """
         refuse_arguments(self, kwargs, self.restore)
-        # Not above: a save needs nothing that reads.
+        # Imported lazily: a save needs nothing that reads.
         from ..arrays import TreeReader, load_entries, load_transformed_tree, load_tree, with_optimizer_states
 
         if transforms is not None and (item is None or item is ... or select is not None):
@@ -271,7 +270,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
         alone = item is None and restore_args is None and not as_saved and source is None
         reader = source or TreeReader(directory, files, aggregate=self._aggregate, select=select if alone else None)
         select = None if alone else select
-        kept = reader.external()
+        external = reader.external()
         if entries is not None:
             saved = {leaf.name.partition(".")[0] for leaf in reader.leaves}
             item = {name: template for name, template in entries.items() if escape_key(name) in saved}
@@ -285,11 +284,11 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
             names, structure = [leaf.name for leaf in reader.leaves], reader.tree.structure
             if template is not None:
                 names, structure = template.names, template.structure
-            asked = broadcast_prefix(restore_args, structure, RestoreArgs, "restore_args")
-            args = {name: one for name, one in zip(names, asked, strict=True) if one is not None}
+            given = broadcast_prefix(restore_args, structure, RestoreArgs, "restore_args")
+            args = {name: arg for name, arg in zip(names, given, strict=True) if arg is not None}
         requestable = args.keys() if transforms is not None or not args else {leaf.name for leaf in reader.leaves}
-        ordinary = requestable - kept.keys()
-        requests = {name: leaf_request(name, one) for name, one in args.items() if name in ordinary}
+        ordinary = requestable - external.keys()
+        requests = {name: leaf_request(name, arg) for name, arg in args.items() if name in ordinary}
         if template is None or entries is not None:
             requests = {**_libraries(reader, torch_tensors, as_saved), **requests}
         if transforms is not None:
@@ -297,12 +296,12 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
             tree = load_transformed_tree(reader, transforms, item, default_to_original=to_original, requests=requests)
         else:
             began = reader.began() if as_saved and type(reader) is TreeReader else None
-            given: dict[str, Any] = {"requests": requests, "began": began, "shared": shared}
+            options: dict[str, Any] = {"requests": requests, "began": began, "shared": shared}
             if template is not None and entries is not None:
-                tree = load_entries(reader, template, **given)
+                tree = load_entries(reader, template, **options)
             else:
-                tree = load_tree(reader, like=template, select=select, cast=cast, subset=subset, **given)
-        return restore_external(tree, directory, files, kept, self._registry, args) if kept else tree
+                tree = load_tree(reader, like=template, select=select, cast=cast, subset=subset, **options)
+        return restore_external(tree, directory, files, external, self._registry, args) if external else tree
 
     def structure(
         self, directory: Location, *, files: Files | None = None, source: TreeSource | None = None, **kwargs: Any
@@ -314,7 +313,7 @@ class PyTreeCheckpointHandler(PreparedCheckpointHandler):
 
 
 def check_savable(item: Any) -> None:
-    """Raise UnsupportedLeafError where a save of a tree would raise it; abstract leaves are passed."""
+    """Raise UnsupportedLeafError if a save of a tree would raise it; abstract leaves are allowed."""
     flat = flatten(item, DEFAULT_REGISTRY.leaf_types)
     leaves = zip(flat.names, flat.values, strict=True)
     ours = {name: value for name, value in leaves if DEFAULT_REGISTRY.find(value) is None}
@@ -331,17 +330,14 @@ def fresh_types(item: Any, roots: Collection[str] | None = None) -> FreshTypes:
 def flat_template(item: Any, registry: TypeHandlerRegistry) -> Flattened:
     """Flatten a template; ``...`` replaces bare objects and leaves that have a type handler."""
     flat = flatten(item, registry.leaf_types)
-    ours = bool(registry.leaf_types)
-    values = [
-        ... if type(value) is object or (ours and registry.find(value) is not None) else value for value in flat.values
-    ]
+    values = [... if type(value) is object or registry.find(value) is not None else value for value in flat.values]
     return Flattened(flat.names, values, flat.structure)
 
 
 class _KnownPlan(NamedTuple):
     """The properties of the last tree, for the next one of the same structure that is written in the same way."""
 
-    # The layout, the number of this process, how many there are, and the types that the run began with.
+    # The layout, the index of this process, the number of processes, and the types that the run began with.
     key: tuple[Layout, int, int, FreshTypes | None]
     tree: KnownTree
     plan: TreePlan
@@ -349,11 +345,9 @@ class _KnownPlan(NamedTuple):
 
 
 def _libraries(reader: TreeSource, torch_tensors: bool, jax_below: bool | Collection[str]) -> dict[str, LeafRequest]:
-    """Return requests for the arrays that become arrays of the library that they were of, which is imported."""
+    """Return requests for the arrays that become arrays of their library again, if it is imported."""
     requests: dict[str, LeafRequest] = {}
     of_torch, of_jax = torch_tensors and loaded("torch"), jax_below and loaded("jax")
-    if not of_torch and not of_jax:
-        return requests
     roots = None if isinstance(jax_below, bool) else set(map(escape_key, jax_below))
     for name, saved in reader.leaves:
         if of_torch and saved.kind == "torch":
@@ -366,7 +360,7 @@ def _libraries(reader: TreeSource, torch_tensors: bool, jax_below: bool | Collec
 def _warn_of_shared_memory(names: Sequence[str], leaves: Sequence[Leaf]) -> None:
     """Warn of jax arrays in the memory of other arrays of the tree, which the program may change in place."""
     if shared := shared_memory(names, leaves):
-        pairs = [f"{format_path(one)} with {format_path(other)}" for one, other in shared]
+        pairs = [f"{format_path(name)} with {format_path(other)}" for name, other in shared]
         _logger.warning(
             "jax arrays share memory with arrays that can be changed in place, as after jax.device_put or dlpack: %s. "
             "Such a change also changes the jax array, and perhaps what is being saved: make it with "
@@ -379,12 +373,12 @@ def _warn_of_replicas(flat: Flattened) -> bool:
     """Warn of jax arrays whose replicas differ; return whether there are any."""
     try:
         differing = list(differing_replicas(flat.names, flat.values))
-    except RuntimeError:  # The devices have no memory left for a copy of the data of a key, for example.
+    except RuntimeError:  # for example, the devices have no memory left for a copy of the data of a key
         _logger.info("the replicas of jax arrays are not compared", exc_info=True)
         return False
     if differing:
         shown = [
-            f"{format_path(name)} ({', '.join(f'{one.platform}:{one.id}' for one in others)} "
+            f"{format_path(name)} ({', '.join(f'{device.platform}:{device.id}' for device in others)} "
             f"unlike {written[0].platform}:{written[0].id})"
             for name, written, others in differing
         ]
@@ -398,12 +392,12 @@ def _warn_of_replicas(flat: Flattened) -> bool:
 
 
 def _described(flat: Flattened, external: ExternalLeaves, pinned_bytes: int) -> list[Leaf]:
-    """Describe the leaves; those of type handlers are represented by notes."""
+    """Describe the leaves; notes represent leaves that have a type handler."""
     notes = external.notes
     if not notes:
         return describe(flat.names, flat.values, pinned_bytes=pinned_bytes)
-    mine = [number for number in range(len(flat.names)) if number not in notes]
-    names, values = [flat.names[number] for number in mine], [flat.values[number] for number in mine]
+    others = [number for number in range(len(flat.names)) if number not in notes]
+    names, values = [flat.names[number] for number in others], [flat.values[number] for number in others]
     described = iter(describe(names, values, pinned_bytes=pinned_bytes))
     return [notes[number] if number in notes else next(described) for number in range(len(flat.names))]
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import abc
 import contextlib
 import copy
-import dataclasses
 import json
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..arrays import check_files, fsync_and_digest
@@ -124,7 +123,7 @@ class TypeHandlerRegistry:
                 f"{leaf_type.__name__} has the handler {self._handlers[leaf_type].name!r} already; replace it with "
                 "override=True"
             )
-        others = (other for known, other in self._handlers.items() if known is not leaf_type)
+        others = (other for handled, other in self._handlers.items() if handled is not leaf_type)
         if any(other.name == name and other is not handler for other in others):
             raise OptionError(f"another handler has the name {name!r}; rename one of the two")
         self._handlers[leaf_type] = handler
@@ -145,14 +144,14 @@ class TypeHandlerRegistry:
         for base in type(value).__mro__:
             if base in self._handlers:
                 return self._handlers[base]
-        return next((found for known, found in self._handlers.items() if isinstance(value, known)), None)
+        return next((handler for handled, handler in self._handlers.items() if isinstance(value, handled)), None)
 
     def named(self, name: str) -> TypeHandler | None:
         """Return the handler of a name, or None."""
         return next((handler for handler in self._handlers.values() if handler.name == name), None)
 
 
-# The registry of handlers of pytrees without their own registry, and of ``holdfast.load``.
+# The registry of pytree handlers without their own registry, and of ``holdfast.load``.
 DEFAULT_REGISTRY = TypeHandlerRegistry()
 
 
@@ -170,7 +169,7 @@ def register_type_handler(leaf_type: type, handler: TypeHandler, *, override: bo
     DEFAULT_REGISTRY.register(leaf_type, handler, override=override)
 
 
-FOLDER = "leaves"  # folder of the leaves' own folders, each named by the number of its leaf in the tree
+FOLDER = "leaves"  # has a folder for each leaf, named by the number of the leaf in the tree
 
 
 # A handler, the numbers of its leaves in the tree, and their values, infos and arguments.
@@ -178,6 +177,8 @@ _Group = tuple[TypeHandler, list[int], list[Any], Sequence[ParamInfo], list[Save
 
 
 class ExternalLeaves:
+    """The leaves of a tree that have a type handler, to be written into their folders."""
+
     def __init__(
         self,
         registry: TypeHandlerRegistry,
@@ -189,44 +190,49 @@ class ExternalLeaves:
     ) -> None:
         self.notes: dict[int, ValueLeaf] = {}  # the entry of each in ``tree.json``, by the leaf's number in the tree
         self._groups: list[_Group] = []
-        found: dict[str, tuple[TypeHandler, list[int]]] = {}
-        for number, value in enumerate(values if registry.leaf_types else ()):
-            handler = registry.find(value)
-            if handler is not None:
-                found.setdefault(handler.name, (handler, []))[1].append(number)
-        for handler, numbers in found.values():
-            mine = [values[number] for number in numbers]
-            leaves = [(names[number], class_name(value)) for number, value in zip(numbers, mine, strict=True)]
+        for handler, numbers in _by_handler(enumerate(map(registry.find, values if registry.leaf_types else ()))):
+            handled = [values[number] for number in numbers]
+            leaves = [(names[number], class_name(values[number])) for number in numbers]
             with _explained(handler, "param_infos", leaves):
-                infos = handler.param_infos(mine, [names[number] for number in numbers])
-            if len(infos) != len(mine):
+                infos = handler.param_infos(handled, [names[number] for number in numbers])
+            if len(infos) != len(handled):
                 raise OptionError(
-                    f"the TypeHandler {handler.name!r} gave {len(infos)} infos for {len(mine)} leaves: "
+                    f"the TypeHandler {handler.name!r} gave {len(infos)} infos for {len(handled)} leaves: "
                     f"{_some(leaves)}; its param_infos must return one for each; nothing was written"
                 )
-            for number, value, info in zip(numbers, mine, infos, strict=True):
-                note = {"kind": EXTERNAL, "handler": handler.name, "type": class_name(value), "facts": _facts(info)}
-                self.notes[number] = ValueLeaf(note)
+            for number, (_, type_name), info in zip(numbers, leaves, infos, strict=True):
+                facts = _facts(info)
+                self.notes[number] = ValueLeaf(
+                    {"kind": EXTERNAL, "handler": handler.name, "type": type_name, "facts": facts}
+                )
             if snapshot:
                 with _explained(handler, "snapshot", leaves):
-                    mine = [handler.snapshot(value) for value in mine]
-            asked = [args[number] or SaveArgs() for number in numbers]
-            self._groups.append((handler, numbers, mine, infos, asked))
+                    handled = [handler.snapshot(value) for value in handled]
+            self._groups.append((handler, numbers, handled, infos, [args[number] or SaveArgs() for number in numbers]))
 
     def write(self, folder: Location) -> Files:
         if not self._groups:
             return {}
         for handler, numbers, values, infos, args in self._groups:
-            places = [folder / FOLDER / str(number) for number in numbers]
-            for place in places:
-                place.make_directory(sync=False)
-            full = [dataclasses.replace(info, folder=place) for info, place in zip(infos, places, strict=True)]
+            folders = [folder / FOLDER / str(number) for number in numbers]
+            for leaf_folder in folders:
+                leaf_folder.make_directory(sync=False)
+            infos = [replace(info, folder=leaf_folder) for info, leaf_folder in zip(infos, folders, strict=True)]
             leaves = [(info.name, class_name(value)) for info, value in zip(infos, values, strict=True)]
             with _explained(handler, "serialize", leaves, folder):
-                finish(_completed(handler.serialize(values, full, args)))
+                finish(_completed(handler.serialize(values, infos, args)))
         files = fsync_and_digest(folder / FOLDER, f"{FOLDER}/")
         folder.sync_directory()
         return files
+
+
+def _by_handler(handlers: Iterable[tuple[int, TypeHandler | None]]) -> Iterable[tuple[TypeHandler, list[int]]]:
+    """Return each handler with the numbers of its leaves, given the numbers of leaves with their handlers, if any."""
+    groups: dict[str, tuple[TypeHandler, list[int]]] = {}
+    for number, handler in handlers:
+        if handler is not None:
+            groups.setdefault(handler.name, (handler, []))[1].append(number)
+    return groups.values()
 
 
 def _facts(info: ParamInfo) -> dict[str, Any]:
@@ -250,31 +256,28 @@ def restore_external(
     """Read the leaves of type handlers, with their ``numbers`` by name, and put them into a loaded tree."""
     flat = flatten(tree, registry.leaf_types)
     values = list(flat.values)
-    groups: dict[str, tuple[TypeHandler, list[int]]] = {}
-    unknown: list[ExternalLeaf] = []
-    for position, value in enumerate(values):
-        if isinstance(value, ExternalLeaf):
-            handler = registry.named(value.handler)
-            if handler is None or "aggregate" in value.details:
-                unknown.append(value)
-            else:
-                groups.setdefault(handler.name, (handler, []))[1].append(position)
+    external = {position: value for position, value in enumerate(values) if isinstance(value, ExternalLeaf)}
+    handlers = {
+        position: None if "aggregate" in leaf.details else registry.named(leaf.handler)
+        for position, leaf in external.items()
+    }
+    unknown = [_missing(leaf) for position, leaf in external.items() if handlers[position] is None]
     if unknown:
-        found = itemized(f"{folder}: some leaves need handlers that are missing:", list(map(_missing, unknown)))
-        raise OptionError(f"{found}\n  or load the other leaves with select=")
-    for handler, positions in groups.values():
-        leaves: list[ExternalLeaf] = [values[position] for position in positions]
+        lines = itemized(f"{folder}: some leaves need handlers that are missing:", unknown)
+        raise OptionError(f"{lines}\n  or load the other leaves with select=")
+    for handler, positions in _by_handler(handlers.items()):
+        leaves = [external[position] for position in positions]
         infos = [_info(leaf, folder, numbers[leaf.name], files) for leaf in leaves]
-        kinds = [(leaf.name, f"{leaf.details.get('type')!s:.80}") for leaf in leaves]
-        with _explained(handler, "deserialize", kinds, folder):
-            found = _completed(handler.deserialize(infos, [args.get(leaf.name) or RestoreArgs() for leaf in leaves]))
-            count = len(found)
+        types = [(leaf.name, f"{leaf.details.get('type')!s:.80}") for leaf in leaves]
+        with _explained(handler, "deserialize", types, folder):
+            restored = _completed(handler.deserialize(infos, [args.get(leaf.name) or RestoreArgs() for leaf in leaves]))
+            count = len(restored)
         if count != len(leaves):
             raise OptionError(
                 f"{folder}: the TypeHandler {handler.name!r} gave {count} values for {len(leaves)} leaves: "
-                f"{_some(kinds)}; its deserialize must return one for each"
+                f"{_some(types)}; its deserialize must return one for each"
             )
-        for position, value in zip(positions, found, strict=True):
+        for position, value in zip(positions, restored, strict=True):
             values[position] = value
     return unflatten(flat.structure, values)
 
@@ -287,8 +290,8 @@ def _explained(
     try:
         yield
     except Exception as error:
-        place = "" if folder is None else f" in {folder}"
-        error.add_note(f"raised by {method} of the TypeHandler {handler.name!r} for {_some(leaves)}{place}")
+        where = "" if folder is None else f" in {folder}"
+        error.add_note(f"raised by {method} of the TypeHandler {handler.name!r} for {_some(leaves)}{where}")
         raise
 
 
@@ -297,25 +300,21 @@ def _completed(result: Any) -> Any:
 
 
 def _some(leaves: Sequence[tuple[str, str]]) -> str:
-    return shortened(f"{format_path(name)} ({kind})" for name, kind in leaves)
+    return shortened(f"{format_path(name)} ({type_name})" for name, type_name in leaves)
 
 
 def _info(leaf: ExternalLeaf, folder: Location, number: int, files: Mapping[str, FileRecord] | None) -> ParamInfo:
-    below = f"{FOLDER}/{number}/"
-    check_files(folder, {path: known for path, known in (files or {}).items() if path.startswith(below)})
+    path = f"{FOLDER}/{number}"
+    check_files(folder, {file: record for file, record in (files or {}).items() if file.startswith(f"{path}/")})
     facts = leaf.details.get("facts")
-    return ParamInfo(
-        name=leaf.name, facts=facts if isinstance(facts, dict) else {}, folder=folder / FOLDER / str(number)
-    )
+    return ParamInfo(name=leaf.name, facts=facts if isinstance(facts, dict) else {}, folder=folder / path)
 
 
 def _missing(leaf: ExternalLeaf) -> str:
+    path = format_path(leaf.name)
     if "aggregate" in leaf.details:
-        what = f"is in a file of the AggregateHandler {leaf.handler!r:.80}; pass it to PyTreeCheckpointHandler"
-    else:
-        kind = leaf.details.get("type")
-        what = (
-            f"is a {kind!s:.80} of the TypeHandler {leaf.handler!r:.80}; register it with "
-            "hf.type_handlers.register_type_handler"
-        )
-    return f"{format_path(leaf.name)} {what}"
+        return f"{path} is in a file of the AggregateHandler {leaf.handler!r:.80}; pass it to PyTreeCheckpointHandler"
+    return (
+        f"{path} is a {leaf.details.get('type')!s:.80} of the TypeHandler {leaf.handler!r:.80}; register it with "
+        "hf.type_handlers.register_type_handler"
+    )

@@ -49,7 +49,7 @@ from .options import LocalStatus as LocalStatus
 from .options import Mirror as Mirror
 from .options import ProgramPolicies as ProgramPolicies
 from .options import as_int as as_int
-from .options import explains_its_options as explains_its_options
+from .options import explains_options as explains_options
 from .options import has_triggers as has_triggers
 from .options import limits as limits
 from .options import listed_policies as listed_policies

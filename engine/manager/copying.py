@@ -1,4 +1,4 @@
-"""Copy checkpoints of holdfast between places: one of them, or a whole run with its steps."""
+"""Copies of checkpoints at other places: of one, or of a run with all its steps."""
 
 from __future__ import annotations
 
@@ -62,23 +62,22 @@ def copy_checkpoint(
 ) -> list[CopyReport]:
     """Copy a checkpoint, or a run with all its steps, to another place: between disks and object stores.
 
-    Files are copied as they are, and every byte is compared with the checksums that were saved with it. A copy exists
-    when all of it is there and durable. An interrupted call leaves nothing that counts as a checkpoint; the same call
-    again sends only the files that are not whole yet. Memory does not grow with the size of the checkpoint if the
-    destination is a disk, S3 with credentials in the environment, or Google Cloud Storage with the credentials of a
-    user or of the machine. Otherwise, each file that is uploaded is in memory meanwhile, three times at the peak.
-
-    In a program of several processes that all call this, process 0 does it and the others wait.
+    Files are copied unchanged, and every byte is compared with the saved checksums. A copy counts as a checkpoint once
+    all of it is durable: an interrupted call leaves none, and the same call again sends only the missing files. Memory
+    does not grow with the size of the checkpoint if the destination is a disk, S3 with credentials in the environment,
+    or Google Cloud Storage with the credentials of a user or of the machine. Otherwise, each file is in memory while it
+    is uploaded, three times at the peak. If several processes of a program call this, process 0 copies and the others
+    wait.
 
     Args:
         source: A checkpoint of holdfast, or the directory of a run: a path or a URL.
-        destination: Where the copy goes: the directory of the checkpoint itself, or of the run. A run is copied with
-            the facts stored with its steps; steps that are at the destination already are not copied again.
+        destination: The directory of the copied checkpoint or run. A run is copied with the facts stored with its
+            steps; steps that the destination has already are not copied again.
         overwrite: Replace a different checkpoint at the destination.
         max_bandwidth: The most to copy in a second: bytes, or text such as ``"50 MB/s"``; None for no limit.
-        progress: Receives the number of bytes, and their progress, including those that were there already.
-        coordinator: How processes find each other. None takes jax.distributed or torch.distributed if one of them is
-            initialized; ``hf.processes.Alone()`` does it in this process alone.
+        progress: Receives the number of bytes, and their progress, including bytes that were there already.
+        coordinator: How processes find each other. None uses jax.distributed or torch.distributed if one of them is
+            initialized; ``hf.processes.Alone()`` copies in this process alone.
 
     Returns:
         One entry for each checkpoint, in the order of the steps.
@@ -86,8 +85,7 @@ def copy_checkpoint(
     Raises:
         CheckpointNotFoundError: The source holds no checkpoint of holdfast.
         CheckpointExistsError: There is another checkpoint at the destination, or something else.
-        DamagedCheckpointError: The source is damaged; the message names the files. Of a run, all whole steps are
-            copied.
+        DamagedCheckpointError: The source is damaged; the message names the files. All whole steps of a run are copied.
         OwnershipError: A run is writing to the destination.
         StorageError: A place cannot be read or written.
         PeerFailedError: It failed on process 0; raised on the others.
@@ -107,8 +105,8 @@ def copy_checkpoint(
         return list(map(asdict, _Copy(overwrite, Throttle(rate), progress or NULL).run(origin, target)))
 
     about = [origin.url, target.url, overwrite]
-    found = run_on_primary("copy_checkpoint", about, work, coordinator)
-    return [CopyReport(**report) for report in found]
+    reports = run_on_primary("copy_checkpoint", about, work, coordinator)
+    return [CopyReport(**report) for report in reports]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +122,9 @@ class _Copy:
         try:
             record = read_record(source)
         except CheckpointNotFoundError:
-            steps = list_steps(source)
-            if not steps:
-                raise
-            return self._copy_steps(source, destination, steps)
+            if steps := list_steps(source):
+                return self._copy_steps(source, destination, steps)
+            raise
         self.progress.expect(record.nbytes)
         with Share(self.progress, record.nbytes, record.nbytes) as share:
             return [self._copy_one(source, destination, share)]
@@ -165,7 +162,7 @@ class _Copy:
         ownership = Ownership(destination, SystemClock())
         ownership.take()
         done, damaged = [], []
-        there = {(one.series, one.step): one.location.name for one in step_folders(destination)}
+        there = {(folder.series, folder.step): folder.location.name for folder in step_folders(destination)}
         sizes = [0 if entry.record is None else entry.record.nbytes for entry in steps]
         self.progress.expect(sum(sizes))
         try:
@@ -196,14 +193,14 @@ class _Copy:
 
 
 def found_at(location: Location) -> CheckpointRecord | None:
-    """Return the commit record of the checkpoint at a location; None if there is none, or a damaged one."""
+    """Return the commit record at a location; None if it is missing or damaged."""
     with contextlib.suppress(CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError):
         return read_record(location)
     return None
 
 
 def follow(location: Location, record: CheckpointRecord, original: CheckpointRecord) -> CheckpointRecord:
-    """Give a copy the metrics and the pin that its original has by now; return its record."""
+    """Copy the current metrics and pin of the original to a copy; return its record."""
     changed = replace(record, metrics=original.metrics, pinned=original.pinned)
     if changed != record:
         location.check_not_link()

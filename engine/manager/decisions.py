@@ -1,10 +1,8 @@
-"""Whether to save a step: triggers, their agreement between processes, and the steps of another branch.
+"""When to save: triggers, the agreement of the processes on them, and the steps of an abandoned branch.
 
-Triggers look at one moment of a training loop, and :func:`decide` follows from all of them.
-
-Most steps need no communication: each process evaluates the triggers that depend on the step alone. Process 0 decides
-about time and metrics, which may differ from process to process, and knows whether a save has failed. The others ask it
-only at the steps that a :class:`SyncSchedule` names.
+Each trigger looks at one moment of a training loop, and :func:`decide` combines them. Most steps need no communication:
+each process evaluates the triggers that depend on the step alone. Time and metrics may differ between processes, and
+only process 0 knows whether a save failed: the others ask it, at the steps that a :class:`SyncSchedule` names.
 """
 
 from __future__ import annotations
@@ -152,22 +150,23 @@ def decide(triggers: Sequence[SavePolicy], moment: Moment) -> Decision:
 class SyncSchedule:
     """The steps at which processes agree on whether to save; the same on all of them."""
 
-    # Process 0 names the step of the next agreement from the pace of the loop, half-way to the moment at which a save
-    # would be due by time. After a save that depends on steps, they ask less and less often how it has ended.
+    # Process 0 predicts the step of the next agreement from the pace of the loop, half-way to the time at which a save
+    # would be due. After a save that depends on steps, the processes ask less and less often how it ended.
 
     def __init__(self, triggers: Sequence[SavePolicy]) -> None:
-        # The triggers that depend on the step alone.
-        self.certain = tuple(one for one in triggers if one.interval_secs is None and not one.reads_metrics)
-        self._counts_steps = any(not isinstance(one, Wanted) for one in self.certain)
+        self.certain = tuple(  # those that depend on the step alone
+            trigger for trigger in triggers if trigger.interval_secs is None and not trigger.reads_metrics
+        )
+        self._counts_steps = any(not isinstance(trigger, Wanted) for trigger in self.certain)
         self.reads_metrics = any(trigger.reads_metrics for trigger in triggers)
-        self._timed = tuple(one for one in triggers if one.interval_secs is not None)
+        self._timed = tuple(trigger for trigger in triggers if trigger.interval_secs is not None)
         self._next: int | None = None
         self._outcome: tuple[int, int] | None = None  # the step at which to ask how the save ended, and the next gap
-        self._answer: tuple[int, Decision] | None = None
+        self.answers: Mapping[int, Decision] = {}  # the last agreement, by its step
         self._last: tuple[int, float] | None = None  # the step and the monotonic clock of the last agreement
 
     def asks(self, step: int, metrics: Mapping[str, Any] | None, previous: int | None) -> bool:
-        """Whether time, metrics or the end of the last save may decide at this step."""
+        """Return whether time, metrics or the end of the last save may decide at this step."""
         if self.reads_metrics and metrics is not None:
             return True
         if self._timed and (self._next is None or step >= self._next):
@@ -182,7 +181,8 @@ class SyncSchedule:
 
     def next_step(self, step: int, now: float, since: float) -> int | None:
         """Return the step of the next agreement about time; on process 0."""
-        interval = min((one.interval_secs for one in self._timed if one.interval_secs is not None), default=None)
+        intervals = (trigger.interval_secs for trigger in self._timed)
+        interval = min((secs for secs in intervals if secs is not None), default=None)
         if interval is None:
             return None
         last, self._last = self._last, (step, now)
@@ -192,18 +192,13 @@ class SyncSchedule:
         return step + max(1, int((interval - since) / pace / 2))
 
     def agreed(self, step: int, decision: Decision, following: int | None, *, ended: bool) -> None:
-        """Note an agreement, and whether the last save has ended."""
         self._next = following
-        self._answer = step, decision
+        self.answers = {step: decision}
         if ended:
             self._outcome = None
         elif self._outcome is not None and step >= self._outcome[0]:
             gap = self._outcome[1]
             self._outcome = step + gap, 4 * gap
-
-    def answer(self, step: int) -> Decision | None:
-        """Return the agreement at a step; None if there was none."""
-        return self._answer[1] if self._answer is not None and self._answer[0] == step else None
 
 
 class StepPace:
@@ -231,12 +226,12 @@ class StepPace:
         self._during = []
 
     def slowed(self, duration: float) -> float | None:
-        """Return how many seconds of a save of this duration its steps took longer; None without enough steps."""
+        """Return the seconds by which a save of this duration slowed its steps; None without enough steps."""
         during = sorted(self._during)
         if min(len(self._usual), len(during)) < self._FEWEST:
             return None
         usual = median(self._usual)  # here, and not when the save begins, as the loop does not wait for this
-        # Steps always vary. They count as slower only if three of four take longer than the median step without a save.
+        # Steps vary: they count as slower only if three of four take longer than the median step without a save.
         if during[len(during) // 4] <= usual:
             return 0.0
         return duration * (1 - usual / median(during))
@@ -245,8 +240,8 @@ class StepPace:
 class SaveDecisions:
     """Decides for one run, step by step; a save counts from its beginning, and not at all if it fails."""
 
-    # The loop may continue while a save is written. Steps and time count from the save before a failed one, so that the
-    # next step is due. Several processes take that from process 0, because they may notice it at different steps.
+    # The loop may continue while a save is written. If the save fails, steps and time count from the one before it, so
+    # that the next step is due. Processes may notice it at different steps, so process 0 reports it to the others.
 
     def __init__(
         self, triggers: Sequence[SavePolicy], clock: Clock, processes: ProcessGroup, previous: int | None
@@ -257,8 +252,8 @@ class SaveDecisions:
         self._schedule = SyncSchedule(triggers)
         self.pace = StepPace()
         self._saves = 0  # how many saves have begun
-        # The step of the last save or restore, and the monotonic clock at the last save. Pairs are replaced whole: a
-        # background save that fails does so on its own thread.
+        # The step of the last save or restore, and the monotonic clock at the last save; replaced as a whole, because a
+        # background save fails on its own thread.
         self._last: tuple[int | None, float] = (previous, clock.monotonic())
         self._before = self._last
         self._failed: bool | None = False  # whether the last save failed; None while it is under way
@@ -267,7 +262,7 @@ class SaveDecisions:
         self._last = self._before = step, self._last[1]
 
     def deleted(self, newest: int) -> None:
-        """Note that steps were deleted, and ``newest`` is left: a save counts from there."""
+        """Count the next save from ``newest``, the newest step left after a deletion."""
         previous, now = self._last
         if previous is not None and previous > newest:
             self._last = self._before = newest, now
@@ -281,7 +276,7 @@ class SaveDecisions:
         self._schedule.save_began(step)
 
     def save_ended(self, *, failed: bool) -> None:
-        """Note how the save ended; on the thread that wrote it."""
+        """Note how the save ended; called on the thread that wrote it."""
         if failed and self._processes.alone:
             self._last = self._before
         self._failed = failed
@@ -298,18 +293,17 @@ class SaveDecisions:
             return decide(self._triggers, moment)
         if self._schedule.asks(step, metrics, previous):
             return self._agree(moment)
-        decision = decide(self._schedule.certain, moment)
-        answer = self._schedule.answer(step)  # None if nothing was agreed at this step
-        return answer if answer is not None and answer.save and not saved else decision
+        answer = self._schedule.answers.get(step)
+        return answer if answer and not saved else decide(self._schedule.certain, moment)
 
     def _starts_at(self, step: int) -> None:
-        """Take the first step that is asked about or saved as the next one after the beginning of the run."""
+        """Let the run begin at the first step that is asked about or saved."""
         if self._last[0] is None:
             self._last = step - 1, self._last[1]
 
     def _agree(self, moment: Moment) -> Decision:
-        what = f"decision at step {moment.step}"
-        save, reason, following, failed = self._processes.decide(what, self._decide_for_all, moment)
+        label = f"decision at step {moment.step}"
+        save, reason, following, failed = self._processes.decide(label, self._decide_for_all, moment)
         if failed:
             self._last = self._before
         decision = Decision(save, reason)
@@ -328,9 +322,9 @@ class SaveDecisions:
 
 
 class AbandonedSteps:
-    """The later steps of a run that has resumed from an earlier one, until it has replaced or passed them."""
+    """The later steps of a run that resumed from an earlier one, until it has replaced or passed them."""
 
-    # Only the memory of this run holds them: another run cannot tell which steps belong together, hence the warning.
+    # They are only in the memory of this run: another run cannot know which steps belong together, hence the warning.
 
     def __init__(self, directory: Location, *, warns: bool) -> None:
         self._directory = directory
@@ -341,16 +335,16 @@ class AbandonedSteps:
         self.resumed_from: int | None = None  # the step of the last restore, if nothing was saved since
 
     def restored(self, step: int, later: Sequence[int]) -> None:
-        """Note that the run may resume from a restored step, which has later ones."""
+        """Note a restored step, from which the run may resume, and the later steps."""
         self.resumed_from = step
         self._origin, self._left, self._began = step, frozenset(later), True
 
     def replaces(self, step: int) -> bool:
-        """Whether an existing step belongs to the branch that was left, and is to be saved again."""
+        """Return whether an existing step belongs to the abandoned branch, so that a save replaces it."""
         return step in self._left
 
     def saving(self, step: int, later: Sequence[int], *, leaves: bool = False) -> None:
-        """Note that a step is about to be saved; warn, once, if there are later ones, unless it leaves them behind."""
+        """Note that a step is about to be saved; warn, once, of later steps unless the save ``leaves`` them."""
         self.resumed_from = None
         if leaves:
             self._left &= {step}
@@ -378,10 +372,10 @@ class AbandonedSteps:
                 origin,
             )
 
-    def _warn(self, what: str, origin: int | str = "step") -> None:
+    def _warn(self, message: str, origin: int | str = "step") -> None:
         if self._warns:
             text = (
                 "%s: %s. Until then they count as the newest, for retention and for the next resume. Delete them with "
                 "delete_after(%s) before the run continues, or use another directory to keep both"
             )
-            _logger.warning(text, self._directory, what, origin)
+            _logger.warning(text, self._directory, message, origin)

@@ -1,4 +1,4 @@
-"""The directory of a run: its facts and options, and how its one writer changes and deletes the steps of one series."""
+"""The directory of a run: its one writer stores facts and options, and changes and deletes the steps of one series."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ def check_json(option: str, data: Mapping[str, Any] | None) -> dict[str, Any] | 
         encoded = encode_document("json", {"data": dict(data)})
     except (TypeError, ValueError) as error:
         raise OptionError(f"{option}= cannot be stored as JSON: {error}") from error
-    found: dict[str, Any] = json.loads(encoded)["data"]
-    return found
+    decoded: dict[str, Any] = json.loads(encoded)["data"]
+    return decoded
 
 
 def record_metrics(
@@ -107,8 +107,8 @@ def record_metrics(
 ) -> None:
     """Add metrics to a step from outside the run that writes it, such as from a separate evaluation.
 
-    The run may be alive, and save, rank and delete steps meanwhile: this call changes nothing that it writes. It sees
-    the metrics before it deletes the next steps, and ``best_step``, ``metrics`` and ``holdfast ls`` see them at once.
+    The run may be alive, and save, rank and delete steps meanwhile: this call changes none of its files. The run sees
+    the metrics before it deletes the next steps; ``best_step``, ``metrics`` and ``holdfast ls`` see them at once.
 
     Args:
         directory: The directory of the run: a path or a URL.
@@ -118,8 +118,8 @@ def record_metrics(
         clock: Where the time comes from, which orders metrics of the same name.
 
     Raises:
-        CheckpointNotFoundError: There is no such step, or the run has deleted or replaced it meanwhile; then the
-            metrics belong to nothing, and are not kept.
+        CheckpointNotFoundError: There is no such step, or the run deleted or replaced it meanwhile; then the metrics
+            are not kept.
         DamagedCheckpointError: The step is damaged.
         OptionError: The metrics are not numbers.
 
@@ -133,12 +133,12 @@ def record_metrics(
     ...         run.metrics(5)
     {'return': 3.5}
     """
-    location, found = as_location(directory, writes=True), plain_metrics(metrics)
+    location, values = as_location(directory, writes=True), plain_metrics(metrics)
     series = series_of(step_prefix)
-    there = (one.location for one in step_folders(location, series) if one.step == step)
-    folder = next(there, location / step_folder(series, step))
+    folders = (folder.location for folder in step_folders(location, series) if folder.step == step)
+    folder = next(folders, location / step_folder(series, step))
     record = read_record(folder)
-    write_late(location, folder.name, record, found, (clock or SystemClock()).now())
+    write_late(location, folder.name, record, values, (clock or SystemClock()).now())
     with contextlib.suppress(CheckpointNotFoundError):
         if read_record(folder).identity == record.identity:
             return
@@ -169,19 +169,18 @@ class RunDirectory(StepIndex):
         self.last_saved: int | None = None  # the step that this run saved last
         self._clock = clock
         self._rules = retention_rules(options)
-        self._reads_metrics = options.best_fn is not None or options.keep_checkpoints_without_metrics
         self._writes = writes  # on process 0; the others follow in memory
         self._warned = False  # whether the warning was given that no checkpoint has the metric of best_fn
         self._copied: set[int] = set()  # steps that are being copied elsewhere
         self._unswept: set[Location] = set()  # folders with files of another user
-        self._partial: set[int] = set()  # steps with an interrupted copy that the next attempt may complete
+        self.partial: set[int] = set()  # steps with an interrupted copy that the next attempt may complete
         self._changing = Lock()  # serializes changes of records and deletions of steps
         self._identity: RunIdentity | None = None  # None until this writer owns the directory
         self._keeps_tombstones = False  # whether another place may have the steps that are deleted here
 
     @property
     def identity(self) -> RunIdentity:
-        """The run of the directory; read from the file until this writer owns the directory."""
+        """The identity of the run; read from the file until this writer owns the directory."""
         return stored_identity(self.location) if self._identity is None else self._identity
 
     def acquire(
@@ -191,7 +190,7 @@ class RunDirectory(StepIndex):
         *,
         partial: CheckpointRecord | None = None,
     ) -> list[int]:
-        """Take ownership, remove what interrupted runs left, and return the steps whose folders are no checkpoints."""
+        """Acquire the directory, remove the remains of interrupted runs, and return the steps of stray folders."""
         self.ownership.take()
         listing = self.location.snapshot()
         content = listing.entries()
@@ -199,30 +198,30 @@ class RunDirectory(StepIndex):
         if any(entry.name == OLD_INDEX and not entry.is_directory for entry in content):
             (self.location / OLD_INDEX).remove()
         folders = [folder.location for folder in step_folders(self.location, self._series, content)]
-        self._partial = set()
+        self.partial = set()
         if partial is not None and partial.step is not None:  # its interrupted copy is left for the next attempt
-            place = self.step_location(partial.step)
-            if place in folders and copy_left(place) == partial.fingerprint:
-                folders.remove(place)
-                self._partial = {partial.step}
+            interrupted = self.step_location(partial.step)
+            if interrupted in folders and copy_left(interrupted) == partial.fingerprint:
+                folders.remove(interrupted)
+                self.partial = {partial.step}
         parallel_map(lambda folder: self._sweep(folder, listing / folder.name), folders, max_concurrency(self.location))
         if not self.location.is_local:
             self._late.remove_stray(listing)
         self.reload(content)
         for step in self.steps() if self.location.is_remote else ():
-            place, record = self.step_location(step), self.stored_record(step)
-            sweep_stray(place, {entry.name for entry in (listing / place.name).entries()}, record)
+            folder, record = self.step_location(step), self.stored_record(step)
+            sweep_stray(folder, {entry.name for entry in (listing / folder.name).entries()}, record)
         if self._options.step_name_width not in (None, self._width):
-            what = "%s: the names of its steps stay as they are, as step_name_width=%d is for new directories"
-            _logger.warning(what, self.location, self._options.step_name_width)
+            text = "%s: the names of its steps stay as they are, as step_name_width=%d is for new directories"
+            _logger.warning(text, self.location, self._options.step_name_width)
         store_metadata(self.location, metadata)
         stored = stored_identity(self.location)
         identity = belongs.over(stored)
         # A directory of holdfast 0.1 does not say whether another place has its steps.
         self._keeps_tombstones = identity.mirror is not None or (stored.run is None and bool(self.steps()))
         self._store(identity if identity.run else replace(identity, run=os.urandom(16).hex()))
-        known = [StepEntry(step, self.step_location(step)) for step in self.steps_and_damaged()]
-        strays = sorted(entry.step for entry in stray_folders(self.location, self._series, known))
+        entries = [StepEntry(step, self.step_location(step)) for step in self.steps_and_damaged()]
+        strays = sorted(entry.step for entry in stray_folders(self.location, self._series, entries))
         self.add_strays(strays)
         if strays:
             listed = shortened_steps(strays)
@@ -236,24 +235,23 @@ class RunDirectory(StepIndex):
 
     @property
     def tombstones(self) -> Tombstones:
-        """The steps that were deleted here explicitly, and that another place may still have."""
+        """The steps that were deleted explicitly here, and that another place may still have."""
         return self.identity.tombstones.get(self._series, Tombstones())
 
     def settled_tombstones(self) -> Tombstones:
-        """Return the same, once a deletion that is under way has ended."""
+        """Return the tombstones once a deletion that is under way has ended."""
         with self._changing:
             return self.tombstones
 
     def clear_tombstones(self, done: Tombstones) -> None:
-        """Note that no other place has such steps any more."""
+        """Remove tombstones that all other places have obeyed."""
         with self._changing:
             if done and self._identity is not None:
                 self.ownership.check()
-                left = Tombstones(self.tombstones - done)
-                self._store(self._identity.with_tombstones(self._series, left))
+                self._store(self._identity.with_tombstones(self._series, Tombstones(self.tombstones - done)))
 
     def _add_tombstone(self, step: int, *, later: bool = False) -> None:
-        """Note, before a deletion, that no run may take the step, or steps of the hosts, from elsewhere."""
+        """Note, before a deletion, that no run may restore the step, or local steps, from another place."""
         identity = self._identity
         if not self._writes or identity is None or not (self._keeps_tombstones or identity.local):
             return
@@ -266,33 +264,29 @@ class RunDirectory(StepIndex):
                 tombstone = Tombstone(step, False, float(record.time), record.fingerprint)
             else:
                 tombstone = Tombstone(step)
-            added = Tombstones(self.tombstones | {tombstone})
-            identity = identity.with_tombstones(self._series, added)
+            identity = identity.with_tombstones(self._series, Tombstones(self.tombstones | {tombstone}))
         self.ownership.check()
         self._store(identity.with_branches(self._series, NO_LOCAL_STEPS) if identity.local else identity)
 
     @property
     def branches(self) -> tuple[LocalBranch, ...]:
-        """The history whose steps count on the hosts; empty if none was noted."""
+        """The history whose local steps count; empty if none was noted."""
         return self.identity.branches.get(self._series, ())
 
     def note_branches(self, branches: tuple[LocalBranch, ...]) -> None:
-        """Note the history whose steps count on the hosts, if the run has any and this is another."""
+        """Store the history whose local steps count, if the run has local steps and the history has changed."""
         with self._changing:
             identity = self._identity
             if identity is not None and identity.local and self.branches != branches:
                 self.ownership.check()
                 self._store(identity.with_branches(self._series, branches))
 
-    def keep_partial(self, step: int) -> None:
-        self._partial.add(step)
-
     def sweep_partial(self, *, besides: int | None = None) -> None:
         """Remove the interrupted copies except the copy of one step; a copy that was continued is complete."""
-        swept = self._partial - {besides}
+        swept = self.partial - {besides}
         folders = [self.step_location(step) for step in swept]
         parallel_map(functools.partial(self._sweep, raises=True), folders, max_concurrency(self.location))
-        self._partial -= swept
+        self.partial -= swept
 
     @contextlib.contextmanager
     def holding(self, step: int) -> Iterator[None]:
@@ -306,20 +300,20 @@ class RunDirectory(StepIndex):
                 self.collect()
 
     def _sweep(self, location: Location, listing: Location | None = None, *, raises: bool = False) -> None:
-        """Remove what interrupted saves left in a step's folder; ``listing`` is the folder in a listing of the run."""
+        """Remove the remains of interrupted saves in a step's folder; ``listing`` is the folder in a snapshot."""
         lock = SaveLock(location / PARTIAL)
         try:
-            if location.is_link() or is_swept(entry.name for entry in (listing or location).entries()):
+            if location.is_link() or is_swept([entry.name for entry in (listing or location).entries()]):
                 return
             try:
-                found = lock.take_over()
+                marked = lock.take_over()
             except (StorageConflictError, StoragePermissionError) as error:  # perhaps a save without a manager is alive
                 _logger.warning("%s: not swept: %s", location, error)
                 if isinstance(error, StoragePermissionError):
                     self._unswept.add(location)
                 return
-            if not sweep(location, lock=lock if found else None) and location.is_local:
-                # An earlier run may have made the folder and been killed before it locked it. The file system sets both
+            if not sweep(location, lock=lock if marked else None) and location.is_local:
+                # An earlier run may have been killed between making and locking the folder. The file system sets both
                 # times; another program may be about to fill a folder that is newer than this run.
                 with contextlib.suppress(OSError):  # usually because it is not empty
                     if os.lstat(location).st_mtime_ns <= os.stat(self.location / OWNER).st_mtime_ns:
@@ -328,7 +322,7 @@ class RunDirectory(StepIndex):
             if isinstance(error, StorageUnavailableError) or (raises and isinstance(error, StorageFullError)):
                 raise
             moved = ""
-            # No save that is alive has a marker that is no regular file, and a marker that was taken over is of none.
+            # The marker of a live save is a regular file that cannot be taken over.
             if location.is_local and is_strange(error):
                 with contextlib.suppress(StorageError):
                     moved = "" if has_record(location) else f", but moved to {self._set_aside(location)}"
@@ -339,7 +333,7 @@ class RunDirectory(StepIndex):
     def change(self, step: int, *, pinned: bool | None = None, metrics: Mapping[str, Any] | None = None) -> None:
         with self._changing:
             record = self.record(step) if self._writes else self.stored_record(step)
-            # What other programs have added becomes a part of the record, or it would count as later than ``metrics``.
+            # Metrics of other programs become a part of the record, or they would count as later than ``metrics``.
             folder = self.step_location(step).name
             added = self._late.files_of(folder)
             record = with_late(record, self._late.of(folder))
@@ -367,9 +361,9 @@ class RunDirectory(StepIndex):
         """Delete the steps after one, whole or damaged, the latest first; return them in ascending order."""
         with self._changing:
             self._add_tombstone(step, later=True)
-            later = [one for one in self.steps_and_damaged() if one > step]
-            for one in reversed(later):
-                self._delete(one)
+            later = [number for number in self.steps_and_damaged() if number > step]
+            for number in reversed(later):
+                self._delete(number)
         return later
 
     def _delete(self, step: int) -> None:
@@ -393,49 +387,48 @@ class RunDirectory(StepIndex):
         self.add(step, None)
 
     def make_room(self, step: int, *, replaces: bool = False) -> None:
-        """Rename a folder that the disk fails to read now, or that can have no record; remove a link to be replaced."""
+        """Rename a step's folder that cannot be read or replaced; remove a link that is to be replaced."""
         # The folder may become readable again, and the target of a link belongs to something else.
-        error, place = self._known(step).error, self.step_location(step)
+        error, folder = self._indexed(step).error, self.step_location(step)
         # A directory, a pipe or a link in the place of the record cannot be replaced by a file.
-        is_blocked = place.is_local and isinstance(error, DamagedCheckpointError) and not (place / RECORD).is_file()
-        if not (is_blocked or is_unreadable(error) or place in self._unswept):
-            if replaces and step in self.steps_and_damaged() and place.is_link():
+        is_blocked = folder.is_local and isinstance(error, DamagedCheckpointError) and not (folder / RECORD).is_file()
+        if not (is_blocked or is_unreadable(error) or folder in self._unswept):
+            if replaces and step in self.steps_and_damaged() and folder.is_link():
                 self._delete(step)
             return
         if self._writes:
             self.ownership.check()
             try:
-                moved = self._set_aside(place)
+                moved = self._set_aside(folder)
             except StorageError as refusal:
                 raise StorageError(
-                    f"{place}: this step cannot be read ({error}), so it is not replaced but moved aside before it is "
+                    f"{folder}: this step cannot be read ({error}), so it is not replaced but moved aside before it is "
                     f"saved again, and that failed: {refusal}. Repair the file system or remove the folder by hand, or "
                     "let the run continue in another directory"
                 ) from refusal
-            self._unswept.discard(place)
-            _logger.warning("%s: cannot be read, and is saved again: what was there is now %s", place, moved)
+            self._unswept.discard(folder)
+            _logger.warning("%s: cannot be read, and is saved again: what was there is now %s", folder, moved)
         self.add(step, None)
 
-    def _set_aside(self, place: Location) -> str:
+    def _set_aside(self, folder: Location) -> str:
         """Rename the folder of a step; return its new name."""
         taken = {entry.name for entry in self.location.entries()}
-        names = (f"{place.name}.unreadable{number or ''}" for number in itertools.count())
-        return place.rename(next(name for name in names if name not in taken)).name
+        names = (f"{folder.name}.unreadable{number or ''}" for number in itertools.count())
+        return folder.rename(next(name for name in names if name not in taken)).name
 
     def why_kept(self, step: int) -> tuple[str, ...]:
-        """Return every reason for which a step is kept; empty if it is about to be deleted."""
-        found = reasons(self.infos(), self._rules).get(step, ())
-        return found or tuple(reason for protected, reason in self._protected() if protected == step)[:1]
+        kept = reasons(self.infos(), self._rules).get(step, ())
+        return kept or tuple(reason for protected, reason in self._protected() if protected == step)[:1]
 
     def _protected(self) -> Iterator[tuple[int, str]]:
-        """Generate the steps that stay although no rule keeps them, with the reason."""
+        """Generate the steps that stay although no rule keeps them, each with the reason."""
         if self.last_saved is not None:  # later steps belong to another branch
             yield self.last_saved, "saved last"
         yield from ((step, "being copied to the mirror") for step in tuple(self._copied))
 
     def collect(self) -> None:
         """Delete the steps that no rule keeps. A failure is logged; the next call tries again."""
-        if self._reads_metrics:
+        if self._options.best_fn is not None or self._options.keep_checkpoints_without_metrics:
             self.add_late_metrics()
         if any(isinstance(rule, KeepAll) for rule in self._rules):
             return
@@ -460,9 +453,10 @@ class RunDirectory(StepIndex):
         if rule is None or self._warned or not infos or any(info.value(rule.metric) is not None for info in infos):
             return
         self._warned = True
-        text = (
+        _logger.warning(
             "%s: no checkpoint has %s, by which best_fn finds the best (the newest has %s); the newest "
-            "are kept in place of the best"
+            "are kept in place of the best",
+            self.location,
+            shown_metric(metric_name(rule.metric)),
+            ", ".join(infos[-1].metrics or ()) or "no metrics",
         )
-        found = ", ".join(infos[-1].metrics or ()) or "no metrics"
-        _logger.warning(text, self.location, shown_metric(metric_name(rule.metric)), found)

@@ -1,8 +1,7 @@
 """The events of a run, in the file ``events.jsonl`` of its directory.
 
-People, reports and supervisors read the events, and the interval between saves is learned from them where a program
-asks for that. Nothing else depends on them: a file that cannot be written or read is no error, readers skip a line that
-a crash cut off, and object stores have no such file.
+Users, reports and supervisors read the events, and ``save_interval_secs="auto"`` learns from them. Nothing else depends
+on them: a file that cannot be written or read is no error, readers skip incomplete lines, and object stores have none.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import math
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -55,17 +55,16 @@ class RunEvents:
         self._observer = observer
         self._run = os.urandom(6).hex()
         self._file = directory.path / EVENTS if process == 0 and directory.is_local else None
-        self._began = False
         self._has_ended = False  # whether the program has noted how training ended
         self._logged = False
-        self._early: list[dict[str, Any]] = []  # events from before the run owned its directory
+        self._early: list[dict[str, Any]] | None = []  # events so far, until the run owns its directory
         self._listeners: list[Callable[[dict[str, Any]], None]] = []
 
     def add_listener(self, listener: Callable[[dict[str, Any]], object]) -> None:
         """Call a function with every event, such as one that passes it to a logger.
 
         It is called on the thread on which the event occurs: ``saved`` comes from the thread that saves in the
-        background. Where several processes save, only process 0 has events. An error of the listener is logged, the
+        background. If several processes save, only process 0 has events. An error of the listener is logged, the
         first one as a warning, and stops nothing.
 
         Args:
@@ -83,16 +82,15 @@ class RunEvents:
         self._listeners.append(guarded(listener))
 
     def earlier(self) -> list[dict[str, Any]]:
-        """Return the events that are in the file, in their order; none for a run in an object store."""
+        """Return the events in the file, in order; [] for a run in an object store."""
         return read_run_events(self._directory)
 
     def begin(self, newest: int | None) -> None:
-        """Note that the run has acquired its directory, in which ``newest`` is the newest step."""
+        """Note that the run has acquired its directory, whose newest step is ``newest``."""
         if self._file is not None:
             with self._only_logged():
                 _cut_torn_line(self._file)
-        early, self._early = self._early, []
-        self._began = True
+        early, self._early = self._early or [], None
         pid = os.getpid()
         self.write("started", newest=newest, pid=pid, host=os.uname().nodename, program=f"{_PROGRAM}.{pid}")
         for event in early:
@@ -102,14 +100,14 @@ class RunEvents:
         """Append an event; never raises."""
         self._has_ended |= event in ("finished", "preempted", "failed")
         line = {"event": event, "time": self._clock.now(), "run": self._run, **facts}
-        if self._began:
+        if self._early is None:
             self._append(line)
         else:
             self._early = [*self._early, line][-_EARLY:]
 
     def end(self, step: int | None, error: BaseException | None) -> None:
         """Note that the manager is closed, unless a callback reports the end in more detail."""
-        if not self._began or self.has_callback or self._has_ended:
+        if self._early is not None or self.has_callback or self._has_ended:
             return
         status = error.code if isinstance(error, SystemExit) else None
         if error is None or (isinstance(error, SystemExit) and status in (None, 0)):
@@ -139,7 +137,7 @@ class RunEvents:
 
 
 def slow_saves(limit: float, report: Callable[[Any, float], object]) -> Callable[[Event], None]:
-    """Return a listener that reports the first of several saves in a row that take longer than a limit, in seconds."""
+    """Return a listener that reports the first of consecutive saves that take longer than ``limit`` seconds."""
     was_slow = False
 
     def listen(event: Event) -> None:
@@ -157,7 +155,7 @@ def slow_saves(limit: float, report: Callable[[Any, float], object]) -> Callable
 
 
 def guarded(listener: Callable[[T], object], name: str | None = None) -> Callable[[T], None]:
-    """Return a listener whose errors are logged, the first one as a warning, and go no further."""
+    """Return a listener that logs its errors, the first one as a warning, and raises none."""
     warned = False
     shown = name or getattr(listener, "__qualname__", type(listener).__qualname__)
 
@@ -174,7 +172,6 @@ def guarded(listener: Callable[[T], object], name: str | None = None) -> Callabl
 
 
 def described(error: BaseException) -> str:
-    """Return the text of an error for an event."""
     return f"{type(error).__name__}: {error}"[:1000]
 
 
@@ -194,36 +191,34 @@ def event_scalars(event: Event) -> dict[str, float]:
     """
     name = event["event"]
     if name == "saved":
-        found = {key: event.get(key) for key in ("bytes", "shared_bytes", "blocked_seconds", "total_seconds")}
+        scalars = {key: event.get(key) for key in ("bytes", "shared_bytes", "blocked_seconds", "total_seconds")}
     elif name == "restored":
-        found = {"restore_seconds": event.get("seconds"), "skipped": len(event.get("skipped") or ())}
+        scalars = {"restore_seconds": event.get("seconds"), "skipped": len(event.get("skipped") or ())}
     else:
-        found = {name: 1} if name in ("save_failed", "preempted", "failed") else {}
-    return {f"checkpoint/{key}": value for key, value in found.items() if isinstance(value, int | float)}
+        scalars = {name: 1} if name in ("save_failed", "preempted", "failed") else {}
+    return {f"checkpoint/{key}": value for key, value in scalars.items() if isinstance(value, int | float)}
 
 
 def few(metrics: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return metrics for an event, or None if there are none; the first ones if there are very many, no long lists."""
-    short = [one for one in (metrics or {}).items() if not (isinstance(one[1], list) and len(one[1]) > _METRICS)]
-    return dict(short[:_METRICS]) or None
+    """Return the first metrics, without long lists, for an event; None without any."""
+    pairs = (metrics or {}).items()
+    short = ((name, value) for name, value in pairs if not isinstance(value, list) or len(value) <= _METRICS)
+    return dict(islice(short, _METRICS)) or None
 
 
 _rotating = Lock()
 
 
 def _append(path: Path, event: Event) -> None:
-    """Append an event; a file beyond its limit is rotated, and one rotated file is kept."""
-    if _size(path) > _LIMIT and _rotating.acquire(blocking=False):
-        try:
-            if _size(path) > _LIMIT:  # unless another thread has rotated it meanwhile
-                path.replace(path.with_name(ROTATED))
-        finally:
-            _rotating.release()
+    """Append an event; rotate a file beyond its limit, keeping one old file."""
+    with _rotating:
+        if path.exists() and path.stat().st_size > _LIMIT:
+            path.replace(path.with_name(ROTATED))
     append_line(path, json.dumps(finite(event), default=str))
 
 
 def read_events(path: Path, offset: int = 0) -> tuple[list[dict[str, Any]], int]:
-    """Read the events in a file from an offset on, without an incomplete last line; return also the next offset."""
+    """Read the events of a file from an offset on, except an incomplete last line; return also the next offset."""
     try:
         with open(open_own(path, os.O_RDONLY), "rb") as file:
             offset = max(offset, os.fstat(file.fileno()).st_size - _MOST)
@@ -232,24 +227,24 @@ def read_events(path: Path, offset: int = 0) -> tuple[list[dict[str, Any]], int]
     except OSError:
         return [], offset
     end = content.rfind(b"\n") + 1
-    found = []
+    events = []
     for line in content[:end].splitlines():
         with contextlib.suppress(ValueError, RecursionError):
             event = json.loads(line)
             if isinstance(event, dict) and isinstance(event.get("event"), str):
-                found.append(event)
-    return found, offset + end
+                events.append(event)
+    return events, offset + end
 
 
 def read_run_events(directory: Location) -> list[dict[str, Any]]:
-    """Return all events that are kept in the directory of a run, in their order."""
+    """Return all events in the directory of a run, in order."""
     if not directory.is_local:
         return []
     return [event for name in (ROTATED, EVENTS) for event in read_events(directory.path / name)[0]]
 
 
 def has_finished(path: Path) -> bool:
-    """Return whether training has finished, by the events in a file; commands may have changed the run since then."""
+    """Return whether training has finished, by its events; commands may have changed the run since."""
     for event in reversed(read_events(path)[0]):
         if event["event"] == "ended" and event.get("how") == "finished":
             return True
@@ -259,17 +254,12 @@ def has_finished(path: Path) -> bool:
 
 
 def append_after_death(path: Path, event: Event) -> None:
-    """Append an event to the file of a run whose process is dead."""
     _cut_torn_line(path)
     _append(path, event)
 
 
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
-
-
 def _cut_torn_line(path: Path) -> None:
-    """Remove a last line that a crash has cut off, so that the next event begins a new line."""
+    """Remove an incomplete last line that a crash left."""
     if not path.exists():
         return
     with open(open_own(path, os.O_RDWR), "r+b") as file:
@@ -281,7 +271,7 @@ def _cut_torn_line(path: Path) -> None:
 
 
 def finite(value: Any) -> Any:
-    """Return what strict JSON can hold: null for NaN and infinities."""
+    """Return a value for strict JSON: null for NaN and infinities."""
     if isinstance(value, Mapping):
         return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -290,5 +280,5 @@ def finite(value: Any) -> Any:
 
 
 def number_in_event(value: Any) -> float | None:
-    """Return a time, a duration, a step or a number of bytes; None for any other value."""
+    """Return a time, a duration, a step or a number of bytes as a float; None for any other value."""
     return float(value) if isinstance(value, int | float) and type(value) is not bool and 0 <= value < 2**63 else None

@@ -85,9 +85,9 @@ class Every(SavePolicy, KeepPolicy):
     def kept(self, steps: Sequence[StepInfo]) -> dict[int, str]:
         """Return the steps to keep, each with the reason."""
         ordered = sorted(steps, key=operator.attrgetter("step"))
-        found = self._at_multiples(ordered) if self.steps is not None else self._apart(ordered)
+        reasons = self._at_multiples(ordered) if self.steps is not None else self._apart(ordered)
         why = "" if self.keep is None else f", one of the newest {self.keep}"
-        newest = list(found.items())[-self.keep if self.keep is not None else 0 :]
+        newest = list(reasons.items())[-self.keep if self.keep is not None else 0 :]
         return {step: f"{reason}{why}" for step, reason in newest}
 
     @property
@@ -99,12 +99,8 @@ class Every(SavePolicy, KeepPolicy):
     def _at_multiples(self, ordered: Sequence[StepInfo]) -> dict[int, str]:
         """Return step 0, and the first step at or past each multiple."""
         assert self.steps is not None
-        kept: dict[int, str] = {}
-        passed = 0  # how many multiples the last kept step has passed; no step passes 0, where runs begin
-        for info in ordered:
-            if info.step // self.steps > passed or info.step == 0:
-                kept[info.step], passed = self._why, info.step // self.steps
-        return kept
+        first = {info.step // self.steps: info.step for info in reversed(ordered)}  # by the multiples passed
+        return {step: self._why for passed, step in sorted(first.items()) if passed or step == 0}
 
     def _apart(self, ordered: Sequence[StepInfo]) -> dict[int, str]:
         """Return the lowest step, and each that was committed some seconds or more after the last of them."""
@@ -120,7 +116,7 @@ class Every(SavePolicy, KeepPolicy):
 
 
 def passes(n: int, step: int, previous: int | None) -> bool:
-    """Whether a multiple of ``n`` lies after the previous step, up to this one."""
+    """Return whether a multiple of ``n`` is after the previous step and not after this one."""
     if previous is None:
         return step % n == 0
     return step // n != previous // n
@@ -157,14 +153,13 @@ def save_interval(given: Duration, *, name: str = "save_interval_secs") -> float
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What an interval is expected to lose, in seconds a day."""
+    """The expected loss of an interval, in seconds a day."""
 
     saving: float  # the loop waits for saves, or is slowed down by them
     failing: float  # work that is done again after failures, and the time to resume
 
     @property
     def together(self) -> float:
-        """The sum of both."""
         return self.saving + self.failing
 
 
@@ -223,7 +218,7 @@ class Experience:
 
     @property
     def ran(self) -> float:
-        """The seconds that the program has run, each start until its last event."""
+        """The seconds that the program has run: of each start, until its last event."""
         return sum(max(0.0, start.last - start.began) for start in self._starts.values())
 
     @property
@@ -234,7 +229,7 @@ class Experience:
         This is the most probable rate given the events of the run.
         """
         days, variance = self.ran / DAY, _SPREAD**2
-        # The logarithm of the rate, where the derivative of the logarithm of its probability is zero.
+        # Bisect for the logarithm of the rate at which the derivative of the log-probability is zero.
         low, high = -variance * days, min(variance * self.failures, _MOST_FREQUENT)
         for _ in range(100):
             middle = (low + high) / 2
@@ -255,15 +250,14 @@ class Experience:
     # ---- conclusions
 
     def best(self, least: float = 0.0, greatest: float = math.inf) -> float:
-        """Return the interval between two bounds that loses least, in seconds; the least before the first save."""
+        """Return the interval within bounds that loses least, in seconds; the least one before the first save."""
         if (cost := self.cost) is None:
             return least
-        # A save that comes earlier only waits until the one before it is durable.
+        # An earlier save would only wait until the previous one is durable.
         return min(max(least, self.durable, math.sqrt(2 * cost * self.between_failures)), greatest)
 
     def loss(self, interval: float) -> Loss:
-        """Return the expected loss of saving at an interval, in seconds."""
-        # A save waits until the one before it is durable.
+        # A save waits until the previous one is durable.
         waits = max(0.0, self.durable - interval)
         between = interval + waits
         lost = between / 2 + self.durable + self.comeback
@@ -275,7 +269,7 @@ class Experience:
     # ---- reading the events
 
     def add(self, event: Mapping[str, Any]) -> None:
-        """Learn from an event of the run, in their order; ignore anything that is not an event of holdfast."""
+        """Learn from the next event of the run; ignore anything else."""
         when = number_in_event(event.get("time"))
         if when is None:
             return
@@ -303,12 +297,12 @@ class Experience:
                 start.word = start.word or "ended"
 
     def _start(self, run: str, when: float, program: Any) -> _Start:
-        """Return the start of the program that an event belongs to; a new one ends the one before."""
+        """Return the start of the program that an event belongs to; a new start ends the one before."""
         start = self._starts.get(run)
         if start is None:
             before = self._current
             if before is not None and not before.word:
-                # A program that still runs has only made another manager, as cells of a notebook do.
+                # A program that is still running has only made another manager, as notebooks do.
                 lives = program is not None and program == before.program
                 self._fail(before, None, counts=not lives)
                 before.word = "closed" if lives else "lost"
@@ -326,7 +320,7 @@ class Experience:
         blocked, total = number_in_event(event.get("blocked_seconds")), number_in_event(event.get("total_seconds"))
         if blocked is None or total is None:
             return
-        # Both count from the call, which first waits for the save before it to be durable.
+        # Both count from the call, which first waits until the previous save is durable.
         waited = 0.0 if start.saved is None else min(blocked, max(0.0, start.saved - (when - total)))
         self._costs.append(blocked - waited + (number_in_event(event.get("slowed_seconds")) or 0.0))
         self._totals.append(max(0.0, total - waited))
@@ -353,7 +347,7 @@ class LearnedInterval(SavePolicy):
     least: float
     greatest: float
     experience: Experience = field(default_factory=Experience, compare=False, repr=False)
-    # The current trigger. Events arrive on the thread that saves, and replace it as a whole.
+    # The current trigger; replaced as a whole, because events arrive on the thread that saves.
     _now: Every = field(init=False, compare=False, repr=False)
     _told: float | None = field(default=None, init=False, compare=False, repr=False)
 
@@ -370,28 +364,27 @@ class LearnedInterval(SavePolicy):
         return f"every {_short(self.interval_secs)}, learned"
 
     def follow(self, events: RunEvents) -> None:
-        """Learn from the earlier events of the run, and from each one that comes."""
+        """Learn from the earlier events of the run, and from each new one."""
         self.learn(events.earlier())
         events.add_listener(lambda event: self.learn([event]))
 
     def learn(self, events: Iterable[Mapping[str, Any]]) -> None:
-        """Learn from events of the run, in their order."""
         for event in events:
             self.experience.add(event)
         self._now = Every(secs=self.experience.best(self.least, self.greatest))
 
     def report(self, events: RunEvents, directory: object) -> None:
-        """Report the interval in the log and in the events if it has changed since the last report."""
-        known, now = self.experience, self.interval_secs
-        if known.cost is None or (self._told is not None and abs(now / self._told - 1) < _NOTABLE):
+        """Report the interval in the log and in an event if it has changed notably since the last report."""
+        experience, now = self.experience, self.interval_secs
+        if experience.cost is None or (self._told is not None and abs(now / self._told - 1) < _NOTABLE):
             return
         self._told = now
-        failures = "1 failure" if known.failures == 1 else f"{known.failures} failures"
+        failures = "1 failure" if experience.failures == 1 else f"{experience.failures} failures"
         why = (
-            f"a save costs {_short(known.cost)} and is durable after {_short(known.durable)}; {failures} in "
-            f"{_short(known.ran)}, so the next one is expected in {_short(known.between_failures)}"
+            f"a save costs {_short(experience.cost)} and is durable after {_short(experience.durable)}; {failures} in "
+            f"{_short(experience.ran)}, so the next one is expected in {_short(experience.between_failures)}"
         )
-        unbounded = known.best()
+        unbounded = experience.best()
         if abs(unbounded / now - 1) >= _NOTABLE:
             why += f"; {_short(unbounded)} would lose least, without the bounds"
         _logger.info("%s: saves every %s from now on: %s", directory, format_duration(round(now, 1)), why)
@@ -400,9 +393,9 @@ class LearnedInterval(SavePolicy):
             seconds=round(now, 3),
             least=self.least,
             greatest=self.greatest,
-            cost_seconds=round(known.cost, 6),
-            failures=known.failures,
-            between_failures_seconds=round(known.between_failures, 3),
+            cost_seconds=round(experience.cost, 6),
+            failures=experience.failures,
+            between_failures_seconds=round(experience.between_failures, 3),
             why=why,
         )
 

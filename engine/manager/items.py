@@ -1,4 +1,4 @@
-"""The items of a manager, what is saved and restored under which name by which checkpointer, and the step to save."""
+"""The items of a manager, each with its name and checkpointer; and the step that is being saved."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .retention import newest_with
 
 
 class ItemSet:
-    """The items of a manager, each with its checkpointer; the caller of a manager of one item does not name it."""
+    """The items of a manager by name, each with its checkpointer; callers do not name a single item."""
 
     def __init__(
         self,
@@ -60,17 +60,17 @@ class ItemSet:
         if rare and not self._checkpointers.keys() - set(rare):
             raise OptionError("item_intervals names every item; a checkpoint needs one that it always has")
         self._rare = frozenset(rare)  # items that few checkpoints have
-        # By item, the data files of the steps so far. Later steps may share them.
-        self._written = {
+        handlers = {name: checkpointer.handler for name, checkpointer in self._checkpointers.items()}
+        self._written = {  # the data files of the steps so far, by item; later steps may share them
             name: WrittenSteps()
-            for name, one in self._checkpointers.items()
-            if reuse and isinstance(one.handler, PreparedCheckpointHandler) and one.handler.reuses
+            for name, handler in handlers.items()
+            if reuse and isinstance(handler, PreparedCheckpointHandler) and handler.reuses
         }
         self._uploads = uploads  # whether the data files will be uploaded from the disk
-        self._optional = self._rare | {name for name, one in self._checkpointers.items() if one.handler.optional}
+        self._optional = self._rare | {name for name, handler in handlers.items() if handler.optional}
 
     def left_out(self, stored: StoredItems, wanted: Any) -> list[str]:
-        """Return the rare items that a restore asks for and this checkpoint lacks."""
+        """Return the rare items that a restore requests and this checkpoint lacks."""
         asked = self._rare if not isinstance(wanted, Mapping) else self._rare & wanted.keys()
         return sorted(asked.difference(stored.names))
 
@@ -94,58 +94,35 @@ class ItemSet:
         }
 
     def _arguments(self, handler: CheckpointHandler, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the arguments of a save; each data file that is uploaded may be in memory meanwhile."""
+        """Return the arguments of a save; files to upload are smaller, as each may be held in memory."""
         if not self._uploads or not isinstance(handler, PreparedCheckpointHandler) or handler.layout is None:
             return given
         layout: Layout = given.get("layout") or handler.layout
         return {**given, "layout": layout.for_uploads()}
 
     def save_begins(self, step: int, run: RunDirectory) -> None:
-        """Note which data files the save of a step may share: none of the newest step, nor of the one before."""
+        """Choose the data files that a step may share: none of the newest step, nor of the one before it."""
         infos = run.infos()
         for name, written in self._written.items():
             near = newest_with(name, infos), newest_with(name, infos, step)
-            written.begin(step, [one for one in near if one is not None], functools.partial(run.has_item, name))
+            written.begin(step, [n for n in near if n is not None], functools.partial(run.has_item, name))
 
     @contextlib.contextmanager
     def steps_deleted(self) -> Iterator[None]:
-        """Note the changes that a deletion of steps makes to the files that other steps share with them."""
+        """Note which files a deletion of steps, in the block, leaves to the steps that share them."""
         with contextlib.ExitStack() as stack:
             for written in self._written.values():
                 stack.enter_context(written.names_removed())
             yield
 
     def damage_found(self) -> None:
-        """Do not share files with the earlier steps any more: other steps may share a damaged file."""
+        """Share no files with the earlier steps any more: other steps may share the damaged file."""
         for written in self._written.values():
             written.forget()
 
     def restore(
         self, stored: StoredItems, items: Any, kwargs: Mapping[str, Any], shared: SharedReads | None = None
     ) -> Any:
-        asked, arguments = self._asked(items, kwargs)
-        templates = asked or {}
-        found = {}
-        for name, saved in self._names(stored, asked).items():
-            handler, template = self._checkpointers[name].handler, templates.get(name)
-            given = self._completed(name, template, arguments.get(name, {}))
-            if shared is not None and handler.shares_reads:
-                given = {**given, "shared": shared}
-            found[name] = stored.restore(saved, handler, template, given)
-        return found if self._several else found[ITEM]
-
-    def structure(self, stored: StoredItems) -> Any:
-        """Describe the items whose handlers can, without reading their data; one item that cannot is None."""
-        found = {
-            name: stored.structure(saved, self._checkpointers[name].handler)
-            for name, saved in self._names(stored, None).items()
-            if has_structure(self._checkpointers[name].handler)
-        }
-        return found if self._several else found.get(ITEM)
-
-    def _asked(
-        self, items: Any, kwargs: Mapping[str, Any]
-    ) -> tuple[Mapping[str, Any] | None, Mapping[str, Mapping[str, Any]]]:
         templates, arguments = self._by_name(items, kwargs)
         if templates is not None and not isinstance(templates, Mapping):
             raise OptionError(
@@ -153,44 +130,53 @@ class ItemSet:
                 f"{{{next(iter(self._checkpointers))!r}: ...}}; found {type(templates).__name__}"
             )
         self._check_arguments("restore_kwargs", arguments)
-        return templates, arguments
+        values = {}
+        for name, saved in self._names(stored, templates).items():
+            handler, template = self._checkpointers[name].handler, (templates or {}).get(name)
+            given = arguments.get(name, {})
+            if template is None and type(handler) is PyTreeCheckpointHandler:
+                given = {"torch_tensors": True, **given}  # `load_state_dict` takes no numpy arrays
+            if shared is not None and handler.shares_reads:
+                given = {**given, "shared": shared}
+            values[name] = stored.restore(saved, handler, template, given)
+        return values if self._several else values[ITEM]
+
+    def structure(self, stored: StoredItems) -> Any:
+        """Describe the items without reading their data; None for a single item whose handler cannot."""
+        structures = {
+            name: stored.structure(saved, self._checkpointers[name].handler)
+            for name, saved in self._names(stored, None).items()
+            if has_structure(self._checkpointers[name].handler)
+        }
+        return structures if self._several else structures.get(ITEM)
 
     def _by_name(self, items: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
         return (items, kwargs) if self._several else ({ITEM: items}, {ITEM: kwargs})
 
-    def _completed(self, name: str, template: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Ask for tensors if a tree is restored without a template: ``load_state_dict`` takes no numpy arrays."""
-        is_tree = type(self._checkpointers[name].handler) is PyTreeCheckpointHandler
-        return {"torch_tensors": True, **arguments} if is_tree and template is None else arguments
-
-    def _check_arguments(self, what: str, arguments: Mapping[str, Any]) -> None:
-        unknown = arguments.keys() - self._checkpointers.keys()
-        if unknown:
+    def _check_arguments(self, option: str, arguments: Mapping[str, Any]) -> None:
+        if unknown := arguments.keys() - self._checkpointers.keys():
             raise OptionError(
-                f"{what} for unknown items: {', '.join(sorted(unknown))}; this manager has the items "
+                f"{option} for unknown items: {', '.join(sorted(unknown))}; this manager has the items "
                 f"{', '.join(self._checkpointers)}"
             )
 
     def _names(self, stored: StoredItems, wanted: Mapping[str, Any] | None) -> dict[str, str]:
         """Return the names of the wanted items in a checkpoint, which may lack optional ones."""
+        names = {name: name for name in (self._checkpointers if wanted is None else wanted)}
         if not self._several:
             names = {ITEM: stored.only_name(self._checkpointers[ITEM].handler)}
-        else:
-            names = {name: name for name in (self._checkpointers if wanted is None else wanted)}
         names = {name: saved for name, saved in names.items() if saved in stored.names or name not in self._optional}
-        known = self._checkpointers.keys()
-        missing = [name for name, saved in names.items() if saved not in stored.names or name not in known]
-        if missing:
+        if missing := [n for n, saved in names.items() if saved not in stored.names or n not in self._checkpointers]:
             raise CheckpointNotFoundError(
                 f"{stored.location}: no item {', '.join(missing)}; the checkpoint has "
                 f"{', '.join(sorted(stored.names))}, and this manager has checkpointers for "
-                f"{', '.join(sorted(known))}"
+                f"{', '.join(sorted(self._checkpointers))}"
             )
         return names
 
 
 class StepContent(NamedTuple):
-    """What a program passes to be saved at a step; ``kwargs`` are for the handlers."""
+    """The arguments of a save; ``kwargs`` are for the handlers."""
 
     step: int
     items: Any
@@ -200,7 +186,7 @@ class StepContent(NamedTuple):
 
 
 class PendingSave:
-    """The step that is being saved, and its metrics: more may come until the commit record is made."""
+    """The step that is being saved; metrics can be added until its commit record is made."""
 
     def __init__(self, content: StepContent, reason: str) -> None:
         self.step = content.step
@@ -224,7 +210,6 @@ class PendingSave:
             return self.metrics
 
     def record(self, items: Mapping[str, ItemRecord], time: float) -> CheckpointRecord:
-        """Return the commit record of the step, with all metrics."""
         return CheckpointRecord(
             items=items,
             time=time,

@@ -1,7 +1,7 @@
-"""Local steps: which hosts there are, who keeps whose copies, which step is whole across them, and how it is read.
+"""Local steps: the hosts of a program, who keeps whose copies, and the newest step that is whole across them.
 
-A new run asks all hosts what they have. The newest step of which every file is somewhere is verified by its checksums,
-each file where it lies, and read through :class:`~..storage.ScatteredFiles`: files of this host directly, others by
+A new run asks all hosts for their files. The newest step whose every file is on some host is verified by its checksums,
+each file on its host, and read through :class:`~..storage.ScatteredFiles`: files of this host directly, others by
 ranges from a host that has them. `local_tier` saves the steps.
 """
 
@@ -42,21 +42,21 @@ COPIES = "copies"  # the folder of what other hosts have sent
 
 
 def neighbours(domains: Sequence[str], copies: int) -> list[list[int]]:
-    """Return for each host the ``copies`` other hosts that keep copies of its files, given the domain of each."""
+    """Return, for each host, the ``copies`` other hosts that keep copies of its files."""
     # Failure domains alternate in this ring. Each host sends to the next hosts in other domains, and to hosts of its
     # domain only if there are too few others.
     ring = sorted(range(len(domains)), key=lambda host: (domains[:host].count(domains[host]), host))
-    found: list[list[int]] = [[] for _ in domains]
-    for place, host in enumerate(ring):
-        after = [*ring[place + 1 :], *ring[:place]]
+    keepers: list[list[int]] = [[] for _ in domains]
+    for position, host in enumerate(ring):
+        after = [*ring[position + 1 :], *ring[:position]]
         after.sort(key=lambda other: domains[other] == domains[host])  # stable: those in other domains come first
-        found[host] = after[:copies]
-    return found
+        keepers[host] = after[:copies]
+    return keepers
 
 
 @dataclass(frozen=True, slots=True)
 class HeldStep:
-    """What one host has of a local step: its files by path, each with its folder and size, and the commit record."""
+    """The part of a local step on one host: folder and size of each file by path, and the commit record."""
 
     files: Mapping[str, tuple[str, int]]
     record: CheckpointRecord | None = None
@@ -103,8 +103,8 @@ def gather(folder: str, held: Sequence[Mapping[str, HeldStep]]) -> WholeStep | s
     if any(record.identity != records[0].identity for record in records):
         return f"the hosts have the {RECORD} of different saves"
     holders = {
-        path: [(host, step.files[path][0]) for host, step in here if step.files.get(path, ("", -1))[1] == known.size]
-        for path, known in files_of(records[0])
+        path: [(host, step.files[path][0]) for host, step in here if step.files.get(path, ("", -1))[1] == record.size]
+        for path, record in files_of(records[0])
     }
     if missing := [path for path, hosts in holders.items() if not hosts]:
         return f"missing or damaged on all hosts: {shortened(missing, 3)}"
@@ -113,17 +113,17 @@ def gather(folder: str, held: Sequence[Mapping[str, HeldStep]]) -> WholeStep | s
 
 
 def whole_steps(held: Sequence[Mapping[str, HeldStep]]) -> list[WholeStep]:
-    """Return the steps of which every file is on some host, given the folders of each; the newest first."""
+    """Return the steps whose every file is on some host, the newest first."""
     gathered = [gather(folder, held) for folder in set().union(*held)]
     whole = [step for step in gathered if isinstance(step, WholeStep)]
     return sorted(whole, key=lambda step: (step.step, step.folder), reverse=True)
 
 
 def is_on_line(folder: str, step: int, branches: Sequence[LocalBranch]) -> bool:
-    """Return whether the history of a run, given its last branches, contains the local step of a folder."""
+    """Return whether the history given by its last branches contains the local step of a folder."""
     sequence, attempt = sequence_of(folder), folder.rpartition(".")[2]
-    own = [n for n, branch in enumerate(branches) if branch.attempt == attempt and branch.sequence < sequence]
-    return bool(own) and all(step <= later.after for later in branches[own[-1] + 1 :])
+    indices = [n for n, branch in enumerate(branches) if branch.attempt == attempt and branch.sequence < sequence]
+    return bool(indices) and all(step <= later.after for later in branches[indices[-1] + 1 :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,18 +136,18 @@ class _Host:
 
 @dataclass(frozen=True, slots=True)
 class _Program:
-    """What process 0 sends to all processes at the start."""
+    """The facts that process 0 sends to all processes at the start."""
 
     hosts: Sequence[_Host]
     run: str | None  # the folder of the run whose local steps count; None while the directory of the run is new
-    place: str  # the end of the name of that folder, which stands for the path of the directory
+    path_digest: str  # the end of the name of that folder, which stands for the path of the directory
     token: str
     attempt: str  # text that no other start of the program has
     branches: tuple[LocalBranch, ...]  # the history of which local steps counted at the start
 
 
 class LocalHosts:
-    """The hosts of a program, what they have of the local steps of its run, and how a step is read from them."""
+    """The hosts of a program, and the local steps of its run on them."""
 
     def __init__(self, options: Local, run: RunDirectory, processes: ProcessGroup) -> None:
         self.root = as_location(options.url, writes=True)
@@ -175,14 +175,13 @@ class LocalHosts:
         local = self._options
         name = local.host or f"{socket.gethostname()}/{machine_identity()}"
         me = {"name": name, "domain": local.failure_domain or name, "url": self.root.url}
-        found = self._processes.agree("hosts of local steps", me, self._meet)
-        hosts = [_Host(**one) for one in found["hosts"]]
-        branches = tuple(LocalBranch(*one) for one in found["branches"])
-        self.program = _Program(**{**found, "hosts": hosts, "branches": branches})
+        program = self._processes.agree("hosts of local steps", me, self._meet)
+        hosts = [_Host(**fields) for fields in program["hosts"]]
+        branches = tuple(LocalBranch(*fields) for fields in program["branches"])
+        self.program = _Program(**{**program, "hosts": hosts, "branches": branches})
         self.host = next(number for number, host in enumerate(hosts) if host.name == name)
         self.leads = hosts[self.host].leader == self._processes.index  # whether it serves and copies for its host
-        # The hosts that keep copies of the files of this one.
-        self.copies = neighbours([host.domain for host in hosts], local.copies)[self.host]
+        self.copies = neighbours([host.domain for host in hosts], local.copies)[self.host]  # hosts with our copies
         if len(hosts) == 1 and local.copies and self._processes.is_primary:
             _logger.warning(
                 "%s: all processes are on one host, so that local steps have no copies: they survive the end of the "
@@ -198,7 +197,7 @@ class LocalHosts:
                 mine["address"] = self._server.address
             if self.leads:
                 held = self._held()
-                mine["held"] = {folder: one.to_json() for folder, one in held.items()}
+                mine["held"] = {folder: step.to_json() for folder, step in held.items()}
                 mine["elsewhere"] = list(self._steps_elsewhere(held).items())
         except HoldfastError as error:  # all processes raise it
             mine["problem"] = f"{name}: {error}"
@@ -210,7 +209,7 @@ class LocalHosts:
                 self.peers[number] = Peer(f"host {host.name}", tuple(address), token, timeout=patience)
         self.further, self.left = set(answer["steps"]), set(answer["left"])
         self.newest = self._find(answer, None)
-        newest = max(self._newest_in_directory(), -1 if self.newest is None else self.newest.step)
+        newest = max([*self._run.steps(), -1 if self.newest is None else self.newest.step])
         newer = [f"step {step}: {why}" for step, why in sorted(self.unused.items()) if step > newest]
         if newer and self._processes.is_primary:
             _logger.warning("%s", itemized(f"{self.root}: newer local steps of this run are not used:", newer))
@@ -228,34 +227,33 @@ class LocalHosts:
         return {
             "hosts": list(hosts.values()),
             "run": self._folder_name(),
-            "place": self._place_name(),
+            "path_digest": self._path_digest(),
             "token": os.urandom(32).hex(),
             "attempt": os.urandom(4).hex(),
             "branches": self._run.branches,
         }
 
     def _folder_name(self) -> str | None:
-        """Return the name of the folder of the run; None while the directory of the run is new."""
         run = self._run.identity.run
-        return f"{run}.{self._place_name()}" if run and _TOKEN.fullmatch(run) else None
+        return f"{run}.{self._path_digest()}" if run and _TOKEN.fullmatch(run) else None
 
-    def _place_name(self) -> str:
-        # A copy of a directory has the identity of the original, and is another run; so is another prefix.
+    def _path_digest(self) -> str:
+        # A copy of a directory has the identity of the original but is another run; so is another step_prefix.
         first = self._run.step_location(0).url
         return hashlib.blake2b(first.encode("utf-8", "surrogateescape"), digest_size=4).hexdigest()
 
     # ---- which step is whole
 
     def _check_places(self, name: str | None) -> None:
-        """Refuse folders in which another user of the host could have put, or could exchange, local steps."""
+        """Refuse folders in which another user of the host could have put, or could replace, local steps."""
         check_private(os.fspath(self.root), shared=True)
         if name is not None:
             check_private(os.fspath(self.root / name), shared=False)
 
     def _held(self) -> dict[str, HeldStep]:
-        found: dict[str, HeldStep] = {}
+        held: dict[str, HeldStep] = {}
         if self.program.run is None:
-            return found
+            return held
         for where in (COPIES, OWN):
             folder = self.root / self.program.run / where
             try:
@@ -265,28 +263,28 @@ class LocalHosts:
                 _logger.warning("local steps are not used: %s", error)
                 continue
             for entry in entries:
-                place = folder / entry.name
-                before = found.get(place.name, HeldStep({}))
+                step_folder = folder / entry.name
+                before = held.get(step_folder.name, HeldStep({}))
                 files = {entry.name: (where, 0)}  # for what lies in the place of a step, and has no files
                 try:
-                    if entry.is_directory and not place.is_link():
-                        files = {path: (where, size) for path, size in files_in(place)}
-                        if (place / PARTIAL).is_there():
+                    if entry.is_directory and not step_folder.is_link():
+                        files = {path: (where, size) for path, size in files_in(step_folder)}
+                        if (step_folder / PARTIAL).is_there():
                             files[PARTIAL] = (where, 0)
                 except StorageError as error:
                     _logger.warning("this local step is not used: %s", error)
-                record = (record_of(place) if RECORD in files else None) or before.record
-                found[place.name] = HeldStep({**before.files, **files}, record)
-        return found
+                record = (record_of(step_folder) if RECORD in files else None) or before.record
+                held[step_folder.name] = HeldStep({**before.files, **files}, record)
+        return held
 
     def _steps_elsewhere(self, held: Mapping[str, HeldStep]) -> dict[int, str]:
-        """Return the local steps that this run may have saved under another identity or path, and why they are left."""
-        found = {}
+        """Return the local steps of this run under another identity or path, and why they are not used."""
+        unused = {}
         for entry in self.root.entries():
             run, _, path = entry.name.partition(".")
             if entry.name == self.program.run:
                 continue
-            if path == self.program.place:
+            if path == self.program.path_digest:
                 why = (
                     f"{self._run.location / OPTIONS} does not name its run: the file was damaged or removed, or it is "
                     "a step of another run, which was saved in this directory before"
@@ -300,11 +298,11 @@ class LocalHosts:
             else:
                 continue
             for where in (COPIES, OWN):
-                place = self.root / entry.name / where
-                for folder in [place / one.name for one in place.entries() if one.is_directory]:
+                parent = self.root / entry.name / where
+                for folder in [parent / child.name for child in parent.entries() if child.is_directory]:
                     if not folder.is_link() and (folder / RECORD).is_there():
-                        found[step_of(folder.name)] = f"{folder} is left: {why}"
-        return found
+                        unused[step_of(folder.name)] = f"{folder} is left: {why}"
+        return unused
 
     def _first_choice(self, processes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the address of each host and the newest whole step; on process 0."""
@@ -312,7 +310,8 @@ class LocalHosts:
         if problems := [leader["problem"] for leader in leaders if leader["problem"]]:
             raise OptionError(f"local steps: {problems[0]}")
         self._agreed_steps = [
-            {folder: HeldStep.from_json(one, folder) for folder, one in leader["held"].items()} for leader in leaders
+            {folder: HeldStep.from_json(document, folder) for folder, document in leader["held"].items()}
+            for leader in leaders
         ]
         self._elsewhere = {step: why for leader in leaders for step, why in leader["elsewhere"]}
         numbers = [sequence_of(folder) for steps in self._agreed_steps for folder in steps]
@@ -326,33 +325,31 @@ class LocalHosts:
         }
 
     def _counts(self, folder: str, step: int) -> bool:
-        """Return whether the history that leads to the newest step goes through a local step; on process 0."""
+        """Return whether the history that leads to the newest step contains a local step; on process 0."""
         if self.program.branches:
             return is_on_line(folder, step, self.program.branches)
-        return step > self._newest_in_directory()  # no history was noted: the directory is new
+        return step > max(self._run.steps(), default=-1)  # no history was noted: the directory is new
 
     def _counting(self) -> list[WholeStep]:
         """Return the whole steps that count, the newest first; on process 0."""
         return [whole for whole in whole_steps(self._agreed_steps) if self._counts(whole.folder, whole.step)]
 
     def _choose(self, step: int | None) -> dict[str, Any]:
-        """Return the named step if it counts, or the newest that the directory lacks, and the unused steps."""
+        """Return the named step if it counts, or else the newest that the directory lacks; and the unused steps."""
         counting, unused = self._counting(), self._elsewhere.copy()
         for folder in set().union(*self._agreed_steps):
             why = gather(folder, self._agreed_steps)
             if isinstance(why, str) and why and self._counts(folder, step_of(folder)):
                 unused[step_of(folder)] = why
-        for whole in counting:
-            unused.pop(whole.step, None)
-        newest = self._newest_in_directory()  # an equal local step may be one that the directory has replaced
-        found = [whole for whole in counting if (whole.step > newest if step is None else whole.step == step)]
-        chosen = [
-            {"folder": one.folder, "record": one.record.to_document(), "holders": one.holders} for one in found[:1]
-        ]
-        return {"whole": chosen[0] if chosen else None, "unused": list(unused.items())}
+        for counted in counting:
+            unused.pop(counted.step, None)
+        newest = max(self._run.steps(), default=-1)  # an equal local step may be one that the directory has replaced
+        whole = next((w for w in counting if (w.step > newest if step is None else w.step == step)), None)
+        document = whole and {"folder": whole.folder, "record": whole.record.to_document(), "holders": whole.holders}
+        return {"whole": document, "unused": list(unused.items())}
 
     def _again(self, step: int | None, folder: str, processes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Choose again, without what the hosts have found damaged in a folder; on process 0."""
+        """Choose again, without the files of a folder that hosts found damaged; on process 0."""
         for steps, host in zip(self._agreed_steps, self.program.hosts, strict=True):
             if folder in steps:
                 held, damaged = steps[folder], processes[host.leader]
@@ -369,7 +366,7 @@ class LocalHosts:
         """Verify the chosen step, each file on its host, and return it; choose again if it is damaged."""
         while (whole := answer["whole"]) is not None:
             record = CheckpointRecord.from_document(whole["record"], source=whole["folder"])
-            holders = {path: [(host, where) for host, where in one] for path, one in whole["holders"].items()}
+            holders = {path: [(host, where) for host, where in places] for path, places in whole["holders"].items()}
             step = WholeStep(whole["folder"], record, holders)
             for digested in (True, False):  # the index first, which has the checksums of the others
                 mine = self._damaged(step, digested) if self.leads else []
@@ -386,17 +383,13 @@ class LocalHosts:
         return step
 
     def forget(self) -> None:
-        """Forget the steps that were found."""
         self.unused, self.further, self.left = {}, set(), set()  # Other threads may go through those before.
 
-    def _newest_in_directory(self) -> int:
-        return max(self._run.steps(), default=-1)
-
     def _damaged(self, step: WholeStep, digested: bool) -> list[str]:
-        """Return the files of a step that are damaged here: of those with a digest in the record, or of the others."""
+        """Return the damaged files of a step on this host: those with a digest in the record, or the others."""
         try:
             checks = (
-                {path: FileCheck(known) for path, known in files_of(step.record) if known.crc32c is not None}
+                {path: FileCheck(record) for path, record in files_of(step.record) if record.crc32c is not None}
                 if digested
                 else file_checks(self._location_of(step), step.record)
             )
@@ -407,7 +400,7 @@ class LocalHosts:
             (path, where)
             for path, check in checks.items()
             for host, where in step.holders[path]
-            if host == self.host and (check.known.crc32c is not None) == digested
+            if host == self.host and (check.record.crc32c is not None) == digested
         ]
 
         def is_met(held: tuple[str, str]) -> bool:
@@ -426,7 +419,7 @@ class LocalHosts:
         return damaged
 
     def opened(self, step: WholeStep) -> tuple[Location, CheckpointRecord]:
-        """Return the place from which a step is read, and its commit record."""
+        """Return the location from which a step is read, and its commit record."""
         having = {host for places in step.holders.values() for host, _ in places}
         missing = [host.name for number, host in enumerate(self.program.hosts) if number not in having]
         if self._processes.is_primary:
@@ -443,14 +436,14 @@ class LocalHosts:
         return self.root / self.program.run / where / folder
 
     def _location_of(self, step: WholeStep) -> Location:
-        """Return the folder of a step as one place, wherever its files are."""
-        sizes = {path: known.size for path, known in files_of(step.record)}
+        """Return a location that presents the files of a step as one folder, whichever host has them."""
+        sizes = {path: record.size for path, record in files_of(step.record)}
 
         def opened(path: str) -> DataReader:
             held = step.holders[path]
-            own = next((where for host, where in held if host == self.host), None)
-            if own is not None:
-                return (self._place(step.folder, own) / path).open_data()
+            here = next((where for host, where in held if host == self.host), None)
+            if here is not None:
+                return (self._place(step.folder, here) / path).open_data()
             remote = [(self.peers[host], f"{self.program.run}/{where}/{step.folder}/{path}") for host, where in held]
             return RemoteReader(path, sizes[path], remote)
 
@@ -458,7 +451,7 @@ class LocalHosts:
 
     def make_folder(self, rendezvous: Rendezvous | None) -> Location | None:
         """Make the folder of the run on all hosts; raise StorageError on all processes if one cannot."""
-        # A process that has failed before takes no part in this, so it belongs to the local save, which that one knows.
+        # A process that failed earlier takes no part: the rendezvous is the one of the local save, which it has left.
         timeout = self._processes.timeout
         name = self._folder_name() if self._processes.is_primary else None
         if rendezvous is not None:
@@ -487,7 +480,7 @@ class LocalHosts:
         return space
 
     def send(self, number: int, path: str, size: int, pieces: Callable[[], Iterable[memoryview]]) -> None:
-        """Send a file to another host, for a path in the folder of the run."""
+        """Send a file to another host; ``path`` is relative to the folder of the run."""
         self.peers[number].write(f"{self.program.run}/{path}", size, pieces)
 
     def disconnect(self) -> None:
@@ -498,7 +491,7 @@ class LocalHosts:
 
 
 def record_of(folder: Location) -> CheckpointRecord | None:
-    """Return the commit record of a local step; None if it cannot be read, as the record of another host may count."""
+    """Return the commit record of a local step; None if it cannot be read, as another host may have it."""
     try:
         return CheckpointRecord.decode((folder / RECORD).read_bytes(limit=RECORD_LIMIT), source=str(folder / RECORD))
     except ObjectNotFoundError:
@@ -509,7 +502,7 @@ def record_of(folder: Location) -> CheckpointRecord | None:
 
 
 def files_in(folder: Location, begin: str = "") -> Iterator[tuple[str, int]]:
-    """Generate the files below a folder, without links and files that only a save needs."""
+    """Generate the files below a folder, except links and the files of a save under way."""
     for entry in folder.entries():
         path = f"{begin}{entry.name}"
         if (folder / entry.name).is_link() or entry.name == PARTIAL or entry.name.startswith(TEMPORARY_PREFIX):

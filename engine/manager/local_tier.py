@@ -1,9 +1,9 @@
 """Local steps: saves into the memory or on the disk of each host, with copies on other hosts.
 
 A local step is a checkpoint whose files are divided among the hosts. In the folder of a run, ``<url>/<run>``, a host
-has ``own/<folder>``, what its processes have written, and ``copies/<folder>``, what the hosts whose copies it keeps
-have sent. Process 0 merges the index as in any save, so that its host and the hosts with its copies have the index and
-the commit record. The record is written when all files and copies are in place, and then older steps are removed.
+has ``own/<folder>`` with the files of its own processes, and ``copies/<folder>`` with those of the hosts whose copies
+it keeps. Process 0 merges the index as in any save, so that its host and the hosts with its copies have the index and
+the commit record. The record is written when all files and copies are in place; then older steps are removed.
 `local_steps` finds the newest step again.
 """
 
@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from ..checkpoint import BackgroundSave, ItemToSave, Save, leave_save
@@ -22,7 +23,7 @@ from ..clock import seconds
 from ..distributed import Rendezvous, missed_a_process
 from ..errors import OwnershipError, PeerFailedError, StorageError
 from ..forks import Lock
-from ..format import RECORD, CheckpointRecord
+from ..format import RECORD
 from ..storage import Buffer, Location, parallel_map
 from .events import described
 from .intervals import passes
@@ -36,9 +37,6 @@ from .run import Run, failing_together
 
 _logger = logging.getLogger("holdfast")
 
-OnCommit = Callable[[Location, CheckpointRecord], None]
-"""Called with the place and the record of a step, on the thread that saves, once it is committed."""
-
 _KEPT = 2  # local steps
 _BRANCHES = 8  # more than there are parts of the history with one of the kept steps
 _SENDERS = 4  # files that a host sends at a time
@@ -46,20 +44,20 @@ _SILENCE = 60.0  # seconds between two events about local saves
 
 
 class LocalHistory(NamedTuple):
-    """The last parts of the history of a run when a save begins; a later history has a larger number."""
+    """The last branches of a run's history when a save begins; later histories have larger numbers."""
 
     number: int
     branches: tuple[LocalBranch, ...]
 
 
 class LocalTier(StepPlace):
-    """The local steps of one run, as one of its processes sees them; all processes call the same methods."""
+    """The local steps of a run; all processes call the same methods."""
 
     shown = "the local places of the hosts"
 
-    # The thread of the program decides the history: it changes at a restore before the first step, and when the step
-    # of the program shows that it has gone back. A save takes the history when it begins, and process 0 notes it right
-    # before the commit. Until then, the steps of a branch that was left count.
+    # The program's thread changes the history: at a restore before the first step, and when a step shows that the
+    # program went back. A save uses the history of its beginning, and process 0 stores it right before the commit.
+    # Until then, the steps of an abandoned branch count.
 
     def __init__(self, options: Local, run: Run) -> None:
         self.url, self._options = options.url, options
@@ -74,7 +72,7 @@ class LocalTier(StepPlace):
         self.background = BackgroundSave(seconds(run.options.save_timeout_secs))
         self._lost: Exception | None = None  # of a save that has missed a process, or the store: the next would, too
         self._error: str | None = None
-        self._warned: set[str] = set()
+        self._warned: set[type[Exception]] = set()
         self._saves = 0  # since the last event about them
         self._told: float | None = None  # the monotonic clock at that event
         self._kept: dict[str, int] = {}  # the local steps that count, by their folder, in ascending order
@@ -92,7 +90,6 @@ class LocalTier(StepPlace):
 
     @property
     def bytes_from_peers(self) -> int:
-        """Bytes that this process has read from other hosts."""
         return sum(peer.bytes_read for peer in self._hosts.peers.values())
 
     @property
@@ -106,17 +103,14 @@ class LocalTier(StepPlace):
         return step in self._hosts.further and step not in self._steps
 
     def fetch(self, step: int, overwrite: bool) -> bool:
-        if step not in self._hosts.further:
-            return False
-        found = self._hosts.take(step)
-        if found is not None:
-            self._read(found)
-        return found is not None
+        whole = self._hosts.take(step) if step in self._hosts.further else None
+        if whole is not None:
+            self._read(whole)
+        return whole is not None
 
     # ---- saving
 
     def due(self, step: int) -> bool:
-        """Return whether a local save is due at a step."""
         self._see(step)
         if self._previous is None:
             self._previous = step - 1
@@ -132,8 +126,8 @@ class LocalTier(StepPlace):
         return {"local": True, "peer_bytes": self.bytes_from_peers} if is_local else {}
 
     def _see(self, step: int, *, again: bool = False) -> None:
-        """Take a step of the program, and change the history if the run has gone back, or saves a step ``again``."""
-        # The steps are the same on all processes, and decide which local saves are due; a restore may be of one only.
+        """Take a step of the program; change the history if the run went back, or saves a step ``again``."""
+        # All processes see the same steps, which decide when local saves are due; a restore may be of one process.
         last, self._seen = self._seen, step
         restored, self._restored = self._restored, None
         if last is None or step > last:
@@ -149,30 +143,31 @@ class LocalTier(StepPlace):
             self._previous = None if self._previous is None else min(self._previous, step - 1)
         if restored is not None:
             number, is_local = restored
-            # A step of the directory is whole, so that no local step before it is needed any more.
+            # A step of the directory is whole: no local step before it is needed any more.
             self._continue_after(min(number, step - 1), self._history.branches if is_local else ())
         elif step <= self._newest:
             self._continue_after(step - 1, self._history.branches)
 
     def _continue_after(self, step: int, before: tuple[LocalBranch, ...]) -> None:
-        """Begin a branch after a step to which the branches before it lead."""
+        """Begin a branch after a step; ``before`` are the branches that lead to it."""
         branch = LocalBranch(self._hosts.program.attempt, self._sequence, step)
-        branches = (*(one for one in before if one.after < step), branch)[-_BRANCHES:]
+        branches = (*(earlier for earlier in before if earlier.after < step), branch)[-_BRANCHES:]
         self._history = LocalHistory(self._history.number + 1, branches)
         self._newest = step
 
-    def _read(self, found: WholeStep) -> None:
-        """Let the run read a step from the hosts, and keep it."""
-        kept = {**self._kept, found.folder: found.step}
-        self._kept = dict(sorted(kept.items(), key=lambda one: one[1]))
-        self._steps.borrowed = {**self._steps.borrowed, found.step: self._hosts.opened(found)}
+    def _read(self, whole: WholeStep) -> None:
+        """Make a step of the hosts readable for the run, and keep it."""
+        kept = {**self._kept, whole.folder: whole.step}
+        self._kept = dict(sorted(kept.items(), key=itemgetter(1)))
+        self._steps.borrowed = {**self._steps.borrowed, whole.step: self._hosts.opened(whole)}
 
     def place_of(self, step: int) -> Location:
-        """Return the folder of this host's files of a step that it keeps."""
+        """Return the folder with this host's files of a kept step."""
         (*_, folder) = (folder for folder, kept in self._kept.items() if kept == step)
         return self._hosts.root / str(self._hosts.program.run) / OWN / folder
 
     def drop(self, step: int, damage: str) -> None:
+        self._steps.borrowed = {other: stored for other, stored in self._steps.borrowed.items() if other != step}
         self._hosts.unused[step] = damage
 
     def elsewhere(self, step: object) -> str:
@@ -190,10 +185,10 @@ class LocalTier(StepPlace):
 
     def reached(self, point: Point, step: int) -> None:
         if point == "saving":
-            self._steps.borrowed = {other: found for other, found in self._steps.borrowed.items() if other < step}
+            self._steps.borrowed = {other: stored for other, stored in self._steps.borrowed.items() if other < step}
             before, last = self._history, self._seen
             self._see(step, again=True)
-            # If the step is saved once more, the local one counts until the commit, and then the one in the directory.
+            # If a step is saved again, the local one counts until the commit, and from then on the directory's.
             self._saving = before if step == last else self._history, self._history
         elif point == "commit":
             self.note(self._saving[0])
@@ -212,7 +207,7 @@ class LocalTier(StepPlace):
             self._forget_found()
 
     def note(self, history: LocalHistory) -> None:
-        """Note a history right before the commit of a save, so that other local steps do not count; on process 0."""
+        """Store a history right before the commit of a save, so that other local steps do not count; on process 0."""
         with self._noting:
             if history.number >= self._noted:  # the same again after a step was fetched from the mirror
                 self._steps.note_branches(history.branches)
@@ -222,7 +217,6 @@ class LocalTier(StepPlace):
         self._kept, self._saved = kept, frozenset(kept.values())
 
     def _forget_found(self) -> None:
-        """Read no local step of an earlier start any more."""
         self._steps.borrowed = {}
         self._hosts.forget()
 
@@ -230,9 +224,8 @@ class LocalTier(StepPlace):
         self,
         content: StepContent,
         due_items: Callable[[StepContent], Mapping[str, ItemToSave]],
-        committed: OnCommit | None,
     ) -> bool:
-        """Save a step if that is due; return whether it was. Writing and copying happen in the background."""
+        """Save a step if that is due; return whether it was. It is written and copied in the background."""
         began, step = time.perf_counter(), content.step
         if not self.due(step):
             return False
@@ -241,85 +234,72 @@ class LocalTier(StepPlace):
             with failing_together(rendezvous):
                 stack.enter_context(self._run.idle(self.background))
                 self._run.acquire()
-                if not self._has_folder(step, rendezvous):
+                if (space := self._folder(step, rendezvous)) is None:
                     return True
                 values = due_items(content)
                 pending = PendingSave(content, f"every {self._options.every} steps")
-            self._start(pending, values, rendezvous, began, committed)
+            folder = f"{self._sequence:08d}.{step}.{self._hosts.program.attempt}"
+            if self._hosts.leads:
+                try:
+                    self._remove_uncounted(space, folder)  # before the save, as they may be what fills the host
+                except StorageError as error:
+                    _logger.debug("%s: local steps that do not count are not removed: %s", space, error)
+            save = Save(
+                space / OWN / folder,
+                {name: item._replace(reuse=None) for name, item in values.items()},
+                overwrite=True,
+                owned=True,
+                began=began,
+                rendezvous=rendezvous,
+                timeout=self._processes.timeout,
+                shared=False,
+            )
+            complete = partial(self._complete, save, pending, space, folder, self._history, rendezvous)
+            try:
+                if save.in_background:
+                    self.background.start(complete, what=f"the local step {step}", step=step)
+                else:
+                    complete()
+            except BaseException as error:  # an interrupt, or the system has no more threads
+                save.give_up(error)
+                raise
         return True
 
     def miss(self, step: int, error: BaseException) -> None:
-        """Tell the other processes at once that this one, which has failed before, takes no part in a save."""
+        """Report to the other processes at once that this one has failed and takes no part in a save."""
         if self.due(step):
             leave_save(self._begin(step), error)
 
     def _begin(self, step: int) -> Rendezvous | None:
-        """Count a save that is due, before anything can fail, so that all processes count alike."""
+        """Count a due save before anything can fail, so that all processes count alike."""
         self._previous = self._newest = step
         self._sequence += 1
         self._forget_found()  # from now on, older ones are removed
         return self._processes.rendezvous("local save")
 
-    def _has_folder(self, step: int, rendezvous: Rendezvous | None) -> bool:
-        """Return whether all processes have the folder of the run."""
+    def _folder(self, step: int, rendezvous: Rendezvous | None) -> Location | None:
+        """Return the folder of the run, or None if a process cannot make it."""
         lost, self._lost = self._lost, None
         if lost is not None:
             raise lost  # this save would wait as long again
-        if self._space is not None:
-            return True
-        try:
-            self._space = self._hosts.make_folder(rendezvous)
-        except (StorageError, PeerFailedError) as error:
-            if missed_a_process(error):  # perhaps the store of the processes is gone
-                raise
-            self._failed(step, error)
-            leave_save(rendezvous, error)
-        return self._space is not None
-
-    def _start(
-        self,
-        pending: PendingSave,
-        values: Mapping[str, ItemToSave],
-        rendezvous: Rendezvous | None,
-        began: float,
-        committed: OnCommit | None,
-    ) -> None:
-        assert self._space is not None
-        step = pending.step
-        folder = f"{self._sequence:08d}.{step}.{self._hosts.program.attempt}"
-        if self._hosts.leads:
+        if self._space is None:
             try:
-                self._remove_uncounted(folder)  # before the save, as they may be what fills the host
-            except StorageError as error:
-                _logger.debug("%s: local steps that do not count are not removed: %s", self._space, error)
-        save = Save(
-            self._space / OWN / folder,
-            {name: item._replace(reuse=None) for name, item in values.items()},
-            overwrite=True,
-            owned=True,
-            began=began,
-            rendezvous=rendezvous,
-            timeout=self._processes.timeout,
-            shared=False,
-        )
-        complete = partial(self._complete, save, pending, folder, self._history, rendezvous, committed)
-        try:
-            if save.in_background:
-                self.background.start(complete, what=f"the local step {step}", step=step)
-            else:
-                complete()
-        except BaseException as error:  # an interrupt, or the system has no more threads
-            save.give_up(error)
-            raise
+                self._space = self._hosts.make_folder(rendezvous)
+            except (StorageError, PeerFailedError) as error:
+                if missed_a_process(error):  # perhaps the store of the processes is gone
+                    raise
+                self._failed(step, error)
+                leave_save(rendezvous, error)
+        return self._space
 
     def _complete(
         self,
         save: Save,
         pending: PendingSave,
+        space: Location,
         folder: str,
         history: LocalHistory,
         rendezvous: Rendezvous | None,
-        committed: OnCommit | None,
         awaited: threading.Event | None = None,
     ) -> None:
         step, timeout = pending.step, self._processes.timeout
@@ -330,7 +310,7 @@ class LocalTier(StepPlace):
                 items = save.write(awaited)
                 if rendezvous is not None:
                     rendezvous.broadcast("merged", b"", timeout, gathered=True)  # all processes have written
-                sent = self._send_copies(folder) if self._hosts.leads else 0
+                sent = self._send_copies(space / OWN / folder) if self._hosts.leads else 0
                 if rendezvous is not None:
                     rendezvous.gather("copied", b"", timeout)
                 record = None
@@ -346,10 +326,9 @@ class LocalTier(StepPlace):
             with self._noting:
                 before = list(_on_line(self._kept, history).items())
                 self._keep(dict([*before[-(_KEPT - 1) :], (folder, step)]))
-            if committed is not None:
-                committed(self.place_of(step), record)
+            self._run.committed(self.place_of(step), record)
             if self._hosts.leads:
-                self._remove_uncounted(folder)
+                self._remove_uncounted(space, folder)
         except Exception as error:  # training continues, and its steps are in the directory
             self._failed(step, error)
             return
@@ -378,36 +357,33 @@ class LocalTier(StepPlace):
             _logger.debug("%s: whether this run still owns it is not known: %s", self._steps.location, error)
 
     def _failed(self, step: int, error: Exception) -> None:
-        kind, self._error = type(error).__name__, described(error)
+        self._error = described(error)
         if missed_a_process(error):
             self._lost = error
         self._events.write("local_failed", step=step, error=self._error)
-        level = logging.DEBUG if kind in self._warned else logging.WARNING
+        level = logging.DEBUG if type(error) in self._warned else logging.WARNING
         text = "%s: the local save of step %d failed; training continues, and its steps are in %s: %s"
         _logger.log(level, text, self._hosts.root, step, self._steps.location, error)
-        self._warned.add(kind)
+        self._warned.add(type(error))
 
-    def _send_copies(self, folder: str) -> int:
-        """Send what this host has written to the hosts that keep copies; return the bytes."""
-        assert self._space is not None
-        place = self._space / OWN / folder
-        files = list(files_in(place))
+    def _send_copies(self, folder: Location) -> int:
+        """Send the files of a step to the hosts that keep copies; return the bytes sent."""
+        files = list(files_in(folder))
         work = [(number, path, size) for number in self._hosts.copies for path, size in files]
 
-        def send(one: tuple[int, str, int]) -> None:
-            number, path, size = one
-            self._hosts.send(number, f"{COPIES}/{folder}/{path}", size, lambda: _pieces(place / path, size))
+        def send(copy: tuple[int, str, int]) -> None:
+            number, path, size = copy
+            self._hosts.send(number, f"{COPIES}/{folder.name}/{path}", size, lambda: _pieces(folder / path, size))
 
         parallel_map(send, work, _SENDERS, name="holdfast-copies")
         return sum(size for _, _, size in work)
 
-    def _remove_uncounted(self, newest: str) -> None:
-        """Remove the local steps on this host of failed saves, and of earlier starts, which have ended."""
-        assert self._space is not None
+    def _remove_uncounted(self, space: Location, newest: str) -> None:
+        """Remove this host's local steps of failed saves and of earlier starts."""
         for where in (OWN, COPIES):
-            for entry in (self._space / where).entries():
+            for entry in (space / where).entries():
                 if entry.name not in self._kept and sequence_of(entry.name) < sequence_of(newest):
-                    _remove(self._space / where / entry.name)
+                    _remove(space / where / entry.name)
 
     # ---- the end
 
@@ -422,7 +398,7 @@ class LocalTier(StepPlace):
         )
 
     def close(self, *, finished: bool) -> None:
-        """Stop serving; remove the local steps if the run has ended and its directory has all of them."""
+        """Stop serving; remove the local steps if the run has finished and its directory has all of them."""
         try:
             self.background.join()
         finally:
@@ -441,12 +417,11 @@ def _pieces(file: Location, size: int) -> Iterator[memoryview]:
 
 
 def _on_line(kept: Mapping[str, int], history: LocalHistory) -> dict[str, int]:
-    """Return the local steps through which a history goes."""
     return {folder: step for folder, step in kept.items() if is_on_line(folder, step, history.branches)}
 
 
 def _remove(folder: Location) -> None:
-    """Remove a local step: its record first, so that half of it never counts."""
+    """Remove a local step, its record first, so that a part of it never counts."""
     try:
         (folder / RECORD).remove()
         folder.remove_tree()

@@ -41,34 +41,33 @@ _AFTER_ERROR = 10.0  # seconds that a program which ends with an error waits for
 class CheckpointManager(ExplainsNames):
     """Keeps the checkpoints of one run in one directory.
 
-    A manager is used from one thread. Any number may read a directory; one at a time writes to it. In a program of
-    several processes, each of them makes a manager and calls the same methods at the same steps: they save together,
-    process 0 decides what depends on time or metrics, and only it deletes.
+    A manager is used from one thread. Any number of managers may read a directory; one at a time writes to it. In a
+    program of several processes, each makes a manager and calls the same methods at the same steps: they save together,
+    process 0 decides about time and metrics, and only process 0 deletes.
 
     Args:
-        directory: Where the checkpoints are: a path or a URL. It is made when something is saved.
-        checkpointers: A checkpointer for the one item, or a dictionary of them for several. None is one item: a tree,
-            saved in the background.
+        directory: The directory of the checkpoints: a path or a URL. It is made when something is saved.
+        checkpointers: A checkpointer for a single item, or a dictionary of them for several. None is a single item: a
+            tree, saved in the background.
         options: When to save and what to keep.
         metadata: Facts about the run, as JSON can hold them; stored with the checkpoints.
-        clock: Where the time comes from.
-        coordinator: How processes find each other. None takes jax.distributed or torch.distributed if one of them is
+        clock: The source of the time.
+        coordinator: How processes find each other. None uses jax.distributed or torch.distributed if one of them is
             initialized; ``hf.processes.Alone()`` is this process alone.
-        observer: What observes the run, such as a rehearsal or a trace (``holdfast.observer.Observer``). None is
-            the observer of the process, which does nothing unless ``holdfast supervise`` or ``holdfast drill`` has
-            started the program.
+        observer: The observer of the run, such as a rehearsal or a trace (``holdfast.observer.Observer``). None is the
+            observer of the process, which does nothing unless ``holdfast supervise`` or ``holdfast drill`` started it.
 
     Attributes:
-        directory: Where the checkpoints are.
+        directory: The directory of the checkpoints.
         options: When to save and what to keep.
-        events: The events of the run, which go into ``events.jsonl`` in its directory.
+        events: The events of the run, stored in ``events.jsonl`` in its directory.
         processes: The processes that save together.
-        observer: What observes the run.
+        observer: The observer of the run.
 
     Raises:
-        CheckpointExistsError: The directory holds checkpoints of another library, or of another ``step_prefix``, and
-            none of this run, which would start from 0 next to them. A manager that is ``read_only`` opens it, and
-            restores the steps of Orbax.
+        CheckpointExistsError: The directory has checkpoints of another library, or of another ``step_prefix``, and none
+            of this run, which would start from 0 next to them. A manager that is ``read_only`` opens it, and restores
+            the steps of Orbax.
 
     >>> import tempfile, numpy as np
     >>> with tempfile.TemporaryDirectory() as directory:
@@ -129,7 +128,7 @@ class CheckpointManager(ExplainsNames):
     # ---- the places besides the directory
 
     def fetch(self, step: int) -> bool:
-        """Copy a step from the mirror into the directory, if it is not there, or find it on the hosts.
+        """Copy a step from the mirror into the directory if that lacks it, or find it on the hosts.
 
         A new manager fetches the newest step automatically, and :meth:`restore` fetches the requested one.
 
@@ -137,7 +136,7 @@ class CheckpointManager(ExplainsNames):
             step: The step.
 
         Returns:
-            Whether the step can be restored now.
+            Whether the step can be restored.
         """
         return self._run.fetch_missing(valid_step(step))
 
@@ -148,11 +147,11 @@ class CheckpointManager(ExplainsNames):
     def finish_mirror(self, timeout_secs: float | None = None) -> bool:
         """Copy the newest step to the mirror, due or not, and end the mirror; :meth:`close` does it otherwise.
 
-        What the mirror does not have in the end is logged, with what to do.
+        A warning says which step the mirror lacks then, and what to do.
 
         Args:
-            timeout_secs: How long to wait at most, in seconds. If the measured rate says that the step does not
-                arrive in that time, this returns at once. None waits for ``wait_secs`` of the mirror.
+            timeout_secs: How long to wait at most, in seconds. This returns at once if the copy takes longer at the
+                measured rate. None waits for ``wait_secs`` of the mirror.
 
         Returns:
             Whether the mirror has the newest step; True without a mirror.
@@ -215,11 +214,11 @@ class CheckpointManager(ExplainsNames):
         """
         self._steps.listed_record(step)
         self._steps.add_late_metrics()
-        found = self._steps.listed_record(step).metrics
-        return None if found is None else as_given(found)
+        stored = self._steps.listed_record(step).metrics
+        return None if stored is None else as_given(stored)
 
     def custom_metadata(self, step: int) -> Mapping[str, Any] | None:
-        """Return what was passed as ``custom_metadata`` when a step was saved, or None.
+        """Return the ``custom_metadata`` with which a step was saved, or None.
 
         Args:
             step: The step.
@@ -242,10 +241,10 @@ class CheckpointManager(ExplainsNames):
         Returns:
             The tree with a description of every leaf, or a dictionary of those by item if the manager has several.
         """
-        found = self.latest_step() if step is None else step
-        if found is None:
+        chosen = self.latest_step() if step is None else step
+        if chosen is None:
             raise CheckpointNotFoundError(f"{self.directory}: there is no checkpoint")
-        return self._restorer.structure(found)
+        return self._restorer.structure(chosen)
 
     def reload(self) -> None:
         """Read the directory again, to see what another process has done; waits for a save that is under way."""
@@ -284,11 +283,11 @@ class CheckpointManager(ExplainsNames):
 
         Args:
             step: The step; None is the newest that is whole.
-            items: A template, or a dictionary of templates if the manager has several items. Only the items that are
-                named in it are restored; None restores all. All of them are of the one step: an item of
-                ``item_intervals`` that the step does not have is left out, with a warning that names the step that has
-                it. Read that one with ``restore(manager.latest_step("replay"), {"replay": None})``. Without a template,
-                arrays are numpy arrays, or tensors of torch if the program has imported it.
+            items: A template, or a dictionary of templates if the manager has several items: only the named items are
+                restored; None restores all. An item of ``item_intervals`` that the step lacks is left out, with a
+                warning that names the step that has it: ``restore(manager.latest_step("replay"), {"replay": None})``
+                reads that one. Without a template, arrays are numpy arrays, or torch tensors if the program has
+                imported torch.
             restore_kwargs: Further arguments for the handler, or a dictionary of them by item.
 
         Returns:
@@ -312,7 +311,7 @@ class CheckpointManager(ExplainsNames):
     def restore_latest(self, items: Any = None, *, restore_kwargs: Mapping[str, Any] | None = None) -> Restored | None:
         """Read the newest step that is whole.
 
-        Damaged steps are passed over, with a warning for each; a template that does not fit is an error at once.
+        Damaged steps are skipped, with a warning for each; a template that does not fit is an error at once.
 
         Args:
             items: As for :meth:`restore`.
@@ -331,9 +330,9 @@ class CheckpointManager(ExplainsNames):
         return self._restorer.restore_latest(items, restore_kwargs or {})
 
     def peek(self, items: Collection[str] = (), *, step: int | None = None) -> Peek | None:
-        """Return what a restore would read, for programs that must be built for the step that they resume from.
+        """Return what a restore would read, for programs that depend on the step that they resume from.
 
-        Only the named items are read, so this may return a step that the restore skips because its other items are
+        Only the named items are read, so this may return a step that the restore skips because other items of it are
         damaged. The call does not count as a restore.
 
         Args:
@@ -401,22 +400,21 @@ class CheckpointManager(ExplainsNames):
             step: The number of optimizer updates in the items, 0 or more.
             items: The item, or a dictionary of items if the manager has several; the items of ``item_intervals`` are
                 saved if they are due, and may be left out.
-            metrics: Numbers to store with the checkpoint and to rank it by: a dictionary, or any other container. It
+            metrics: Numbers to store with the checkpoint and to rank it by: a dictionary or another container, which
                 may hold dictionaries, lists, tuples, namedtuples, dataclasses and arrays of up to 4096 numbers. They
-                come back, and are given to ``best_fn``, as dictionaries and lists.
+                are returned, and passed to ``best_fn``, as dictionaries and lists.
             custom_metadata: Facts about this step, as JSON can hold them; see :meth:`custom_metadata`.
             force: Save although nothing is due; a checkpoint of the same step is replaced, atomically. After
-                :meth:`restore` of an older step, the steps after it are replaced in this way without being forced.
+                :meth:`restore` of an older step, the steps after it are replaced without ``force``, too.
             save_kwargs: Further arguments for the handler, or a dictionary of them by item.
-            reason: Why it is saved, for the log and the record, instead of the reason that the triggers give.
+            reason: Why it is saved, for the log and the record, instead of the reason of the triggers.
 
         Returns:
-            Whether it was saved. A save in the background is not committed yet. A step whose folder holds other files
-            is not.
+            Whether it was saved; a background save is not committed yet. A step whose folder has other files is not.
 
         Raises:
-            SaveFailedError: The save before this one failed in the background; this one is done nevertheless, unless
-                it failed because another process did not answer.
+            SaveFailedError: The previous background save failed; this step is saved nevertheless, unless another
+                process did not answer.
             UnsupportedLeafError: An item cannot be saved; nothing was written.
             OptionError: The items are not the manager's, or JSON cannot hold ``custom_metadata``.
             OwnershipError: Another run writes to this directory.
@@ -426,7 +424,7 @@ class CheckpointManager(ExplainsNames):
         try:
             saved = self._saves.save(content, force, reason)
         except BaseException as error:
-            # An error of the save before, in the background, is not about this step.
+            # An error of the previous background save is not about this step.
             if isinstance(error, SaveFailedError) and not missed_a_process(error.__cause__):
                 self._save_locally(content)
             elif self._local is not None:
@@ -436,7 +434,7 @@ class CheckpointManager(ExplainsNames):
         return saved
 
     def _save_locally(self, content: StepContent) -> bool:
-        return self._local is not None and self._local.save(content, self._saves.due_items, self._saves.committed)
+        return self._local is not None and self._local.save(content, self._saves.due_items)
 
     def local_due(self, step: int) -> bool:
         """Return whether a save in the local places of the hosts is due at a step; False without the option ``local``.
@@ -457,7 +455,7 @@ class CheckpointManager(ExplainsNames):
     ) -> bool:
         """Save a step in the local places of the hosts, if that is due; :meth:`save` does it, too.
 
-        An error of the writing or copying is logged, and training continues.
+        An error in writing or copying is logged, and training continues.
 
         Args:
             step: As for :meth:`save`.
@@ -471,7 +469,7 @@ class CheckpointManager(ExplainsNames):
 
         Raises:
             UnsupportedLeafError: An item cannot be saved; nothing was written.
-            BarrierTimeoutError: The local save before this one failed because another process did not answer.
+            BarrierTimeoutError: The previous local save failed because another process did not answer.
             PeerFailedError: It failed because the store that connects the processes did not answer.
         """
         self._run.check_writable()
@@ -553,13 +551,13 @@ class CheckpointManager(ExplainsNames):
         self.processes.barrier(f"before delete after {step}")  # others may still be restoring one of these steps
         return self._delete("delete after", self._steps.delete_after, step, everywhere=True)
 
-    def _delete(self, what: str, work: Callable[..., T], step: int, *inputs: Any, everywhere: bool) -> T:
-        """Delete in the directory, which leaves a tombstone; ``everywhere`` lets the places obey it now."""
+    def _delete(self, action: str, work: Callable[..., T], step: int, *inputs: Any, everywhere: bool) -> T:
+        """Delete in the directory; ``everywhere`` lets the other places obey the tombstone now."""
         with self._saves.apart_from_save_of(step):
-            deleted: T = self._run.change(f"{what} {step}", work, step, *inputs)
+            deleted: T = self._run.change(f"{action} {step}", work, step, *inputs)
         self._saves.deleted()
         if everywhere:
-            self._run.tell("deleted", step)
+            self._run.notify("deleted", step)
         return deleted
 
     # ---- ownership, and the end
@@ -580,9 +578,7 @@ class CheckpointManager(ExplainsNames):
         return self._background.running
 
     def wait_until_finished(self) -> None:
-        """Wait for the save that is under way, until it is durable in the directory; the mirror follows on its own.
-
-        A save in the local places of the hosts is awaited, too.
+        """Wait until the current save is durable, also in the local places of the hosts, but not for the mirror.
 
         Raises:
             SaveFailedError: It failed.
@@ -595,7 +591,7 @@ class CheckpointManager(ExplainsNames):
         self._background.check()
 
     def close(self) -> None:
-        """Wait for the save that is under way, for a limited time for the mirror, and give the directory back.
+        """Wait for the save that is under way, and a limited time for the mirror; then release the directory.
 
         Raises:
             SaveFailedError: The save failed.
@@ -633,20 +629,20 @@ class CheckpointManager(ExplainsNames):
 
 
 def note_resume(manager: CheckpointManager, step: int) -> list[int]:
-    """Note that the run resumes from a step, warn at once of the later ones, and return these in ascending order."""
-    # A restore notes it, and leaves the warning to the next save, as the caller may only inspect the step.
+    """Note that the run resumes from a step, warn of the later steps at once, and return them in ascending order."""
+    # A restore leaves the warning to the next save, as its caller may only inspect the step.
     later = manager._restorer.resumes_from(valid_step(step))
     manager._abandoned.warn(later)
     return later
 
 
 def on_commit(manager: CheckpointManager, listener: Callable[[Location, CheckpointRecord], None]) -> None:
-    """Call a function with the place and the record of each step, also of the hosts, on the thread that commits it."""
-    manager._saves.committed = listener
+    """Call a function with the folder and record of each step, also local ones, on the thread that commits it."""
+    manager._run.committed = listener
 
 
 def whole_step(manager: CheckpointManager, step: int) -> tuple[Location, CheckpointRecord] | None:
-    """Return where this host has a step, and its record; None if it is not there, or damaged."""
+    """Return this host's folder of a step, and its record; None if it is missing or damaged."""
     borrowed = manager._steps.borrowed.get(step)
     if borrowed is not None and manager._local is not None:
         return manager._local.place_of(step), borrowed[1]
@@ -656,18 +652,17 @@ def whole_step(manager: CheckpointManager, step: int) -> tuple[Location, Checkpo
 
 
 def step_location(manager: CheckpointManager, step: int) -> Location:
-    """Return the folder of a step in the directory, whether it is there or not."""
     return manager._steps.step_location(step)
 
 
 def elsewhere(manager: CheckpointManager, step: object) -> str:
-    """Return the end of a sentence that says where the hosts have a step that the run cannot read; or ""."""
+    """Return the end of a message about a step that other places have and the run cannot read; else ""."""
     return manager._steps.elsewhere(step)
 
 
 @contextlib.contextmanager
 def part_of_save(manager: CheckpointManager, step: int, *, locally: bool = False) -> Iterator[None]:
-    """Tell the other processes at once if a block fails before it comes to a save of a step, or ``locally`` only."""
+    """Report to the other processes at once if the block fails before a save, or before a local one."""
     try:
         yield
     except BaseException as error:
@@ -679,7 +674,7 @@ def part_of_save(manager: CheckpointManager, step: int, *, locally: bool = False
 
 
 def settle_mirror(manager: CheckpointManager) -> bool:
-    """Bring deletions and pins, and nothing else, to the mirror that the run had; return whether that succeeded."""
+    """Bring only deletions and pins to the mirror that the run had; return whether that succeeded."""
     manager.acquire()
     url = manager._steps.identity.mirror
     if manager._mirror is not None or url is None or not manager.processes.is_primary:
@@ -704,7 +699,6 @@ def best_step_in(directory: Location) -> int:
 
 
 def valid_step(step: Any) -> int:
-    """Return a step as a plain int."""
     try:
         number = int(step.__index__())
     except AttributeError:

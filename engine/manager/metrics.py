@@ -1,7 +1,7 @@
-"""Metrics of a step: one number out of all that a loop reports, which number is better, and the form to store.
+"""Metrics of a step: finding and comparing one of them, and the form in which they are stored.
 
-Metrics are a dictionary of numbers and of lists, arrays, dictionaries and other containers of them. Metrics of another
-type lie in a dictionary under the name ``""``, and come back as they were.
+Metrics are a dictionary of numbers, and of lists, arrays, dictionaries and other containers of them. Metrics of another
+type are stored in a dictionary under the name ``""``, and are returned unchanged.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def metric_value(metrics: Mapping[str, Any] | None, metric: Metric) -> float | N
 
 
 def metric_name(metric: Metric) -> str:
-    """Return the name of a metric for messages; a function has its own name."""
+    """Return the name of a metric for messages; for a function, its own name."""
     if isinstance(metric, str):
         return metric
     name = getattr(metric, "__name__", "")
@@ -51,32 +51,28 @@ def metric_name(metric: Metric) -> str:
 
 
 def shown_metric(name: str) -> str:
-    """Return how a sentence names a metric."""
     return "the metric that best_fn returns" if name == _NAMELESS else f"the metric {name}"
 
 
 def format_metric(value: float) -> str:
-    """Return a metric with at most six significant digits."""
     return f"{value:.6g}"
 
 
 def better(value: float, other: float, mode: Mode) -> bool:
-    """Return whether a value is strictly better than another."""
     return value > other if mode == "max" else value < other
 
 
 def _lookup(metrics: Mapping[str, Any], name: str) -> Any:
-    # A key may hold slashes itself, so every way of splitting the name is tried, longest key first.
+    # A key may contain slashes itself, so every way of splitting the name is tried, longest key first.
     if name in metrics:
         return metrics[name]
-    cut = name.rfind("/")
-    while cut >= 0:
-        inner = metrics.get(name[:cut])
+    parts = name.split("/")
+    for count in reversed(range(1, len(parts))):
+        inner = metrics.get("/".join(parts[:count]))
         if isinstance(inner, Mapping) or (inner := _entries(inner)):
-            found = _lookup(inner, name[cut + 1 :])
-            if found is not _ABSENT:
-                return found
-        cut = name.rfind("/", 0, cut)
+            value = _lookup(inner, "/".join(parts[count:]))
+            if value is not _ABSENT:
+                return value
     return _ABSENT
 
 
@@ -108,7 +104,6 @@ def _rank(value: Any) -> float | None:
 
 
 def named(metrics: Any) -> Mapping[str, Any]:
-    """Return metrics as a mapping."""
     if isinstance(metrics, Mapping):
         return metrics
     fields = _fields(metrics)
@@ -116,18 +111,18 @@ def named(metrics: Any) -> Mapping[str, Any]:
 
 
 def as_given(metrics: Mapping[str, Any]) -> Any:
-    """Return metrics as the program gave them, which may be no dictionary."""
+    """Return metrics as the program gave them, perhaps not as a dictionary."""
     return metrics[_WHOLE] if metrics.keys() == {_WHOLE} else metrics
 
 
 def plain_metrics(metrics: Any, *, omitted: Callable[[str, Exception], None] | None = None) -> dict[str, Any]:
-    """Return metrics as plain numbers in dictionaries and lists; ``omitted`` takes the entries that are refused."""
-    found: dict[str, Any] = _plain(named(metrics), "", omitted)
-    return found
+    """Convert metrics to plain numbers in dictionaries and lists; ``omitted`` receives refused entries."""
+    plain: dict[str, Any] = _plain(named(metrics), "", omitted)
+    return plain
 
 
 def plain_containers(metrics: Mapping[str, Any]) -> Any:
-    """Return metrics with the containers that they are stored with; values on a device stay there."""
+    """Convert the containers of metrics to those that are stored; values on a device stay there."""
     fields = _fields(metrics)
     if fields is not None:
         return {str(key): plain_containers(value) for key, value in fields.items()}
@@ -137,15 +132,15 @@ def plain_containers(metrics: Mapping[str, Any]) -> Any:
 def _plain(value: Any, path: str, omitted: Callable[[str, Exception], None] | None) -> Any:
     fields = _fields(value)
     if fields is not None:
-        found: dict[str, Any] = {}
+        entries: dict[str, Any] = {}
         for key, inner in fields.items():
             try:
-                found[str(key)] = _plain(inner, f"{path}/{key}" if path else str(key), omitted)
+                entries[str(key)] = _plain(inner, f"{path}/{key}" if path else str(key), omitted)
             except (OptionError, RuntimeError) as error:  # for example, the computation of an array failed
                 if omitted is None:
                     raise
                 omitted(f"{path}/{key}" if path else str(key), error)
-        return found
+        return entries
     number = None if isinstance(value, (list, tuple)) else number_of(value)
     if number is not None:
         return number
@@ -155,14 +150,14 @@ def _plain(value: Any, path: str, omitted: Callable[[str, Exception], None] | No
     if math.prod(shape) > _MOST:
         raise OptionError(f"metric {path!r} has {math.prod(shape)} numbers, more than {_MOST}: save it as an item")
     values = value if isinstance(value, (list, tuple)) else value.tolist()
-    return [_plain(inner, f"{path}/{place}", None) for place, inner in enumerate(values)]
+    return [_plain(inner, f"{path}/{index}", None) for index, inner in enumerate(values)]
 
 
 def _entries(value: Any) -> dict[str, Any]:
-    """Return the entries of a container that is no mapping; lists and arrays have their indices as keys."""
+    """Return the entries of a container that is no mapping; the keys of lists and arrays are their indices."""
     fields = _fields(value)
     if fields is None and (isinstance(value, (list, tuple)) or bool(getattr(value, "shape", None))):
-        fields = {str(place): inner for place, inner in enumerate(value)}
+        fields = {str(index): inner for index, inner in enumerate(value)}
     return fields or {}
 
 
@@ -173,7 +168,7 @@ def _fields(value: Any) -> dict[Any, Any] | None:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return dict(zip(value._fields, value, strict=True))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     return None
 
 
@@ -181,7 +176,7 @@ def _fields(value: Any) -> dict[Any, Any] | None:
 
 
 class MetricWatch:
-    """Warns, once, of reports without the metric that ranks checkpoints: most likely its name is misspelt."""
+    """Warns, once, of reports without the metric that ranks checkpoints: its name is probably misspelt."""
 
     def __init__(self, metric: Metric, where: str) -> None:
         self._metric = metric
@@ -190,7 +185,7 @@ class MetricWatch:
         self.ended = False  # whether the metric has come, or the warning was given
 
     def note(self, step: int, metrics: Mapping[str, Any] | None, saved: Iterable[float | None]) -> None:
-        """Note the metrics of a step, which stay on their device; ``saved`` has the metric of each saved step."""
+        """Note the metrics of a step, which stay on their device; ``saved`` are the values of the saved steps."""
         self._steps += 1
         if not metrics and self._steps < _PATIENCE:
             return
@@ -198,7 +193,7 @@ class MetricWatch:
         names = list(_names(metrics or {}))
         if missing is None or any(value is not None for value in saved):
             self.ended = True
-        # A metric of evaluations, such as val_loss, may be missing for a while: loops evaluate seldom.
+        # An evaluation metric, such as val_loss, may be missing for a while: loops evaluate rarely.
         elif self._steps >= _PATIENCE or not _OF_EVALUATION.match(missing) or any(map(_OF_EVALUATION.match, names)):
             self.ended = True
             import difflib  # for an error only
@@ -206,21 +201,21 @@ class MetricWatch:
             near = difflib.get_close_matches(missing, names, n=1)
             about = f"; reported: {shortened(names) or 'no metrics'}" + (f"; did you mean {near[0]}?" if near else "")
             if value is _ABSENT:
-                what = f"without {shown_metric(missing)}, by which best_fn ranks checkpoints"
+                problem = f"without {shown_metric(missing)}, by which best_fn ranks checkpoints"
             else:
                 computed = missing == _NAMELESS and callable(self._metric)
                 given = "metrics of which best_fn makes" if computed else f"a metric {missing} that is"
-                what = f"with {given} {_kind(value)}, and best_fn ranks checkpoints by a number"
+                problem = f"with {given} {_kind(value)}, and best_fn ranks checkpoints by a number"
                 about = about if computed and value is None else ""
             text = (
                 "%s: step %d was reported %s%s. A step without it is never the best, and save_on_best does not save "
                 "it. All is well if it comes later, such as from an evaluation"
             )
-            _logger.warning(text, self._where, step, what, about)
+            _logger.warning(text, self._where, step, problem, about)
 
 
 def _kind(value: Any) -> str:
-    """Return what a metric is that is no number, without its values."""
+    """Describe a metric that is no number, without its values."""
     if value is None or isinstance(value, str):
         return repr(value)[:60]
     shape = getattr(value, "shape", None)
@@ -228,7 +223,7 @@ def _kind(value: Any) -> str:
 
 
 def _missing(metrics: Mapping[str, Any], metric: Metric) -> tuple[str | None, Any]:
-    """Return the name of the metric that is no number, and its value or ``_ABSENT``; None as a name if it is one."""
+    """Return the metric's name and value, or ``_ABSENT``, if it is no number; None as its name if it is one."""
     name, value = metric_name(metric), _ABSENT
     try:
         value = _lookup(metrics, metric) if isinstance(metric, str) else metric(as_given(metrics))

@@ -1,10 +1,10 @@
-"""The second place of a run's checkpoints: a thread copies committed steps there, and a run fetches them at its start.
+"""The mirror of a run: a thread copies committed steps to a second directory, and a new run fetches them from there.
 
-The mirror is a directory of steps like that of the run, with one writer, retention rules and commit protocol; only
-process 0 copies. The thread takes the newest step that is due by the mirror's interval; steps between are skipped if it
-falls behind. While it copies a step, the run does not delete it. While the run saves on the same machine, the thread
-nearly stops (``Throttle``), but not at the end of the run. Its errors are logged, once for each kind, and tried again
-with growing pauses; training never waits for it, except for a limited time when the run ends.
+The mirror has the same layout and commit protocol as the run's directory, one writer, and its own retention rules; only
+process 0 copies. The thread copies the newest step that is due, and skips earlier ones if it falls behind; the run does
+not delete a step that is being copied. While the run saves to the same machine, the thread nearly stops (``Throttle``),
+except at the end of the run. It logs its errors, once for each kind, and retries after growing pauses. Training never
+waits for it, except for a limited time at the end of the run.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class MirrorStatus:
 
 
 class _Copying:
-    """The copy of a step: its throttle, its progress, and its rate while no save makes it wait."""
+    """A copy of a step that is under way: its throttle, its progress, and its rate while no save delays it."""
 
     def __init__(self, record: CheckpointRecord, rate: float | None) -> None:
         self.record = record
@@ -104,9 +104,9 @@ class _Obsolete(Exception):  # noqa: N818 - no error
 
 
 def _mirror_options(mirror: Mirror, run: CheckpointManagerOptions) -> CheckpointManagerOptions:
-    own = {name: getattr(mirror, name) for name in KEEP_PERIODS}
-    is_limited = any(value is not None for value in own.values())
-    kept: dict[str, Any] = {**own, "keep_steps": (), "keep": None} if is_limited else {"keep": run.policies()[1]}
+    periods = {name: getattr(mirror, name) for name in KEEP_PERIODS}
+    is_limited = any(value is not None for value in periods.values())
+    kept: dict[str, Any] = {**periods, "keep_steps": (), "keep": None} if is_limited else {"keep": run.policies()[1]}
     return replace(
         run,
         mirror=None,
@@ -119,7 +119,7 @@ def _mirror_options(mirror: Mirror, run: CheckpointManagerOptions) -> Checkpoint
 
 
 class RunMirror(StepPlace):
-    """The mirror of one run, which process 0 of its program reads and writes."""
+    """The mirror of a run; process 0 reads and writes it."""
 
     shown = "the mirror"
     writes_directory = True
@@ -136,8 +136,7 @@ class RunMirror(StepPlace):
         self._bandwidth = None if mirror.max_bandwidth is None else bytes_per_second(mirror.max_bandwidth)
         self._far: RunDirectory | None = None
         self._changes = False  # whether this run changes the mirror, or is about to: then only its thread reads it
-        # A listing of another thread must not undo what was deleted since it began.
-        self._looking = Lock(reentrant=True)
+        self._looking = Lock(reentrant=True)  # an older listing of another thread must not undo a deletion
         self._thread: Helper | None = None
         self.process = os.getpid()
         self._ending = threading.Event()  # set when nothing more may be committed
@@ -161,8 +160,8 @@ class RunMirror(StepPlace):
 
     def _newer_steps(self) -> list[int]:
         newest = max(self._run.steps(), default=-1)
-        found = self.steps(required=not self._run.steps_and_damaged())  # a run without any must read the mirror
-        newer = [step for step in reversed(found) if step > newest]
+        steps = self.steps(required=not self._run.steps_and_damaged())  # a run without any must read the mirror
+        newer = [step for step in reversed(steps) if step > newest]
         far = self._far
         for step in [] if far is None else set(far.steps_and_damaged()).difference(far.steps()):
             if step > max([newest, *newer]):
@@ -170,7 +169,7 @@ class RunMirror(StepPlace):
         return newer
 
     def steps(self, *, required: bool = False) -> list[int]:
-        """Return the steps in the mirror, in ascending order; nothing, with a warning, if it cannot be read."""
+        """Return the steps in the mirror, in ascending order; [], with a warning, if it cannot be read."""
         try:
             far, tombstones = self._look(), self._run.tombstones
             self._check_same_run(far)
@@ -190,14 +189,14 @@ class RunMirror(StepPlace):
         return True
 
     def fetch(self, step: int, overwrite: bool) -> bool:
-        what = f"fetch step {step}"
-        found = self._processes.decide(what, self._copy_here, step, overwrite, work_timeout=_FETCH)
-        if found and not self._processes.is_primary:
+        label = f"fetch step {step}"
+        fetched = self._processes.decide(label, self._copy_here, step, overwrite, work_timeout=_FETCH)
+        if fetched and not self._processes.is_primary:
             self._run.reload()
-        return found
+        return fetched
 
     def _copy_here(self, step: int, overwrite: bool) -> bool:
-        """Copy a step into the directory of the run, which this run owns; return whether it is there now."""
+        """Copy a step into the run's directory, which this run owns; return whether it is there."""
         run = self._run
         try:
             far = self._look()
@@ -266,7 +265,7 @@ class RunMirror(StepPlace):
         _logger.warning(text, self.location, self._run.tombstones, self._run.location, why)
 
     def settle(self) -> bool:
-        """Bring deletions and pins to the mirror on this thread, under its own rules; return whether that was done."""
+        """Bring deletions and pins to the mirror on this thread; return whether that succeeded."""
         stored = stored_options(self.location)
         if stored is not None:
             self._options = replace(stored, read_only=False, step_prefix=self._options.step_prefix)
@@ -302,7 +301,7 @@ class RunMirror(StepPlace):
             self.finish(None)
 
     def finish(self, timeout: float | None) -> bool:
-        """Copy the newest step, due or not, if it fits into ``timeout`` seconds; None waits for ``wait_secs``."""
+        """Copy the newest step, due or not, if that takes less than ``timeout`` seconds (None: ``wait_secs``)."""
         limit = self._limit if timeout is None else timeout
         if self._ending.is_set() and self._has_finished:  # steps after the save of a preemption were recorded since
             late = Helper(lambda: self._refresh(self._newest()), "holdfast-mirror", daemon=True)
@@ -327,7 +326,7 @@ class RunMirror(StepPlace):
         return self._lacking() is None
 
     def _stop(self, timeout: float = 60.0) -> None:
-        """Stop the thread, and wait for it for some seconds; after that, it commits nothing any more."""
+        """Stop the thread and wait for it; after that, it commits nothing more."""
         self._ending.set()
         self._changed()
         thread = self._thread
@@ -345,15 +344,15 @@ class RunMirror(StepPlace):
         if (record := self._lacking()) is None:
             return
         step = _step_of(record)
-        there, place = self.status().step, self._run.step_location(step)
+        there, folder = self.status().step, self._run.step_location(step)
         newest = "there is no step" if there is None else f"the newest is step {there}"
         why = f" ({self._error})" if self._error else ""
-        text = (
-            f"step {step} is in {place}, and not in the mirror {self.location}, where {newest}{why}: "
+        _logger.warning(
+            "%s",
+            f"step {step} is in {folder}, and not in the mirror {self.location}, where {newest}{why}: "
             f"{self._bytes_left()} of its {record.nbytes} bytes are missing there. Run the same program again in this "
-            f"directory, or copy it: holdfast cp {place} {self.location / place.name}"
+            f"directory, or copy it: holdfast cp {folder} {self.location / folder.name}",
         )
-        _logger.warning("%s", text)
 
     # ---- the thread
 
@@ -366,7 +365,7 @@ class RunMirror(StepPlace):
         while not self._ending.is_set():
             final = self._wait(pause)
             try:
-                self._round(final)
+                self._round()
             except _Obsolete:
                 self._due = True
                 continue
@@ -388,14 +387,14 @@ class RunMirror(StepPlace):
             self._changed()
 
     def _wait(self, pause: float | None) -> bool:
-        """Wait until there is something to do, after an error for its pause; return whether the run ends."""
+        """Wait for work, or after an error until its pause has passed; return whether the run ends."""
         with self._wake:
             self._wake.wait_for(lambda: self._ending.is_set() or self._final or (self._due and pause is None), pause)
             self._due = False
             return self._final
 
     def _changed(self) -> None:
-        """Wake all waiting threads; let the copy under way give way to a save, and end it if it is of no use."""
+        """Wake all waiting threads; let the current copy yield to a save, and end it if it is obsolete."""
         with self._wake:
             self._wake.notify_all()
             copying = self._copying
@@ -414,21 +413,21 @@ class RunMirror(StepPlace):
         if self._ending.is_set() or not is_last or not self._run.has_copy(copying.record):
             raise _Obsolete
 
-    def _round(self, final: bool) -> None:
+    def _round(self) -> None:
         far = self._acquire()
         while True:
             self._delete_covered(far)  # before a step that was deleted meanwhile, and saved again, is copied
             self._follow(far)
-            if (record := self._next(far, final or self._final)) is None:
+            if (record := self._next(far)) is None:
                 break
             before = max((step for step in far.steps() if step < _step_of(record)), default=-1)
             self._copy(far, record)
             self._refresh(self._run.known_record(before))
-        if final or self._final:
+        if self._final:
             self._refresh(self._newest())
 
     def _delete_covered(self, far: RunDirectory) -> None:
-        """Delete the steps that the run has deleted explicitly and not saved again, the latest first."""
+        """Delete the steps that the run deleted explicitly and has not saved again, the latest first."""
         tombstones = self._run.settled_tombstones()
         for step in reversed(far.steps_and_damaged()) if tombstones else ():
             record = far.record(step) if step in far else None
@@ -437,14 +436,14 @@ class RunMirror(StepPlace):
         self._run.clear_tombstones(tombstones)
         self._changed()
 
-    def _next(self, far: RunDirectory, final: bool) -> CheckpointRecord | None:
-        """Return the step to copy: the newest one, if it is due and not there."""
+    def _next(self, far: RunDirectory) -> CheckpointRecord | None:
+        """Return the newest step if it is due and the mirror lacks it."""
         record = self._lacking()
         if record is None or record.fingerprint in self._refused:
             return None
         step = _step_of(record)
-        before = max((one for one in far.steps() if one < step), default=None)
-        if final or before is None or step in far.steps_and_damaged():
+        before = max((earlier for earlier in far.steps() if earlier < step), default=None)
+        if self._final or before is None or step in far.steps_and_damaged():
             return record
         moment = Moment(step=step, previous=before, now=record.time, last=far.record(before).time)
         return record if decide(self._triggers, moment) else None
@@ -482,7 +481,7 @@ class RunMirror(StepPlace):
             )
             return
         except BaseException:
-            far.keep_partial(step)
+            far.partial.add(step)
             raise
         finally:
             self._copying = None
@@ -497,7 +496,7 @@ class RunMirror(StepPlace):
         far.sweep_partial()
 
     def _follow(self, far: RunDirectory) -> None:
-        """Give the copies the metrics and pins that the steps of the run have by now."""
+        """Copy the current metrics and pins of the run's steps to their copies."""
         here = {info.step: info for info in self._run.infos()}
         for info in far.infos():
             if info.step in here and info != here[info.step]:
@@ -507,13 +506,13 @@ class RunMirror(StepPlace):
                     far.add(info.step, follow(far.step_location(info.step), copy, original))
 
     def _refresh(self, record: CheckpointRecord | None) -> None:
-        """Copy what the witness has recorded of the steps after one, since that was copied."""
+        """Copy the witness records that were added to a step since it was copied."""
         if self._far is not None and record is not None and self._far.has_copy(record):
             step = _step_of(record)
             copy_witness(self._run.step_location(step), self._far.step_location(step), again=True)
 
     def _look(self) -> RunDirectory:
-        """Return the steps in the mirror, read again unless this run writes there."""
+        """Return the mirror's directory, read again unless this run writes there."""
         with self._looking:
             if self._far is None:
                 self._far = RunDirectory(self.location, self._options, self._clock, self._stop)
@@ -522,7 +521,7 @@ class RunMirror(StepPlace):
             return self._far
 
     def _check_same_run(self, far: RunDirectory) -> None:
-        """Raise OptionError if the mirror belongs to another run; an empty directory takes its identity."""
+        """Raise OptionError if the mirror belongs to another run; an empty directory adopts its identity."""
         ours, theirs = self._run.identity.run, far.identity
         if ours is not None and theirs.run is not None:
             same = ours == theirs.run or not far.steps_and_damaged()
@@ -550,11 +549,11 @@ class RunMirror(StepPlace):
                 )
 
     def _is_lost(self) -> bool:
-        """Whether another run has taken the mirror over, or the mirror never belonged to this run."""
+        """Return whether another run has taken the mirror over, or it never belonged to this run."""
         return self._foreign or (self._changes and self._far is not None and not self._far.ownership.held)
 
     def _acquire(self) -> RunDirectory:
-        """Take ownership of the mirror; an interrupted copy of the newest step stays, and is completed."""
+        """Acquire the mirror; an interrupted copy of the newest step stays, and is completed."""
         if not self._changes:
             with self._looking:
                 far = self._look()
@@ -573,12 +572,12 @@ class RunMirror(StepPlace):
     # ---- the steps in both places
 
     def _newest(self) -> CheckpointRecord | None:
-        """Return the step that the run saved last, else its newest: later steps are of another branch."""
+        """Return the step that the run saved last, or else its newest: later steps are of another branch."""
         saved, newest = self._run.last_saved, max(self._run.steps(), default=-1)
         return (None if saved is None else self._run.known_record(saved)) or self._run.known_record(newest)
 
     def _lacking(self) -> CheckpointRecord | None:
-        """Return the newest step of the run, unless the mirror has it, as far as it is known."""
+        """Return the newest step of the run unless the mirror is known to have it."""
         newest = self._newest()
         return None if newest is not None and self._far is not None and self._far.has_copy(newest) else newest
 
@@ -594,20 +593,20 @@ class RunMirror(StepPlace):
 
     def _warn(self, error: Exception, then: str) -> None:
         """Log an error, each kind once until the mirror works again."""
-        kind, self._error = type(error).__name__, str(error) or type(error).__name__
+        name, self._error = type(error).__name__, str(error) or type(error).__name__
         self._changed()
         if self._is_lost():
             then = "another run writes there, so that this one copies nothing more"
         if self._foreign:
             then = "this run copies nothing there"
-        if kind in self._warned:
+        if name in self._warned:
             _logger.debug("%s: the mirror still fails: %s", self.location, error)
             return
-        self._warned.add(kind)
+        self._warned.add(name)
         self._events.write("mirror_failed", mirror=str(self.location), error=self._error)
-        what = "" if isinstance(error, (StorageError, OwnershipError, OptionError)) else f"{kind}: "
+        prefix = "" if isinstance(error, (StorageError, OwnershipError, OptionError)) else f"{name}: "
         text = "%s: the mirror failed, and %s; training continues, and its steps are in %s: %s%s"
-        _logger.warning(text, self.location, then, self._run.location, what, error)
+        _logger.warning(text, self.location, then, self._run.location, prefix, error)
 
 
 def _step_of(record: CheckpointRecord) -> int:
@@ -626,7 +625,7 @@ def add_mirror(run: Run) -> RunMirror | None:
 
 
 def has_remote_mirror(options: CheckpointManagerOptions) -> bool:
-    """True if the mirror uploads the files of steps from the disk."""
+    """Return whether the mirror uploads the files of steps."""
     mirror = mirror_of(options)
     return mirror is not None and not as_location(mirror.url).is_local
 
@@ -636,7 +635,7 @@ _open: weakref.WeakSet[RunMirror] = weakref.WeakSet()
 
 @atexit.register
 def _tell_at_exit() -> None:
-    """Log which steps the mirrors of managers lack that were not closed."""
+    """Log the steps that are missing in mirrors whose managers were not closed."""
     for mirror in list(_open):
         if mirror.process == os.getpid():  # a forked child has no mirror
             mirror._tell()

@@ -18,8 +18,8 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from ..clock import Duration, Rate, bytes_per_second, seconds
 from ..errors import InvalidLocationError, OptionError, UnknownArgumentError
-from ..foreign_arguments import explains_arguments, explains_unknown_names, instead_of
-from ..storage import Place, as_location, hidden_address
+from ..foreign_arguments import explains_arguments, instead_of
+from ..storage import Location, Place, as_location, hidden_address
 from .decisions import OnBest, SavePolicy
 from .intervals import Every, LearnedInterval, save_interval
 from .metrics import metric_name
@@ -45,13 +45,20 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+def _location(url: Place, shown: str) -> Location:
+    try:
+        return as_location(url)
+    except InvalidLocationError as error:
+        raise OptionError(f"{shown.format(hidden_address(str(url)))}: {error}") from error
+
+
 def limits(least: int, greatest: int | None = None) -> dict[str, Any]:
-    """Return the metadata of an option that is a whole number: the least and the greatest one that it takes."""
+    """Return the metadata of an option that is a whole number: its least and its greatest value."""
     return {"least": least, "greatest": greatest}
 
 
 def option_texts(taker: type) -> dict[str, str]:
-    """Return the documentation of options by name, as the docstring of a class has it; nothing under ``python -OO``."""
+    """Return the text of each option in the docstring of a class; nothing under ``python -OO``."""
     text = inspect.cleandoc(taker.__doc__ or "")
     title = "Args" if "\nArgs:" in text else "Attributes"
     sections = re.findall(rf"^{title}:.*\n((?: {{4}}.*\n?|\n)+)", text, re.MULTILINE)
@@ -60,7 +67,7 @@ def option_texts(taker: type) -> dict[str, str]:
 
 
 def takes_texts_of(source: type) -> Callable[[type[T]], type[T]]:
-    """Fill in the options that the docstring of a class lists without a text from the docstring of ``source``."""
+    """Complete the options that a docstring lists without a text, from the docstring of ``source``."""
 
     def complete(taker: type[T]) -> type[T]:
         texts = option_texts(source)
@@ -85,28 +92,23 @@ def takes_texts_of(source: type) -> Callable[[type[T]], type[T]]:
 
 
 def shown_call(taker: object, directory: object, options: Any) -> str:
-    """Return the call that makes a manager or a callback: its directory, and the options that are no defaults."""
-    given = [one for one in fields(options) if one.default is not MISSING and getattr(options, one.name) != one.default]
-    arguments = [repr(str(directory)), *(f"{one.name}={getattr(options, one.name)!r}" for one in given)]
-    return f"{type(taker).__name__}({', '.join(arguments)})"
+    """Return the call that makes a manager or a callback: its directory, and the options that differ from defaults."""
+    values = [(option.name, getattr(options, option.name), option.default) for option in fields(options)]
+    given = [f"{name}={value!r}" for name, value, default in values if default is not MISSING and value != default]
+    return f"{type(taker).__name__}({', '.join([repr(str(directory)), *given])})"
 
 
-def refuse_options(taker: str, unknown: Iterable[str], known: Collection[str]) -> None:
-    """Raise UnknownArgumentError for a name that is no option; suggest the equivalent of a name of another library."""
+def refuse_options(taker: str, unknown: Iterable[str], accepted: Collection[str]) -> None:
+    """Raise UnknownArgumentError for an unknown option, with the equivalent of another library's name."""
     for name in unknown:
         only = name in CheckpointManagerOptions.__dataclass_fields__
-        hint = _ONLY_MANAGERS if only else instead_of(name, known)
+        hint = _ONLY_MANAGERS if only else instead_of(name, accepted)
         raise UnknownArgumentError(f"{taker}() got an unexpected keyword argument {name!r}{hint}")
 
 
-def explains_options(options: type[T]) -> type[T]:
-    """Make a dataclass of options explain names that it does not know."""
-    return explains_unknown_names(options, refuse_options)
-
-
-def explains_its_options(function: F) -> F:
-    """Make a function that takes options explain names that it does not know."""
-    return explains_arguments(function, refuse_options)
+def explains_options(taker: F) -> F:
+    """Decorate a class or function that takes options so that its error about an unknown one gives the equivalent."""
+    return explains_arguments(taker, refuse_options)
 
 
 @explains_options
@@ -145,10 +147,7 @@ class Mirror:
     wait_secs: Duration = "10m"
 
     def __post_init__(self) -> None:
-        try:
-            as_location(self.url)
-        except InvalidLocationError as error:
-            raise OptionError(f"mirror={hidden_address(str(self.url))!r}: {error}") from error
+        _location(self.url, "mirror={!r}")
         _check_limits(self)
         if self.max_bandwidth is not None:
             bytes_per_second(self.max_bandwidth, name="max_bandwidth")
@@ -189,11 +188,7 @@ class Local:
     address: str | None = None
 
     def __post_init__(self) -> None:
-        try:
-            place = as_location(self.url)
-        except InvalidLocationError as error:
-            raise OptionError(f"Local({hidden_address(str(self.url))!r}): {error}") from error
-        if not place.is_local:
+        if not _location(self.url, "Local({!r})").is_local:
             raise OptionError(
                 f"Local({self.url!r}): this is not a path of a host; local steps lie in its memory or on its disk, "
                 "such as in /dev/shm/holdfast. For a second place that all hosts share, use mirror="
@@ -280,11 +275,11 @@ class CheckpointOptions:
         return self.best_mode or "max"
 
     def _further_rules(self) -> tuple[KeepPolicy, ...]:
-        """Return what options of a subclass keep, for :func:`retention_rules`."""
+        """Return the rules from options of a subclass, for :func:`retention_rules`."""
         return ()
 
     def _time_rule(self, secs: float) -> KeepPolicy:
-        """Return what ``keep_time_interval`` keeps."""
+        """Return the rule of ``keep_time_interval``."""
         return Every(secs=secs)
 
     def policies(self) -> tuple[tuple[SavePolicy, ...], tuple[KeepPolicy, ...]]:
@@ -301,15 +296,15 @@ class ProgramPolicies(CheckpointOptions):
 
     def __post_init__(self) -> None:
         saves, keeps = self.policies()
-        for name, given, kind, others in (
+        for name, given, protocol, others in (
             ("save", saves, SavePolicy, _SAVE_PERIODS),
             ("keep", keeps, KeepPolicy, KEEP_PERIODS),
         ):
             for policy in given:
-                if not isinstance(policy, kind) or isinstance(policy, type):
+                if not isinstance(policy, protocol) or isinstance(policy, type):
                     raise OptionError(
-                        f"{name}={policy!r} must be a hf.{kind.__name__}, such as hf.Every(steps=100, keep=5), or a "
-                        "list of them"
+                        f"{name}={policy!r} must be a hf.{protocol.__name__}, such as hf.Every(steps=100, keep=5), or "
+                        "a list of them"
                     )
             also = [f"{other}={value!r}" for other in others if (value := getattr(self, other)) is not None]
             if also and any(isinstance(policy, Every) for policy in given):
@@ -327,7 +322,7 @@ class ProgramPolicies(CheckpointOptions):
 
 
 def listed_policies(policies: Any) -> tuple[Any, ...]:
-    """Return the policies of ``save=`` or ``keep=``: one, several, or None."""
+    """Return the policies of ``save=`` or ``keep=`` as a tuple."""
     if policies is None:
         return ()
     return tuple(policies) if isinstance(policies, Iterable) else (policies,)
@@ -417,13 +412,12 @@ class CheckpointManagerOptions(ProgramPolicies):
 
 
 def mirror_of(options: CheckpointOptions) -> Mirror | None:
-    """Return the options of the mirror, or None."""
     mirror = options.mirror
     return mirror if mirror is None or isinstance(mirror, Mirror) else Mirror(mirror)
 
 
 def has_triggers(options: CheckpointOptions) -> bool:
-    """Return whether any option sets when to save; otherwise the default trigger holds."""
+    """Return whether any option says when to save; otherwise the default trigger applies."""
     has_period = any(getattr(options, name) is not None for name in _SAVE_PERIODS)
     return has_period or options.save_on_best or bool(options.policies()[0])
 
@@ -431,47 +425,47 @@ def has_triggers(options: CheckpointOptions) -> bool:
 def save_triggers(options: CheckpointOptions) -> tuple[SavePolicy, ...]:
     if not has_triggers(options):
         return save_triggers(replace(options, **options.DEFAULT_TRIGGER))
-    found: list[SavePolicy] = [*options.policies()[0]]
+    triggers: list[SavePolicy] = [*options.policies()[0]]
     if options.save_interval_steps is not None:
-        found.append(Every(steps=options.save_interval_steps))
+        triggers.append(Every(steps=options.save_interval_steps))
     if options.save_interval_secs is not None:
         interval = save_interval(options.save_interval_secs)
-        found.append(LearnedInterval(*interval) if isinstance(interval, tuple) else Every(secs=interval))
+        triggers.append(LearnedInterval(*interval) if isinstance(interval, tuple) else Every(secs=interval))
     if options.save_on_best and options.best_fn is not None:
-        found.append(OnBest(options.best_fn, options.ranking_mode))
-    return tuple(found)
+        triggers.append(OnBest(options.best_fn, options.ranking_mode))
+    return tuple(triggers)
 
 
 def retention_rules(options: CheckpointOptions) -> tuple[KeepPolicy, ...]:
-    """Return what keeps a checkpoint; without ``max_to_keep``, ``keep_latest`` and policies, everything is kept."""
-    found: list[KeepPolicy] = [*options.policies()[1]]
-    is_limited = bool(found) or options.max_to_keep is not None or options.keep_latest is not None
+    """Return the retention rules; everything is kept without ``max_to_keep``, ``keep_latest`` and policies."""
+    rules: list[KeepPolicy] = [*options.policies()[1]]
+    is_limited = bool(rules) or options.max_to_keep is not None or options.keep_latest is not None
     if options.best_fn is not None:
-        found.append(KeepBest(options.max_to_keep or 1, options.best_fn, options.ranking_mode))
+        rules.append(KeepBest(options.max_to_keep or 1, options.best_fn, options.ranking_mode))
     elif options.max_to_keep is not None:
-        found.append(KeepLatest(options.max_to_keep))
+        rules.append(KeepLatest(options.max_to_keep))
     if options.keep_latest is not None:
-        found.append(KeepLatest(options.keep_latest))
+        rules.append(KeepLatest(options.keep_latest))
     if options.keep_period is not None:
-        found.append(Every(steps=options.keep_period))
+        rules.append(Every(steps=options.keep_period))
     if options.keep_time_interval is not None:
-        found.append(options._time_rule(seconds(options.keep_time_interval, name="keep_time_interval")))
+        rules.append(options._time_rule(seconds(options.keep_time_interval, name="keep_time_interval")))
     if options.keep_steps:
-        found.append(KeepSteps(frozenset(options.keep_steps)))
-    found.append(KeepPinned())
+        rules.append(KeepSteps(frozenset(options.keep_steps)))
+    rules.append(KeepPinned())
     if not is_limited:
-        found.append(KeepAll())
-    return (*found, *options._further_rules())
+        rules.append(KeepAll())
+    return (*rules, *options._further_rules())
 
 
 def options_document(options: CheckpointManagerOptions) -> dict[str, Any]:
     """Return the retention rules as JSON, for readers of the directory."""
     function, policies = options.best_fn, options.policies()[1]
-    own = [type(policy).__qualname__ for policy in policies if not isinstance(policy, Every)]
+    custom = [type(policy).__qualname__ for policy in policies if not isinstance(policy, Every)]
     interval = options.keep_time_interval
     return {
         "keep": [asdict(policy) for policy in policies if isinstance(policy, Every)],
-        "keep_function": ", ".join(own) or None,  # only the program has these policies
+        "keep_function": ", ".join(custom) or None,  # only the program has these policies
         "max_to_keep": options.max_to_keep,
         "keep_latest": options.keep_latest,
         "keep_period": options.keep_period,
@@ -488,22 +482,22 @@ def options_document(options: CheckpointManagerOptions) -> dict[str, Any]:
 
 def options_from_document(document: Mapping[str, Any]) -> CheckpointManagerOptions:
     """Read what :func:`options_document` returned; ignore unknown names, refuse invalid values with OptionError."""
-    known = options_document(CheckpointManagerOptions()).keys() & CheckpointManagerOptions.__dataclass_fields__.keys()
+    names = options_document(CheckpointManagerOptions()).keys() & CheckpointManagerOptions.__dataclass_fields__.keys()
     try:
-        found = {name: value for name, value in document.items() if name in known}
-        found["keep"] = [Every(**policy) for policy in found.get("keep", ())]
-        return CheckpointManagerOptions(read_only=True, **{"best_mode": "max", **found})
+        values = {name: value for name, value in document.items() if name in names}
+        values["keep"] = [Every(**policy) for policy in values.get("keep", ())]
+        return CheckpointManagerOptions(read_only=True, **{"best_mode": "max", **values})
     except (TypeError, AttributeError) as error:
         raise OptionError(f"these are not options of a checkpoint manager: {error}") from error
 
 
 def as_int(value: object) -> object:
-    """Convert a whole number of any library to an int; return anything else, also True, as it is."""
+    """Convert a whole number of any library to an int; return anything else, also True, unchanged."""
     return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
 
 
 def _check_limits(options: Any) -> None:
-    """Raise OptionError for a number that is not whole, or beyond its limits; make each a number of Python."""
+    """Raise OptionError for a number that is not whole or beyond its limits; convert each to an int."""
     for option in fields(options):
         value = as_int(getattr(options, option.name))
         if value is None or "least" not in option.metadata:

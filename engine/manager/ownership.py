@@ -1,11 +1,11 @@
 """Who may write to a directory, and which run it belongs to.
 
-A second run is refused, and within one process the newer manager takes over. On a file system the owner holds a
+A second run is refused; within one process, the newer manager takes over. On a file system, the owner holds a
 :class:`~holdfast.engine.storage.FileLock`. Without locks (object stores, some network file systems), the newest owner
-leaves its token, and an older one sees it before it commits.
+writes its token, and an older one sees it before it commits.
 
-The identity of a run, which its directory and its mirror share, lies in ``options.json`` beside the retention rules. A
-directory without one gets one when a run acquires it.
+A run's directory and its mirror share the identity of the run, which ``options.json`` stores with the retention rules.
+A run gives an identity to a directory without one when it acquires it.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _PAUSE = 0.1  # seconds between them
 
 
 class Ownership:
-    """The ownership of one directory: the right to write to it."""
+    """The right to write to one directory."""
 
     def __init__(self, directory: Location, clock: Clock, drain: Callable[[], None] | None = None) -> None:
         self._directory = directory
         self._clock = clock
-        # Waits until the owner has stopped writing, before a newer one in this process takes over; None does not wait.
+        # Called before a newer owner in this process takes over: it waits until this one has stopped writing.
         self._drain = None if drain is None else weakref.WeakMethod(drain)
         self._token = os.urandom(16).hex()
         self._lock = FileLock(directory / OWNER)
@@ -64,7 +64,7 @@ class Ownership:
         return self._process == os.getpid() and not self._lost
 
     def check_usable(self) -> None:
-        """Raise OwnershipError if no save can ever succeed: what lies in the place of a file of the run is none."""
+        """Raise OwnershipError if no save can succeed, as something else is at the path of a file of the run."""
         if not self._directory.is_local:
             return
         owner, options = self._directory / OWNER, self._directory / OPTIONS
@@ -77,7 +77,6 @@ class Ownership:
             )
 
     def take(self) -> None:
-        """Take ownership, unless this run has it already."""
         self.check_not_lost()
         while True:
             with FileLock.handover:
@@ -120,7 +119,7 @@ class Ownership:
             self.check_not_lost()
 
     def _is_taken_over(self) -> bool:
-        """True if two reads agree that another manager owns the file; a network may garble one of them."""
+        """Return whether two reads agree that another manager owns the file; a network may garble one of them."""
         earlier = None
         for look in range(_LOOKS):
             time.sleep(_PAUSE if look else 0.0)
@@ -134,18 +133,18 @@ class Ownership:
         )
 
     def _stored_token(self) -> str | None:
-        place = self._directory / OWNER
+        file = self._directory / OWNER
         try:
-            content = place.read_own(limit=_LIMIT)
-            found = json.loads(content)
-            if "digest" in found:  # version 0.1 wrote none
-                decode_document(content, "owner", source=str(place))
-            return str(found["token"])
+            content = file.read_own(limit=_LIMIT)
+            document = json.loads(content)
+            if "digest" in document:  # version 0.1 wrote none
+                decode_document(content, "owner", source=str(file))
+            return str(document["token"])
         except (ObjectNotFoundError, DamagedCheckpointError, FormatVersionError, LookupError, TypeError, ValueError):
             return None
 
     def check_not_lost(self) -> None:
-        """Raise OwnershipError if a newer manager has taken over, or if this process is a fork of the owner's."""
+        """Raise OwnershipError if a newer manager took over, or this process is a fork of the owner's."""
         if self._lost or self._process not in (None, os.getpid()):
             raise OwnershipError(
                 f"{self._directory}: another manager has taken over this directory; this one may not write to it. "
@@ -199,10 +198,10 @@ class Ownership:
             os.pwrite(self._lock.descriptor, content, 0)
 
     def _describe(self) -> str:
-        found: Mapping[str, Any] = {}
+        owner: Mapping[str, Any] = {}
         with contextlib.suppress(HoldfastError):
-            found = self._lock.content()
-        return f"process {found.get('pid', '?')} on {found.get('host', '?')}"
+            owner = self._lock.content()
+        return f"process {owner.get('pid', '?')} on {owner.get('host', '?')}"
 
 
 _owners: weakref.WeakValueDictionary[str | Location, Ownership] = weakref.WeakValueDictionary()
@@ -214,7 +213,7 @@ OPTIONS = "options.json"  # name of the file that holds the retention options of
 
 
 class Tombstone(NamedTuple):
-    """A step, or all later ones, that the run has deleted, and the mirror may have; one saved again is not covered."""
+    """A deleted step, or all later ones, that the mirror may still have; a step saved again is not covered."""
 
     step: int
     later: bool = False  # whether it stands for the steps after this one
@@ -230,10 +229,8 @@ class Tombstone(NamedTuple):
 
 
 class Tombstones(frozenset[Tombstone]):
-    """The tombstones of one series of steps."""
-
     def cover(self, step: int, record: CheckpointRecord | None) -> bool:
-        """Return whether a step was deleted, given the record that the mirror has; None if that is damaged."""
+        """Return whether a step was deleted, given the mirror's record of it, or None if that is damaged."""
         return any(tombstone.covers(step, record) for tombstone in self)
 
     def __str__(self) -> str:
@@ -242,13 +239,13 @@ class Tombstones(frozenset[Tombstone]):
         return " and ".join(listed + ([] if after is None else [f"all steps after {after}"]))
 
     def numbers(self) -> tuple[list[int], int | None]:
-        """Return the single steps, and the one after which all were deleted."""
+        """Return the single steps, and the step after which all were deleted."""
         steps = sorted({tombstone.step for tombstone in self if not tombstone.later})
         return steps, min((tombstone.step for tombstone in self if tombstone.later), default=None)
 
 
 class LocalBranch(NamedTuple):
-    """A part of the history of a run: the local saves that one start of the program makes after a step."""
+    """A part of a run's history: the local saves that one start of the program makes after a step."""
 
     attempt: str  # text that no other start has
     sequence: int  # the number of the last local save before
@@ -256,7 +253,7 @@ class LocalBranch(NamedTuple):
 
 
 _NAMES = ("run", "directory", "mirror", "local")  # fields of an identity that are text
-NO_LOCAL_STEPS = (LocalBranch("-", 0, -1),)  # the history of a run of which no local step counts any more
+NO_LOCAL_STEPS = (LocalBranch("-", 0, -1),)  # the history of a run whose local steps no longer count
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,12 +265,12 @@ class RunIdentity:
     mirror: str | None = None  # in the run's directory: the URL of its mirror
     tombstones: Mapping[str, Tombstones] = field(default_factory=dict)  # by the series of the steps
     local: str | None = None  # in the run's directory: where its hosts keep local steps
-    # By the series, the last parts of the history that leads to the newest step; other local steps do not count.
+    # The last branches of the history that leads to the newest step, by series; other local steps do not count.
     branches: Mapping[str, tuple[LocalBranch, ...]] = field(default_factory=dict)
 
     def over(self, other: RunIdentity) -> RunIdentity:
-        """Return ``other`` with every field that this identity knows."""
-        return replace(other, **{name: known for name in _NAMES if (known := getattr(self, name)) is not None})
+        """Return ``other``, with the fields that this identity has."""
+        return replace(other, **{name: value for name in _NAMES if (value := getattr(self, name)) is not None})
 
     def with_tombstones(self, series: str, tombstones: Tombstones) -> RunIdentity:
         return replace(self, tombstones={**self.tombstones, series: tombstones})
@@ -283,12 +280,12 @@ class RunIdentity:
 
 
 def stored_options(location: Location) -> CheckpointManagerOptions | None:
-    """Return the retention options of the last run on a directory, or None if they are unknown."""
+    """Return the retention options of the last run in a directory, or None if they are unknown."""
     return stored_rules(location)[0]
 
 
 def stored_rules(location: Location) -> tuple[CheckpointManagerOptions | None, str | None]:
-    """Return the same, and the name of the function or policy of the program by which the run chose its steps."""
+    """Return these options, and the name of the program's function or policy that chose steps, if any."""
     try:
         document = _read(location)["options"]
         options = options_from_document(document)
@@ -299,52 +296,50 @@ def stored_rules(location: Location) -> tuple[CheckpointManagerOptions | None, s
 
 
 def stored_identity(location: Location) -> RunIdentity:
-    """Return the identity that is stored in a directory; without one, an identity without a token."""
+    """Return the identity stored in a directory; without one, an identity without a token."""
     try:
-        found = _read(location).get("run")
+        run = _mapping(_read(location).get("run"))
     except (ObjectNotFoundError, DamagedCheckpointError, FormatVersionError):
         return RunIdentity()
-    if not isinstance(found, dict):
-        return RunIdentity()
-    known = {name: value for name in _NAMES if isinstance(value := found.get(name), str)}
-    doomed = found.get("doomed")
-    tombstones = {name: _tombstones(listed) for name, listed in doomed.items()} if isinstance(doomed, dict) else {}
-    histories = found.get("branches")
-    branches = {
-        name: tuple(map(_branch, listed if isinstance(listed, list) else [None]))
-        for name, listed in (histories.items() if isinstance(histories, dict) else ())
-    }
-    return RunIdentity(**known, tombstones=tombstones, branches=branches)
+    texts = {name: value for name in _NAMES if isinstance(value := run.get(name), str)}
+    tombstones = {name: _tombstones(listed) for name, listed in _mapping(run.get("doomed")).items()}
+    histories = _mapping(run.get("branches")).items()
+    branches = {name: tuple(map(_branch, parts if isinstance(parts, list) else [None])) for name, parts in histories}
+    return RunIdentity(**texts, tombstones=tombstones, branches=branches)
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def store_identity(location: Location, options: Mapping[str, Any], identity: RunIdentity) -> None:
-    """Store the retention options of a run and its identity, in one file."""
+    """Store the retention options of a run and its identity in one file."""
     document = {
         **{name: getattr(identity, name) for name in _NAMES},
-        "branches": {name: [list(one) for one in listed] for name, listed in sorted(identity.branches.items())},
-        "doomed": {name: _encoded(found) for name, found in sorted(identity.tombstones.items()) if found},
+        "branches": {name: [list(branch) for branch in listed] for name, listed in sorted(identity.branches.items())},
+        "doomed": {name: _encoded(deleted) for name, deleted in sorted(identity.tombstones.items()) if deleted},
     }
-    known = {name: value for name, value in document.items() if value}
+    run = {name: value for name, value in document.items() if value}
     if options.get("step_name_width") and not (location / PADDED / RECORD).is_there():
         (location / PADDED).make_directory()
         (location / PADDED / RECORD).write_bytes(encode_document("checkpoint", {}, version=VERSION + 1))
-    (location / OPTIONS).write_bytes(encode_document("options", {"options": dict(options), "run": known}))
+    (location / OPTIONS).write_bytes(encode_document("options", {"options": dict(options), "run": run}))
 
 
 def copy_options(source: Location, destination: Location) -> None:
-    """Give a copy of a run the retention options of the original; its identity and its mirror stay its own."""
+    """Copy the retention options of a run; identity and mirror of the copy stay its own."""
     options = stored_options(source)
     if options is not None:
         store_identity(destination, options_document(options), stored_identity(destination))
 
 
 def _read(location: Location) -> dict[str, Any]:
-    place = location / OPTIONS
-    return decode_document(place.read_own(limit=_LIMIT), "options", source=str(place))
+    file = location / OPTIONS
+    return decode_document(file.read_own(limit=_LIMIT), "options", source=str(file))
 
 
-def _branch(found: Any) -> LocalBranch:
-    match found:
+def _branch(value: Any) -> LocalBranch:
+    match value:
         case [str(attempt), int(sequence), int(after)]:
             return LocalBranch(attempt, sequence, after)
     return NO_LOCAL_STEPS[0]
@@ -355,8 +350,8 @@ def _encoded(tombstones: Tombstones) -> dict[str, Any]:
     return {"steps": steps, "after": after, "records": [list(tombstone) for tombstone in sorted(tombstones, key=repr)]}
 
 
-def _tombstones(found: Any) -> Tombstones:
-    match found:
+def _tombstones(value: Any) -> Tombstones:
+    match value:
         case {"records": [*records]}:
             return Tombstones(Tombstone(*fields) for fields in records if _is_tombstone(fields))
         case {"steps": [*steps], "after": after}:  # of an earlier version
@@ -365,8 +360,8 @@ def _tombstones(found: Any) -> Tombstones:
     return Tombstones()
 
 
-def _is_tombstone(found: Any) -> bool:
-    match found:
+def _is_tombstone(value: Any) -> bool:
+    match value:
         case [int(), bool(), None | float(), None | str()]:
             return True
     return False

@@ -1,8 +1,8 @@
-"""A stream of bytes between the hosts of a program: each serves the files below a folder, and stores what others send.
+"""Transfers between the hosts of a program: each serves the files below a folder, and stores the files of others.
 
-A process that serves listens on an address of its host. Every message is a frame: the lengths of its head (JSON) and of
-its body, the crc32c of both, then the head and the body. Lengths are checked before memory is taken, a connection
-begins with the token of the program, paths stay below the folder, and nothing waits longer than a deadline.
+A server listens on an address of its host. Every message is a frame: the lengths of its head (JSON) and its body, the
+crc32c of both, then head and body. Lengths are checked before memory is allocated, a connection begins with the token
+of the program, paths stay below the folder, and nothing waits longer than a deadline.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class PeerServer:
-    """Serves the files below a folder to peers that say the token first, and stores the files that they send."""
+    """Serves the files below a folder to peers that send the token first, and stores the files that they send."""
 
     def __init__(self, root: str, token: str, host: str, *, timeout: float = PATIENCE) -> None:
         self._root = root
@@ -71,10 +71,10 @@ class PeerServer:
         with self._lock:
             self._closed = True
             ended = [self._listener, *self._connections]
-        for one in ended:
+        for connection in ended:
             with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-            one.close()
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
         self._strangers.release()  # the thread may wait for it, and then finds the listener closed
 
     def _accept(self) -> None:
@@ -109,7 +109,7 @@ class PeerServer:
                 self._connections.discard(connection)
 
     def _knows_token(self, connection: socket.socket) -> bool:
-        """Return whether the connection begins with the token, within the time that a stranger has for all of it."""
+        """Return whether the connection begins with the token, within the time that a stranger has."""
         try:
             hello, _ = _receive(connection, memoryview(b""), deadline=time.monotonic() + self._timeout)
             return hmac.compare_digest(str(hello.get("token")).encode(), self._token.encode())
@@ -117,38 +117,35 @@ class PeerServer:
             self._strangers.release()
 
     def _answer(self, connection: socket.socket, asked: Mapping[str, Any]) -> None:
-        if asked.get("do") == "write":
-            size = int(asked["size"])
-            pieces = _pieces(connection, size)
-            try:
-                self._store(self._place(asked), size, pieces)
-            except (OSError, StorageError, ValueError) as error:
-                for _ in pieces:  # the peer reads an answer only after it has sent everything
-                    pass
-                _send(connection, _failure(error))
-            else:
-                _send(connection, {"size": size})
-            return
+        writes = asked.get("do") == "write"
+        size = int(asked["size"]) if writes else 0
+        pieces = _pieces(connection, size)
         try:
+            if writes:
+                self._store(self._place(asked), size, pieces)
+                _send(connection, {"size": size})
+                return
             with _opened(self._place(asked), os.O_RDONLY) as descriptor:
                 for part in _read(descriptor, int(asked["offset"]), int(asked["length"])):
                     _send(connection, {}, part)
-        except (OSError, StorageError, DamagedCheckpointError, ValueError) as error:
-            _send(connection, _failure(error))
+        except (OSError, ValueError) as error:
+            for _ in pieces:  # the peer reads an answer only after it has sent everything
+                pass
+            _send(connection, {"error": str(error)[:4000] or type(error).__name__})
 
     def _place(self, asked: Mapping[str, Any]) -> str:
-        """Return the path of a file that is asked for; raise ValueError unless it lies below the root."""
+        """Return the path of a requested file; raise ValueError unless it is below the root."""
         names = str(asked.get("path")).split("/")
-        place = os.path.join(self._root, *names)
+        path = os.path.join(self._root, *names)
         if not {"", ".", ".."}.isdisjoint(names) or any("\0" in name for name in names):
             raise ValueError(f"{asked.get('path')!r} is not the path of a file here")
-        if os.path.realpath(os.path.dirname(place)) != os.path.join(os.path.realpath(self._root), *names[:-1]):
+        if os.path.realpath(os.path.dirname(path)) != os.path.join(os.path.realpath(self._root), *names[:-1]):
             raise ValueError(f"{asked.get('path')!r} goes through a symbolic link")
-        return place
+        return path
 
-    def _store(self, place: str, size: int, pieces: Iterator[memoryview]) -> None:
-        os.makedirs(os.path.dirname(place), exist_ok=True)
-        with _opened(place, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:
+    def _store(self, path: str, size: int, pieces: Iterator[memoryview]) -> None:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:
             if size and hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(descriptor, 0, size)  # a full disk shows before anything is sent in vain
             for piece in pieces:
@@ -158,7 +155,7 @@ class PeerServer:
 
 
 class Peer:
-    """Another host that serves files; several threads may use it at once, each on its own connection."""
+    """Another host that serves files; threads may use it at the same time, each on its own connection."""
 
     def __init__(self, name: str, address: tuple[str, int], token: str, *, timeout: float = PATIENCE) -> None:
         self._name = name
@@ -177,8 +174,7 @@ class Peer:
             _send(connection, asked)
             filled = 0
             while filled < len(memory):
-                head, body = _receive(connection, memory[filled:])
-                _check(head, self._name)
+                body = self._reply(connection, memory[filled:])
                 if not body:
                     raise DamagedCheckpointError(f"{self._name} sent {filled} bytes of {path}, not {len(memory)}")
                 filled += len(body)
@@ -195,19 +191,25 @@ class Peer:
             for piece in pieces():
                 for start in range(0, len(piece), PIECE):
                     _send(connection, {}, piece[start : start + PIECE])
-            head, _ = _receive(connection)
-            _check(head, self._name)
+            self._reply(connection)
 
         self._do(work)
+
+    def _reply(self, connection: socket.socket, memory: memoryview | None = None) -> memoryview:
+        """Return the body of the next frame; raise the error that the peer has reported."""
+        head, body = _receive(connection, memory)
+        if "error" in head:
+            raise StorageError(f"{self._name}: {head['error']}")
+        return body
 
     def close(self) -> None:
         with self._lock:
             ended, self._idle = self._idle, []
-        for one in ended:
-            one.close()
+        for connection in ended:
+            connection.close()
 
     def _do(self, work: Callable[[socket.socket], None]) -> None:
-        """Do work on a connection; retry on a fresh one if the kept connection has been closed meanwhile."""
+        """Do work on a connection; retry on a new one if the kept connection was closed meanwhile."""
         with self._lock:
             kept = self._idle.pop() if self._idle else None
         try:
@@ -239,7 +241,7 @@ class Peer:
 
 
 class RemoteReader(DataReader):
-    """A file on other hosts, read by ranges from the first of them that answers."""
+    """A file on other hosts, read by ranges from the first host that answers."""
 
     def __init__(self, path: str, size: int, holders: Sequence[tuple[Peer, str]]) -> None:
         self._path = path
@@ -267,37 +269,37 @@ class RemoteReader(DataReader):
 
 
 def check_private(path: str, *, shared: bool) -> None:
-    """Raise StoragePermissionError if another user of the host can put files into a folder, if that is there."""
+    """Raise StoragePermissionError if a folder exists in which another user of the host can put files."""
     # A shared folder may belong to root, and be one like /dev/shm, where users cannot exchange files of others.
     owners = {os.geteuid(), 0} if shared else {os.geteuid()}
     try:
-        found = os.lstat(path)
-        is_link = stat.S_ISLNK(found.st_mode)
-        if is_link and shared and found.st_uid in owners:  # as where a disk is mounted elsewhere
-            found, is_link = os.stat(path), False
+        status = os.lstat(path)
+        is_link = stat.S_ISLNK(status.st_mode)
+        if is_link and shared and status.st_uid in owners:  # as where a disk is mounted elsewhere
+            status, is_link = os.stat(path), False
     except FileNotFoundError:
         return
-    writable = shared and found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX
-    if is_link or not stat.S_ISDIR(found.st_mode) or found.st_uid not in owners or writable:
-        what = "a symbolic link" if is_link else f"of user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}"
+    writable = shared and status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX
+    if is_link or not stat.S_ISDIR(status.st_mode) or status.st_uid not in owners or writable:
+        shown = "a symbolic link" if is_link else f"of user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):o}"
         raise StoragePermissionError(
             f"{path}: local steps must lie in a folder of user {os.geteuid()} to which no other user can write, and "
-            f"this is {what}: another user may have put files there. Remove it, or name another folder in Local(...)"
+            f"this is {shown}: another user may have put files there. Remove it, or name another folder in Local(...)"
         )
 
 
 def own_address(towards: str | None) -> str:
-    """Return the address from which this host reaches another one, or with None the internet; nothing is sent."""
-    found = "127.0.0.1"
+    """Return the address from which this host reaches another one, or with None the internet; sends nothing."""
+    address = "127.0.0.1"
     for target in (towards, "192.0.2.1"):  # an address for documentation, which no host has
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             if target is not None:
                 probe.connect((target, 9))
-                found = str(probe.getsockname()[0])
+                address = str(probe.getsockname()[0])
         # On the host of process 0, its name often means the loopback interface, which the other hosts do not reach.
-        if not found.startswith("127.") or towards in _LOOPBACK:
+        if not address.startswith("127.") or towards in _LOOPBACK:
             break
-    return found
+    return address
 
 
 def _send(connection: socket.socket, head: Mapping[str, Any], body: memoryview | bytes = b"") -> None:
@@ -311,7 +313,7 @@ def _send(connection: socket.socket, head: Mapping[str, Any], body: memoryview |
 def _receive(
     connection: socket.socket, memory: memoryview | None = None, *, deadline: float | None = None
 ) -> tuple[dict[str, Any], memoryview]:
-    """Return the head and the body of the next frame, which lies in ``memory`` if given; strangers have a deadline."""
+    """Return head and body of the next frame; the body is in ``memory`` if given. Strangers have a deadline."""
     fixed = _exactly(connection, memoryview(bytearray(_FRAME.size)), deadline)
     head_size, body_size, crc = _FRAME.unpack(fixed)
     limit = PIECE if memory is None else min(PIECE, len(memory))
@@ -351,11 +353,11 @@ def _pieces(connection: socket.socket, size: int) -> Iterator[memoryview]:
 
 
 @contextlib.contextmanager
-def _opened(place: str, flags: int) -> Iterator[int]:
-    descriptor = os.open(place, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+def _opened(path: str, flags: int) -> Iterator[int]:
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError(f"{place} is not a regular file")
+            raise ValueError(f"{path} is not a regular file")
         yield descriptor
     finally:
         os.close(descriptor)
@@ -371,13 +373,3 @@ def _read(descriptor: int, offset: int, length: int) -> Iterator[bytes]:
             raise DamagedCheckpointError(f"the file ends at byte {offset}, before byte {end}")
         yield part
         offset += len(part)
-
-
-def _failure(error: Exception) -> dict[str, Any]:
-    return {"error": str(error)[:4000] or type(error).__name__}
-
-
-def _check(head: Mapping[str, Any], name: str) -> None:
-    """Raise the error that a peer has reported."""
-    if "error" in head:
-        raise StorageError(f"{name}: {head['error']}")

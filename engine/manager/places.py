@@ -1,4 +1,4 @@
-"""Where steps of a run are besides its directory: what its mirror and the local places of its hosts have in common."""
+"""The interface of places that hold steps besides the directory: the mirror, and the local places of the hosts."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class StepPlace:
     url: Place = ""
     background = BackgroundSave()  # the saves of this place, if it has a thread for them
     writes_directory = False  # whether a fetch copies a step into the directory, which the run must own then
-    identity = RunIdentity()  # what this place knows of the identity of the run
+    identity = RunIdentity()  # the fields of the run's identity that this place supplies
 
     @property
     def unused(self) -> Mapping[int, str]:
-        """Return the steps that are damaged, or perhaps of this run, and why."""
+        """The steps that are damaged or whose run is uncertain, each with the reason."""
         return {}
 
     def reached(self, point: Point, step: int) -> None:
-        """Follow what happens in the directory."""
+        """Handle a point that the run has reached in its directory."""
 
     def newer_steps(self) -> Collection[int]:
-        """Return the steps that are newer than all of the directory, the newest first."""
+        """Return the steps that are newer than every step of the directory, the newest first."""
         return ()
 
     def steps(self) -> Collection[int]:
@@ -41,23 +41,23 @@ class StepPlace:
         return ()
 
     def may_have(self, step: int) -> bool:
-        """Return whether a fetch may bring a step that is not in the directory; the same on all processes."""
+        """Return whether this place may have a step that the directory lacks; the same on all processes."""
         return False
 
     def fetch(self, step: int, overwrite: bool) -> bool:
-        """Let the run read a step; return whether it can be read now. ``overwrite`` replaces a damaged one."""
+        """Make a step readable for the run; return whether it is. ``overwrite`` replaces a damaged one."""
         return False
 
     def elsewhere(self, step: object) -> str:
-        """Return the end of a sentence that says where this place has a step that the run cannot read; or ""."""
+        """Return the end of a message about a step that this place has and the run cannot read; else ""."""
         return ""
 
     def restored(self, step: int) -> dict[str, Any]:
-        """Note that a step was restored; return facts for the event if this place had it."""
+        """Note that a step was restored; return facts for its event if this place supplied it."""
         return {}
 
     def drop(self, step: int, damage: str) -> None:
-        """Note that a step of this place is damaged, and is not read any more."""
+        """Stop reading a step of this place, as it is damaged."""
 
     def close(self, *, finished: bool) -> None:
-        """End with the run, which has ``finished`` or failed; wait a limited time for what is not whole here."""
+        """End with the run, which has ``finished`` or failed; wait a limited time for copies under way."""

@@ -18,6 +18,7 @@ from ..errors import (
     PeerFailedError,
     itemized,
 )
+from ..steps import MOST_CHANGES, read_again
 from .decisions import AbandonedSteps, SaveDecisions
 from .items import ItemSet
 from .places import StepPlace
@@ -63,9 +64,9 @@ class Peek:
 
 
 class _Damage(NamedTuple):
-    """Why a step was not restored, and the process that found it."""
+    """Why a step was not restored, and on which process."""
 
-    what: str
+    reason: str
     unreadable: bool = False
     deleted: bool = False
     process: int = 0
@@ -84,10 +85,9 @@ class StepRestorer:
         began = time.perf_counter()
         self._fetch_missing(step)
         # A program may restore a step on one process, so reads are shared only if its options ask for that.
-        always = self.run.options.load_and_broadcast is True
-        with self._shared_reads() if always else contextlib.nullcontext() as shared:
+        with self._shared_reads(together=False) as shared:
             try:
-                found = self._read(step, items, kwargs, shared)
+                values = self._read(step, items, kwargs, shared)
             except BaseException as error:
                 if shared is not None:
                     shared.fail(error)
@@ -96,66 +96,64 @@ class StepRestorer:
                 self.items.damage_found()
                 if not self._stands_in_alone(step, error):
                     raise
-                found = self._read(step, items, kwargs, None)
+                values = self._read(step, items, kwargs, None)
         self.resumes_from(step, began=began)
-        return found
+        return values
 
     def restore_latest(self, items: Any, kwargs: Mapping[str, Any]) -> Restored | None:
-        """Read the newest step that is whole for all processes; damaged ones are passed over with a warning."""
+        """Read the newest step that is whole for all processes; skip damaged ones with a warning."""
         began = time.perf_counter()
         read = partial(self._read_everywhere, items=items, kwargs=kwargs)
         none = "every checkpoint is damaged. Look with `holdfast verify`; to start over, use another directory"
-        if (found := self._newest_whole(None, read, none, warns=True)) is None:
+        if (whole := self._newest_whole(None, read, none, warns=True)) is None:
             return None
-        step, values, skipped = found
+        step, values, damaged = whole
         unused = {newer: why for place in self.run.places for newer, why in place.unused.items() if newer > step}
-        passed = dict(sorted({**unused, **{damaged: one.what for damaged, one in skipped}}.items(), reverse=True))
-        if skipped:
+        skipped = dict(sorted({**unused, **{n: damage.reason for n, damage in damaged}}.items(), reverse=True))
+        if damaged:
             headline = f"{self.run.steps.location}: going back to step {step}, the newest whole checkpoint. Newer ones:"
-            _logger.warning("%s", itemized(headline, [f"step {newer}: {why}" for newer, why in passed.items()]))
-        for damaged, one in skipped:
-            self.run.steps.mark_damaged(damaged, one.what, unreadable=one.unreadable)
-        self.resumes_from(step, skipped=passed, began=began)
-        return Restored(step, values, tuple(passed.items()))
+            _logger.warning("%s", itemized(headline, [f"step {newer}: {why}" for newer, why in skipped.items()]))
+        for newer, damage in damaged:
+            self.run.steps.mark_damaged(newer, damage.reason, unreadable=damage.unreadable)
+        self.resumes_from(step, skipped=skipped, began=began)
+        return Restored(step, values, tuple(skipped.items()))
 
     def peek(self, items: Collection[str], step: int | None) -> tuple[int, Any] | None:
-        """Return the step that a restore would take, and these items of it."""
+        """Return the step that a restore would take, with the named items."""
         if step is not None:
             self._fetch_missing(step)
         read = partial(self._read_everywhere, items=dict.fromkeys(items), kwargs={})
-        found = self._newest_whole(step, read if items else lambda _: ({}, None), "nothing can be read:")
-        return None if found is None else found[:2]
+        whole = self._newest_whole(step, read if items else lambda _: ({}, None), "nothing can be read:")
+        return None if whole is None else whole[:2]
 
     def _newest_whole(
         self, named: int | None, read: Callable[[int], tuple[Any, _Damage | None]], none: str, *, warns: bool = False
     ) -> tuple[int, Any, list[tuple[int, _Damage]]] | None:
-        """Read the newest step that is whole for all processes, or the named one; return also those passed over."""
+        """Read the newest step that is whole for all processes, or the named one; return also the damaged ones."""
         directory = self.run.steps.location
-        skipped: list[tuple[int, _Damage]] = []
+        damaged: list[tuple[int, _Damage]] = []
         missing: set[int] = set()
         steps = self._newest_first(named)
         while steps:
             step, is_here = steps.pop(0)
             if not is_here and not self.run.fetch(step):
                 continue
-            found, damage = read(step)
-            if damage is not None and step in self.run.steps.borrowed:
+            values, damage = read(step)
+            if damage is None:
+                return step, values, damaged
+            if step in self.run.steps.borrowed:
                 text = "%s: the local step %d is damaged and passed over, on process %d: %s"
-                _logger.warning(text, directory, step, damage.process, damage.what)
-                self._drop(step, damage.what)
-                skipped.clear()
+                _logger.warning(text, directory, step, damage.process, damage.reason)
+                self._drop(step, damage)
+                damaged.clear()
                 steps = self._newest_first(named)
                 continue
-            place = None
-            if damage is not None and not damage.deleted and is_here:
-                place = self.run.fetch(step, overwrite=True)
-            if damage is not None and place is not None:
+            if is_here and not damage.deleted and (place := self.run.fetch(step, overwrite=True)) is not None:
                 self._stands_in(place, step, damage)
-                found, damage = read(step)
-                if damage is not None:
-                    self._drop(step, damage.what)
-            if damage is None:
-                return step, found, skipped
+                values, damage = read(step)
+                if damage is None:
+                    return step, values, damaged
+                self._drop(step, damage)
             if damage.deleted:  # the run that writes here deleted it, and has newer steps
                 if step in missing:
                     if named is not None:
@@ -166,15 +164,15 @@ class StepRestorer:
                         "share, mounted at the same path?"
                     )
                 missing.add(step)
-                skipped.clear()
+                damaged.clear()
                 self.run.steps.reload()
                 steps = self._newest_first(named)
                 continue
             if warns:  # at once, as the next step may end all with an error
-                _logger.warning("%s: step %d is damaged and passed over: %s", directory, step, damage.what)
-            skipped.append((step, damage))
-        if skipped:
-            lines = [f"step {step}: {one.what}" for step, one in skipped]
+                _logger.warning("%s: step %d is damaged and passed over: %s", directory, step, damage.reason)
+            damaged.append((step, damage))
+        if damaged:
+            lines = [f"step {step}: {damage.reason}" for step, damage in damaged]
             raise NoWholeCheckpointError(itemized(f"{directory}: {none}", lines))
         return None
 
@@ -192,7 +190,7 @@ class StepRestorer:
                 "restored",
                 step=step,
                 seconds=None if began is None else round(time.perf_counter() - began, 6),
-                skipped=[{"step": n, "damage": what} for n, what in (skipped or {}).items()],
+                skipped=[{"step": n, "damage": damage} for n, damage in (skipped or {}).items()],
                 **facts,
             )
         self.run.observer.reached("restored", step)
@@ -201,23 +199,20 @@ class StepRestorer:
         self.abandoned.restored(step, later)
         return later
 
-    def _drop(self, step: int, damage: str) -> None:
-        """Read a step of another place no more, as it is damaged there."""
-        steps = self.run.steps
-        steps.borrowed = {other: found for other, found in steps.borrowed.items() if other != step}
+    def _drop(self, step: int, damage: _Damage) -> None:
         for place in self.run.places:
-            place.drop(step, damage)
+            place.drop(step, damage.reason)
 
     def _stands_in_alone(self, step: int, error: DamagedCheckpointError) -> bool:
-        """Return whether the step of the hosts stands in for a damaged one; of several processes, not all may ask."""
+        """Return whether the hosts' copy replaces a damaged step; of several processes, not all may ask."""
         places = [place for place in self.run.places if not place.writes_directory and step in place.steps()]
         if not places:
             return False
         if self.run.processes.alone:
-            found = next((place for place in places if place.fetch(step, False)), None)
-            if found is not None:
-                self._stands_in(found, step, _Damage(str(error), error.unreadable))
-            return found is not None
+            fetched = next((place for place in places if place.fetch(step, False)), None)
+            if fetched is not None:
+                self._stands_in(fetched, step, _Damage(str(error), error.unreadable))
+            return fetched is not None
         folder = self.run.steps.step_location(step)
         error.add_note(
             f"The hosts have step {step} in {places[0].url}, too. A restore without a number, such as resume='auto', "
@@ -227,45 +222,42 @@ class StepRestorer:
         return False
 
     def _stands_in(self, place: StepPlace, step: int, damage: _Damage) -> None:
-        """Warn that a step of the directory was damaged, and is read from elsewhere."""
+        """Warn that a damaged step of the directory is read from another place."""
         text = "%s: step %d was damaged, and is that of %s now: %s"
-        _logger.warning(text, self.run.steps.location, step, place.shown, damage.what)
+        _logger.warning(text, self.run.steps.location, step, place.shown, damage.reason)
         if not place.writes_directory:
-            self.run.steps.mark_damaged(step, damage.what, unreadable=damage.unreadable)
+            self.run.steps.mark_damaged(step, damage.reason, unreadable=damage.unreadable)
 
     def _fetch_missing(self, step: int) -> None:
-        """Fetch a step that may be in another place only; then all processes call this."""
+        """Fetch a step that perhaps only another place has; then all processes call this."""
         if any(place.may_have(step) for place in self.run.places):
             self.run.fetch_missing(step)
 
     @contextlib.contextmanager
-    def _shared_reads(self) -> Iterator[SharedReads | None]:
-        """Begin reads that all processes make together; None if each reads on its own."""
-        option = self.run.options.load_and_broadcast
-        transport = self.run.processes.transport() if option is not False else None
-        rendezvous = None if transport is None else self.run.processes.rendezvous("restore: shared reads")
+    def _shared_reads(self, *, together: bool) -> Iterator[SharedReads | None]:
+        """Begin reads that all processes share, if they make the call ``together`` or always do; else yield None."""
+        always = self.run.options.load_and_broadcast
+        processes = self.run.processes
+        transport = processes.transport() if always or (always is None and together) else None
+        rendezvous = None if transport is None else processes.rendezvous("restore: shared reads")
         if transport is None or rendezvous is None:
             yield None
             return
-        reads = SharedReads(rendezvous, transport, self.run.processes.timeout, always=option is True)
+        reads = SharedReads(rendezvous, transport, processes.timeout, always=always is True)
         with contextlib.closing(reads) as shared:
             yield shared
 
     def _newest_first(self, named: int | None) -> list[tuple[int, bool]]:
-        """Return the steps, and whether each is there without a fetch, or the named one alone."""
+        """Return the steps, and whether each can be read without a fetch; or only the named one."""
         if named is not None:
             return [(named, True)]
         steps: list[tuple[int, bool]] = self.run.processes.decide("steps", self.run.steps_everywhere)
         return steps[::-1]
 
-    def structure(self, step: int, attempt: int = 1) -> Any:
-        stored = self.run.steps.open_step(step)
-        try:
-            return self.items.structure(stored)
-        except DamagedCheckpointError:
-            if not self.run.steps.may_read_again(step, stored, attempt):
-                raise
-        return self.structure(step, attempt + 1)
+    def structure(self, step: int) -> Any:
+        steps = self.run.steps
+        changed = partial(steps.may_read_again, step, attempts=MOST_CHANGES)
+        return read_again(steps.location, partial(steps.open_step, step), self.items.structure, changed)
 
     def _read(
         self, step: int, items: Any, kwargs: Mapping[str, Any], shared: SharedReads | None, attempt: int = 1
@@ -276,7 +268,7 @@ class StepRestorer:
             where = "nor was a step before it" if before is None else f"step {before} has it, of an earlier moment"
             _logger.warning("%s: step %d was saved without %s; %s", self.run.steps.location, step, item, where)
         try:
-            found = self.items.restore(stored, items, kwargs, shared)
+            values = self.items.restore(stored, items, kwargs, shared)
         except DamagedCheckpointError:
             if not self.run.steps.may_read_again(step, stored, attempt):
                 raise
@@ -285,14 +277,14 @@ class StepRestorer:
             return self._read(step, items, kwargs, None, attempt + 1)
         if shared is not None:
             shared.leave()
-        return found
+        return values
 
     def _read_everywhere(self, step: int, items: Any, kwargs: Mapping[str, Any]) -> tuple[Any, _Damage | None]:
-        """Read a step on all processes; return it, and the damage that any of them has found."""
-        found = damage = broken = None
-        with self._shared_reads() as shared:
+        """Read a step on all processes; return it, and the damage that any of them found."""
+        values = damage = broken = None
+        with self._shared_reads(together=True) as shared:
             try:
-                found = self._read(step, items, kwargs, shared)
+                values = self._read(step, items, kwargs, shared)
             except PeerFailedError as error:  # its reason follows: damage, or an error that ends all
                 broken = error
             except BaseException as error:
@@ -306,10 +298,10 @@ class StepRestorer:
                     self.run.processes.fail("restored", error)
                     raise
             first = self.run.processes.first("restored", damage)
-        if broken is not None and first is None:
+        if first is not None:
+            self.items.damage_found()
+            process, fields = first
+            return values, _Damage(*fields)._replace(process=process)
+        if broken is not None:
             raise broken
-        if first is None:
-            return found, None
-        self.items.damage_found()
-        process, what = first
-        return found, _Damage(*what)._replace(process=process)
+        return values, None

@@ -1,6 +1,6 @@
-"""What to keep: the union of pure rules, each of which names the steps that it keeps, with reasons.
+"""Retention: the union of pure rules, each of which names the steps that it keeps, with reasons.
 
-Rules see the list of steps only, so a restart changes nothing, and the rules keep all of what they have kept. "Newest"
+Rules depend on the list of steps alone, so that a restart changes nothing and rules keep what they have kept. "Newest"
 always means the highest step, never the latest time: clocks differ and jump.
 """
 
@@ -50,11 +50,11 @@ class StepInfo:
         Args:
             metric: The name of the metric, or a function of the metrics.
         """
-        known = self._value
-        if known is None or known[0] is not metric:
-            known = metric, metric_value(self.metrics, metric)
-            object.__setattr__(self, "_value", known)
-        return known[1]
+        cached = self._value
+        if cached is None or cached[0] is not metric:
+            cached = metric, metric_value(self.metrics, metric)
+            object.__setattr__(self, "_value", cached)
+        return cached[1]
 
 
 def info_of(step: int, record: CheckpointRecord) -> StepInfo:
@@ -94,26 +94,22 @@ class KeepPolicy(Protocol):
 
 @dataclass(frozen=True)
 class KeepAll:
-    """Keeps everything."""
-
     def kept(self, steps: Sequence[StepInfo]) -> dict[int, str]:
         return {info.step: "nothing limits what is kept" for info in steps}
 
 
 @dataclass(frozen=True)
 class KeepLatest:
-    """Keeps the ``n`` highest steps."""
-
     n: int
 
     def kept(self, steps: Sequence[StepInfo]) -> dict[int, str]:
         newest = sorted((info.step for info in steps), reverse=True)[: self.n]
-        return {step: f"one of the newest {self.n}" if place else NEWEST for place, step in enumerate(newest)}
+        return {step: f"one of the newest {self.n}" if index else NEWEST for index, step in enumerate(newest)}
 
 
 @dataclass(frozen=True)
 class KeepBest:
-    """Keeps the ``n`` best steps by a metric, of equal ones the newer; the newest others fill up if too few have it."""
+    """Keeps the ``n`` best steps by a metric, newer ones first if equal; without enough of them, the newest others."""
 
     n: int
     metric: Metric
@@ -122,8 +118,8 @@ class KeepBest:
     def kept(self, steps: Sequence[StepInfo]) -> dict[int, str]:
         name = metric_name(self.metric)
         kept = {}
-        for place, (step, value) in enumerate(_ranked(steps, self.metric, self.mode, self.n), start=1):
-            rank = "best" if place == 1 else f"{_ordinal(place)} best"
+        for number, (step, value) in enumerate(_ranked(steps, self.metric, self.mode, self.n), start=1):
+            rank = "best" if number == 1 else f"{_ordinal(number)} best"
             kept[step] = f"{rank} {name} ({format_metric(value)})"
         if missing := self.n - len(kept):
             others = (info.step for info in steps if info.value(self.metric) is None)
@@ -167,17 +163,17 @@ class KeepSteps:
 
 
 def kept_steps(steps: Sequence[StepInfo], rules: Sequence[KeepPolicy]) -> set[int]:
-    """Return the steps to keep: every step that a rule keeps, and the newest in any case."""
+    """Return the steps that a rule keeps, and the newest in any case."""
     return set().union(*_verdicts(steps, rules))
 
 
 def reasons(steps: Sequence[StepInfo], rules: Sequence[KeepPolicy]) -> dict[int, tuple[str, ...]]:
-    """Return the steps that :func:`kept_steps` returns, in ascending order, each with every reason."""
-    found: dict[int, list[str]] = {}
+    """Return the steps from :func:`kept_steps` in ascending order, each with every reason."""
+    by_step: dict[int, list[str]] = {}
     for verdict in _verdicts(steps, rules):
         for step, reason in verdict.items():
-            found.setdefault(step, []).append(reason)
-    return {step: tuple(dict.fromkeys(found[step])) for step in sorted(found)}
+            by_step.setdefault(step, []).append(reason)
+    return {step: tuple(dict.fromkeys(by_step[step])) for step in sorted(by_step)}
 
 
 def _verdicts(steps: Sequence[StepInfo], rules: Sequence[KeepPolicy]) -> Iterator[dict[int, str]]:
@@ -187,19 +183,19 @@ def _verdicts(steps: Sequence[StepInfo], rules: Sequence[KeepPolicy]) -> Iterato
 
 
 def newest_with(item: str, steps: Sequence[StepInfo], before: float = math.inf) -> int | None:
-    """Return the newest step that has an item, of those before a step; None if none has. The steps are in order."""
+    """Return the newest step with an item, before a step; None without one. ``steps`` are in ascending order."""
     return next((info.step for info in reversed(steps) if item in info.items and info.step < before), None)
 
 
 def best(steps: Sequence[StepInfo], metric: Metric, mode: Mode = "max") -> int | None:
-    """Return the step with the best value of a metric; of several with the same value, the newest."""
+    """Return the step with the best value of a metric; the newest of equal ones."""
     ranked = _ranked(steps, metric, mode, 1)
     return ranked[0][0] if ranked else None
 
 
 def _ranked(steps: Sequence[StepInfo], metric: Metric, mode: Mode, n: int) -> list[tuple[int, float]]:
     sign = 1 if mode == "max" else -1
-    # In reverse, as the best steps are most often among the newest: nlargest is fast if it sees them first.
+    # In reverse, as the best steps are usually among the newest: nlargest is fast if it sees them first.
     ranks = ((sign * value, info.step) for info in reversed(steps) if (value := info.value(metric)) is not None)
     return [(step, sign * rank) for rank, step in heapq.nlargest(n, ranks)]
 

@@ -1,4 +1,4 @@
-"""A run: its steps and events, the right to change them, and what all of its processes do together."""
+"""A run: its steps and events, the right to change them, and the actions that all of its processes take together."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ..clock import Clock, seconds
 from ..distributed import ProcessGroup, Rendezvous
 from ..errors import StateError
 from ..forks import Lock
+from ..format import CheckpointRecord
 from ..observer import Observer
 from ..storage import Location, as_location
 from .directory import RunDirectory, check_json
@@ -26,7 +27,7 @@ _logger = logging.getLogger("holdfast")
 
 @contextlib.contextmanager
 def failing_together(rendezvous: Rendezvous | None) -> Iterator[None]:
-    """Tell the other processes at once if a block fails, after which this one takes no part in a save."""
+    """If the block fails, report it to the other processes at once: this one takes no part in the save."""
     try:
         yield
     except BaseException as error:
@@ -35,7 +36,7 @@ def failing_together(rendezvous: Rendezvous | None) -> Iterator[None]:
 
 
 class Run:
-    """The steps of a run in its directory and in further places, its events, and the right to change them."""
+    """The steps of a run, in its directory and in other places, its events, and the right to change them."""
 
     def __init__(
         self,
@@ -60,6 +61,8 @@ class Run:
             self.steps.ownership.check_usable()
         self.changing = Lock(reentrant=True)  # of the thread that begins a save, or takes ownership
         self.learned: LearnedInterval | None = None  # on process 0, the trigger that learns the interval between saves
+        # Called with the folder and the record of each committed step, also local ones, on the thread that saves.
+        self.committed: Callable[[Location, CheckpointRecord], object] = lambda *_: None
         self._metadata = check_json("metadata", metadata)
         self._compared = False  # whether the processes have compared their options
         self._acquired = False
@@ -78,7 +81,7 @@ class Run:
             raise StateError(f"{self.steps.location}: this manager was made with read_only=True")
 
     def acquire(self, *adding: StepPlace) -> None:
-        """Take ownership of the directory, remove the remains of interrupted runs, and let the places follow it."""
+        """Acquire the directory, remove the remains of interrupted runs, and notify the other places."""
         self.check_writable()
         with self.changing:
             if self._acquired:
@@ -96,15 +99,15 @@ class Run:
             self._acquired = True
             self.events.begin(max(self.steps.steps(), default=None))
             self.report_interval()
-            self.tell("changed")
+            self.notify("changed")
 
-    def change(self, what: str, work: Callable[..., Any], *inputs: Any) -> Any:
-        """Change the directory on process 0, and if that succeeds, the view that the other processes have of it."""
+    def change(self, action: str, work: Callable[..., Any], *inputs: Any) -> Any:
+        """Change the directory on process 0, and then the index of the other processes in memory."""
         self.acquire()
-        answer = self.processes.decide(what, work, *inputs)
+        answer = self.processes.decide(action, work, *inputs)
         if not self.processes.is_primary:
             work(*inputs)
-        self.tell("changed")
+        self.notify("changed")
         return answer
 
     def close(self) -> bool:
@@ -114,7 +117,7 @@ class Run:
             return was_open
 
     def _drain(self) -> None:
-        """Wait until no thread begins a save, and none is under way: a newer manager takes over."""
+        """Wait until no thread begins a save and none is under way, as a newer manager takes over."""
         with self.idle(self.background, *(place.background for place in self.places)):
             pass
 
@@ -140,7 +143,7 @@ class Run:
             **{name: getattr(options, name) for name in plain},
             "directory": self.steps.location.url,
             "save_interval_secs": str(options.save_interval_secs),
-            "save": [str(one) if isinstance(one, Every) else type(one).__qualname__ for one in policies],
+            "save": [str(policy) if isinstance(policy, Every) else type(policy).__qualname__ for policy in policies],
             "item_intervals": dict(options.item_intervals),
             "mirror": None if mirror is None else str(mirror.url),
             "local": None if local is None else [local.every, local.copies],
@@ -149,14 +152,13 @@ class Run:
         self._compared = True
 
     def report_interval(self) -> None:
-        """Report the interval between saves that was learned, if it has changed."""
         if self.learned is not None:
             self.learned.report(self.events, self.steps.location)
 
     # ---- the places besides the directory
 
     def add_place(self, place: StepPlace) -> None:
-        """Add a place, and fetch the newest of its steps that are newer than all of the directory."""
+        """Add a place, and fetch its newest step that is newer than every step of the directory."""
         self.compare_options()
         for step in place.newer_steps():
             if self._fetch_from(place, step):
@@ -166,17 +168,16 @@ class Run:
             place.reached("changed", -1)
 
     def wait_for_places(self) -> None:
-        """Wait for the saves that are under way besides that in the directory."""
         for place in self.places:
             place.background.join()
 
-    def tell(self, point: Point, step: int = -1) -> None:
-        """Let the other places follow what happens in the directory."""
+    def notify(self, point: Point, step: int = -1) -> None:
+        """Tell all places that the run has reached a point."""
         for place in self.places:
             place.reached(point, step)
 
     def fetch(self, step: int, *, overwrite: bool = False) -> StepPlace | None:
-        """Return the place from which a step, with ``overwrite`` a damaged one, can be read now; None without."""
+        """Return the place from which a step could be fetched, or None; ``overwrite`` replaces a damaged one."""
         # The farthest place goes first for a damaged step, because its copy repairs the directory.
         places = self.places[::-1] if overwrite else self.places
         return next((place for place in places if self._fetch_from(place, step, overwrite)), None)
@@ -187,14 +188,14 @@ class Run:
         return place.fetch(step, overwrite)
 
     def fetch_missing(self, step: int) -> bool:
-        """Fetch a step that process 0 does not see in the directory; return whether it can be read now."""
+        """Fetch a step that the directory lacks on process 0; return whether it can be read."""
         if step in self.steps.borrowed:
             return True
         is_here = self.processes.decide(f"look for step {step}", self.steps.__contains__, step)
         return is_here or self.fetch(step) is not None
 
     def steps_everywhere(self) -> list[tuple[int, bool]]:
-        """Return the steps, the newest last, damaged ones among them, and whether each is there without a fetch."""
+        """Return all steps, also damaged ones, the newest last, and whether each can be read without a fetch."""
         here = {*self.steps.steps_and_damaged(), *self.steps.borrowed}
         there = {step for place in self.places for step in place.steps()}
         left = self.steps.left_behind()

@@ -7,7 +7,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,6 @@ from ..checkpoint import ItemToSave, Save
 from ..errors import SaveFailedError
 from ..format import CheckpointRecord, ItemRecord
 from ..steps import LEFT_BEHIND
-from ..storage import Location
 from .decisions import AbandonedSteps, Decision, SaveDecisions
 from .events import described, few
 from .intervals import passes
@@ -30,13 +29,12 @@ _logger = logging.getLogger("holdfast")
 
 @dataclass(slots=True)
 class SaveQueue:
-    """Saves steps one after the other, in the caller's thread or in the background."""
+    """Saves one step after the other, on the caller's thread or in the background."""
 
     run: Run
     items: ItemSet
     decisions: SaveDecisions
     abandoned: AbandonedSteps
-    committed: Callable[[Location, CheckpointRecord], None] | None = None  # called after each commit
     _pending: PendingSave | None = None  # the save that is under way
     _has_told_of_repeated: bool = False
     _watch: MetricWatch | None = None  # None once the metric that ranks checkpoints has come
@@ -47,14 +45,13 @@ class SaveQueue:
             self._watch = MetricWatch(best_fn, str(self.run.steps.location))
 
     def decide(self, step: int, metrics: Any) -> Decision:
-        """Return whether a save is due, and the reason."""
         self.run.observer.reached("step", step)
         if metrics is not None:
             metrics = named(metrics)
             if self.run.options.save_on_best and callable(self.run.options.best_fn):
                 metrics = plain_containers(metrics)
         # A function of the metrics fetches them from the device: it is called only if a trigger calls it as well.
-        if self._watch is not None and (isinstance(self.run.options.best_fn, str) or self.run.options.save_on_best):
+        if isinstance(self.run.options.best_fn, str) or self.run.options.save_on_best:
             self.note_metrics(step, metrics)
         decision = self.decisions.decide(step, metrics, saved=self._is_saved(step), earlier=self._earlier())
         if decision.save and self.run.steps.is_stray(step):
@@ -62,7 +59,7 @@ class SaveQueue:
         return decision
 
     def _is_saved(self, step: int) -> bool:
-        """Return whether a step is saved, or being saved, and not one to replace."""
+        """Return whether a step is saved or being saved, and is not to be replaced."""
         is_pending = self._pending is not None and self._pending.step == step
         return is_pending or (step in self.run.steps and not self.abandoned.replaces(step))
 
@@ -79,19 +76,19 @@ class SaveQueue:
         return interval is None or previous is None or passes(interval, step, previous)
 
     def _items_left_out(self, step: int) -> list[str]:
-        """Return the items that a save at a step leaves out; process 0 knows."""
+        """Return the items that are not due at a step; process 0 decides."""
         intervals = self.run.options.item_intervals
         if not intervals:
             return []
-        what = f"items of step {step}"
-        return self.run.processes.decide(what, lambda: [one for one in intervals if not self.item_due(one, step)])
+        label = f"items of step {step}"
+        return self.run.processes.decide(label, lambda: [item for item in intervals if not self.item_due(item, step)])
 
     def due_items(self, content: StepContent) -> dict[str, ItemToSave]:
-        """Return the items of a step, without those that are left out, ready to be saved."""
+        """Return the items of a step that are due, ready to be saved."""
         return self.items.to_save(content, self._items_left_out(content.step))
 
     def _earlier(self) -> Sequence[StepInfo]:
-        """Return the steps that a new best must beat, the one that is being saved among them."""
+        """Return the steps that a new best must beat, including the one that is being saved."""
         pending = self._pending
         if pending is None or not self.run.options.save_on_best:
             return self.run.steps.infos()
@@ -124,12 +121,12 @@ class SaveQueue:
             rendezvous = self.run.processes.rendezvous("save")
             try:
                 with failing_together(rendezvous):
-                    # What fails on one process only comes after this, so that all can read the same steps.
-                    self.run.tell("saving", step)
+                    # Anything that may fail on one process only comes after this, so that all see the same steps.
+                    self.run.notify("saving", step)
                     self.run.steps.ownership.check(at_once=True)
                     self.run.steps.make_room(step, replaces=replaces)
                     pending = PendingSave(content, reason or decision.reason)
-                    # A callback, which gives the reason, has called decide() before.
+                    # A callback, which gives a reason, has called decide() before.
                     if reason is None or not isinstance(self.run.options.best_fn, str):
                         self.note_metrics(step, pending.metrics)
                     values = self.items.to_save(content, left_out)
@@ -143,7 +140,7 @@ class SaveQueue:
                     timeout=self.run.processes.timeout,
                 )
             except BaseException:
-                self.run.tell("ended", step)
+                self.run.notify("ended", step)
                 raise
             if save.replaces and not replaces:
                 text = "%s: step %d was committed by another run since this one has looked, and is replaced"
@@ -159,12 +156,11 @@ class SaveQueue:
                     self._complete(pending, save)
                 earlier = self.run.background.take_error()
                 if save.in_background:
-                    what = f"step {step} of {self.run.steps.location}"
-                    self.run.background.start(functools.partial(self._complete, pending, save), what=what, step=step)
+                    label = f"step {step} of {self.run.steps.location}"
+                    self.run.background.start(functools.partial(self._complete, pending, save), what=label, step=step)
             except BaseException as error:  # an interrupt, or the system has no more threads
                 if save.give_up(error):
                     self._ended(pending, failed=True)
-                    self.run.observer.reached("save_failed", step)
                 if earlier is not None:
                     error.add_note(str(earlier))
                 raise
@@ -173,7 +169,7 @@ class SaveQueue:
             return True
 
     def _complete(self, pending: PendingSave, save: Save, awaited: threading.Event | None = None) -> None:
-        """Write and commit a save, then delete what no rule keeps."""
+        """Write and commit a save, then delete the steps that no rule keeps."""
         step = pending.step
         try:
             with save.completing() as claimed:
@@ -184,13 +180,12 @@ class SaveQueue:
                 record, report = save.commit(None if items is None else self._record(pending, items))
         except BaseException as error:
             self._ended(pending, failed=True)
-            self.run.observer.reached("save_failed", step)
             self.run.events.write("save_failed", step=step, error=described(error))
             raise
         slowed = self.decisions.pace.slowed(report.total_seconds - report.blocked_seconds)
         self.run.steps.add(step, record)
         self.run.steps.last_saved = step
-        self.run.tell("committed", step)
+        self.run.notify("committed", step)
         self.abandoned.saved(step)
         self._ended(pending, failed=False)
         _logger.info("%s", report)
@@ -206,13 +201,12 @@ class SaveQueue:
             metrics=few(record.metrics),
         )
         self.run.report_interval()
-        if self.committed is not None:
-            self.committed(self.run.steps.step_location(step), record)
+        self.run.committed(self.run.steps.step_location(step), record)
         self.run.observer.reached("committed", step)
         try:
             with self.items.steps_deleted():
                 self.run.steps.collect()
-            self.run.tell("changed", step)
+            self.run.notify("changed", step)
         except Exception as error:
             raise SaveFailedError(
                 f"step {step} of {self.run.steps.location} is saved, but best_fn failed then: {error!r}",
@@ -220,24 +214,25 @@ class SaveQueue:
             ) from error
 
     def _record(self, pending: PendingSave, items: Mapping[str, ItemRecord]) -> CheckpointRecord:
-        """Make the commit record right before the commit, after a last check of the ownership."""
+        """Check the ownership once more, and make the commit record."""
         self.run.steps.ownership.check()
         if self.run.options.local is None:
             self.run.steps.note_branches(NO_LOCAL_STEPS)
-        self.run.tell("commit", pending.step)
+        self.run.notify("commit", pending.step)
         self.run.observer.reached("commit", pending.step)
         return pending.record(items, self.run.clock.now())
 
     def _ended(self, pending: PendingSave, *, failed: bool) -> None:
-        self.run.tell("ended", pending.step)
+        self.run.notify("ended", pending.step)
         self.decisions.save_ended(failed=failed)
         self._pending = None
         pending.close()
+        if failed:
+            self.run.observer.reached("save_failed", pending.step)
 
     # ---- changes of what was saved
 
     def record_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Store metrics with a step that was saved or is being saved."""
         self.note_metrics(step, metrics)
         self.run.acquire()
         recorded = self.run.processes.decide(f"metrics of step {step}", self._add_metrics, step, metrics)
@@ -256,7 +251,7 @@ class SaveQueue:
                 changing.release()
 
     def _add_metrics(self, step: int, metrics: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Add metrics to a step; return None if the save that is under way will store them."""
+        """Add metrics to a step; return None if the save under way will store them."""
         pending = self._pending
         if pending is not None and pending.step == step and pending.add(metrics):
             return None
@@ -264,12 +259,12 @@ class SaveQueue:
         return metrics
 
     def deleted(self) -> None:
-        """Count the next save from the newest step that is left."""
+        """Count the next save from the newest remaining step."""
         self.decisions.deleted(max(self.run.steps.steps(), default=0))
 
     @contextlib.contextmanager
     def apart_from_save_of(self, step: int) -> Iterator[None]:
-        """Wait for the save of a step, and let no other thread begin one during a block, which changes the step."""
+        """Wait for the save of a step, and prevent another one during the block, which changes the step."""
         while True:
             with self.run.changing:
                 pending = self._pending
@@ -283,4 +278,4 @@ class SaveQueue:
             self.run.steps.add_late_metrics()
             self.run.steps.change(step, metrics=metrics)
         self.run.events.write("metrics", step=step, metrics=few(metrics))
-        self.run.tell("changed", step)
+        self.run.notify("changed", step)

@@ -1,8 +1,8 @@
-"""The codec of states: trees with arrays, objects and plain values as trees that load without a template.
+"""The codec of states: encodes trees with arrays, objects and plain values as trees that load without a template.
 
-Arrays of torch and jax are wrapped in a one-entry dict that names their library, because a checkpoint loads as numpy
-arrays without a template. So are named tuples and dataclasses, in one that names their class, which the program must
-have defined already: nothing is imported, and no constructor is called.
+Without a template, a checkpoint loads as numpy arrays. So each array of torch and jax is wrapped in a dict that names
+its library. A named tuple or dataclass is wrapped in a dict that names its class, which the program must have defined
+already: nothing is imported, and no constructor is called.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from .torch_leaves import STRIDES, is_dense, tensor_of, with_strides
 _TORCH = "torch.Tensor"
 _JAX = "jax.Array"
 _KEY = "jax.random.key"
-_SAVED = "torch.save"  # key of the bytes of what torch saves and loads without code of a program
-_BYTES = "holdfast.bytearray"  # key of the bytes of one
-_PAIRS = "holdfast.pairs"  # key of the pairs of a dictionary whose keys are no text or numbers
-_CLASS = "holdfast.class"  # key of the name of a class, beside its fields
+_SAVED = "torch.save"  # key of the bytes of an object that torch saves, and loads without running code
+_BYTES = "holdfast.bytearray"  # key of the bytes of a bytearray
+_PAIRS = "holdfast.pairs"  # key of the items of a dictionary with other keys than text and numbers
+_CLASS = "holdfast.class"  # key of the name of a class; its fields have the next key
 _FIELDS = "fields"
 _SEQUENCES = (list, tuple, deque)
 _classes: WeakValueDictionary[str, type] = WeakValueDictionary()  # classes of instances that were encoded, by name
@@ -45,14 +45,14 @@ def is_plain(value: object) -> bool:
 
 
 def encode_plain(value: Any) -> Any:
-    """Return plain data for a checkpoint, in which bytearrays are wrapped, and nothing else is."""
+    """Return plain data for a checkpoint, with only its bytearrays wrapped."""
     if type(value) in (dict, list, tuple):
         return _rebuilt(value, encode_plain)
     return {_BYTES: bytes(value)} if isinstance(value, bytearray) else value
 
 
 def encode_state(value: Any) -> Any:
-    """Return a snapshot of a tree, with arrays of torch and jax wrapped in the name of their library."""
+    """Return a snapshot of a tree, in which `decode_state` finds the libraries of its arrays."""
     if type(value) in PLAIN:
         return value
     if isinstance(value, dict) and not all(isinstance(key, (str, int)) for key in value) and is_plain(list(value)):
@@ -83,16 +83,15 @@ def encode_state(value: Any) -> Any:
 
 
 def _saved_by_torch(value: Any) -> Any:
-    """Return a value that is no array, such as a dtype, in torch's own format, or as it is if that would not load."""
-    kind = type(value)
-    is_known = kind.__module__.partition(".")[0] == "torch"
-    if loaded("torch") is None or not (is_known or kind in torch.serialization.get_safe_globals()):
+    """Return a value that is no array, such as a dtype, in torch's own format, or unchanged if that would not load."""
+    is_of_torch = type(value).__module__.partition(".")[0] == "torch"
+    if loaded("torch") is None or not (is_of_torch or type(value) in torch.serialization.get_safe_globals()):
         return value
     content = io.BytesIO()
     try:
         torch.save(value.detach() if is_torch_tensor(value) else value, content)
         torch.load(io.BytesIO(content.getvalue()), weights_only=True)
-    except Exception:  # torch raises errors of many kinds, which the refusal of the leaf replaces
+    except Exception:  # torch raises many kinds of errors; the error about the leaf replaces them
         return value
     return {_SAVED: content.getvalue()}
 
@@ -103,13 +102,10 @@ def _rebuilt(value: Any, convert: Callable[[Any], Any]) -> Any:
         return deque(map(convert, value), value.maxlen)
     if not isinstance(value, dict):
         return type(value)(map(convert, value))
-    entries = {key: convert(item) for key, item in value.items()}
-    if type(value) is dict:
-        return entries
     # A plain dict would lose the order of an OrderedDict and the type of a Counter, whose update() would add.
-    copied = value.copy()
-    for key, item in entries.items():
-        copied[key] = item
+    copied = {} if type(value) is dict else value.copy()
+    for key, item in value.items():
+        copied[key] = convert(item)
     return copied
 
 
@@ -117,8 +113,8 @@ def decode_state(value: Any) -> Any:
     """Return the tree that :func:`encode_state` was given, from its result as loaded without a template."""
     if isinstance(value, dict):
         if value.keys() == {_TORCH} or value.keys() == {_TORCH, STRIDES}:
-            found = value[_TORCH] if is_torch_tensor(value[_TORCH]) else tensor_of(np.asarray(value[_TORCH]))
-            return with_strides(found, value.get(STRIDES))
+            tensor = value[_TORCH] if is_torch_tensor(value[_TORCH]) else tensor_of(np.asarray(value[_TORCH]))
+            return with_strides(tensor, value.get(STRIDES))
         if value.keys() == {_JAX}:
             return jax.numpy.asarray(value[_JAX])
         if value.keys() == {_KEY, "impl"}:
@@ -137,7 +133,7 @@ def decode_state(value: Any) -> Any:
 
 
 def hashable(key: Any) -> Any:
-    """Return a key that was saved, whose tuples have become lists."""
+    """Return a key as it was before the save, which has turned its tuples into lists."""
     return tuple(map(hashable, key)) if isinstance(key, (list, tuple)) else key
 
 
@@ -150,35 +146,34 @@ def instance_of(kind: Any, fields: Mapping[str, Any]) -> Any | None:
     if not dataclasses.is_dataclass(kind):
         return None
     values = {field.name: fields.get(field.name, field.default) for field in dataclasses.fields(kind)}
-    if not fields.keys() <= values.keys() or any(one is dataclasses.MISSING for one in values.values()):
+    if not fields.keys() <= values.keys() or any(value is dataclasses.MISSING for value in values.values()):
         return None
-    found = object.__new__(kind)
+    instance = object.__new__(kind)
     for name, value in values.items():
-        object.__setattr__(found, name, value)
-    return found
+        object.__setattr__(instance, name, value)
+    return instance
 
 
-def import_path(thing: Any) -> str:
+def import_path(definition: Any) -> str:
     """Return the name of a class or function: ``"module:qualified.name"``."""
-    return f"{thing.__module__}:{thing.__qualname__}"
+    return f"{definition.__module__}:{definition.__qualname__}"
 
 
 def loaded_object(name: str) -> Any:
-    """Return the object with a name such as ``torch.nn:ReLU`` in the modules that are loaded, or None."""
+    """Return the object with a name such as ``torch.nn:ReLU``, if its module is loaded, or None."""
     module, _, path = name.partition(":")
-    found: Any = sys.modules.get(module)
+    value: Any = sys.modules.get(module)
     for part in path.split("."):
         # A class in a function is not an attribute of anything.
-        found = vars(found).get(part) if isinstance(found, type) or hasattr(found, "__dict__") else None
-    return found
+        value = vars(value).get(part) if isinstance(value, type) or hasattr(value, "__dict__") else None
+    return value
 
 
 def _instance(name: str, fields: Mapping[str, Any]) -> Any:
-    """Return a named tuple or dataclass with these fields, of a class that the program has defined."""
     kind = loaded_object(name)
-    found = instance_of(_classes.get(name) if kind is None else kind, fields)
-    if found is not None:
-        return found
+    instance = instance_of(_classes.get(name) if kind is None else kind, fields)
+    if instance is not None:
+        return instance
     raise StateError(
         f"a state holds a {name} with the fields {', '.join(fields)}, and the program has no such class; define or "
         "import it before the restore, at the top of its module, or return plain dictionaries from get_state"

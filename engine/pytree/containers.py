@@ -1,4 +1,4 @@
-"""Containers of a pytree: which values are containers, their children, and how they are built again."""
+"""Containers of a pytree: which values are containers, what their children are, and how to rebuild them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Contents(NamedTuple):
 
 
 def expand(value: object, objects: NnxObjects | None = None) -> Contents | None:
-    """Open one container; return None for a leaf. ``objects`` are the nnx objects of its tree that came before it."""
+    """Open one container; return None for a leaf. ``objects`` are the earlier nnx objects of the tree."""
     opener = _EXACT.get(type(value))
     if opener is not None:
         return opener(value)
@@ -52,9 +52,8 @@ def expand(value: object, objects: NnxObjects | None = None) -> Contents | None:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
         values = [getattr(value, name) for name in names]
-        return Contents(
-            "dataclass", list(names), values, partial(_copied, value, object.__setattr__, names), class_name(value)
-        )
+        build = partial(_copied, value, object.__setattr__, names)
+        return Contents("dataclass", list(names), values, build, class_name(value))
     return None
 
 
@@ -109,19 +108,19 @@ _EXACT: dict[type, Callable[[Any], Contents]] = {
 
 
 def opens_as(subclass: type, kind: str) -> None:
-    """Have a class derived from dict or list be a container of that kind, also where jax knows it."""
+    """Treat a class derived from dict or list as a container of that kind, even if it is registered with jax."""
     _EXACT[subclass] = partial(_open_subclass, kind=kind)
 
 
-# ---- objects of flax.nnx, such as modules and optimizers: opened by `nnx.state`, made again by a load. flax is never
-# imported here: if there is an object of it, the program has imported it.
+# ---- objects of flax.nnx, such as modules and optimizers: opened by `nnx.state`, and made again by a load. If a tree
+# has one, the program has imported flax.
 
 
 def is_nnx(value: object) -> bool:
     """True if a value is an nnx object, such as a Module, an Optimizer or Rngs."""
     if loaded("flax.nnx") is None:
         return False
-    # Module, Optimizer and Rngs share this base under a name that differs between releases.
+    # Module, Optimizer and Rngs have this common base, whose name differs between releases.
     base = getattr(nnx, "Pytree", None) or getattr(nnx, "Object", None) or nnx.Module
     return isinstance(value, (base, nnx.Module, nnx.Optimizer)) and not isinstance(value, nnx.Variable)
 
@@ -134,7 +133,7 @@ class NnxObjects:
         self._copies: Any = None
 
     def state_of(self, value: Any) -> tuple[int, dict[Any, Any]]:
-        """Return the number of an object in the tree and the variables that no object before it has, by their keys."""
+        """Return the number of an object in the tree, and the variables that no earlier object has, by their keys."""
         number = len(self._objects)
         self._objects.append(value)
         state = nnx.state(tuple(self._objects))
@@ -151,7 +150,7 @@ class NnxObjects:
 
 
 def _has_own_children(value: tuple[Any, ...]) -> bool:
-    """True if a named tuple is registered with jax with other children than its fields."""
+    """True if a named tuple is registered with jax and has other children than its fields."""
     children = jax.tree_util.tree_leaves(value, is_leaf=lambda inner: inner is not value)
     return len(children) != len(value) or not all(map(operator.is_, children, value))
 
@@ -163,9 +162,8 @@ def _open_registered(value: object) -> Contents | None:
         return None  # a leaf for jax
     entries = [path[0] for path, _ in children]
     values = [StaticLeaf.of(child) or child for _, child in children]
-    build = treedef.unflatten
-    if any(type(child) is StaticLeaf for child in values):
-        build = partial(_with_functions, treedef)
+    has_functions = any(type(child) is StaticLeaf for child in values)
+    build = partial(_with_functions, treedef) if has_functions else treedef.unflatten
     if entries and [getattr(entry, "idx", None) for entry in entries] == list(range(len(entries))):
         return Contents("list", None, values, build, class_name(value))
     return Contents("node", [_entry_key(entry) for entry in entries], values, build, class_name(value))
@@ -192,7 +190,7 @@ def _open_subclass(value: Any, kind: str) -> Contents:
 
 
 def _copied(template: Any, assign: Callable[[Any, Any, Any], None], keys: list[Any], values: list[Any]) -> Any:
-    # A copy keeps what is no child. A constructor may compute fields again, and not take all that are leaves.
+    # A copy keeps everything else. A constructor may recompute fields, or have no argument for some.
     built = copy.copy(template)
     for key, value in zip(keys, values, strict=True):
         assign(built, key, value)

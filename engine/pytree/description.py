@@ -37,8 +37,8 @@ _Describe = Callable[[Any], ArrayLeaf | ValueLeaf]
 def describe(names: Sequence[str], values: Sequence[Any], *, pinned_bytes: int = 0) -> list[ArrayLeaf | ValueLeaf]:
     """Describe leaves for storage. All copies from devices start before the first is waited for.
 
-    With ``pinned_bytes``, a snapshot of the leaves must follow: it copies what lies on accelerators, through at most so
-    many bytes of pinned memory.
+    With ``pinned_bytes``, a snapshot of the leaves must follow: it copies the arrays on accelerators, through at most
+    this many bytes of pinned memory.
     """
     leaves: list[ArrayLeaf | ValueLeaf] = []
     problems: list[tuple[str, str]] = []
@@ -54,20 +54,20 @@ def describe(names: Sequence[str], values: Sequence[Any], *, pinned_bytes: int =
 
 
 def _describers(values: Sequence[Any], pinned_bytes: int) -> dict[type, _Describe]:
-    """Start the copies of values to the host, where they are needed; return what describes those of each type."""
-    kinds = dict(zip(map(type, values), values, strict=True))  # a tree has few types
-    libraries = {kind: library_of(value) for kind, value in kinds.items()}
-    jax_kinds = {kind for kind, name in libraries.items() if name == "jax" and not is_tracer(kinds[kind])}
-    torch_kinds = {kind for kind, name in libraries.items() if name == "torch"}
+    """Start copying values to the host, as far as needed; return a function for each type that describes its values."""
+    types = dict(zip(map(type, values), values, strict=True))  # a tree has few types
+    libraries = {kind: library_of(value) for kind, value in types.items()}
+    of_jax = {kind for kind, name in libraries.items() if name == "jax" and not is_tracer(types[kind])}
+    of_torch = {kind for kind, name in libraries.items() if name == "torch"}
     describers: dict[type, _Describe] = {}
-    if jax_kinds:
-        of_jax = JaxDescriber([value for value in values if type(value) in jax_kinds], pinned_bytes)
-        describers = {kind: of_jax.describe_key if is_key(kinds[kind]) else of_jax.describe for kind in jax_kinds}
-    if torch_kinds:
-        of_torch = TorchDescriber([value for value in values if type(value) in torch_kinds], later=pinned_bytes > 0)
-        for kind in torch_kinds:
-            describers[kind] = of_torch.describe_distributed if is_dtensor(kinds[kind]) else of_torch.describe
-    return describers | {kind: _describer(value) for kind, value in kinds.items() if kind not in describers}
+    if of_jax:
+        arrays = JaxDescriber([value for value in values if type(value) in of_jax], pinned_bytes)
+        describers = {kind: arrays.describe_key if is_key(types[kind]) else arrays.describe for kind in of_jax}
+    if of_torch:
+        tensors = TorchDescriber([value for value in values if type(value) in of_torch], later=pinned_bytes > 0)
+        for kind in of_torch:
+            describers[kind] = tensors.describe_distributed if is_dtensor(types[kind]) else tensors.describe
+    return describers | {kind: _describer(value) for kind, value in types.items() if kind not in describers}
 
 
 def _describer(value: Any) -> _Describe:
@@ -100,9 +100,9 @@ def check_leaves(names: Sequence[str], values: Sequence[Any]) -> None:
 
 
 def shared_memory(names: Sequence[str], leaves: Sequence[Any]) -> list[tuple[str, str]]:
-    """Return the names of jax arrays on the host that lie in the memory of other leaves, each with that of the other.
+    """Return the names of jax arrays on the host that share memory with other leaves, each with the other's name.
 
-    Neither jax nor numpy reports memory that both use; the addresses show it, where both arrays are leaves.
+    Neither jax nor numpy reports memory that both use; the addresses show it if both arrays are leaves.
     """
     named = [(name, leaf) for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, ArrayLeaf)]
     if not any(leaf.details["kind"] == "jax" for _, leaf in named):
@@ -110,14 +110,14 @@ def shared_memory(names: Sequence[str], leaves: Sequence[Any]) -> list[tuple[str
     changing = sorted((*_bounds(array), name) for name, leaf in named if leaf.volatile for array in _on_host(leaf))
     if not changing:
         return []
-    found: dict[str, str] = {}
+    shared: dict[str, str] = {}
     for name, leaf in named:
         for array in _on_host(leaf) if leaf.details["kind"] == "jax" else ():
             low, high = _bounds(array)
-            place = bisect.bisect_left(changing, high, key=itemgetter(0)) - 1  # the last that begins before its end
-            if low < high and place >= 0 and changing[place][1] > low:
-                found[name] = changing[place][2]
-    return list(found.items())
+            last = bisect.bisect_left(changing, high, key=itemgetter(0)) - 1  # that begins before the end of this one
+            if low < high and last >= 0 and changing[last][1] > low:
+                shared[name] = changing[last][2]
+    return list(shared.items())
 
 
 def _on_host(leaf: ArrayLeaf) -> list[NDArray[Any]]:
@@ -125,7 +125,7 @@ def _on_host(leaf: ArrayLeaf) -> list[NDArray[Any]]:
 
 
 def _bounds(array: NDArray[Any]) -> tuple[int, int]:
-    """Return the address of the first byte of an array, and that after its last one."""
+    """Return the address of the first byte of an array, and the address after its last byte."""
     start = array.__array_interface__["data"][0]
     if not array.size:
         return start, start
@@ -150,7 +150,7 @@ def _refuse(value: Any) -> ArrayLeaf:
         raise LeafProblem(
             f"is of type {kind}, which is code; leave it out of the tree, as eqx.partition(tree, eqx.is_array) does"
         )
-    # As environments of gymnasium and the like have them.
+    # Environments, such as those of gymnasium, have these methods.
     if callable(getattr(value, "step", None)) and callable(getattr(value, "reset", None)):
         raise LeafProblem(
             f"is an environment ({kind}); leave it out, and begin an episode after a resume with a seed that follows "
@@ -164,7 +164,7 @@ def _refuse(value: Any) -> ArrayLeaf:
 
 
 class TakenLeaves(NamedTuple):
-    """The leaves of a tree like one before, in the order of the positions in `KnownLeaves`."""
+    """The leaves of a tree like an earlier one, in the order of the positions in `KnownLeaves`."""
 
     tensors: list[Any]  # these are copied
     arrays: list[Any]  # these are copied
@@ -173,11 +173,11 @@ class TakenLeaves(NamedTuple):
 
 
 class KnownLeaves:
-    """Facts of the leaves of a tree, which recognise the leaves of a later tree that are alike.
+    """Facts of the leaves of a tree, by which a later tree with leaves that are alike is recognised.
 
-    The many leaves of few kinds are checked together, and keep their descriptions. The others are described again, and
-    their descriptions compared. This object holds no leaf and no value of one. ``is_copied`` says which of the leaves
-    are copied whole, into one place.
+    Most leaves are of a few kinds: these are checked together, and keep their descriptions. The others are described
+    again, and the descriptions compared. This object holds neither leaves nor values. ``is_copied`` says which leaves
+    are copied whole, to one contiguous array.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class KnownLeaves:
         self._held = {position: leaves[position].details for position in self.whole}
 
     def take(self, values: Sequence[Any]) -> TakenLeaves | None:
-        """Return the leaves of a tree, ready to be copied or held; None if they are not like those known."""
+        """Return the leaves of a tree, ready to be copied or held; None if they are not like the known ones."""
         if list(map(type, values)) != self.types:
             return None
         get = values.__getitem__
@@ -229,7 +229,7 @@ class KnownLeaves:
         try:
             others = describe([""] * len(self.others), list(map(get, self.others)), pinned_bytes=left)
         except UnsupportedLeafError:
-            return None  # described again with all others, for an error that lists every leaf
+            return None  # all leaves are then described again, for an error that lists every problem
         if list(map(_facts, others)) != self._others:
             return None
         return TakenLeaves(tensors, arrays, [*copies.wait(), *plain], others)
@@ -241,10 +241,8 @@ class KnownLeaves:
 
     def held_leaf(self, position: int, value: Any) -> ArrayLeaf | ValueLeaf:
         """Describe a leaf that is held, not copied."""
-        known = self._held.get(position)
-        if known is None:
-            return describe_python(value)
-        return ArrayLeaf.of(np.asarray(value), known)
+        details = self._held.get(position)
+        return describe_python(value) if details is None else ArrayLeaf.of(np.asarray(value), details)
 
 
 _ARRAY_FACTS = attrgetter("dtype", "shape")
@@ -263,7 +261,7 @@ def _kind(value: Any) -> str:
 
 
 def _facts(leaf: ArrayLeaf | ValueLeaf) -> tuple[Any, ...] | None:
-    """Return all of a description but the elements; None for a value that is not an array."""
+    """Return a description without the elements; None for a value that is not an array."""
     if isinstance(leaf, ValueLeaf):
         return None
     boxes = [(piece.start, piece.array.shape) for piece in leaf.pieces]

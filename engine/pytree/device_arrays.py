@@ -1,9 +1,9 @@
 """Elements of torch tensors on accelerators, and their copies into pinned host memory.
 
-The copies run on the device beside the program. Their rules:
+The copies run on the device while the program continues. Their rules:
 
-- They run in a stream of their own, which waits for all that the program has started on the device.
-- All of them are started before any is waited for, and those that arrive first are read while the others are under way.
+- They run in a separate stream, which waits for everything that the program has started on the device.
+- All copies are started before the host waits for one, and it reads the first while the others are under way.
 - What the program starts later, such as the next step of the optimizer, waits for them on the device. The program
   itself does not wait.
 - The host reads a copy only after `Arrival.wait`. Until then the tensor is held, and its memory is not reused.
@@ -30,7 +30,7 @@ from .leaves import Piece, torch
 
 _logger = logging.getLogger("holdfast")
 
-ACCELERATORS = {"cuda"}  # types of devices whose tensors are copied like that, by the module of torch of the same name
+ACCELERATORS = {"cuda"}  # types of devices whose tensors are copied in this way; torch has a module of this name
 
 # torch rounds the size of pinned memory up to a power of two, so blocks of such a size waste nothing.
 BLOCK_BYTES = 256 << 20
@@ -38,13 +38,13 @@ _ALIGNMENT = 64
 LEAST_ROOM_BYTES = 1 << 20  # bytes; a tensor is not cut to fill less than this at the end of a block
 _SMALL = 64 << 10  # bytes; starting the copy of a smaller tensor takes longer than the copy
 _GATHERED = 4 << 20  # bytes of small tensors that are put together on the device, and copied at once
-FIRST_BYTES = 256 << 20  # bytes that are waited for first; then twice as many, and so on, because each wait costs time
+FIRST_BYTES = 256 << 20  # bytes of the first wait; each later wait is for twice as many, because a wait costs time
 
 
 class DeviceArray:
-    """Elements on an accelerator, in the place of a host array until a snapshot copies them.
+    """Elements on an accelerator, instead of a host array until a snapshot copies them.
 
-    The tensor has numbers of the same size as those of the dtype, and neither a gradient nor a conjugate bit.
+    The tensor has elements of the same size as the dtype, and neither a gradient nor a conjugate bit.
     """
 
     __slots__ = ("dtype", "shape", "tensor")
@@ -62,15 +62,15 @@ class DeviceArray:
     def nbytes(self) -> int:
         return int(math.prod(self.shape)) * self.dtype.itemsize
 
-    def __getitem__(self, place: tuple[slice, ...]) -> DeviceArray:
-        return DeviceArray(self.tensor[place], self.dtype)
+    def __getitem__(self, index: tuple[slice, ...]) -> DeviceArray:
+        return DeviceArray(self.tensor[index], self.dtype)
 
     def __array__(self, *args: Any, **kwargs: Any) -> NDArray[Any]:
         raise TypeError("elements on an accelerator were read before they were copied; this is a defect of holdfast")
 
 
 def is_copied_later(tensor: Any) -> bool:
-    """True if a tensor is an ordinary one on such a device, whose copy a snapshot can start."""
+    """True if a snapshot can start the copy of a tensor: an ordinary one on such a device."""
     if tensor.device.type not in ACCELERATORS or type(tensor) is not torch.Tensor or not tensor.numel():
         return False
     if torch._C._len_torch_dispatch_stack():  # a mode may turn a copy into something else
@@ -94,9 +94,9 @@ class Arrival:
         self.held: list[Any] = []  # sources of the copies; foreign memory may be freed with its last tensor
 
     def in_turn(self) -> Iterator[int]:
-        """Wait for the copies, and generate from time to time how many leaves have arrived, counted from the first.
+        """Wait for the copies; yield from time to time the number of leaves that have arrived, counted from the first.
 
-        RuntimeError is raised if a copy has failed, once none is under way.
+        If a copy fails, raise RuntimeError as soon as none is under way.
         """
         errors: list[RuntimeError] = []
         self.events.sort(key=operator.itemgetter(0))
@@ -104,8 +104,7 @@ class Arrival:
             _, event = self.events.pop(0)
             try:
                 event.synchronize()
-                # The caller writes in between, which takes longer than the copies: their sources must not be held that
-                # long.
+                # The caller writes in between, which takes longer than the copies. Sources are not held that long.
                 while self.events and self.events[0][1].query():
                     self.events.pop(0)
             except RuntimeError as error:
@@ -131,7 +130,7 @@ class PinnedMemory:
         self._by_address: list[tuple[int, Any]] = []  # the same, sorted
         self._block = 0  # the block that is being filled
         self._offset = 0
-        self._needed = 0  # bytes that have no place yet
+        self._needed = 0  # bytes that have no memory yet
         self._streams: dict[Any, Any] = {}
         self._last = Arrival()
 
@@ -140,12 +139,11 @@ class PinnedMemory:
         return sum(int(block.numel()) for block in self._blocks)
 
     def begin(self, nbytes: int) -> None:
-        """Begin with the first block, for pieces of a number of bytes."""
         self._block = self._offset = 0
         self._needed = nbytes
 
     def places(self, piece: Piece) -> Iterator[tuple[Piece, NDArray[Any]]]:
-        """Generate the parts of a piece, each with its place; it is not pinned if no more memory can be."""
+        """Generate the parts of a piece, each with its memory, which is not pinned if no more memory can be."""
         waiting = [piece]
         while waiting:
             part = waiting.pop()
@@ -184,7 +182,7 @@ class PinnedMemory:
                 block = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError as error:
             self._limit = self.nbytes  # so that it is not tried again
-            # A handler that keeps records would keep the frames of the error with them, and the memory of the snapshot.
+            # Only the text: a handler that keeps records would keep the error's frames, and so the snapshot's memory.
             text = str(error)
             _logger.warning("saves block for longer, as no more than %d bytes can be pinned: %s", self._limit, text)
             return False
@@ -193,17 +191,17 @@ class PinnedMemory:
         return True
 
     def _tensor_over(self, start: int, nbytes: int) -> Any | None:
-        """Return the bytes at an address as a part of their block, by which torch knows them; None if not pinned."""
-        place = bisect.bisect_right(self._by_address, start, key=operator.itemgetter(0)) - 1
-        if place < 0:
+        """Return the bytes at an address as a part of their block, which torch knows as pinned; None if not pinned."""
+        number = bisect.bisect_right(self._by_address, start, key=operator.itemgetter(0)) - 1
+        if number < 0:
             return None
-        address, block = self._by_address[place]
+        address, block = self._by_address[number]
         offset = start - address
         return block[offset : offset + nbytes] if offset + nbytes <= block.numel() else None
 
     def start(self, copies: Sequence[Copy]) -> Arrival:
-        """Start copies. Those to memory that is not pinned are done on return."""
-        with contextlib.suppress(RuntimeError):  # an error of the last save is not one of this save
+        """Start copies. Copies to memory that is not pinned are done on return."""
+        with contextlib.suppress(RuntimeError):  # an error of the last save does not concern this one
             self._last.wait()  # an interrupted save has not waited for its copies
         arrival = self._last = Arrival()
         devices: dict[Any, list[_Started]] = {}
@@ -218,15 +216,15 @@ class PinnedMemory:
                 devices.setdefault(started.source.device, []).append(started)
         with torch.inference_mode(False), torch.no_grad():
             for device, group in devices.items():
-                arrival.held += [one.source for one in group]
+                arrival.held += [copy.source for copy in group]
                 try:
                     self._start_on(device, group, arrival)
                 except RuntimeError as error:
                     _logger.warning(
                         "%s: this save blocks for longer, as its copies could not run: %s", device, str(error)
                     )
-                    for one in group:
-                        _over(one.target, one.source).copy_(one.source.cpu())
+                    for started in group:
+                        _over(started.target, started.source).copy_(started.source.cpu())
             for copy in rest:
                 source = copy.source.tensor
                 memory = torch.from_numpy(copy.target.reshape(-1).view(np.uint8))
@@ -251,8 +249,8 @@ class PinnedMemory:
 
         try:
             with streams.stream(side):
-                for one in group:
-                    one.source.record_stream(side)
+                for copy in group:
+                    copy.source.record_stream(side)
                 for run in _runs(group):
                     if nbytes >= enough:
                         mark()
@@ -261,22 +259,22 @@ class PinnedMemory:
                         self._gather(device, run)
                     else:
                         _over(run[0].target, run[0].source).copy_(run[0].source, non_blocking=True)
-                    nbytes += sum(one.target.numel() for one in run)
+                    nbytes += sum(copy.target.numel() for copy in run)
         finally:
-            # Copies that were started before an error must end before the arrays change, too.
+            # After an error, too, the copies that were started must end before the arrays change.
             last = mark()
             for stream in program:
                 stream.wait_event(last)
 
     def _gather(self, device: Any, run: Sequence[_Started]) -> None:
-        """Copy small tensors with neighbouring places at once: put together on the device as they will lie there."""
+        """Copy small tensors with neighbouring targets at once: the device joins them in the layout of the host."""
         first, end = run[0].address, run[-1].end
         together = torch.empty(end - first, dtype=torch.uint8, device=device)
         groups: dict[Any, tuple[list[Any], list[Any]]] = {}
-        for one in run:
-            targets, sources = groups.setdefault(one.source.dtype, ([], []))
-            targets.append(_over(together[one.address - first : one.end - first], one.source))
-            sources.append(one.source)
+        for copy in run:
+            targets, sources = groups.setdefault(copy.source.dtype, ([], []))
+            targets.append(_over(together[copy.address - first : copy.end - first], copy.source))
+            sources.append(copy.source)
         for targets, sources in groups.values():
             torch._foreach_copy_(targets, sources)
         whole = self._tensor_over(first, end - first)
@@ -298,21 +296,21 @@ class _Started(NamedTuple):
 
 
 def _runs(group: Sequence[_Started]) -> Iterator[list[_Started]]:
-    """Divide copies into those to start together: small ones to neighbouring places of one block, and others alone."""
+    """Group the copies to start together: small ones to neighbouring bytes of one block; others are alone."""
     run: list[_Started] = []
-    for one in group:
-        small = one.target.numel() < _SMALL and one.source.element_size() <= 8
+    for copy in group:
+        small = copy.target.numel() < _SMALL and copy.source.element_size() <= 8
         if run:
-            gap = one.address - run[-1].end
-            fits = one.end - run[0].address <= _GATHERED
-            same = one.target.untyped_storage().data_ptr() == run[0].target.untyped_storage().data_ptr()
+            gap = copy.address - run[-1].end
+            fits = copy.end - run[0].address <= _GATHERED
+            same = copy.target.untyped_storage().data_ptr() == run[0].target.untyped_storage().data_ptr()
             if not (small and same and fits and 0 <= gap < _ALIGNMENT):
                 yield run
                 run = []
         if small:
-            run.append(one)
+            run.append(copy)
         else:
-            yield [one]
+            yield [copy]
     if run:
         yield run
 
@@ -323,7 +321,7 @@ def _over(memory: Any, like: Any) -> Any:
 
 
 def _cut(piece: Piece, room: int) -> list[Piece]:
-    """Cut a piece in two along its first axis that can be cut; the first part has at most `room` bytes if it can."""
+    """Cut a piece in two along its first axis longer than 1; the first part has at most `room` bytes if possible."""
     shape = piece.array.shape
     axis = next(axis for axis, size in enumerate(shape) if size > 1)
     row = piece.array.nbytes // shape[axis]

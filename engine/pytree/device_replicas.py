@@ -1,7 +1,7 @@
-"""Replicas of jax arrays: whether the devices hold what an array declares to be the same on all of them.
+"""Replicas of jax arrays: whether all devices hold the same values, as the arrays declare.
 
 ``shard_map`` without its check, for example, returns an array that each device may have computed from its own data. A
-save writes one replica, and a restore gives it to all devices.
+save writes one replica, and a restore copies it to all devices.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import numpy as np
 from .jax_leaves import is_key, is_tracer
 from .leaves import is_jax_array, jax, loaded
 
-_EVEN = 0x3C6EF372  # It makes the weights of the words of a checksum odd, so that no single change is lost.
+_EVEN = 0x3C6EF372  # makes the weights of the words of a checksum odd, so that every single change shows
 
 
 def differing_replicas(names: Sequence[str], values: Sequence[Any]) -> Iterator[tuple[str, list[Any], list[Any]]]:
     """Generate the names of jax arrays whose replicas differ in their bits, among the devices of this process.
 
-    With each come the devices that hold the replica that a save writes, and those that hold others. Each device
-    computes a checksum of what it holds.
+    With each come the devices that hold the replica that a save writes, and the devices that hold others. Each device
+    computes a checksum of its replica.
     """
     if loaded("jax") is None:
         return
@@ -40,16 +40,16 @@ def differing_replicas(names: Sequence[str], values: Sequence[Any]) -> Iterator[
             for shard in (jax.random.key_data(value) if is_key(value) else value).addressable_shards:
                 groups.setdefault(tuple(part.start or 0 for part in shard.index), []).append(shard.data)
             sums += [(name, _checksums(replicas)) for replicas in groups.values() if len(replicas) > 1]
-        for name, found in sums:
-            shards = [(shard.device, int(np.asarray(shard.data))) for shard in found.addressable_shards]
+        for name, checksums in sums:
+            shards = [(shard.device, int(np.asarray(shard.data))) for shard in checksums.addressable_shards]
             written = shards[0][1]
-            if others := [device for device, one in shards if one != written]:
-                yield name, [device for device, one in shards if one == written], others
+            if others := [device for device, checksum in shards if checksum != written]:
+                yield name, [device for device, checksum in shards if checksum == written], others
 
 
 def _checksums(replicas: Sequence[Any]) -> Any:
-    """Return a scalar with another value on each device, if the replicas, one on each device, differ."""
-    mesh = jax.sharding.Mesh(np.array([next(iter(one.devices())) for one in replicas]), "replicas")
+    """Return a scalar that has the checksum of each device's replica on that device."""
+    mesh = jax.sharding.Mesh(np.array([next(iter(replica.devices())) for replica in replicas]), "replicas")
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     array = jax.make_array_from_single_device_arrays(replicas[0].shape, sharding, list(replicas))
     # The program may have set another mesh.

@@ -23,8 +23,8 @@ from .names import Pattern, Patterns, choose, compiled, escape_key, unescape_key
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"list": list, "tuple": tuple}
 _MAKERS: dict[str, Callable[[Any], Any]] = {"ordered_dict": OrderedDict, "counter": build_counter}
 _MAPPINGS = {"dict", "ordered_dict", "default_dict", "counter", "mapping", "namedtuple", "dataclass", "node"}
-_LENGTH = re.compile("[0-9]{1,18}")  # the largest length of a deque
-_Keys = dict[tuple[str, ...], tuple[list[Key], list[str]]]  # keys and names by the stored keys, which many layers share
+_LENGTH = re.compile("[0-9]{1,18}")  # of a deque at most
+_Keys = dict[tuple[str, ...], tuple[list[Key], list[str]]]  # keys and names by stored keys, which many layers share
 
 
 class TreeDocument(NamedTuple):
@@ -38,10 +38,9 @@ class TreeDocument(NamedTuple):
 
     def select(self, chosen: Sequence[bool]) -> TreeDocument:
         """Return the tree with only the chosen leaves, without containers that have none left."""
-        flags = iter(chosen)
         if self.structure is None:
             return self
-        return TreeDocument(_select(self.structure, flags) or _plain_node("dict", [], []))
+        return TreeDocument(_select(self.structure, iter(chosen)) or _plain_node("dict", [], []))
 
     def below(self, segments: Sequence[str]) -> TreeDocument:
         """Return the container at a path, which must exist; its keys are written as in the names of leaves."""
@@ -56,7 +55,7 @@ def to_document(structure: TreeDef | None, leaf_documents: Sequence[dict[str, An
     tree = None if structure is None else _encode_node(structure)
     facts: list[dict[str, Any]] = []
     entries: dict[int, dict[str, Any] | int] = {}  # keys are the identities of documents, which leaves share
-    equal: dict[str, int] = {}  # keys are contents: which leaves share a document does not decide what is written
+    equal: dict[str, int] = {}  # keys are contents: what is written does not depend on which leaves share a document
     identities = list(map(id, leaf_documents))
     for identity, document in dict(zip(identities, leaf_documents, strict=True)).items():
         if _has_value(document):
@@ -92,14 +91,14 @@ def from_document(document: dict[str, Any]) -> tuple[list[str], list[dict[str, A
 def leaves_at(document: dict[str, Any], patterns: Patterns) -> tuple[dict[str, Any], list[int]]:
     """Return the document of the leaves that match patterns, and their positions in the tree.
 
-    They are looked up, without an object for each other leaf. A pattern that matches nothing is an error.
+    The other leaves are skipped, without an object for each. A pattern that matches nothing is an error.
     """
     lookup = _Lookup(compiled(patterns, "select"))
     try:
-        tree = lookup.below(document["tree"], [(one, one.begin) for one in lookup.unmatched], 0)
+        tree = lookup.below(document["tree"], [(pattern, pattern.begin) for pattern in lookup.unmatched], 0)
         leaves = [document["leaves"][number] for number in lookup.numbers]
     except (KeyError, TypeError, IndexError, AttributeError, ValueError, RecursionError):
-        lookup.numbers = []  # The tree is one leaf, or reading all of the document says what is wrong with it.
+        lookup.numbers = []  # The tree is one leaf, or decoding the whole document says what is wrong with it.
     if lookup.unmatched or not lookup.numbers:
         names = from_document(document)[0]
         choose(names, patterns)
@@ -107,7 +106,7 @@ def leaves_at(document: dict[str, Any], patterns: Patterns) -> tuple[dict[str, A
     return {**document, "tree": tree, "leaves": leaves}, lookup.numbers
 
 
-_Places = Sequence[tuple[Pattern, Collection[int]]]  # patterns, each with the places in it that a path has reached
+_Progress = Sequence[tuple[Pattern, Collection[int]]]  # patterns, each with the positions that a path has reached
 
 
 class _Lookup:
@@ -118,30 +117,34 @@ class _Lookup:
         self.numbers: list[int] = []
         self._counts: dict[int, int] = {}  # leaves below containers; keys are their identities
 
-    def below(self, node: dict[str, Any], places: _Places, number: int) -> dict[str, Any] | None:
-        """Return a container, which ``number`` leaves precede, with its leaves that match, or None without any."""
+    def below(self, node: dict[str, Any], progress: _Progress, number: int) -> dict[str, Any] | None:
+        """Return a container, which ``number`` leaves precede, with only the leaves that match, or None without any."""
         children, stored = node["children"], node.get("keys")
         segments = [*map(str, range(len(children)))] if stored is None else stored
-        if not set(map(type, segments)) <= {str}:
+        try:
+            text = "".join(segments)
+        except TypeError:  # Some keys are not text.
             segments = _decode_keys(stored, "", {})[1]
-        keys = [one.literal(before) for one, before in places]
+            text = "".join(segments)
+        literals = [pattern.literal(positions) for pattern, positions in progress]
         indices: Iterable[int] = range(len(children))
-        if None not in keys and "%2E" not in "".join(segments):  # which may be several keys of a pattern
-            wanted = {key for some in keys for key in some or ()}
-            indices = compress(indices, map(wanted.__contains__, segments))  # no line of Python for each child
+        if None not in literals and "%2E" not in text:  # which may be several keys of a pattern
+            wanted = {key for keys in literals for key in keys or ()}
+            indices = compress(indices, map(wanted.__contains__, segments))  # no Python code for each child
         kept: dict[int, Any] = {}
         begin = 0
         for index in indices:
             key, child = segments[index].replace("%2E", "."), children[index]
-            reached = [(one, after) for one, before in places if (after := one.after(before, key))]
+            reached = [(pattern, after) for pattern, before in progress if (after := pattern.after(before, key))]
             number += self._count(children[begin:index])
             begin = index
-            ends = [one for one, after in reached if (one.ends(after) if child is None else one.takes_all(after))]
-            takes = ends and (child is None or len(ends) == len(reached))
-            if takes and (count := self._count([child])):
+            is_taken = Pattern.ends if child is None else Pattern.takes_all
+            ends = [pattern for pattern, after in reached if is_taken(pattern, after)]
+            takes_all = ends and (child is None or len(ends) == len(reached))
+            if takes_all and (count := self._count([child])):
                 kept[index] = child
                 self.numbers += range(number, number + count)
-                self.unmatched = [one for one in self.unmatched if one not in ends]
+                self.unmatched = [pattern for pattern in self.unmatched if pattern not in ends]
             elif child is not None and reached and (part := self.below(child, reached, number)) is not None:
                 kept[index] = part
         if not kept:
@@ -149,8 +152,8 @@ class _Lookup:
         if all(index in kept or not self._count([child]) for index, child in enumerate(children)):
             return {**node, "children": [kept.get(index, child) for index, child in enumerate(children)]}
         named = list(kept) if stored is None else [stored[index] for index in kept]
-        label = {} if stored is None else {name: node[name] for name in ("class",) if name in node}
         kind = "dict" if stored is None else node["type"]
+        label = {"class": node["class"]} if stored is not None and "class" in node else {}
         return {"type": kind, **label, "keys": named, "children": list(kept.values())}
 
     def _count(self, children: list[Any]) -> int:
@@ -165,7 +168,7 @@ class _Lookup:
 
 
 def _has_value(document: dict[str, Any]) -> bool:
-    """True if a document holds a value. Leaves never share one: a few bytes could demand many large values."""
+    """True if a document holds a value. Leaves never share it: a few bytes could expand to many large values."""
     return "value" in document or "base64" in document
 
 
@@ -182,7 +185,7 @@ def _encode_node(node: TreeDef) -> dict[str, Any]:
     return document
 
 
-def _decode_node(document: Any, name: str, names: list[str], known: _Keys, depth: int) -> TreeDef | None:
+def _decode_node(document: Any, name: str, names: list[str], decoded: _Keys, depth: int) -> TreeDef | None:
     if document is None:
         names.append(name)
         return None
@@ -201,41 +204,41 @@ def _decode_node(document: Any, name: str, names: list[str], known: _Keys, depth
     if kind not in _MAPPINGS:
         segments = [str(index) for index in range(len(children))]
     else:
-        keys, segments = _decode_keys(document.get("keys"), name, known)
+        keys, segments = _decode_keys(document.get("keys"), name, decoded)
         if len(keys) != len(children):
             raise _damaged(name, f"has {len(keys)} keys and {len(children)} children")
     below = [f"{name}.{segment}" for segment in segments] if name else segments
-    if children.count(None) == len(children):  # as in most containers
+    if children.count(None) == len(children):  # most containers
         names += below
         return _plain_node(kind, keys, children, label)
-    nodes = [_decode_node(child, path, names, known, depth + 1) for path, child in zip(below, children, strict=True)]
+    nodes = [_decode_node(child, path, names, decoded, depth + 1) for path, child in zip(below, children, strict=True)]
     return _plain_node(kind, keys, nodes, label)
 
 
-def _decode_keys(stored: Any, name: str, known: _Keys) -> tuple[list[Key], list[str]]:
+def _decode_keys(stored: Any, name: str, decoded: _Keys) -> tuple[list[Key], list[str]]:
     if not isinstance(stored, list):
         raise _damaged(name, "has no list of keys")
     texts = tuple(stored) if set(map(type, stored)) <= {str} else None
-    if texts is not None and texts in known:
-        return known[texts]
+    if texts is not None and texts in decoded:
+        return decoded[texts]
     try:
         if texts is not None:
             keys: list[Key] = [*unescape_keys(texts)]
             segments = [*texts]
         else:
-            pairs = [_decode_key(item) for item in stored]
+            pairs = list(map(_decode_key, stored))
             keys, segments = [key for key, _ in pairs], [segment for _, segment in pairs]
     except ValueError as error:
         raise _damaged(name, f"has a key that no save writes: {error}") from error
     if len(set(segments)) != len(segments) or (keys != segments and len(set(keys)) != len(keys)):
         raise _damaged(name, "has two keys that are the same")
     if texts is not None:
-        known[texts] = keys, segments
+        decoded[texts] = keys, segments
     return keys, segments
 
 
 def _decode_key(stored: Any) -> tuple[Key, str]:
-    """Return a stored key, and what it adds to the names of leaves."""
+    """Return a key, and the segment that it adds to the names of leaves."""
     if isinstance(stored, str):
         return unescape_key(stored), stored
     if isinstance(stored, int) and -(1 << 63) <= stored < 1 << 63:
@@ -246,12 +249,11 @@ def _decode_key(stored: Any) -> tuple[Key, str]:
     raise ValueError(f"{stored!r:.80}; keys are str, int or lists of them")
 
 
-def _damaged(name: str, what: str) -> DamagedCheckpointError:
-    return DamagedCheckpointError(f"container {name!r} of the tree's document {what}")
+def _damaged(name: str, problem: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(f"container {name!r} of the tree's document {problem}")
 
 
 def _encode_key(key: Key) -> Any:
-    """Return a part of a key that is a tuple as JSON."""
     if isinstance(key, str):
         return escape_key(key)
     return list(map(_encode_key, key)) if isinstance(key, tuple) else key
@@ -278,7 +280,7 @@ def _plain_node(kind: str, keys: list[Key] | None, children: list[TreeDef | None
 
 
 def _select(node: TreeDef, flags: Any) -> TreeDef | None:
-    """Return a container with the chosen leaves below it, or None where none is chosen."""
+    """Return a container with only the chosen leaves, or None if none is chosen."""
     kept: dict[int, TreeDef | None] = {}
     for index, child in enumerate(node.children):
         if child is None:
@@ -289,11 +291,7 @@ def _select(node: TreeDef, flags: Any) -> TreeDef | None:
     if not kept:
         return None
     children = dict(enumerate(node.children))
-    if all(index in kept or (child is not None and not _has_leaves(child)) for index, child in children.items()):
+    if all(index in kept or (child is not None and not child.has_leaves) for index, child in children.items()):
         return _plain_node(node.kind, node.keys, list((children | kept).values()), node.label)
     keys: list[Key] = [index if node.keys is None else node.keys[index] for index in kept]
     return _plain_node("dict" if node.keys is None else node.kind, keys, list(kept.values()), node.label)
-
-
-def _has_leaves(node: TreeDef) -> bool:
-    return any(child is None or _has_leaves(child) for child in node.children)

@@ -8,6 +8,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import is_
 from typing import Any, cast
 
 import numpy as np
@@ -30,8 +31,8 @@ from .leaves import (
 )
 from .names import escape_first, escape_keys, format_path
 
-# A key of a mapping or the name of an attribute. ``True`` and ``False`` are keys of their own in documents. Tuples hold
-# such keys, as those of groups of parameters in the states of numpyro.
+# A key of a mapping or the name of an attribute. Documents distinguish ``True`` from 1. Tuples consist of such keys:
+# numpyro has them in its states, for groups of parameters.
 Key = str | int | tuple[Any, ...]
 
 MAX_DEPTH = 200  # levels of containers; deeper trees are errors, as code that walks trees, JSON included, recurses
@@ -54,13 +55,17 @@ class TreeDef:
 
     @property
     def segments(self) -> list[str]:
-        """What each child adds to the names of the leaves below."""
+        """The part that each child adds to the names of the leaves below."""
         return key_segments(self.keys, len(self.children))
 
     def named_children(self, name: str) -> list[tuple[str, TreeDef | None]]:
-        """Return the children of a container that has a name, each with its own."""
+        """Return the children of a container of this name, each with its own name."""
         prefix = f"{name}." if name else ""
         return [(prefix + segment, child) for segment, child in zip(self.segments, self.children, strict=True)]
+
+    @property
+    def has_leaves(self) -> bool:
+        return any(child is None or child.has_leaves for child in self.children)
 
 
 @dataclass(slots=True)
@@ -77,9 +82,9 @@ def flatten(tree: Any, leaf_types: tuple[type, ...] = ()) -> Flattened:
     deque, namedtuple, dataclasses, and every type that is registered with jax. None is a leaf, and so is every other
     value, of any type; `describe` refuses those that cannot be saved.
 
-    Instances of `leaf_types` are leaves, containers or not. The structure may refer to the containers themselves: keep
-    the document made from it, not the structure, where the arrays in them should be freed. One error names every key
-    that is no `Key`, container that contains itself, and container below `MAX_DEPTH` levels.
+    Instances of `leaf_types` are leaves even if they are containers. The structure may refer to the containers
+    themselves: to let their arrays be freed, keep the document made from it instead. One error names every key that is
+    no `Key`, every container that contains itself, and every container below `MAX_DEPTH` levels.
     """
     walk = _Walk(leaf_types)
     with collection_paused():
@@ -140,7 +145,7 @@ def is_leaf(value: Any) -> bool:
     if kind in _LEAF_TYPES:
         return True
     if isinstance(value, PLAIN):
-        return True  # subclasses; not remembered, as a program may make classes without end
+        return True  # subclasses; not remembered, as a program may make any number of classes
     library = library_of(value)
     # Tracers, keys and classes of the program are not remembered either.
     if library in ("jax", "torch") and kind.__module__.startswith(("jaxlib", "torch")):
@@ -155,14 +160,14 @@ class KeyProblem(ValueError):  # noqa: N818 - callers add where the key is
 def key_segments(keys: Sequence[object] | None, count: int = 0) -> list[str]:
     """Return the part that each key of a container, or each of the ``count`` children of a sequence, adds to names.
 
-    All are different: if an int and a str key have the same text (``1`` and ``"1"``), the str is escaped.
+    All parts differ: if an int and a str key have the same text (``1`` and ``"1"``), the str is escaped.
     """
     if keys is None:
         return [str(index) for index in range(count)]
-    odd = set(map(type, keys)) - {str}
-    texts = [str.__str__(key) if isinstance(key, str) else repr(plain_key(key)) for key in keys] if odd else keys
+    has_others = set(map(type, keys)) - {str}
+    texts = [str.__str__(key) if isinstance(key, str) else repr(plain_key(key)) for key in keys] if has_others else keys
     segments = escape_keys(cast("Sequence[str]", texts))
-    if odd:
+    if has_others:
         taken = {segment for segment, key in zip(segments, keys, strict=True) if not isinstance(key, str)}
         for index, key in enumerate(keys):
             if isinstance(key, str) and segments[index] in taken:
@@ -191,7 +196,7 @@ def plain_key(key: object, depth: int = 0) -> Key:
 
 
 def unflatten(structure: TreeDef | None, values: Sequence[Any]) -> Any:
-    """Put leaves, in the order of `flatten`, into containers again; without a structure the tree is a bare leaf."""
+    """Put leaves, in the order of `flatten`, back into containers; without a structure the tree is a bare leaf."""
     remaining = iter(values)
     try:
         tree = next(remaining) if structure is None else _build(structure, remaining)
@@ -208,9 +213,9 @@ def _build(node: TreeDef, values: Any) -> Any:
 
 
 class Outline:
-    """The containers and keys of a tree, which recognize the next tree that has the same ones.
+    """The containers and keys of a tree, by which a later tree of the same structure is recognized.
 
-    It holds keys and names of classes, neither leaves nor containers.
+    It holds keys and names of classes, but neither leaves nor containers.
     """
 
     def __init__(self, structure: TreeDef | None) -> None:
@@ -221,9 +226,9 @@ class Outline:
 
         A value in the place of a leaf is returned unchecked, even if it is a container: compare its type.
         """
-        leaves: list[Any] = []
         if self.structure is None:
             return [tree]
+        leaves: list[Any] = []
         return leaves if self.structure.collect(tree, leaves, NnxObjects()) else None
 
 
@@ -232,7 +237,7 @@ _EXACT: dict[str, type] = {"dict": dict, "list": list, "tuple": tuple, "ordered_
 
 
 class _Container(TreeDef):
-    """One container of an outline, a structure for documents only: what builds a container may refer to its arrays."""
+    """One container of an outline. It cannot build a container: the function that does may refer to arrays."""
 
     __slots__ = ("are_leaves", "type", "type_of", "types")
 
@@ -267,10 +272,10 @@ class _Container(TreeDef):
         if self.are_leaves:
             leaves.extend(values)
             return True
-        for child, known in zip(values, self.children, strict=True):
-            if known is None:
+        for child, container in zip(values, self.children, strict=True):
+            if container is None:
                 leaves.append(child)
-            elif isinstance(known, _Container) and not known.collect(child, leaves, objects):
+            elif isinstance(container, _Container) and not container.collect(child, leaves, objects):
                 return False
         return True
 
@@ -288,8 +293,8 @@ _was_enabled = False
 def collection_paused() -> Iterator[None]:
     """Pause automatic garbage collection inside the block, in all threads.
 
-    Ten thousand leaves mean some thirty thousand new objects, none of them garbage. With a framework loaded, the full
-    collections that they start take several times as long as the work itself.
+    Ten thousand leaves create some thirty thousand objects, none of them garbage. With a framework loaded, the full
+    collections that this triggers take several times as long as the work itself.
     """
     global _holders, _was_enabled
     with _lock:
@@ -307,7 +312,7 @@ def collection_paused() -> Iterator[None]:
 
 
 def _end_pauses() -> None:
-    """Collect garbage again in a forked process, where the threads that paused it do not go on."""
+    """Collect garbage again in a forked process, which lacks the threads that paused it."""
     global _holders
     if _holders and _was_enabled:
         gc.enable()
@@ -336,7 +341,7 @@ _MIXED_WIDTH = 9
 class PackedNumbers:
     """A list, tuple or deque of numbers as one leaf of a tree: a copy, which later changes do not touch.
 
-    The array is made on demand, as a walk over live objects only tests whether a sequence is packed.
+    The array is made on demand: a walk over live objects only tests whether a sequence is packed.
     """
 
     __slots__ = ("_array", "_details", "_items")
@@ -379,7 +384,7 @@ def pack_numbers(value: object) -> PackedNumbers | None:
 
 
 def _packed(items: list[Any], kinds: set[Any]) -> tuple[str, NDArray[Any] | None] | None:
-    """Return the name of the elements if they can be packed, and the array where the test needed it."""
+    """Return the name of the elements if they can be packed, and the array if the test needed it."""
     try:
         if len(kinds) == 1:
             (kind,) = kinds
@@ -388,8 +393,8 @@ def _packed(items: list[Any], kinds: set[Any]) -> tuple[str, NDArray[Any] | None
             if issubclass(kind, np.bool_ | np.number) and kind not in (np.longdouble, np.clongdouble):
                 return _NUMPY, None
         elif kinds <= set(_MIXED_TYPES):
-            far = int in kinds and bool((np.abs(np.fromiter(items, "<f8", len(items))) >= 1 << 63).any())
-            return MIXED, _mixed(items) if far else None
+            is_long = int in kinds and bool((np.abs(np.fromiter(items, "<f8", len(items))) >= 1 << 63).any())
+            return MIXED, _mixed(items) if is_long else None
     except OverflowError:  # an integer of more than 64 bits
         pass
     return None
@@ -406,15 +411,12 @@ def _mixed(items: list[Any]) -> NDArray[Any]:
     types = np.frombuffer(bytes([codes[type(item)] for item in items]), np.uint8)
     values = np.fromiter(items, "<f8", len(items))
     bits = values.view("<i8")
-    whole = types != codes[float]
-    exact = whole & (np.abs(values) < 1 << 53)  # a float holds these integers exactly
+    is_integer = types != codes[float]
+    exact = is_integer & (np.abs(values) < 1 << 53)  # a float holds these integers exactly
     bits[exact] = values[exact].astype("<i8")
-    rest = np.flatnonzero(whole & ~exact)
+    rest = np.flatnonzero(is_integer & ~exact)
     bits[rest] = np.array([items[index] for index in rest.tolist()], "<i8")
-    found = np.empty((len(items), _MIXED_WIDTH), np.uint8)
-    found[:, 0] = types
-    found[:, 1:] = bits[:, None].view(np.uint8)
-    return found
+    return np.column_stack([types, bits.view(np.uint8).reshape(len(items), 8)])
 
 
 def pack_tree(tree: Any, depth: int = 0) -> Any:
@@ -426,19 +428,19 @@ def pack_tree(tree: Any, depth: int = 0) -> Any:
     if contents is None:
         return tree
     values = [pack_tree(value, depth + 1) for value in contents.values]
-    if all(one is other for one, other in zip(values, contents.values, strict=True)):
+    if all(map(is_, values, contents.values)):
         return tree
     return contents.build(values)
 
 
 def unpack_numbers(details: Details, array: NDArray[Any], name: str) -> Any:
-    """Return a sequence that was packed; the details and the array are not trusted."""
+    """Return a sequence that was packed; neither its details nor the array are trusted."""
     sequence, elements, limit = (details.get(key) for key in ("sequence", "elements", "maxlen"))
     mixed = elements == MIXED
     expected = np.dtype(np.uint8) if mixed else _DTYPES.get(str(elements), array.dtype)
-    known = str(elements) in {*_DTYPES, _NUMPY, MIXED} and sequence in _SEQUENCES.values()
+    is_known = str(elements) in {*_DTYPES, _NUMPY, MIXED} and sequence in _SEQUENCES.values()
     fits = array.shape[1:] == ((_MIXED_WIDTH,) if mixed else ()) and array.ndim > 0 and array.dtype == expected
-    if not (known and fits and (limit is None or (type(limit) is int and len(array) <= limit < 1 << 63))):
+    if not (is_known and fits and (limit is None or (type(limit) is int and len(array) <= limit < 1 << 63))):
         raise DamagedCheckpointError(
             f"leaf {format_path(name)} is of kind {NUMBERS}, but its details {details!r:.200} do not fit "
             f"{array.dtype}{list(array.shape)}"
@@ -461,12 +463,10 @@ def _built(details: Details, items: list[Any]) -> Any:
 
 
 def _unmixed(array: NDArray[Any]) -> list[Any]:
-    types = array[:, 0]
     bits = np.ascontiguousarray(array[:, 1:]).view("<i8")[:, 0]
-    found = np.empty(len(bits), object)
+    elements = np.empty(len(bits), object)
     for code, kind in enumerate(_MIXED_TYPES):
-        chosen = types == code
+        chosen = array[:, 0] == code
         values = bits[chosen]
-        found[chosen] = values.view("<f8") if kind is float else values.astype(kind)
-    elements: list[Any] = found.tolist()
-    return elements
+        elements[chosen] = values.view("<f8") if kind is float else values.astype(kind)
+    return list(elements)

@@ -1,7 +1,7 @@
 """Leaves that are numpy arrays, numpy scalars or plain Python values.
 
-Numbers that fit an array element become 0-d arrays, which every tool can read. Other Python values become JSON from
-which exactly the same value is made again.
+Numbers that fit an array element become 0-d arrays, which every tool can read. Other Python values become JSON that
+restores exactly the same value.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ _BUILT_IN = {"b": "bool", "i": "int", "u": "int", "f": "float", "c": "complex"}
 
 @cache
 def _extended() -> dict[np.dtype[Any], str]:
-    """Return the real number types of ml_dtypes, with the Python kind of each; its complex ones are not stored."""
+    """Return the real number types of ml_dtypes, with the Python kind of each; the complex ones are not stored."""
     import ml_dtypes  # imported lazily: numpy's own dtypes do not need it
 
     return {
-        np.dtype(found): "int" if "int" in name else "float"
-        for name, found in vars(ml_dtypes).items()
-        if isinstance(found, type)
-        and issubclass(found, np.generic)
+        np.dtype(scalar): "int" if "int" in name else "float"
+        for name, scalar in vars(ml_dtypes).items()
+        if isinstance(scalar, type)
+        and issubclass(scalar, np.generic)
         and re.fullmatch(r"(bfloat|float|u?int)\d+\w*", name)
     }
 
@@ -78,7 +78,7 @@ def check_storable(dtype: np.dtype[Any]) -> None:
 
 
 def native(array: NDArray[Any]) -> NDArray[Any]:
-    """Return the array in this machine's byte order: itself, where it has that order."""
+    """Return the array in this machine's byte order, without a copy if it has that order."""
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
@@ -86,9 +86,9 @@ def describe_numpy(value: Any) -> ArrayLeaf:
     if type(value) is not np.ndarray:
         if isinstance(value, np.generic):
             check_storable(value.dtype)
-            # numpy makes an array of no characters one character wide.
+            # The dtype of the scalar, as numpy widens an array of empty text to one character.
             return ArrayLeaf(value.dtype, (), [Piece((), np.array(value))], False, _SCALAR)
-        # The module of masked arrays is imported when it is first used, and takes longer than a small save.
+        # numpy imports its module of masked arrays on first use, which takes longer than a small save.
         if isinstance(value, np.ma.MaskedArray):
             raise LeafProblem("is a masked array; store its data and its mask as arrays of their own")
         value = np.asarray(value)

@@ -40,7 +40,7 @@ _ORIGINS = [(0,) * axes for axes in range(65)]
 
 
 def is_key(value: Any) -> bool:
-    """True if a jax array, tracer or `jax.ShapeDtypeStruct` is one of typed PRNG keys."""
+    """True if a jax array, tracer or `jax.ShapeDtypeStruct` has typed PRNG keys as elements."""
     return not isinstance(value.dtype, np.dtype) and bool(jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key))
 
 
@@ -57,7 +57,7 @@ class JaxDescriber:
 
     def __init__(self, values: Sequence[Any], pinned_bytes: int = 0) -> None:
         self._shardings: dict[int, _ShardingInfo] = {}
-        self._hosted: dict[int, list[Any]] = {}  # what each device has of an array, by the id of that
+        self._hosted: dict[int, list[Any]] = {}  # the parts of an array that devices have, by the id of the array
         parts: list[tuple[int, Any]] = []
         if jax.default_backend() != "cpu" or "cpu" in PINNED_PLATFORMS:
             for value in values:
@@ -67,13 +67,13 @@ class JaxDescriber:
         self._copies: HostCopies | None = HostCopies([part for _, part in parts], pinned_bytes)
 
     def _parts(self, value: Any) -> list[Any]:
-        """Return the arrays of one device that are copied."""
+        """Return the single-device arrays to copy."""
         if value.is_deleted():
             return []
         return [value] if self._sharding(value).whole else [data for _, data in _shards(value)]
 
     def _fetched(self, value: Any) -> list[Any] | None:
-        """Return the host copies of what the devices have of an array; None if none was started."""
+        """Return the host copies of the parts of an array; None if no copy was started."""
         if self._copies is not None:
             for number, array in zip(self._owners, self._copies.wait(), strict=True):
                 self._hosted.setdefault(number, []).append(array)
@@ -84,7 +84,7 @@ class JaxDescriber:
         return self._described(value, self._fetched(value))
 
     def _described(self, value: Any, hosted: Sequence[Any] | None) -> ArrayLeaf:
-        """Describe an array; what each device holds of it may have been copied to the host before."""
+        """Describe an array, whose parts may have been copied to the host before."""
         sharding = self._shardings.get(id(value.sharding)) or self._sharding(value)
         kind = ArrayLeaf if hosted is None else PinnedLeaf
         try:
@@ -110,7 +110,7 @@ class JaxDescriber:
         return leaf
 
     def _data_of(self, value: Any) -> Any:
-        """Return the jax array in typed keys. With jax 0.5, keys may hold the numpy array that they were made of."""
+        """Return the jax array in typed keys. With jax 0.5, keys may hold the numpy array that they were made from."""
         if not is_key(value):
             return value
         data = jax.random.key_data(value)
@@ -119,13 +119,12 @@ class JaxDescriber:
     def _sharding(self, value: Any) -> _ShardingInfo:
         """Return the facts of an array's sharding. Most arrays of a tree share a few sharding objects."""
         sharding = value.sharding
-        found = self._shardings.get(id(sharding))
-        if found is None:
+        if id(sharding) not in self._shardings:
             details = {"kind": "jax", "sharding": _describe_sharding(sharding)}
             local = bool(sharding.is_fully_addressable)
-            found = _ShardingInfo(sharding, details, {**details, WEAK: True}, is_whole(sharding), local)
-            self._shardings[id(sharding)] = found
-        return found
+            info = _ShardingInfo(sharding, details, {**details, WEAK: True}, is_whole(sharding), local)
+            self._shardings[id(sharding)] = info
+        return self._shardings[id(sharding)]
 
 
 class _ShardingInfo(NamedTuple):
@@ -140,7 +139,7 @@ class _ShardingInfo(NamedTuple):
 
 
 class WholeArrays:
-    """Facts of arrays that are each on one device of this process, which recognise later arrays that are alike."""
+    """Facts of arrays, each on one device of this process, by which later arrays that are alike are recognised."""
 
     _FACTS = attrgetter("dtype", "shape", "weak_type")
     _SHARDING = attrgetter("sharding")
@@ -161,11 +160,11 @@ class WholeArrays:
     def _equal(self, shardings: Sequence[Any]) -> bool:
         details = cache(lambda sharding: _describe_sharding(sharding) if is_whole(sharding) else None)
         pairs = zip(shardings, self._shardings, strict=True)
-        return all(one is other or details(one) == details(other) for one, other in pairs)
+        return all(new is old or details(new) == details(old) for new, old in pairs)
 
 
 class HostCopies:
-    """Copies to the host that are under way: jax arrays in pinned memory, as far as `pinned_bytes` go, or numpy's."""
+    """Copies to the host under way: jax arrays in at most `pinned_bytes` of pinned memory, numpy arrays beyond that."""
 
     def __init__(self, arrays: Sequence[Any], pinned_bytes: int) -> None:
         self._arrays = arrays
@@ -173,7 +172,7 @@ class HostCopies:
         self.pinned_bytes = pinned_bytes
         if not arrays or (jax.default_backend() == "cpu" and "cpu" not in PINNED_PLATFORMS):
             return
-        with jax.transfer_guard("allow"):  # a guard is against copies that the program did not request
+        with jax.transfer_guard("allow"):  # a guard is meant for copies that the program did not request
             self._start()
 
     def _start(self) -> None:
@@ -205,9 +204,8 @@ class HostCopies:
         with jax.transfer_guard("allow"):
             if not pinned:
                 return list(map(np.asarray, self._arrays))
-            return [
-                pinned[number] if number in pinned else np.asarray(each) for number, each in enumerate(self._arrays)
-            ]
+            numbered = enumerate(self._arrays)
+            return [pinned[number] if number in pinned else np.asarray(array) for number, array in numbered]
 
     def _go_without(self, error: RuntimeError) -> None:
         if any(array.is_deleted() for array in self._arrays):
@@ -220,13 +218,13 @@ class HostCopies:
 
 
 def _is_plain(dtype: np.dtype[Any]) -> bool:
-    """True if elements have the same bytes in all memories; those of less than 8 bits may be packed."""
+    """True if elements have the same bytes in every kind of memory; some of less than 8 bits may be packed."""
     return dtype.kind in "biufc" or dtype.itemsize > 1
 
 
 @lru_cache(maxsize=512)
 def _may_be_pinned(sharding: Any) -> bool:
-    """True if an array lies in the memory of an accelerator that copies to pinned host memory."""
+    """True if arrays are in the memory of an accelerator that copies to pinned host memory."""
     (device,) = sharding.device_set
     return (
         device.platform in PINNED_PLATFORMS
@@ -236,7 +234,7 @@ def _may_be_pinned(sharding: Any) -> bool:
 
 
 def is_whole(sharding: Any) -> bool:
-    """True if one device, which is this process's, has all of an array."""
+    """True if one device of this process has the whole array."""
     return bool(sharding.is_fully_addressable) and len(sharding.device_set) == 1
 
 
@@ -272,7 +270,7 @@ def _all_devices() -> list[int]:
 
 
 def _shards(value: Any) -> list[tuple[tuple[int, ...], Any]]:
-    """Return the distinct shards that this process holds: where each begins, and the array of one device."""
+    """Return the distinct shards of this process: the start of each, and its array on one device."""
     shards: dict[tuple[int, ...], Any] = {}
     for shard in value.addressable_shards:
         shards.setdefault(tuple([part.start or 0 for part in shard.index]), shard.data)
@@ -281,7 +279,7 @@ def _shards(value: Any) -> list[tuple[tuple[int, ...], Any]]:
 
 @lru_cache(maxsize=4096)
 def parts_of(sharding: Any, shape: tuple[int, ...]) -> tuple[Part, ...]:
-    """Return the parts that a sharding makes of an array, in the order of their places in the array."""
+    """Return the parts into which a sharding divides an array, in ascending order."""
     indices = sharding.devices_indices_map(shape)
     return joined_parts((int(device.process_index), _box_of(index, shape)) for device, index in indices.items())
 
@@ -315,32 +313,32 @@ def template_facts(value: Any) -> tuple[Any, ...]:
 
 
 def implementation_of(key: Any) -> Any:
-    """Return what `jax.random.wrap_key_data` takes as the implementation of perhaps abstract keys."""
+    """Return the implementation of perhaps abstract keys, for `jax.random.wrap_key_data`."""
     return _key_data(key.dtype)[2]
 
 
 @lru_cache(maxsize=16)
 def _key_data(key_dtype: Any) -> tuple[np.dtype[Any], tuple[int, ...], Any]:
     """Return dtype and shape of one key's data, and its implementation."""
-    found: list[Any] = []
+    implementations: list[Any] = []
 
     def trace(key: Any) -> Any:
-        found.append(jax.random.key_impl(key))
+        implementations.append(jax.random.key_impl(key))
         return jax.random.key_data(key)
 
     data = jax.eval_shape(trace, jax.ShapeDtypeStruct((), key_dtype))
-    return np.dtype(data.dtype), tuple(data.shape), found[0]
+    return np.dtype(data.dtype), tuple(data.shape), implementations[0]
 
 
 class AbstractSharding(NamedTuple):
-    """A sharding as `jax.eval_shape` gives it for arrays on a mesh with explicit axes: the devices are not known."""
+    """A sharding whose devices are not known, from `jax.eval_shape` of arrays on a mesh with explicit axes."""
 
     sharding: Any  # a `jax.sharding.NamedSharding` of a `jax.sharding.AbstractMesh`
 
 
 def template_sharding(template: Any) -> Any:
-    """Return the sharding of the array that takes the place of a template; None leaves it to jax."""
-    # An array that was never placed explicitly may move freely; a device would pin it.
+    """Return the sharding of the array that replaces a template; None leaves it to jax."""
+    # jax may move an array that was never placed explicitly; a device would pin it.
     sharding = template.sharding if getattr(template, "committed", True) else None
     if not isinstance(sharding, jax.sharding.NamedSharding) or not isinstance(sharding.mesh, jax.sharding.AbstractMesh):
         return sharding
@@ -353,7 +351,7 @@ def template_sharding(template: Any) -> Any:
 
 
 def on_saved_devices(abstract: AbstractSharding, saved: Details) -> Any:
-    """Return the sharding on the mesh that was saved, if its devices are here, or else on one of all devices."""
+    """Return the sharding on the mesh that was saved, if its devices are here, or else on a mesh of all devices."""
     mesh = abstract.sharding.mesh
     numbers = _saved_devices(saved, mesh)
     if numbers is not None:
@@ -387,9 +385,9 @@ def _on(mesh: Any, sharding: Any) -> Any:
 @lru_cache(maxsize=16)
 def _mesh_of(abstract: Any, numbers: tuple[int, ...]) -> Any:
     devices = {int(device.id): device for device in jax.devices()}
-    places = np.empty(len(numbers), object)
-    places[:] = [devices[number] for number in numbers]
-    grid = places.reshape(abstract.axis_sizes)
+    chosen = np.empty(len(numbers), object)
+    chosen[:] = [devices[number] for number in numbers]
+    grid = chosen.reshape(abstract.axis_sizes)
     return jax.sharding.Mesh(grid, abstract.axis_names, axis_types=abstract.axis_types)
 
 
@@ -399,7 +397,7 @@ def _mesh_of_all_devices(abstract: Any) -> Any:
 
 
 def narrowed(dtype: np.dtype[Any]) -> np.dtype[Any] | None:
-    """Return the dtype that jax would use now in place of a 64-bit one, or None if it would use this one."""
+    """Return the dtype that jax would now use instead of a 64-bit one; None if it would keep that."""
     if dtype.itemsize < 8:
         return None
     actual = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
@@ -421,24 +419,24 @@ def _device_boxes(sharding: Any, shape: tuple[int, ...]) -> tuple[tuple[Box, ...
 
 
 def local_boxes(sharding: Any, shape: tuple[int, ...]) -> Sequence[Box] | None:
-    """Return the boxes of an array that this process needs for a sharding; None where one of its devices has it all."""
+    """Return the boxes of an array that this process needs for a sharding; None if one device has the whole array."""
     return _device_boxes(sharding, shape)[0] if is_spread(sharding) else None
 
 
 class NewArray(NamedTuple):
-    """An array, or typed keys, to be made of host arrays."""
+    """An array, or typed keys, to be made from host arrays."""
 
     sharding: Any
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     arrays: Sequence[NDArray[Any]]  # one for each of its `local_boxes`, or the whole
-    implementation: Any = None  # that of typed keys whose data these are; None for other arrays
+    implementation: Any = None  # of typed keys, if the arrays are their data
     weak: bool = False
 
 
 def put(new: Sequence[NewArray]) -> list[Any]:
     """Make jax arrays, all in one call."""
-    are_spread = [is_spread(one.sharding) for one in new]
+    are_spread = [is_spread(array.sharding) for array in new]
     hosts: list[NDArray[Any]] = []
     shardings: list[Any] = []
     for (sharding, shape, _, arrays, *_), is_divided in zip(new, are_spread, strict=True):
@@ -446,9 +444,9 @@ def put(new: Sequence[NewArray]) -> list[Any]:
             hosts += map(native, arrays)
             shardings.append(sharding)
             continue
-        own = list(map(native, arrays))
+        boxes = list(map(native, arrays))
         for device, number in _device_boxes(sharding, shape)[1]:
-            hosts.append(own[number])
+            hosts.append(boxes[number])
             shardings.append(jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
     same = len(set(map(id, shardings))) == 1
     with _unguarded():
@@ -471,14 +469,14 @@ def put(new: Sequence[NewArray]) -> list[Any]:
 
 @contextlib.contextmanager
 def _unguarded() -> Iterator[None]:
-    """Allow what a program forbids in its own code: transfers, and NaN, which was saved as it was."""
+    """Allow what a program may forbid in its own code: transfers, and NaN, which is restored like other values."""
     with jax.transfer_guard("allow"), jax.debug_nans(False), jax.debug_infs(False):
         yield
 
 
 @lru_cache(maxsize=64)
 def _weakening(sharding: Any) -> Any:
-    """Return the function that makes an array weakly typed, with the same elements on the same devices."""
+    """Return a function that makes an array weakly typed, with the same elements on the same devices."""
     convert = importlib.import_module("jax.extend.core.primitives").convert_element_type_p
 
     def weak(array: Any) -> Any:

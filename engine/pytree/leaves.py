@@ -27,12 +27,11 @@ ARRAY_KINDS = frozenset({"numpy", "jax", "torch", "key"})  # kinds of leaves tha
 NUMBER_TYPES: dict[str, Any] = {"bool": bool, "int": int, "float": float, "complex": complex}
 NUMBER_KINDS = frozenset(NUMBER_TYPES)
 NUMBERS = "numbers"  # kind of the leaves that are sequences of numbers (`PackedNumbers`)
-MIXED = "mixed"  # the elements of such a sequence that are bool, int and float side by side
+MIXED = "mixed"  # the elements of such a sequence that mixes bool, int and float
 EXTERNAL = "external"  # kind of the leaves whose values a handler stores
 WEAK = "weak"  # key in the details of weakly typed jax arrays
-STATIC = "static"  # kind of the functions in objects of jax, of which the name is stored
+STATIC = "static"  # kind of the functions in objects of jax, which are stored by name
 PLACEHOLDER = "placeholder"  # kind of the leaves that another library saved by name alone; their value is ``...``
-
 NAME_ONLY = frozenset({PLACEHOLDER, STATIC})  # kinds of the leaves that have no data
 
 _LANDMARKS = {  # the modules that `loaded` finds, and a name that each has once it is imported
@@ -47,15 +46,15 @@ _LANDMARKS = {  # the modules that `loaded` finds, and a name that each has once
 def loaded(name: str) -> Any | None:
     """Return a module of the table above if the program has imported it, else None.
 
-    Frameworks are not imported to classify a leaf: a leaf of one exists only where the program has imported it.
+    Frameworks are not imported to classify a leaf: it can belong to one only if the program has imported that.
     """
     module = sys.modules.get(name)
-    # A module that another thread is importing at this moment has none of its names yet.
+    # A module that another thread is importing at this moment lacks its names.
     return module if module is not None and hasattr(module, _LANDMARKS[name]) else None
 
 
 def required(name: str) -> Any:
-    """Return a module that the caller requested by name, and import it if needed."""
+    """Import a module that the caller requested by name."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -63,18 +62,18 @@ def required(name: str) -> Any:
 
 
 class _Framework:
-    """A framework by its name: what is used of it is imported then, unless the program has done so."""
+    """A framework that is imported when one of its names is first used."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # those who look at any object ask for such names
+        if name.startswith("__"):  # code that inspects arbitrary objects asks for such names
             raise AttributeError(name)
-        found = getattr(sys.modules.get(self._name) or required(self._name), name)
-        if not isinstance(found, types.FunctionType):  # a program may replace those
-            setattr(self, name, found)
-        return found
+        value = getattr(sys.modules.get(self._name) or required(self._name), name)
+        if not isinstance(value, types.FunctionType):  # a program may replace functions
+            setattr(self, name, value)
+        return value
 
 
 jax: Any = _Framework("jax")
@@ -84,14 +83,12 @@ torch: Any = _Framework("torch")
 
 def is_torch_tensor(value: object) -> bool:
     """True if the value is a torch tensor (parameters and other subclasses included)."""
-    found = loaded("torch")
-    return found is not None and isinstance(value, found.Tensor)
+    return loaded("torch") is not None and isinstance(value, torch.Tensor)
 
 
 def is_jax_array(value: object) -> bool:
     """True if the value is a jax array, a typed PRNG key, or the tracer of one."""
-    found = loaded("jax")
-    return found is not None and isinstance(value, found.Array)
+    return loaded("jax") is not None and isinstance(value, jax.Array)
 
 
 def library_of(value: object) -> str | None:
@@ -105,8 +102,7 @@ def library_of(value: object) -> str | None:
 
 def is_jax_abstract(value: object) -> bool:
     """True if the value is a `jax.ShapeDtypeStruct`: a shape, a dtype and perhaps a sharding, without data."""
-    found = loaded("jax")
-    return found is not None and isinstance(value, found.ShapeDtypeStruct)
+    return loaded("jax") is not None and isinstance(value, jax.ShapeDtypeStruct)
 
 
 class Box(NamedTuple):
@@ -117,7 +113,6 @@ class Box(NamedTuple):
 
     @classmethod
     def at(cls, start: Sequence[int], shape: Sequence[int]) -> Box:
-        """Return the box that begins at an element and has a number of elements along each axis."""
         return cls(tuple(start), tuple(map(add, start, shape)))
 
     def with_axis(self, size: int) -> Box:
@@ -170,23 +165,22 @@ class Part(NamedTuple):
         return Box.at(self.start, self.shape)
 
     def with_axis(self, size: int) -> Part:
-        """Return the part of an array that has one more axis, at its end."""
         return Part((*self.start, 0), (*self.shape, size), self.holders)
 
 
 def joined_parts(held: Iterable[tuple[int, Box]]) -> tuple[Part, ...]:
-    """Return the boxes that processes hold, in the order of their places, each with all of its holders."""
-    holders: dict[tuple[tuple[int, ...], tuple[int, ...]], set[int]] = {}
+    """Return the boxes that processes hold, in ascending order, each with all of its holders."""
+    holders: dict[Box, set[int]] = {}
     for process, box in held:
-        holders.setdefault((box.start, box.shape), set()).add(process)
-    return tuple(Part(*place, tuple(sorted(processes))) for place, processes in sorted(holders.items()))
+        holders.setdefault(box, set()).add(process)
+    return tuple(Part(box.start, box.shape, tuple(sorted(held_by))) for box, held_by in sorted(holders.items()))
 
 
 @dataclass(slots=True)
 class ArrayLeaf:
     dtype: np.dtype[Any]  # element type, byte order included
     shape: tuple[int, ...]  # shape of the whole array
-    # Host views that cover exactly once what this process holds of the array: all of it, where `parts` is None.
+    # Host views that cover exactly once what this process holds of the array: all of it if `parts` is None.
     pieces: list[Piece]
     volatile: bool  # whether other code can still change the memory of the pieces, which then must be copied
     # For ``tree.json``: "kind" ("numpy", "numpy_scalar", "jax", "key", "torch", "bool", "int", "float", "complex") and
@@ -198,7 +192,7 @@ class ArrayLeaf:
 
     @classmethod
     def of(cls, array: NDArray[Any], details: Details, *, volatile: bool = False) -> ArrayLeaf:
-        """Return a leaf that is one array, of which every process has all."""
+        """Return a leaf that is one array, which every process has whole."""
         return cls(array.dtype, array.shape, [Piece((0,) * array.ndim, array)], volatile, details)
 
     def copy(self) -> NDArray[Any]:
@@ -214,7 +208,7 @@ class PinnedLeaf(ArrayLeaf):
     """A leaf whose pieces are jax arrays in pinned host memory, which are not numpy arrays yet."""
 
     def to_numpy(self) -> None:
-        """Make them numpy arrays, which takes another copy, in the background."""
+        """Copy them to numpy arrays; called in the background."""
         with jax.transfer_guard("allow"):
             for piece in self.pieces:
                 piece.array = np.asarray(piece.array)
@@ -231,10 +225,10 @@ class LeafProblem(TypeError):  # noqa: N818 - collected by `describe` and `descr
     """Why a leaf cannot be saved, or cannot be a template."""
 
 
-def report_problems(problems: list[tuple[str, str]], what: str) -> None:
+def report_problems(problems: list[tuple[str, str]], summary: str) -> None:
     if problems:
         lines = "\n".join(f"  {format_path(name)}: {problem}" for name, problem in problems)
-        raise UnsupportedLeafError(f"{what}:\n{lines}")
+        raise UnsupportedLeafError(f"{summary}:\n{lines}")
 
 
 @dataclass(slots=True)
@@ -257,32 +251,33 @@ class Saved:
 
     @property
     def variant(self) -> str | None:
-        """Return what the dtype does not express: a key's implementation, the torch dtype that numpy lacks, a name."""
+        """The part of the type that the dtype lacks: implementation of a key, torch dtype, or name of a function."""
         if self.kind == STATIC:
             return str(self.details.get("value"))
-        found = self.details.get("impl" if self.kind == "key" else "torch_dtype")
-        return None if found is None else str(found)
+        variant = self.details.get("impl" if self.kind == "key" else "torch_dtype")
+        return None if variant is None else str(variant)
 
     @property
     def weak(self) -> bool:
-        """True if it is a jax array that was weakly typed."""
         return self.kind == "jax" and self.details.get(WEAK) is True
 
     @property
     def is_number_array(self) -> bool:
-        """True if it is a sequence of numbers that is stored as the array of its elements."""
+        """True for a sequence of numbers that is stored as the array of its elements."""
         return self.kind == NUMBERS and self.details.get("elements") != MIXED
 
     @property
     def sharding_text(self) -> str:
-        """How it was divided among devices, as text for users, or ``""``."""
+        """How the array was sharded, as text for users, or ``""``."""
         sharding = self.details.get("sharding")
         if not isinstance(sharding, dict):
             return ""
         if sharding.get("type") == "NamedSharding":
             mesh = sharding.get("mesh")
             axes = mesh.get("axes") if isinstance(mesh, dict) else None
-            pairs = [one for one in axes if isinstance(one, list) and len(one) == 2] if isinstance(axes, list) else []
+            pairs = (
+                [axis for axis in axes if isinstance(axis, list) and len(axis) == 2] if isinstance(axes, list) else []
+            )
             shown = ", ".join(f"{name}={size}" for name, size in pairs)
             return f"{json.dumps(sharding.get('spec'))} over ({shown})"
         return str(sharding.get("device") or sharding.get("type") or "")
@@ -332,7 +327,7 @@ class LeafMetadata:
 
 
 class StaticLeaf:
-    """A function in an object that is registered with jax: its name is saved, and the template has the function."""
+    """A function in an object that is registered with jax: its name is saved, the template provides the function."""
 
     __slots__ = ("function", "name")
 
@@ -342,7 +337,7 @@ class StaticLeaf:
 
     @classmethod
     def of(cls, value: Any) -> StaticLeaf | None:
-        """Return a function that has no state but constants; None for everything else, also for other functions."""
+        """Wrap a function whose only state is constants; return None for everything else, other functions included."""
         name = _name_of_code(value, 0) if callable(value) else None
         return None if name is None else cls(value, name)
 
@@ -360,12 +355,12 @@ def _name_of_code(value: Any, depth: int) -> str | None:
     if isinstance(value, types.FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
         held = [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        if not all(_is_constant(one, depth + 1) for one in held):
+        if not all(_is_constant(constant, depth + 1) for constant in held):
             return None
     elif not (is_ufunc or is_builtin or isinstance(value, type)):
         return None
     name = getattr(value, "__qualname__", None) or getattr(value, "__name__", type(value).__qualname__)
-    # Private modules of a library are others in its next version.
+    # The private modules of a library may change with its next version.
     module = (getattr(value, "__module__", None) or type(value).__module__).partition("._")[0]
     return f"{module}:{name}"
 
@@ -374,7 +369,7 @@ def _is_constant(value: Any, depth: int) -> bool:
     if depth > _DEEPEST:
         return False
     if isinstance(value, tuple | frozenset):
-        return all(_is_constant(one, depth + 1) for one in value)
+        return all(_is_constant(element, depth + 1) for element in value)
     return isinstance(value, _CONSTANTS) or _name_of_code(value, depth + 1) is not None
 
 

@@ -1,8 +1,8 @@
-"""Leaves made of stored values: those that a template asks for, or numpy arrays and Python values without one.
+"""Makes leaves of stored values: as a template asks for them, or as numpy arrays and Python values without one.
 
-A template may ask for a cast. A cast to integers or bool takes only values that stay the same: no NaN, infinity or
-fraction, and none that would wrap around. A cast to floating or complex numbers rounds, but a finite value stays
-finite, and NaN and infinities stay.
+A template may ask for a cast. A cast to integers or bool accepts only values that stay the same: no NaN, infinity or
+fraction, and none that would wrap around. A cast to floating or complex numbers rounds, but finite values stay finite,
+and NaN and infinities are kept.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .names import format_path
 from .template import LeafTemplate
 
 _OF_JAX = ("jax", "key")
-_STEP = 1 << 16  # elements that are cast and checked together, so that they stay in the cache
+_STEP = 1 << 16  # elements that are cast and checked together: few enough to stay in the cache
 
 
 class CastProblem(ValueError):  # noqa: N818 - becomes one line of an error that names the leaf
@@ -64,18 +64,18 @@ def cast_number(value: complex, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def _limits() -> Any:
-    """Return the module with iinfo and finfo of all dtypes; it has no types for them."""
+    """Return the module with iinfo and finfo of all dtypes, which it does not annotate."""
     import ml_dtypes  # imported lazily: numpy's own dtypes do not need it
 
     return ml_dtypes
 
 
 def exact_cast(value: Any, dtype: np.dtype[Any]) -> NDArray[Any] | None:
-    """Return a 0-d array that holds exactly a Python number, NaN and -0.0 included, or None where the dtype cannot."""
+    """Return a 0-d array that holds a Python number exactly, NaN and -0.0 included; None if the dtype cannot."""
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
         return None
     with np.errstate(all="ignore"):
-        array = np.array(value).astype(dtype)  # of the widest integers: narrower ones would wrap around silently
+        array = np.array(value).astype(dtype)  # np.array(value, dtype) would raise an error instead
         return array if repr(type(value)(array)) == repr(value) else None
 
 
@@ -90,17 +90,15 @@ def _bad(source: NDArray[Any], result: NDArray[Any]) -> NDArray[np.bool_]:
 
 def _bad_int(source: NDArray[Any], result: NDArray[Any]) -> NDArray[np.bool_]:
     bad = np.asarray(result.astype(source.dtype) != source)
-    for one in (source, result):
-        if one.dtype.kind != "b" and _limits().iinfo(one.dtype).min < 0:
-            continue
-        other = result if one is source else source
-        bad |= other < np.zeros((), other.dtype)  # the same bits with another sign
+    for before, after in ((source, result), (result, source)):
+        if before.dtype.kind == "b" or not _limits().iinfo(before.dtype).min:
+            bad |= after < np.zeros((), after.dtype)  # the same bits with another sign
     return bad
 
 
 def _bad_whole(source: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[np.bool_]:
     info = _limits().iinfo(dtype)
-    # Both bounds are powers of two or zero, which floating numbers hold exactly.
+    # Floating numbers hold both bounds exactly: they are zero or powers of two.
     wide = source if source.dtype.kind == "f" and source.dtype.itemsize >= 8 else source.astype(np.float64)
     fits = (wide >= float(info.min)) & (wide < float(int(info.max) + 1)) & (np.trunc(wide) == wide)
     return np.asarray(~fits)
@@ -132,20 +130,20 @@ def _message(value: object, source: np.dtype[Any], dtype: np.dtype[Any]) -> str:
         advice = f"it holds {need} only; ask for a dtype that can hold the value, or round and clip the values before"
     else:
         advice = "it holds no such number; ask for a dtype of a larger range, or clip the values before"
-    found = "an int" if source.hasobject else source
-    return f"expected values that {dtype} can hold, found {value!s} ({found}): {advice}"
+    kind = "an int" if source.hasobject else source
+    return f"expected values that {dtype} can hold, found {value!s} ({kind}): {advice}"
 
 
 class Partition(NamedTuple):
     """The boxes of one array that this process makes."""
 
     boxes: Sequence[Box]  # the boxes of the array that the template asks for
-    # The box of the saved array that each is made from; it is empty for a box beyond the saved array.
+    # The box of the saved array that each is made from: an empty one for a box beyond the saved array.
     stored: Sequence[Box]
 
 
 def partition(template: LeafTemplate, saved: Saved) -> Partition | None:
-    """Return the boxes of a saved array that a template needs; None for the whole array as it is."""
+    """Return the boxes of a saved array that a template needs; None for the whole array unchanged."""
     if template.dtype is None or template.shape is None or saved.shape is None:
         return None
     boxes: Sequence[Box] | None = None
@@ -164,7 +162,7 @@ def partition(template: LeafTemplate, saved: Saved) -> Partition | None:
 def wanted_parts(template: LeafTemplate | None, saved: Saved) -> Sequence[Part] | None:
     """Return the parts of a saved array that the processes of this program need for a template.
 
-    None if each needs all of it. All processes get the same, where they have the same template.
+    None if each needs the whole array. Processes with the same template get the same result.
     """
     if template is None or template.dtype is None or template.shape is None or saved.shape is None:
         return None
@@ -183,14 +181,14 @@ def wanted_parts(template: LeafTemplate | None, saved: Saved) -> Sequence[Part] 
 
 
 def _on_devices(template: LeafTemplate, saved: Saved) -> Any:
-    """Return the sharding that a template asks for, on devices."""
+    """Return the sharding that a template asks for, on concrete devices."""
     if type(template.sharding) is not jax_leaves.AbstractSharding:
         return template.sharding
     return jax_leaves.on_saved_devices(template.sharding, saved.details)
 
 
 class _Inexact(ValueError):  # noqa: N818 - becomes one line of a TreeMismatchError
-    """A number that the template cannot hold, or an array that cannot be spread as asked."""
+    """A number that the template cannot hold, or an array that cannot be sharded as the template asks."""
 
 
 @collection_paused()
@@ -203,16 +201,16 @@ def materialize(
 ) -> list[Any]:
     """Make the leaves of saved values; raise one error for all that cannot be made exactly as asked.
 
-    ``parts`` has the partition of a leaf and its arrays, by the number of the leaf, where its whole array was not read.
-    Arrays that were cast are removed from ``arrays``.
+    ``parts`` has the partition of each leaf that was not read whole, with its arrays, by the number of the leaf. Arrays
+    that were cast are removed from ``arrays``.
     """
     results: list[Any] = list(arrays)
     # The many leaves of a tree have few descriptions.
-    others = {key for key, leaf in dict(zip(map(id, saved), saved, strict=True)).items() if not _is_as_read(leaf)}
+    converted = {key for key, leaf in dict(zip(map(id, saved), saved, strict=True)).items() if not _is_as_read(leaf)}
     rest = [
         index
         for index, (template, array) in enumerate(zip(templates, arrays, strict=True))
-        if template is not None or array is None or (others and id(saved[index]) in others)
+        if template is not None or array is None or (converted and id(saved[index]) in converted)
     ]
     for_jax: dict[int, jax_leaves.NewArray] = {}
     differences: list[str] = []
@@ -258,7 +256,7 @@ def materialize(
 
 
 def _is_as_read(leaf: Saved) -> bool:
-    """True if an array without a template is what was read."""
+    """True if the array that was read is the leaf, without a template."""
     return leaf.kind in ARRAY_KINDS and leaf.details.get("torch_dtype") != "complex32"
 
 
@@ -308,7 +306,7 @@ def _inexact(template: LeafTemplate, value: Any, name: str) -> _Inexact:
 def _part(
     template: LeafTemplate, leaf: Saved, array: NDArray[Any] | None
 ) -> tuple[Partition, list[NDArray[Any]]] | None:
-    """Return the partition of a leaf, where it has one, and its parts of a whole array."""
+    """Return the partition of a leaf, if it has one, and its parts of a whole array."""
     try:
         cut = partition(template, leaf)
     except ValueError as error:
@@ -336,10 +334,9 @@ def _fitted(template: LeafTemplate, leaf: Saved, array: NDArray[Any] | None, nam
 def _cast(template: LeafTemplate, value: Any, name: str) -> NDArray[Any]:
     """Cast an array, or a Python number, to the dtype that the template asks for."""
     assert template.dtype is not None
+    cast = cast_checked if isinstance(value, np.ndarray) else cast_number
     try:
-        return (
-            cast_checked(value, template.dtype) if isinstance(value, np.ndarray) else cast_number(value, template.dtype)
-        )
+        return cast(value, template.dtype)
     except CastProblem as problem:
         raise _Inexact(f"{format_path(name)}: {problem} (the {template.origin} asks for {template.dtype})") from None
 

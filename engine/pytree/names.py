@@ -29,14 +29,14 @@ def escape_key(key: str) -> str:
         return key  # most keys, four times faster than the search below
     if not key:
         return "%"
-    escaped = _ESCAPED.sub(lambda found: _percent(found.group()), key)
+    escaped = _ESCAPED.sub(lambda match: _percent(match.group()), key)
     if escaped.endswith(_LOCK):
         escaped = escaped[: -len(_LOCK)] + "%5F" + _LOCK[1:]
     return escaped
 
 
 def escape_keys(keys: Sequence[str]) -> list[str]:
-    """Escape keys, all at once where none of them needs it."""
+    """Escape keys; one test of all of them is enough if none needs it."""
     return list(keys) if _are_plain(keys) else list(map(escape_key, keys))
 
 
@@ -45,13 +45,13 @@ def unescape_keys(texts: Sequence[str]) -> list[str]:
 
 
 def _are_plain(keys: Sequence[str]) -> bool:
-    """True if all keys are made of letters, digits and underscores alone, and none has a part that is escaped."""
+    """True if no key is escaped: all consist of letters, digits and underscores."""
     joined = "".join(keys)
     return all(keys) and f"_{joined}".isidentifier() and _LOCK not in joined
 
 
 def escape_first(key: str) -> str:
-    """Escape the first character of a key in any case, which `escape_key` never does."""
+    """Escape the first character of a key always, unlike `escape_key`, so that the results differ."""
     return _percent(key[0]) + escape_key(key[1:]) if len(key) > 1 else _percent(key)
 
 
@@ -68,7 +68,7 @@ def unescape_key(text: str) -> str:
     if _ESCAPED.search(rest):
         raise ValueError(f"{text!r} is not an escaped key")
     # Each run of escapes is decoded alone: a lone surrogate must not join with a neighbour.
-    return _SEQUENCE.sub(lambda found: _decode(found.group(), text), text)
+    return _SEQUENCE.sub(lambda match: _decode(match.group(), text), text)
 
 
 def _decode(run: str, text: str) -> str:
@@ -99,9 +99,9 @@ def unwrapped_name(name: str) -> str:
 
 
 def joined_names(names: Sequence[str]) -> list[str]:
-    """Return names with all keys joined by dots, and without those of wrappers if all stay different.
+    """Return names with all keys joined by dots, without the names of wrappers if the rest still differs.
 
-    So a module's ``layers.0.weight`` in a state dict has the name of the nested ``layers/0/weight``.
+    So ``layers.0.weight`` in the state dict of a module gets the same name as the nested ``layers/0/weight``.
     """
     joined = [".".join(split(name)) for name in names]
     bare = list(map(unwrapped_name, joined))
@@ -111,7 +111,7 @@ def joined_names(names: Sequence[str]) -> list[str]:
 def format_path(name: str) -> str:
     """Return a name as a path for messages: ``params/Dense_0/kernel``, or ``(root)`` for the bare leaf.
 
-    Different names give different paths. Characters that are ambiguous or not printable stay escaped, dots do not.
+    Different names give different paths. Ambiguous and unprintable characters stay escaped, dots do not.
     """
     if not name:
         return "(root)"
@@ -124,7 +124,7 @@ of whole keys. A key with dots, such as ``encoder.0.weight`` of a module's state
 keys between its dots, so that ``encoder/**`` and ``**/weight`` match it."""
 
 _WILD = set("*?[")
-_CLOSE = 2000  # paths that are compared with a pattern that matches none
+_CLOSE = 2000  # paths that are searched for one like a pattern that matches none
 
 
 class PathFilter:
@@ -133,7 +133,7 @@ class PathFilter:
     def __init__(
         self, select: Patterns | None = None, exclude: Patterns | None = None, *, option: str = "exclude"
     ) -> None:
-        """``option`` is the name that users know the second argument by."""
+        """``option`` is what users call the second argument."""
         self._select = None if select is None else compiled(select, "select")
         self._exclude = [] if exclude is None else compiled(exclude, option)
 
@@ -150,17 +150,17 @@ class PathFilter:
         patterns = [*(self._select or ()), *self._exclude]
         if not patterns:
             return
-        every = list(map(_shown, paths))
+        shown = list(map(_shown, paths))
         for pattern in patterns:
-            if not any(map(pattern.matches, every)):
-                known = shortened([repr("/".join(path)) for path in every]) or "no leaves"
-                near = _nearest(pattern, every)
+            if not any(map(pattern.matches, shown)):
+                leaves = shortened([repr("/".join(path)) for path in shown]) or "no leaves"
+                near = _nearest(pattern, shown)
                 hint = "" if near is None else f"; did you mean {near!r}?"
-                raise TreeMismatchError(f"{pattern} matches no leaf; the checkpoint has {known}{hint}{advice}")
+                raise TreeMismatchError(f"{pattern} matches no leaf; the checkpoint has {leaves}{hint}{advice}")
 
 
 def choose(names: Sequence[str], select: Patterns) -> list[bool]:
-    """Return which names match patterns; one that matches none is an error."""
+    """Return which names match patterns; a pattern that matches no name is an error."""
     paths = [name.split(".") for name in names]
     chosen = PathFilter(select)
     chosen.check(paths)
@@ -168,64 +168,56 @@ def choose(names: Sequence[str], select: Patterns) -> list[bool]:
 
 
 class Pattern:
-    """A pattern, which is compared with paths key by key: a *place* is the number of its keys that lie behind."""
+    """A pattern, which is compared with a path key by key: a *position* is the number of its keys that have matched."""
 
     def __init__(self, option: str, text: str) -> None:
         self.text = text
         self._label = f"{option}={text!r}"
         self._texts = text.split("/")
-        self._keys = [None if key == "**" else _matcher(key) for key in self._texts]
-        self._skipped = [[place] for place in range(len(self._keys) + 1)]  # each place with those behind ``**`` there
-        for place in reversed(range(len(self._keys))):
-            if self._keys[place] is None:
-                self._skipped[place] += self._skipped[place + 1]
-        self.begin: Collection[int] = self._skipped[0]
+        self._matchers = list(map(_matcher, self._texts))
+        skipped = [[position] for position in range(len(self._texts) + 1)]  # ``**`` may match no key
+        for position, text in reversed([*enumerate(self._texts)]):
+            skipped[position] += skipped[position + 1] if text == "**" else []
+        self._next = [skipped[position + (text != "**")] for position, text in enumerate(self._texts)]
+        self.begin: Collection[int] = skipped[0]
 
     def __str__(self) -> str:
         return self._label
 
-    def after(self, places: Collection[int], key: str) -> set[int]:
-        """Return the places behind a key of a path; one with dots is also the keys between them."""
-        found = self._after(places, key)
+    def after(self, positions: Collection[int], key: str) -> set[int]:
+        """Return the positions after a key of a path; a key with dots also counts as the keys between them."""
+        reached = self._after(positions, key)
         if "." in key:
             for part in key.split("."):
-                places = self._after(places, part)
-            found.update(places)
-        return found
+                positions = self._after(positions, part)
+            reached.update(positions)
+        return reached
 
-    def _after(self, places: Collection[int], key: str) -> set[int]:
-        found: set[int] = set()
-        for place in places:
-            if place == len(self._keys):
-                continue
-            matches = self._keys[place]
-            if matches is None:
-                found.update(self._skipped[place])
-            elif matches(key):
-                found.update(self._skipped[place + 1])
-        return found
+    def _after(self, positions: Collection[int], key: str) -> set[int]:
+        matching = [each for each in positions if each < len(self._matchers) and self._matchers[each](key)]
+        return {following for position in matching for following in self._next[position]}
 
-    def literal(self, places: Collection[int]) -> Collection[str] | None:
-        """Return the keys that lead on from places, among those without dots; None if it depends on wildcards."""
-        keys = [self._texts[place] for place in places if place < len(self._texts)]
+    def literal(self, positions: Collection[int]) -> Collection[str] | None:
+        """Return the keys without dots that match next; None if wildcards decide."""
+        keys = [self._texts[position] for position in positions if position < len(self._texts)]
         return None if any(set(key) & _WILD for key in keys) else keys
 
-    def ends(self, places: Collection[int]) -> bool:
-        """True if a path that ends at these places matches."""
-        return len(self._keys) in places
+    def ends(self, positions: Collection[int]) -> bool:
+        """True if a path that ends at these positions matches."""
+        return len(self._texts) in positions
 
-    def takes_all(self, places: Collection[int]) -> bool:
-        """True if all paths that lead on from these places match."""
-        return self._keys[-1] is None and len(self._keys) - 1 in places
+    def takes_all(self, positions: Collection[int]) -> bool:
+        """True if every longer path matches, too."""
+        return self._texts[-1] == "**" and len(self._texts) - 1 in positions
 
     def matches(self, path: Iterable[str]) -> bool:
         """True if a whole path matches, in time proportional to the product of both lengths."""
-        places = self.begin
+        positions = self.begin
         for key in path:
-            places = self.after(places, key)
-            if not places:
+            positions = self.after(positions, key)
+            if not positions:
                 return False
-        return self.ends(places)
+        return self.ends(positions)
 
 
 def _matcher(key: str) -> Callable[[str], object]:
@@ -237,13 +229,11 @@ def _nearest(pattern: Pattern, paths: Sequence[Sequence[str]]) -> str | None:
     for text in (f"{pattern.text}/**", f"**/{pattern.text}", f"**/{pattern.text}/**"):
         if any(map(Pattern("", text).matches, paths)):
             return text
-    known: dict[str, None] = {}  # containers first, as there are fewer
-    for keys in paths[:_CLOSE]:
-        known |= {"/".join([*keys[:length], "**"]): None for length in range(1, len(keys))}
-    known |= {"/".join(keys): None for keys in paths[:_CLOSE]}
+    containers = ("/".join([*keys[:length], "**"]) for keys in paths[:_CLOSE] for length in range(1, len(keys)))
+    candidates = dict.fromkeys([*containers, *map("/".join, paths[:_CLOSE])])  # containers first, as there are fewer
     import difflib  # for an error only
 
-    close = difflib.get_close_matches(pattern.text, list(known)[: 2 * _CLOSE], n=1)
+    close = difflib.get_close_matches(pattern.text, list(candidates)[: 2 * _CLOSE], n=1)
     return close[0] if close else None
 
 

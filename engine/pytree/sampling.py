@@ -1,7 +1,7 @@
 """Samples of leaves: a few evenly spaced elements of each, with a digest of their bits, taken without waiting.
 
-Arrays in host memory are read at once. Of tensors and arrays on a device, the elements are gathered there and copied to
-the host while the program goes on; :attr:`Samples.is_ready` says when they have arrived.
+Arrays in host memory are read at once. The elements of arrays on a device are gathered there, and copied to the host
+while the program continues; :attr:`Samples.is_ready` says when they have arrived.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from .jax_leaves import is_key, is_tracer
 from .leaves import is_jax_array, is_torch_tensor, jax, library_of, torch
 from .torch_leaves import is_dense
 
-_ELEMENTS = 64  # of a leaf that are read
+_ELEMENTS = 64  # read from each leaf
 _ON_DEVICES = 64  # leaves of jax on one device: XLA takes about 8 ms to compile the gather of each
 _WEIGHTS = np.random.default_rng(0x5EED).integers(1, 1 << 63, 2 * _ELEMENTS, np.uint64) | np.uint64(1)
 _WIDTHS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 class _Group(NamedTuple):
-    """Leaves of one dtype, whose elements lie one after the other in one array."""
+    """Leaves of one dtype, whose elements follow each other in one array."""
 
-    places: list[int]  # of the leaves among all
+    positions: list[int]  # of the leaves among all
     counts: tuple[int, ...]  # elements of each
     fetch: Callable[[], NDArray[Any]]
     is_ready: Callable[[], bool]
@@ -50,8 +50,8 @@ class Samples:
     _devices: dict[str, int] = field(default_factory=dict)  # with the first leaf on each
 
     def devices(self, count: int) -> str:
-        """Return the kinds of devices of the first leaves, with the number of those that hold one leaf together."""
-        return ", ".join(sorted(device for device, place in self._devices.items() if place < count))
+        """Return the kinds of devices of the first leaves, with the number of devices that share a leaf."""
+        return ", ".join(sorted(device for device, position in self._devices.items() if position < count))
 
     @property
     def is_ready(self) -> bool:
@@ -65,12 +65,12 @@ class Samples:
         for group in self._groups:
             flat = group.fetch()
             if flat.size == 1:
-                digests[group.places], values[group.places] = _of_number(flat.tobytes(), flat.dtype)
+                digests[group.positions], values[group.positions] = _of_number(flat.tobytes(), flat.dtype)
                 continue
-            places = np.array(group.places)
-            digests[places] = _digests(flat, group.counts)
+            positions = np.array(group.positions)
+            digests[positions] = _digests(flat, group.counts)
             with np.errstate(all="ignore"):
-                values[places] = _real(flat[_chosen(group.counts, shown)])
+                values[positions] = _real(flat[_chosen(group.counts, shown)])
         return digests, values
 
 
@@ -79,7 +79,7 @@ class _View(NamedTuple):
 
     facts: tuple[Any, ...]  # of _facts: what decides where the elements lie
     address: int
-    part: Any  # an array of numpy, if that has the dtype; None at the first sample of a tensor
+    part: Any  # a numpy array, if numpy has the dtype; None at the first sample of a tensor
 
 
 class _Runs(NamedTuple):
@@ -88,14 +88,14 @@ class _Runs(NamedTuple):
     on_host: dict[Any, _Run]
     of_torch: dict[tuple[Any, Any], _Run]
 
-    def add(self, place: int, part: Any) -> None:
-        """Add a part of a tensor: a tensor, or an array of numpy that has its memory."""
+    def add(self, position: int, part: Any) -> None:
+        """Add a part of a tensor: a tensor, or a numpy array over its memory."""
         if isinstance(part, np.ndarray):
             runs, key = self.on_host, part.dtype
         else:
             runs, key = self.of_torch, (part.device, part.dtype)
-        places, counts, parts = runs.get(key) or runs.setdefault(key, _Run([], [], []))
-        places.append(place)
+        positions, counts, parts = runs.get(key) or runs.setdefault(key, _Run([], [], []))
+        positions.append(position)
         counts.append(part.shape[0])
         parts.append(part)
 
@@ -104,7 +104,7 @@ class _Runs(NamedTuple):
 
 
 class _Run(NamedTuple):
-    places: list[int]
+    positions: list[int]
     counts: list[int]
     parts: list[Any]
 
@@ -113,91 +113,90 @@ class _Steady:
     """Tensors that were the same at two samples, and are compared all at once."""
 
     def __init__(self, views: Mapping[int, _View], count: int) -> None:
-        """Keep views of some of ``count`` leaves, by place."""
+        """Keep views of some of ``count`` leaves, by position."""
         self.views = views
-        self.others = [place for place in range(count) if place not in views]
+        self.others = [position for position in range(count) if position not in views]
         self.runs = _Runs({}, {})
-        for place, view in views.items():
-            self.runs.add(place, view.part)
-        self._count = count
-        self._places = [*views]
-        self._seen = [[*values] for values in zip(*(view.facts for view in views.values()), strict=True)]
         self.devices: dict[str, int] = {}
-        for place, view in views.items():
+        for position, view in views.items():
+            self.runs.add(position, view.part)
             on_host = isinstance(view.part, np.ndarray)
-            self.devices.setdefault("cpu" if on_host else view.part.device.type, place)
+            self.devices.setdefault("cpu" if on_host else view.part.device.type, position)
+        self._count = count
+        self._positions = [*views]
+        self._seen = [[*values] for values in zip(*(view.facts for view in views.values()), strict=True)]
         self._tensors = [part for run in self.runs.of_torch.values() for part in run.parts]
-        self._addresses = [views[place].address for run in self.runs.of_torch.values() for place in run.places]
+        self._addresses = [views[position].address for run in self.runs.of_torch.values() for position in run.positions]
 
     def are_in(self, leaves: Sequence[Any]) -> bool:
-        """Return whether the leaves have these tensors, and their views the same memory."""
-        if len(leaves) != self._count or not self._places:
+        """Return whether the leaves have these tensors, with the same memory."""
+        if len(leaves) != self._count or not self._positions:
             return len(leaves) == self._count
-        tensors = [*map(leaves.__getitem__, self._places)]
+        tensors = [*map(leaves.__getitem__, self._positions)]
         try:
             same = all([*map(get, tensors)] == seen for get, seen in zip(_facts(), self._seen, strict=True))
             return same and [*map(torch.Tensor.data_ptr, self._tensors)] == self._addresses
-        except (RuntimeError, TypeError):  # A tensor of a subclass has no memory now; or it is another object.
+        except (RuntimeError, TypeError):  # A tensor of a subclass has no memory now, or the leaf is no tensor.
             return False
 
 
 class Sampler:
-    """Takes samples of the same leaves again and again; those of torch are found by views that it keeps."""
+    """Takes samples of the same leaves again and again; it keeps views of the tensors among them."""
 
     def __init__(self) -> None:
-        self._views: dict[int, _View] = {}  # of tensors that were sampled once, by place
+        self._views: dict[int, _View] = {}  # of tensors that were sampled once, by position
         self._steady = _Steady({}, 0)
 
     def take(self, leaves: Sequence[Any], passing: Sequence[Any] = ()) -> Samples:
-        """Begin to take samples of arrays and numbers; no memory is kept of ``passing`` ones, such as gradients."""
+        """Begin to take samples of arrays and numbers; no views are kept of ``passing`` ones, such as gradients."""
         samples = Samples(len(leaves) + len(passing))
         is_steady = self._steady.are_in(leaves)
-        known = self._views if is_steady else {**self._views, **self._steady.views}
+        last_views = self._views if is_steady else {**self._views, **self._steady.views}
         runs = self._steady.runs.copy() if is_steady else _Runs({}, {})
         samples._devices |= self._steady.devices if is_steady else {}
-        found: dict[int, _View] = {}
+        views: dict[int, _View] = {}
         of_jax: dict[Any, list[tuple[int, Any]]] = {}
         others = self._steady.others if is_steady else range(len(leaves))
-        entries = chain(((place, leaves[place]) for place in others), enumerate(passing, len(leaves)))
-        for place, leaf in entries:
+        entries = chain(((position, leaves[position]) for position in others), enumerate(passing, len(leaves)))
+        for position, leaf in entries:
             kind = _KINDS.get(type(leaf)) or _kind_of(leaf)
             if kind == "torch" and (part := _view_of(leaf)) is not None:
-                if place < len(leaves):
-                    found[place] = view = _seen_again(leaf, part, known.get(place))
+                if position < len(leaves):
+                    views[position] = view = _seen_again(leaf, part, last_views.get(position))
                     part = part if view.part is None else view.part
-                    samples._devices.setdefault(leaf.device.type, place)
-                runs.add(place, part)
+                    samples._devices.setdefault(leaf.device.type, position)
+                runs.add(position, part)
             elif kind == "jax" and not leaf.is_deleted():
                 part, device, name = _first_part(leaf)
-                samples._devices.setdefault(name, place)
+                samples._devices.setdefault(name, position)
                 if name.startswith("cpu"):
-                    _add_array(runs, place, np.asarray(part))
+                    _add_array(runs, position, np.asarray(part))
                 elif part.size:
-                    of_jax.setdefault(device, []).append((place, part))
+                    of_jax.setdefault(device, []).append((position, part))
             elif kind == "array":
                 leaf = np.asarray(leaf)  # A matrix cannot be flat.
                 # A restore may give a leaf another order in memory.
-                is_other = place < len(leaves) and not leaf.flags.c_contiguous
-                _add_array(runs, place, leaf.flat[:: _stride(leaf.size)] if is_other else leaf)
-            elif kind == "number":  # numpy makes an object of a longer integer.
+                is_other = position < len(leaves) and not leaf.flags.c_contiguous
+                _add_array(runs, position, leaf.flat[:: _stride(leaf.size)] if is_other else leaf)
+            elif kind == "number":  # numpy makes an object array of a longer integer.
                 is_long = isinstance(leaf, int) and leaf.bit_length() > 63
-                _add_array(runs, place, np.asarray(hash(leaf) if is_long else leaf))
-        kept = {place: view for place, view in found.items() if view.part is not None}
+                _add_array(runs, position, np.asarray(hash(leaf) if is_long else leaf))
+        kept = {position: view for position, view in views.items() if view.part is not None}
         if kept or not is_steady:
             self._steady = _Steady({**self._steady.views, **kept} if is_steady else kept, len(leaves))
-        self._views = {place: view for place, view in found.items() if view.part is None}
+        self._views = {position: view for position, view in views.items() if view.part is None}
         for (device, _), run in runs.of_torch.items():
             flat = _gathered_by_torch(run.parts)
             if device.type == "cpu":
-                places, counts, parts = runs.on_host.setdefault(flat.numpy().dtype, _Run([], [], []))
-                places += run.places
+                positions, counts, parts = runs.on_host.setdefault(flat.numpy().dtype, _Run([], [], []))
+                positions += run.positions
                 counts += run.counts
                 parts.append(flat.numpy())
             else:
-                samples._groups.append(_Group(run.places, tuple(run.counts), *_copied_to_host(flat)))
+                samples._groups.append(_Group(run.positions, tuple(run.counts), *_copied_to_host(flat)))
         for run in runs.on_host.values():
             flat = np.concatenate(run.parts)
-            samples._groups.append(_Group(run.places, tuple(run.counts), partial(np.asarray, flat), lambda: True))
+            samples._groups.append(_Group(run.positions, tuple(run.counts), partial(np.asarray, flat), lambda: True))
         for entries_of_jax in of_jax.values():
             samples._groups += gathered_by_jax(entries_of_jax[:_ON_DEVICES])
         return samples
@@ -211,9 +210,9 @@ def _facts() -> Sequence[Callable[[Any], Any]]:
 
 
 def _seen_again(tensor: Any, view: Any, last: _View | None) -> _View:
-    """Return what to keep of a tensor: at its second sample, a view of its memory."""
-    # A view keeps the memory of its tensor, so it is kept only of one that was there at the sample before. There is
-    # no weak reference to a tensor: torch refuses to swap a parameter that has one.
+    """Return what to keep of a tensor: from its second sample on, a view of its memory."""
+    # A view keeps the memory of its tensor alive, so it is made only if the last sample had the same tensor. Weak
+    # references to tensors are no way out: torch refuses to swap a parameter that has one.
     address = _address(tensor)
     now = _View(tuple(get(tensor) for get in _facts()) if address else (), address, None)
     if last is None or last.facts != now.facts or not address or _address(view) != address:
@@ -228,15 +227,15 @@ def _seen_again(tensor: Any, view: Any, last: _View | None) -> _View:
 def gathered_by_jax(entries: list[tuple[int, Any]]) -> list[_Group]:
     """Gather elements on the device: one compiled function for all arrays, and one copy for each dtype."""
     groups: dict[Any, list[tuple[int, Any]]] = {}
-    for place, array in entries:
-        groups.setdefault(array.dtype, []).append((place, array))
+    for position, array in entries:
+        groups.setdefault(array.dtype, []).append((position, array))
     strides = tuple(tuple(_stride(array.size) for _, array in group) for group in groups.values())
-    found = _compiled_gather()([[array for _, array in group] for group in groups.values()], strides)
+    flat_arrays = _compiled_gather()([[array for _, array in group] for group in groups.values()], strides)
     gathered = []
-    for one, group, steps in zip(found, groups.values(), strides, strict=True):
-        one.copy_to_host_async()
+    for flat, group, steps in zip(flat_arrays, groups.values(), strides, strict=True):
+        flat.copy_to_host_async()
         counts = tuple(-(-array.size // stride) for (_, array), stride in zip(group, steps, strict=True))
-        gathered.append(_Group([place for place, _ in group], counts, partial(np.asarray, one), one.is_ready))
+        gathered.append(_Group([position for position, _ in group], counts, partial(np.asarray, flat), flat.is_ready))
     return gathered
 
 
@@ -260,12 +259,12 @@ def _view_of(tensor: Any) -> Any:
         return None
     flat = local.detach() if local.requires_grad else local
     stride = _stride(size)
-    # What is flat need not be dense: the elements of a column lie apart, and those of an expanded number are one.
+    # A flat tensor need not be dense: the elements of a column lie apart, and an expanded number has only one.
     return flat.as_strided((-(-size // stride),), (stride,)) if flat.is_contiguous() else _memory_of(flat)[::stride]
 
 
 def _first_part(array: Any) -> tuple[Any, Any, str]:
-    """Return the first part of an array of jax on a device of this process, that device, and the kind of all."""
+    """Return the first part of a jax array on a device of this process, that device, and the kind of all devices."""
     if is_key(array):
         array = jax.random.key_data(array)
     device, *others = array.sharding.device_set
@@ -280,22 +279,22 @@ def _stride(size: int) -> int:
     return 1 + (size - 1) // _ELEMENTS
 
 
-def _add_array(runs: _Runs, place: int, array: NDArray[Any]) -> None:
+def _add_array(runs: _Runs, position: int, array: NDArray[Any]) -> None:
     dtype = array.dtype
     if array.size and not dtype.hasobject and (dtype.itemsize in _WIDTHS or dtype.kind in "fc"):
         flat = array.ravel(order="K")
-        runs.add(place, flat[:: _stride(flat.size)])
+        runs.add(position, flat[:: _stride(flat.size)])
 
 
 def _gathered_by_torch(views: list[Any]) -> Any:
     flat = torch.cat(views)
     if flat.dtype.is_floating_point and flat.dtype not in (torch.float16, torch.float32, torch.float64):
-        flat = flat.float()  # numpy has no such type; the numbers are the same
+        flat = flat.float()  # numpy has no such type; no number changes
     return flat
 
 
 def _copied_to_host(flat: Any) -> tuple[Callable[[], NDArray[Any]], Callable[[], bool]]:
-    """Begin to copy a tensor to the host; return functions that give it, and that say whether it has arrived."""
+    """Begin to copy a tensor to the host; return two functions: one returns it, one tests whether it has arrived."""
     streams: Any = getattr(torch, flat.device.type, None)
     if not hasattr(streams, "Event"):
         return partial(np.asarray, flat.cpu().numpy()), lambda: True
@@ -313,7 +312,7 @@ def _copied_to_host(flat: Any) -> tuple[Callable[[], NDArray[Any]], Callable[[],
 
 
 def _address(tensor: Any) -> int:
-    """Return the address of a tensor's memory, or 0 if it has none now, as a sharded parameter between two steps."""
+    """Return the address of a tensor's memory, or 0 if it has none now, like a sharded parameter between steps."""
     try:
         return int(tensor.data_ptr())
     except RuntimeError:  # a tensor subclass
@@ -329,22 +328,21 @@ def _memory_of(tensor: Any) -> Any:
 
 @functools.lru_cache(64)
 def _chosen(counts: tuple[int, ...], shown: int) -> NDArray[Any]:
-    """Return the places of the elements whose values are recorded, in a row for each leaf."""
+    """Return the indices of the elements whose values are recorded, in a row for each leaf."""
     each = np.array(counts)
-    chosen: NDArray[Any] = (np.cumsum(each) - each)[:, None] + np.arange(shown) * each[:, None] // shown
-    return chosen
+    return np.asarray((np.cumsum(each) - each)[:, None] + np.arange(shown) * each[:, None] // shown)
 
 
 @functools.lru_cache(64)
 def _layout(counts: tuple[int, ...]) -> tuple[NDArray[Any], NDArray[np.uint64], NDArray[Any]]:
-    """Return where each run of elements begins, the weight of each element, and where the runs of one element are."""
+    """Return the start of each run of elements, the weight of each element, and the starts of the runs of one."""
     each = np.array(counts)
     starts = np.cumsum(each) - each
     return starts, _WEIGHTS[np.arange(each.sum()) - np.repeat(starts, each)], starts[each == 1]
 
 
 def _digests(flat: NDArray[Any], counts: tuple[int, ...]) -> NDArray[np.uint32]:
-    """Return a digest of the bits of each run of elements, never 0; an array of one element is as a number."""
+    """Return a digest of the bits of each run of elements, never 0; a single element counts as a number."""
     if flat.dtype.kind == "c":
         flat, counts = flat.view(flat.real.dtype), tuple(2 * count for count in counts)
     if flat.dtype.itemsize not in _WIDTHS:
@@ -363,7 +361,7 @@ def _digests(flat: NDArray[Any], counts: tuple[int, ...]) -> NDArray[np.uint32]:
     return np.maximum(folded, 1)
 
 
-@functools.lru_cache(64)  # A learning rate seldom changes.
+@functools.lru_cache(64)  # Numbers such as a learning rate seldom change.
 def _of_number(content: bytes, dtype: np.dtype[Any]) -> tuple[int, float]:
     """Return the digest and the value of the only element of an array."""
     flat = np.frombuffer(content, dtype)
@@ -376,18 +374,17 @@ def _real(array: NDArray[Any]) -> NDArray[np.float32]:
         array = np.abs(array)
     if array.dtype.kind in "mMUS" or issubclass(array.dtype.type, np.void):
         return np.zeros(array.shape, np.float32)
-    found: NDArray[np.float32] = array.astype(np.float32)
-    return found
+    return array.astype(np.float32)
 
 
 def size_of(leaf: Any) -> int:
-    """Return the bytes of an array in ordinary memory, and 0 of other leaves."""
+    """Return the number of bytes of an array, and 0 for other leaves, such as sparse tensors."""
     is_sparse = is_torch_tensor(leaf) and not is_dense(leaf)
     return 0 if is_sparse else int(getattr(leaf, "nbytes", 0))
 
 
 def full_sum(leaf: Any) -> Any:
-    """Return the sum of the bits of all elements, perhaps on their device, or None for other leaves than arrays."""
+    """Return the sum of the bits of all elements, perhaps on their device; None for a leaf that is no array."""
     if is_torch_tensor(leaf):
         local = leaf.to_local() if hasattr(leaf, "to_local") else leaf
         widths = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -414,6 +411,4 @@ def _compiled_gather() -> Any:
 
 @functools.cache
 def _compiled_sum() -> Any:
-    """Return the function of jax, one for all sums: each new function would be compiled again."""
-
-    return jax.jit(lambda one: jax.lax.bitcast_convert_type(one, _WIDTHS[one.dtype.itemsize]).sum())
+    return jax.jit(lambda array: jax.lax.bitcast_convert_type(array, _WIDTHS[array.dtype.itemsize]).sum())

@@ -1,4 +1,4 @@
-"""Templates: what each of their leaves asks for, the caller's requests, and whether a saved leaf fits."""
+"""Templates: what their leaves ask for, what the caller requests, and whether a saved leaf fits."""
 
 from __future__ import annotations
 
@@ -51,10 +51,9 @@ class LeafTemplate:
     # "jax", "key", "torch", "numpy", "numpy_scalar", "bool", "int", "float", "complex", "str", "bytes", "none", "set",
     # "frozenset", "numbers" for a packed sequence that stays packed, or "any" for the leaf as it was saved.
     kind: str
-    # Shape of the stored array (of the key data for keys); None where the kind says all.
-    shape: tuple[int, ...] | None
-    dtype: np.dtype[Any] | None  # element type of the stored array; None where the kind says all
-    leaf: Any  # the leaf of the template; None where there is no template
+    shape: tuple[int, ...] | None  # of the stored array (for keys, of their data); None if the kind says all
+    dtype: np.dtype[Any] | None  # of the stored array; None if the kind says all
+    leaf: Any  # the leaf of the template; None without a template
     variant: str | None = None  # see `Saved.variant`
     weak: bool = False  # whether a jax array is weakly typed
     sharding: Any = None  # sharding of a jax array; None leaves it to jax
@@ -70,9 +69,9 @@ def describe_template(names: Sequence[str], values: Sequence[Any]) -> list[LeafT
     """Describe the leaves of a template, or raise one error for all leaves that cannot be loaded."""
     templates: list[LeafTemplate] = []
     problems: list[tuple[str, str]] = []
-    known: dict[type, Callable[[Any], TemplateFacts]] = {}  # a tree has few types
+    by_type: dict[type, Callable[[Any], TemplateFacts]] = {}  # a tree has few types
     for name, value in zip(names, values, strict=True):
-        facts_of = known.get(type(value)) or known.setdefault(type(value), _facts_of(value))
+        facts_of = by_type.get(type(value)) or by_type.setdefault(type(value), _facts_of(value))
         try:
             templates.append(LeafTemplate(name, *facts_of(value)))
         except LeafProblem as problem:
@@ -82,10 +81,9 @@ def describe_template(names: Sequence[str], values: Sequence[Any]) -> list[LeafT
 
 
 def _facts_of(value: Any) -> Callable[[Any], TemplateFacts]:
-    if is_jax_abstract(value):
-        return jax_leaves.template_facts
-    known = {"numpy": _numpy_facts, "jax": jax_leaves.template_facts, "torch": torch_leaves.template_facts}
-    return known.get(library_of(value) or "", _python_facts)
+    library = "jax" if is_jax_abstract(value) else library_of(value)
+    of_libraries = {"numpy": _numpy_facts, "jax": jax_leaves.template_facts, "torch": torch_leaves.template_facts}
+    return of_libraries.get(library or "", _python_facts)
 
 
 def _numpy_facts(value: Any) -> TemplateFacts:
@@ -109,10 +107,10 @@ def _python_facts(value: Any) -> TemplateFacts:
 
 
 def compare(template: LeafTemplate, saved: Saved, path: str | None = None) -> str | None:
-    """Return how a leaf of a template differs from the saved leaf, or None where it fits. Nothing is cast silently.
+    """Return how a leaf of a template differs from the saved leaf, or None if it fits. Nothing is cast silently.
 
-    Arrays of the three libraries stand for each other when shape and dtype are the same. A Python number and a 0-d
-    array (or numpy scalar) of the same kind stand for each other, too; whether the value fits shows when it is read.
+    Arrays of the three libraries match if shape and dtype are the same. A Python number matches a 0-d array (or numpy
+    scalar) of the same kind; whether the value fits is known once it is read.
     """
     if template.kind == "any":
         wanted = template.leaf
@@ -122,8 +120,13 @@ def compare(template: LeafTemplate, saved: Saved, path: str | None = None) -> st
         actual = jax_leaves.narrowed(template.dtype)
         if actual is not None:
             reason = f"; jax would make it {actual}: set jax_enable_x64, or ask for a numpy array"
-    new = template.cast or (template.leaf is None and template.variant is None)
-    if template.kind == "torch" and template.dtype is not None and new and not torch_leaves.torch_name(template.dtype):
+    is_new = template.cast or (template.leaf is None and template.variant is None)
+    if (
+        template.kind == "torch"
+        and template.dtype is not None
+        and is_new
+        and not torch_leaves.torch_name(template.dtype)
+    ):
         reason = "; torch has no such dtype"
     if not reason and _fits(template, saved):
         return None
@@ -132,15 +135,14 @@ def compare(template: LeafTemplate, saved: Saved, path: str | None = None) -> st
 
 
 def compare_metadata(name: str, wanted: LeafMetadata, saved: Saved) -> str | None:
-    """Compare a leaf of a template that describes a checkpoint with the saved leaf, as `compare` does."""
-    found = metadata_of(saved)
-    arrays = ARRAY_KINDS - {"key"}
-    alike = wanted.kind == found.kind or {wanted.kind, found.kind} <= arrays
+    """Do the same as `compare` for a leaf of a template that describes a checkpoint."""
+    metadata = metadata_of(saved)
+    is_alike = wanted.kind == metadata.kind or {wanted.kind, metadata.kind} <= ARRAY_KINDS - {"key"}
     # The value decides how these kinds are stored.
-    free = wanted.kind in {"str", "bytes", NUMBERS} or wanted.kind in NUMBER_KINDS
-    if alike and (free or (wanted.shape, wanted.dtype) == (found.shape, found.dtype)):
+    is_free = wanted.kind in {"str", "bytes", NUMBERS} or wanted.kind in NUMBER_KINDS
+    if is_alike and (is_free or (wanted.shape, wanted.dtype) == (metadata.shape, metadata.dtype)):
         return None
-    expected = wanted.kind if free else str(wanted)
+    expected = wanted.kind if is_free else str(wanted)
     return difference(format_path(name), expected, saved, "template")
 
 
@@ -171,18 +173,18 @@ def castable(template: LeafTemplate, saved: Saved | None) -> LeafTemplate:
     return replace(template, cast=True) if casts else template
 
 
-def _castable(one: str | None, other: str | None) -> bool:
+def _castable(saved: str | None, wanted: str | None) -> bool:
     """True if numbers of one kind can be cast to another on request; imaginary parts are never dropped."""
-    return one is not None and other is not None and (one != "complex" or other == "complex")
+    return saved is not None and wanted is not None and (saved != "complex" or wanted == "complex")
 
 
-def _same_dtype(one: np.dtype[Any], other: np.dtype[Any]) -> bool:
-    """True if two dtypes have the same values, in any byte order."""
-    return one == other or one.newbyteorder("=") == other.newbyteorder("=")
+def _same_dtype(left: np.dtype[Any], right: np.dtype[Any]) -> bool:
+    """True if two dtypes differ at most in byte order."""
+    return left == right or left.newbyteorder("=") == right.newbyteorder("=")
 
 
 def _number_of(leaf: LeafTemplate | Saved) -> str | None:
-    """Return the kind of Python number that a leaf is or can be read as, or None."""
+    """Return the kind of Python number that a leaf is, or can be read as, or None."""
     if leaf.kind in NUMBER_KINDS:
         return leaf.kind
     is_plain = leaf.kind in _SAVED_ARRAYS and leaf.shape == () and leaf.variant is None
@@ -191,10 +193,10 @@ def _number_of(leaf: LeafTemplate | Saved) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafRequest:
-    """What the caller asks for one leaf, where that differs from the saved leaf or from its template."""
+    """What the caller asks for one leaf, if that differs from the saved leaf or from its template."""
 
     # "jax", "numpy", "torch", "int", "float", "bool", "complex" or "str"; "numbers" leaves a packed sequence packed;
-    # None leaves it to the template.
+    # None lets the template decide.
     kind: str | None = None
     dtype: np.dtype[Any] | None = None  # elements are cast to this; None never casts
     shape: tuple[int, ...] | None = None  # shape of the whole array; None is the saved shape
@@ -220,8 +222,8 @@ def with_request(name: str, request: LeafRequest, saved: Saved, template: LeafTe
 def _kind(name: str, request: LeafRequest) -> str | None:
     kind, sharding = request.kind, request.sharding
     if kind is not None and kind not in _VALUES | _ARRAYS:
-        known = ", ".join(sorted(_VALUES | _ARRAYS))
-        raise OptionError(f"{format_path(name)}: kind={kind!r} is not known; expected one of {known}")
+        expected = ", ".join(sorted(_VALUES | _ARRAYS))
+        raise OptionError(f"{format_path(name)}: kind={kind!r} is not known; expected one of {expected}")
     if kind in {"jax", "torch"}:
         required(kind)
     if sharding is None:
@@ -234,13 +236,12 @@ def _kind(name: str, request: LeafRequest) -> str | None:
 
 
 def made_like(name: str, request: LeafRequest, saved: Saved) -> LeafTemplate:
-    """Return the template that a request makes of a saved leaf, without an array in a template."""
+    """Return the template that a request makes of a saved leaf, if no template has an array for it."""
     kind = request.kind or "any"
     anything = LeafTemplate(name, "any", None, None, None, origin="request")
     no_array = saved.kind in {"str", "bytes"} or (saved.kind == NUMBERS and not saved.is_number_array)
     if saved.dtype is None or saved.shape is None or no_array:  # a value that is no number
-        lenient = kind == "any" or saved.kind == "none"
-        return anything if lenient else LeafTemplate(name, kind, None, None, None, origin="request")
+        return anything if saved.kind == "none" else replace(anything, kind=kind)
     variant = saved.variant
     if kind == "any" or (kind == "numpy" and variant is not None):
         if request.dtype is None and request.shape is None:
@@ -251,12 +252,12 @@ def made_like(name: str, request: LeafRequest, saved: Saved) -> LeafTemplate:
         kind = "numpy_scalar" if saved.kind == "numpy_scalar" and request.shape is None else "numpy"
     dtype = saved.dtype
     if kind == "jax" and saved.kind in NUMBER_KINDS:
-        # jax makes such arrays of numbers; the dtype must hold the value exactly.
+        # jax makes arrays of this dtype from numbers; it must hold the value exactly.
         dtype = jax_leaves.narrowed(dtype) or dtype
     if kind == "jax" and saved.kind == "key":
         kind = "key"
-    own = LeafTemplate(name, kind, saved.shape, dtype, None, variant, request.weak, origin="request")
-    return _changed(own, kind, request)
+    like_saved = LeafTemplate(name, kind, saved.shape, dtype, None, variant, request.weak, origin="request")
+    return _changed(like_saved, kind, request)
 
 
 def _changed(template: LeafTemplate, kind: str, request: LeafRequest) -> LeafTemplate:
@@ -265,10 +266,10 @@ def _changed(template: LeafTemplate, kind: str, request: LeafRequest) -> LeafTem
         kind = "key"
     shape, dtype, cast = template.shape, template.dtype, False
     if request.shape is not None:
-        own = 1 if template.kind == "key" or (template.variant or "").startswith("complex") else 0
-        shape = (*request.shape, *shape[len(shape) - own :])
+        inner = 1 if template.kind == "key" or (template.variant or "").startswith("complex") else 0
+        shape = (*request.shape, *shape[len(shape) - inner :])
     if request.dtype is not None:
-        # Keys, and dtypes that only torch has, are not numbers that could be cast.
+        # Keys and dtypes that only torch has are not cast.
         dtype, cast = request.dtype, template.kind != "key" and template.variant is None
     return replace(
         template,
@@ -287,13 +288,13 @@ def _changed(template: LeafTemplate, kind: str, request: LeafRequest) -> LeafTem
 
 # ---- the types of the state that a run began with, and what they decide when the run resumes
 #
-# A state may change its types while it trains: a Python number becomes a weakly typed jax array in the first jitted
-# step, an optimizer makes float32 of an int, a list grows. A program that is started again makes a new fresh state,
-# which does not show the types at the save. So a checkpoint records the types of the first fresh state, too. Where the
-# new fresh state has the same types, the program is unchanged, and the leaf is restored as it was saved: array or
-# number, weak or strong, with its dtype and shape. Where they differ, the program has changed.
+# A state may change its types while it trains: the first jitted step turns a Python number into a weakly typed jax
+# array, an optimizer turns an int into float32, a list grows. A program that is started again makes a new fresh state,
+# which does not show the types at the save. So a checkpoint also records the types of the first fresh state. If the new
+# fresh state has the same types, the program is unchanged, and a leaf is restored as it was saved: array or number,
+# weak or strong, with its dtype and shape. If they differ, the program has changed.
 
-_KNOWN = NUMBER_KINDS | _SAVED_ARRAYS | {"key"}  # kinds whose dtype and shape count; of the others, the kind alone
+_DETAILED = NUMBER_KINDS | _SAVED_ARRAYS | {"key"}  # kinds whose dtype and shape count; of the others, the kind alone
 _PLAIN = frozenset({"dict", "list", "tuple"})  # containers that can be made without their class
 _PLAIN_WITH_LABEL = frozenset({"deque", "default_dict", "ordered_dict", "counter"})
 
@@ -309,13 +310,13 @@ class LeafType(NamedTuple):
 
     @classmethod
     def of(cls, leaf: LeafTemplate | Saved) -> LeafType:
-        if leaf.kind not in _KNOWN or leaf.kind in NUMBER_KINDS or leaf.dtype is None:
+        if leaf.kind not in _DETAILED or leaf.kind in NUMBER_KINDS or leaf.dtype is None:
             return cls(leaf.kind)
         return cls(leaf.kind, str(leaf.dtype.newbyteorder("=")), leaf.shape, leaf.variant, leaf.weak)
 
     @classmethod
-    def from_json(cls, found: Any) -> LeafType:
-        kind, dtype, shape, variant, weak = found
+    def from_json(cls, stored: Any) -> LeafType:
+        kind, dtype, shape, variant, weak = stored
         axes = None if shape is None else tuple(map(int, shape))
         return cls(str(kind), None if dtype is None else str(np.dtype(dtype)), axes, variant, weak is True)
 
@@ -323,12 +324,12 @@ class LeafType(NamedTuple):
         return [self.kind, self.dtype, None if self.shape is None else list(self.shape), self.variant, self.weak]
 
     def is_like(self, other: LeafType) -> bool:
-        """True if jit makes the same of both: a Python float is a weakly typed scalar, a numpy array a jax array."""
+        """True if jit treats both alike: a Python float as a weakly typed scalar, a numpy array as a jax array."""
         return self == other or (self._traced is not None and self._traced == other._traced)
 
     @property
     def _traced(self) -> tuple[Any, ...] | None:
-        """What distinguishes the leaf for jit; None where jit does not take it."""
+        """What distinguishes the leaf for jit; None if jit does not accept it."""
         if self.kind in NUMBER_KINDS:
             return self.kind, (), self.kind != "bool"
         if self.kind not in _SAVED_ARRAYS:
@@ -341,12 +342,12 @@ class LeafType(NamedTuple):
         if self.dtype is None:
             return spell(self.kind, None, None)
         text = f"{self.variant or self.dtype}{list(self.shape or ())}"
-        where = "" if self.kind in {"jax", "key"} else f"{self.kind} ".replace("_", " ")
-        return f"{'weak ' if self.weak else ''}{where}{text}"
+        kind = "" if self.kind in {"jax", "key"} else f"{self.kind} ".replace("_", " ")
+        return f"{'weak ' if self.weak else ''}{kind}{text}"
 
 
 class FreshTypes:
-    """The types of the leaves of a fresh state, by name; ``roots`` are its keys, if the tree has others, too."""
+    """The types of the leaves of a fresh state, by name; ``roots`` are its keys if the saved tree may have others."""
 
     def __init__(
         self,
@@ -361,7 +362,7 @@ class FreshTypes:
 
     def document(self, names: Sequence[str], leaves: Sequence[ArrayLeaf | ValueLeaf]) -> Details:
         """Return as JSON how the types of the fresh state differ from those of a saved tree."""
-        known: dict[tuple[int, str, Any], LeafType] = {}  # many leaves share a few descriptions
+        types: dict[tuple[int, str, Any], LeafType] = {}  # many leaves share a few descriptions
         grouped: dict[LeafType, list[str]] = {}
         new: list[str] = []
         for name, leaf in zip(names, leaves, strict=True):
@@ -371,14 +372,12 @@ class FreshTypes:
                     new.append(name)
                 continue
             key = id(leaf.details), *((str(leaf.dtype), leaf.shape) if isinstance(leaf, ArrayLeaf) else ("", None))
-            saved = known.get(key)
-            if saved is None:
-                saved = known[key] = LeafType.of(Saved.of(leaf))
+            saved = types.get(key) or types.setdefault(key, LeafType.of(Saved.of(leaf)))
             if fresh != saved:
                 grouped.setdefault(fresh, []).append(name)
         for name in self._types.keys() - set(names):
             grouped.setdefault(self._types[name], []).append(name)
-        document: Details = {"types": [[kind.to_json(), sorted(each)] for kind, each in grouped.items()]}
+        document: Details = {"types": [[kind.to_json(), sorted(alike)] for kind, alike in grouped.items()]}
         if new:
             document["new"] = new
         return document if self._roots is None else {**document, "roots": self._roots}
@@ -388,7 +387,7 @@ class FreshTypes:
         return not {name, name.rpartition(".")[0]}.isdisjoint(self._types.keys() | self._others)
 
     def refused(self, tree: Flattened) -> list[str]:
-        """Return what a resume could not make again of a tree that the fresh state has become."""
+        """Return why a resume could not rebuild a tree that the fresh state has become, if so."""
         try:
             if {*tree.names} != self._types.keys() | self._others:
                 regrown(self._structure, tree.structure)
@@ -416,7 +415,7 @@ def recorded_types(document: Any, saved: Mapping[str, Saved], where: object) -> 
 
 
 def as_saved(template: LeafTemplate, saved: Saved, began: LeafType | None) -> LeafTemplate | str:
-    """Return the template for a leaf of the fresh state, or the difference that shows that the program has changed.
+    """Return the template for a leaf of the fresh state, or the difference if the program has changed.
 
     ``began`` is the type of the leaf in the fresh state that the run began with.
     """
@@ -435,18 +434,18 @@ def as_saved(template: LeafTemplate, saved: Saved, began: LeafType | None) -> Le
 
 def _like_saved(template: LeafTemplate, saved: Saved, *, keeps_kind: bool) -> LeafTemplate:
     kind = template.kind if keeps_kind and {template.kind, saved.kind} <= _SAVED_ARRAYS else saved.kind
-    own = {template.kind, kind} <= {"jax", "key"} or template.kind == kind == "torch"
-    if not own or template.shape is None or saved.shape is None or template.variant != saved.variant:
+    is_alike = {template.kind, kind} <= {"jax", "key"} or template.kind == kind == "torch"
+    if not is_alike or template.shape is None or saved.shape is None or template.variant != saved.variant:
         return new_leaf(template.name, saved, kind)
     # The template decides its sharding or device.
     sharding = template.sharding if len(template.shape) == len(saved.shape) else None
     cast = kind == "torch" and template.dtype != saved.dtype
-    found = replace(template, kind=kind, shape=saved.shape, dtype=saved.dtype, weak=saved.weak)
-    return replace(found, sharding=sharding, cast=cast)
+    like_saved = replace(template, kind=kind, shape=saved.shape, dtype=saved.dtype, weak=saved.weak)
+    return replace(like_saved, sharding=sharding, cast=cast)
 
 
 def new_leaf(name: str, saved: Saved, kind: str | None = None) -> LeafTemplate:
-    """Return the template of a leaf that is restored as it was saved, by the library that it had."""
+    """Return the template of a leaf that is restored as it was saved, as an array of the same library."""
     kind = kind or saved.kind
     if kind == STATIC:
         raise GrowthProblem(f"{format_path(name)}: {saved} (checkpoint), which the fresh state lacks: make it there")
@@ -460,17 +459,15 @@ class GrowthProblem(ValueError):  # noqa: N818 - becomes one line of an error
 
 
 def regrown(wanted: TreeDef | None, saved: TreeDef | None, name: str = "") -> TreeDef | None:
-    """Return the containers of a saved tree, with the classes of a template where it has the same containers."""
+    """Return the containers of a saved tree; those that a template has, too, get its classes."""
     if saved is None:
         return None
     segments = saved.segments
-    known: dict[str, TreeDef | None] = {}
-    if wanted is not None:
-        known = dict(zip(wanted.segments, wanted.children, strict=True))
+    fresh = {} if wanted is None else dict(zip(wanted.segments, wanted.children, strict=True))
     prefix = f"{name}." if name else ""
-    if wanted is not None and wanted.kind == saved.kind and known.keys() == set(segments):
-        found = dict(zip(segments, saved.children, strict=True))
-        children = [regrown(child, found[segment], prefix + segment) for segment, child in known.items()]
+    if wanted is not None and wanted.kind == saved.kind and fresh.keys() == set(segments):
+        below = dict(zip(segments, saved.children, strict=True))
+        children = [regrown(child, below[segment], prefix + segment) for segment, child in fresh.items()]
         return TreeDef(wanted.kind, wanted.keys, children, wanted.build, wanted.label)
     build = _maker(saved)
     if build is None and not (saved.kind in _PLAIN and saved.label is None) and saved.kind not in _PLAIN_WITH_LABEL:
@@ -479,7 +476,7 @@ def regrown(wanted: TreeDef | None, saved: TreeDef | None, name: str = "") -> Tr
             "which the fresh state lacks, and which cannot be made without its class: make it in the fresh state"
         )
     pairs = zip(segments, saved.children, strict=True)
-    children = [regrown(known.get(segment), child, prefix + segment) for segment, child in pairs]
+    children = [regrown(fresh.get(segment), child, prefix + segment) for segment, child in pairs]
     return TreeDef(saved.kind, saved.keys, children, build or saved.build, saved.label)
 
 
@@ -487,7 +484,7 @@ _MAPPINGS = ("flax.core.frozen_dict.FrozenDict", "flax.nnx.statelib.State")
 
 
 def _maker(saved: TreeDef) -> Callable[[list[Any]], Any] | None:
-    """Return what makes a container of a class that the program has loaded: named tuples, and containers of flax."""
+    """Return a function that makes a container of a loaded class: a named tuple, or a container of flax."""
     label, keys = saved.label or "", saved.keys
     module, _, name = label.rpartition(".")
     kind = loaded_object(f"{module}:{name}")
@@ -505,4 +502,4 @@ def leaf_names(structure: TreeDef | None, name: str = "") -> list[str]:
     """Return the names of the leaves below a container, in their order."""
     if structure is None:
         return [name]
-    return [found for below, child in structure.named_children(name) for found in leaf_names(child, below)]
+    return [leaf for below, child in structure.named_children(name) for leaf in leaf_names(child, below)]

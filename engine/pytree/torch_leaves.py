@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter, eq
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,17 +24,7 @@ from numpy.typing import NDArray
 from ..forks import cached_property
 from .device_arrays import DeviceArray, is_copied_later
 from .host_leaves import native
-from .leaves import (
-    ArrayLeaf,
-    Box,
-    Details,
-    LeafProblem,
-    Part,
-    Piece,
-    Saved,
-    joined_parts,
-    torch,
-)
+from .leaves import ArrayLeaf, Box, Details, LeafProblem, Part, Piece, Saved, joined_parts, torch
 
 COMMON_DTYPES = frozenset({
     "bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "float16", "float32", "float64",
@@ -44,9 +34,9 @@ _TINY = re.compile("u?int[1-7]")  # torch names integers of less than a byte, bu
 _PAIRED = {"complex32": "float16"}  # stored as real and imaginary part, in one more axis
 HOST_DEVICES = {"cpu", "meta"}
 ASYNCHRONOUS_DEVICES = {"cuda", "xpu"}  # devices that copy to the host in the background
-# Bytes that a save without pinned memory of its own copies at the same time: torch pins up to twice as many, for good.
+# Bytes that a save without its own pinned memory copies at the same time: torch pins up to twice as many, for good.
 BYTES_AT_ONCE = 1 << 30
-_SMALL = 1 << 15  # elements; torch copies a tensor of as many with threads of its own
+_SMALL = 1 << 15  # elements; torch uses several threads to copy a tensor of this size
 
 
 def is_dtensor(value: Any) -> bool:
@@ -54,7 +44,7 @@ def is_dtensor(value: Any) -> bool:
 
 
 class TorchDescriber:
-    """Describes the tensors of one tree; a snapshot that follows copies, ``later``, what it can."""
+    """Describes the tensors of one tree; with ``later``, a snapshot that follows copies those that it can."""
 
     def __init__(self, values: Sequence[Any], *, later: bool = False) -> None:
         self._later = later
@@ -67,19 +57,19 @@ class TorchDescriber:
                 self._prepare(value)
 
     def _prepare(self, value: Any) -> None:
-        if is_dtensor(value) and (place := _place_in_root(value.device_mesh)) is not None:
-            self._axes.setdefault(place[0], set()).update(place[1])
+        if is_dtensor(value) and (location := _axes_in_root(value.device_mesh)) is not None:
+            self._axes.setdefault(location[0], set()).update(location[1])
         if value.device.type in HOST_DEVICES:
             return
         _check(value)
-        own = self._own(value) if is_dtensor(value) else value.detach()
-        if self._later and is_copied_later(own):
-            self._copies[id(value)] = tensor_encoding(value.dtype).on_device(own)
+        local = _local(value) if is_dtensor(value) else value.detach()
+        if self._later and is_copied_later(local):
+            self._copies[id(value)] = encoding_of(value.dtype).on_device(local)
             return
-        overlaps = value.device.type in ASYNCHRONOUS_DEVICES and own.nbytes <= self._left
-        self._copies[id(value)] = own.to("cpu", non_blocking=overlaps)
+        overlaps = value.device.type in ASYNCHRONOUS_DEVICES and local.nbytes <= self._left
+        self._copies[id(value)] = local.to("cpu", non_blocking=overlaps)
         if overlaps:
-            self._left -= own.nbytes
+            self._left -= local.nbytes
             self._devices.add(value.device)
 
     def describe(self, value: Any) -> ArrayLeaf:
@@ -92,15 +82,15 @@ class TorchDescriber:
     def describe_distributed(self, value: Any) -> ArrayLeaf:
         """Describe a DTensor: the part that this process holds, and which process holds which part."""
         sharding = self._sharding(value)
-        array, volatile, encoding = self._array(value, self._own(value))
+        array, volatile, encoding = self._array(value, _local(value))
         shape, parts = sharding.shape, sharding.parts()
         share = sharding.share(int(torch.distributed.get_rank()))
         pieces = []
         if share is not None:
-            found = array.shape[: len(shape)]
-            if found != share.shape:
-                raise LeafProblem(f"is a DTensor whose own part has shape {found}; its placements give {share.shape}")
-            pieces = [Piece(box.start, array[place]) for box, place in share.boxes]
+            local = array.shape[: len(shape)]
+            if local != share.shape:
+                raise LeafProblem(f"is a DTensor whose own part has shape {local}; its placements give {share.shape}")
+            pieces = [Piece(box.start, array[index]) for box, index in share.boxes]
         if encoding.paired:
             shape, parts = (*shape, 2), tuple([part.with_axis(2) for part in parts])
             pieces = [Piece((*piece.start, 0), piece.array) for piece in pieces]
@@ -112,31 +102,30 @@ class TorchDescriber:
 
     def _sharding(self, value: Any) -> DTensorSharding:
         """Return the sharding of a DTensor among all processes that have it, however many meshes it is on."""
-        # In a tree that is spread over two axes of a mesh, such as those of tensor parallelism and FSDP2, a parameter
-        # on one of them is the same along the other. An axis that no DTensor of the tree is spread over, such as that
-        # of the stages of a pipeline, may have other parameters in each place.
-        sharding, place = sharding_of(value), _place_in_root(value.device_mesh)
-        more = () if place is None else tuple(sorted(self._axes.get(place[0], set()) - place[1]))
-        if place is None or not more:
+        # In a tree that is spread over two axes of a mesh, such as one for tensor parallelism and one for FSDP2, a
+        # parameter on one of them is replicated along the other. An axis that no DTensor of the tree is spread over,
+        # such as the stages of a pipeline, may have other parameters at each index.
+        sharding, location = sharding_of(value), _axes_in_root(value.device_mesh)
+        more = () if location is None else tuple(sorted(self._axes.get(location[0], set()) - location[1]))
+        if location is None or not more:
             return sharding
         copies = tuple([Division(None)] * len(more))
-        return DTensorSharding(_repeated(sharding.mesh, place[0], more), copies + sharding.divisions, sharding.shape)
+        return DTensorSharding(_repeated(sharding.mesh, location[0], more), copies + sharding.divisions, sharding.shape)
 
-    def _array(self, value: Any, own: Any) -> tuple[NDArray[Any], bool, TensorEncoding]:
+    def _array(self, value: Any, local: Any) -> tuple[NDArray[Any], bool, TorchDType]:
         """Return the elements of a tensor, or of this process's part of it, and whether they can still change."""
         _check(value)
         for device in self._devices:
             getattr(torch, device.type).synchronize(device)
         self._devices.clear()
         tensor = self._copies.get(id(value))  # kept, as the same tensor may be two leaves
-        encoding = tensor_encoding(value.dtype)
+        encoding = encoding_of(value.dtype)
         if isinstance(tensor, DeviceArray):
             _check_memory(tensor.tensor)
-            found: Any = tensor
-            return found, True, encoding
+            return cast("NDArray[Any]", tensor), True, encoding
         volatile = tensor is None
         if tensor is None:
-            tensor = own.detach() if own.requires_grad else own
+            tensor = local.detach() if local.requires_grad else local
         if tensor.is_conj() or tensor.is_neg():
             tensor, volatile = tensor.resolve_conj().resolve_neg(), False
         _check_memory(tensor)
@@ -145,12 +134,13 @@ class TorchDescriber:
         except (RuntimeError, TypeError) as error:
             raise LeafProblem(f"is a {type(value).__name__} that cannot be turned into an array: {error}") from error
 
-    def _own(self, value: Any) -> Any:
-        """Return the tensor in this process's memory that belongs to a DTensor."""
-        with torch.no_grad():
-            own = value.to_local().detach()
-        # The result of a collective operation may still be on its way.
-        return own.trigger_wait() if hasattr(own, "trigger_wait") else own
+
+def _local(value: Any) -> Any:
+    """Return the part of a DTensor in the memory of this process."""
+    with torch.no_grad():
+        local = value.to_local().detach()
+    # The result of a collective operation may still be on its way.
+    return local.trigger_wait() if hasattr(local, "trigger_wait") else local
 
 
 def _check_memory(tensor: Any) -> None:
@@ -178,50 +168,43 @@ def _check(value: Any) -> None:
         raise LeafProblem("is not initialized yet; run the module once")
 
 
-class TensorEncoding(NamedTuple):
-    dtype: Any  # the torch dtype
-    stored: np.dtype[Any]  # the numpy dtype of the same bytes
-    carrier: Any  # a torch dtype of the same size that numpy has as well; None where numpy has the dtype itself
+class TorchDType(NamedTuple):
+    """How the elements of a torch dtype are stored."""
+
+    name: str
+    dtype: np.dtype[Any]  # the numpy dtype of the same bytes
+    carrier: str | None  # a dtype of the same size that torch and numpy have; None if numpy has the dtype itself
     paired: bool  # whether an element is stored as two, real and imaginary part
-    variant: str | None  # the torch dtype's name where the numpy dtype does not mean the same, or None
+    variant: str | None  # the name if the numpy dtype does not mean the same, or None
     details: Details  # details of the leaf
 
     def to_numpy(self, tensor: Any) -> NDArray[Any]:
-        """Return a view of a tensor that has neither gradient nor conjugate nor negative bit."""
+        """Return a view of a tensor without gradient, conjugate bit or negative bit."""
         if self.paired:
             return np.asarray(torch.view_as_real(tensor).numpy())
         if self.carrier is None:
             return np.asarray(tensor.numpy())
-        return np.asarray(tensor.view(self.carrier).numpy()).view(self.stored)
+        return np.asarray(tensor.view(getattr(torch, self.carrier)).numpy()).view(self.dtype)
 
     def on_device(self, tensor: Any) -> DeviceArray:
-        """Return the elements of a tensor on an accelerator, which is like one for `to_numpy`."""
-        found = torch.view_as_real(tensor) if self.paired else tensor
-        # Integers have every bit pattern of a dtype, and torch has all operations for those of these sizes.
-        carrier = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}.get(self.stored.itemsize)
-        return DeviceArray(found if carrier is None else found.view(getattr(torch, carrier)), self.stored)
+        """Return the elements of a tensor on an accelerator, which also meets the conditions of `to_numpy`."""
+        elements = torch.view_as_real(tensor) if self.paired else tensor
+        # Integers have every bit pattern of a dtype, and torch has all operations on these.
+        carrier = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}.get(self.dtype.itemsize)
+        return DeviceArray(elements if carrier is None else elements.view(getattr(torch, carrier)), self.dtype)
 
     def to_tensor(self, array: NDArray[Any]) -> Any:
-        """Make a tensor of writable memory in native byte order."""
+        """Make a tensor over writable memory in native byte order."""
         if self.paired:
             return torch.view_as_complex(torch.from_numpy(np.ascontiguousarray(array)))
         if self.carrier is None:
             return torch.from_numpy(array)
-        return torch.from_numpy(array.view(f"uint{8 * array.dtype.itemsize}")).view(self.dtype)
-
-
-class TorchDType(NamedTuple):
-    """How the elements of a torch dtype are stored."""
-
-    dtype: np.dtype[Any]  # the numpy dtype of the same bytes
-    paired: bool  # whether an element is stored as two, real and imaginary part
-    variant: str | None  # the torch dtype's name where the numpy dtype does not mean the same, or None
-    details: Details  # details of the leaf
+        return torch.from_numpy(array.view(f"uint{8 * array.dtype.itemsize}")).view(getattr(torch, self.name))
 
 
 @lru_cache(maxsize=128)
 def torch_dtype(name: str, itemsize: int = 1) -> TorchDType:
-    """Return how elements of the torch dtype with this name are stored, without importing torch."""
+    """Return how the torch dtype with this name is stored, without importing torch."""
     dtype, variant = _PAIRED.get(name, name), name if name in _PAIRED else None
     if dtype not in COMMON_DTYPES:
         import ml_dtypes  # Imported lazily: most programs without torch do not need it.
@@ -231,22 +214,19 @@ def torch_dtype(name: str, itemsize: int = 1) -> TorchDType:
         dtype = getattr(ml_dtypes, name) if is_number else f"uint{8 * itemsize}"
         variant = None if is_number else name
     details = {"kind": "torch"} if variant is None else {"kind": "torch", "torch_dtype": variant}
-    return TorchDType(np.dtype(dtype), name in _PAIRED, variant, details)
+    stored, is_paired = np.dtype(dtype), name in _PAIRED
+    carrier = None if is_paired or name in COMMON_DTYPES else f"uint{8 * stored.itemsize}"
+    return TorchDType(name, stored, carrier, is_paired, variant, details)
 
 
 @lru_cache(maxsize=128)
-def tensor_encoding(dtype: Any) -> TensorEncoding:
-    name = str(dtype).removeprefix("torch.")
-    stored, paired, variant, details = torch_dtype(name, dtype.itemsize)
-    is_numpy = paired or name in COMMON_DTYPES
-    carrier = None if is_numpy else getattr(torch, f"uint{8 * dtype.itemsize}")
-    return TensorEncoding(dtype, stored, carrier, paired, variant, details)
+def encoding_of(dtype: Any) -> TorchDType:
+    return torch_dtype(str(dtype).removeprefix("torch."), dtype.itemsize)
 
 
-# ---- many small tensors in the host's memory, checked and copied together
+# ---- many small tensors in host memory, checked and copied together
 
-# All that decides how a tensor is stored, and that it can be copied; attributes of an object that is not a tensor
-# raise.
+# All that decides how a tensor is stored and whether it can be copied; an object that is not a tensor lacks some.
 _FACTS = attrgetter("dtype", "shape", "requires_grad", "layout", "is_cpu")
 
 
@@ -256,7 +236,7 @@ def is_small(value: Any) -> bool:
         return False
     if not 0 < value.numel() < _SMALL:
         return False
-    encoding = tensor_encoding(value.dtype)
+    encoding = encoding_of(value.dtype)
     return not encoding.paired and encoding.variant is None and value.is_contiguous()
 
 
@@ -265,8 +245,8 @@ def small_facts(tensors: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 
 def have_facts(tensors: Sequence[Any], facts: Sequence[tuple[Any, ...]]) -> bool:
-    """True if tensors of the same types as others have the facts of those, and memory."""
-    # A dispatch mode, such as that of fake tensors, may turn a copy into something else.
+    """True if tensors have the facts of others of the same types, and have memory."""
+    # A dispatch mode, such as the one of fake tensors, may turn a copy into something else.
     if torch._C._len_torch_dispatch_stack():
         return False
     tensor: Any = torch.Tensor
@@ -275,33 +255,33 @@ def have_facts(tensors: Sequence[Any], facts: Sequence[tuple[Any, ...]]) -> bool
 
 
 def tensors_over(arrays: Sequence[NDArray[Any]], facts: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Return tensors of the dtypes in the facts over memory, to copy to."""
+    """Return tensors over memory, of the dtypes in the facts, to copy to."""
     if not arrays:
         return []  # torch may not be loaded
     with torch.inference_mode(False):  # tensors made in that mode could not be written outside of it
-        return [tensor_encoding(fact[0]).to_tensor(array) for array, fact in zip(arrays, facts, strict=True)]
+        return [encoding_of(fact[0]).to_tensor(array) for array, fact in zip(arrays, facts, strict=True)]
 
 
 def copy_tensors(targets: list[Any], sources: list[Any]) -> None:
-    """Copy tensors to those of `tensors_over`, which have the same shapes and dtypes."""
+    """Copy tensors to the tensors of `tensors_over`, which have the same shapes and dtypes."""
     with torch.no_grad():
         torch._foreach_copy_(targets, sources)
 
 
 def torch_name(dtype: np.dtype[Any]) -> str | None:
     name = dtype.name
-    found = getattr(torch, name, None)
-    if dtype.kind not in "biufcV" or not isinstance(found, torch.dtype):
+    of_torch = getattr(torch, name, None)
+    if dtype.kind not in "biufcV" or not isinstance(of_torch, torch.dtype):
         return None
     import ml_dtypes
 
-    encoding = tensor_encoding(found)
-    same = dtype.newbyteorder("=") in (encoding.stored, getattr(ml_dtypes, name, None))
+    encoding = encoding_of(of_torch)
+    same = dtype.newbyteorder("=") in (encoding.dtype, getattr(ml_dtypes, name, None))
     return name if encoding.variant is None and same else None
 
 
 def tensor_like(saved: Saved) -> Any | None:
-    """Return a tensor without memory like a saved array; None where torch has no such dtype, or no operations on it."""
+    """Return a tensor without memory like a saved array; None if torch has no such dtype, or no operations on it."""
     name = saved.variant or (None if saved.dtype is None else torch_name(saved.dtype))
     dtype = getattr(torch, name or "", None)
     if saved.shape is None or not isinstance(dtype, torch.dtype) or _TINY.fullmatch(str(name)):
@@ -310,7 +290,7 @@ def tensor_like(saved: Saved) -> Any | None:
 
 
 def is_dense(tensor: Any) -> bool:
-    """True if a tensor is an array of numbers: not sparse, quantized or nested."""
+    """True unless a tensor is sparse, quantized or nested."""
     return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 
@@ -326,9 +306,9 @@ def template_facts(value: Any) -> tuple[Any, ...]:
     """Return kind, stored shape, stored dtype, leaf and variant of a leaf of a template."""
     if not value.is_meta:
         _check(value)
-    encoding = tensor_encoding(value.dtype)
+    encoding = encoding_of(value.dtype)
     shape = (*value.shape, 2) if encoding.paired else tuple(value.shape)
-    return "torch", shape, encoding.stored, value, encoding.variant
+    return "torch", shape, encoding.dtype, value, encoding.variant
 
 
 def local_boxes(template: Any, shape: tuple[int, ...]) -> list[Box] | None:
@@ -336,8 +316,8 @@ def local_boxes(template: Any, shape: tuple[int, ...]) -> list[Box] | None:
     if not is_dtensor(template):
         return None
     share = _share(template, shape)
-    found = [] if share is None else [box for box, _ in share.boxes]
-    return [box.with_axis(2) for box in found] if tensor_encoding(template.dtype).paired else found
+    boxes = [] if share is None else [box for box, _ in share.boxes]
+    return [box.with_axis(2) for box in boxes] if encoding_of(template.dtype).paired else boxes
 
 
 def parts_of(template: Any, shape: tuple[int, ...]) -> Sequence[Part] | None:
@@ -345,21 +325,21 @@ def parts_of(template: Any, shape: tuple[int, ...]) -> Sequence[Part] | None:
     if not is_dtensor(template):
         return None
     parts = _sharding_like(template, shape).parts()
-    return [part.with_axis(2) for part in parts] if tensor_encoding(template.dtype).paired else parts
+    return [part.with_axis(2) for part in parts] if encoding_of(template.dtype).paired else parts
 
 
 def put(
     arrays: Sequence[NDArray[Any]], shape: tuple[int, ...], template: Any, name: str | None = None, strides: Any = None
 ) -> Any:
-    """Make a tensor like a template of its `local_boxes`, or of the whole array: without a copy on the CPU."""
+    """Make a tensor like a template from its `local_boxes`, or from the whole array; on the CPU without a copy."""
     dtype = template.dtype if name is None else getattr(torch, name)
     if template is None:
         return with_strides(_moved(arrays[0], dtype, torch.device("cpu")), strides)
     if not is_dtensor(template):
         return _finished(with_strides(_moved(arrays[0], dtype, template.device), strides), template)
-    own = template.to_local()
-    device = torch.device(template.device_mesh.device_type) if own.is_meta else own.device
-    local = _moved(_assembled(arrays, shape, template, tensor_encoding(dtype)), dtype, device)
+    old = template.to_local()
+    device = torch.device(template.device_mesh.device_type) if old.is_meta else old.device
+    local = _moved(_assembled(arrays, shape, template, encoding_of(dtype)), dtype, device)
     size = torch.Size(shape[: template.ndim])
     stride = template.stride() if size == template.shape else torch.empty(size, device="meta").stride()
     tensor = torch.distributed.tensor.DTensor.from_local(
@@ -372,8 +352,8 @@ STRIDES = "strides"  # key in the details of dense tensors that are not in C ord
 
 
 def is_permuted(shape: Sequence[int], strides: Any) -> bool:
-    """True if strides, perhaps of a file, are those of a dense tensor whose axes lie in memory in any order."""
-    if not isinstance(strides, list) or len(strides) != len(shape) or not all(type(one) is int for one in strides):
+    """True if strides, perhaps from a file, belong to a dense tensor whose axes have any order in memory."""
+    if not isinstance(strides, list) or len(strides) != len(shape) or {*map(type, strides)} - {int}:
         return False
     elements = 1
     for stride, size in sorted(zip(strides, shape, strict=True)):
@@ -384,7 +364,7 @@ def is_permuted(shape: Sequence[int], strides: Any) -> bool:
 
 
 def with_strides(tensor: Any, strides: Any) -> Any:
-    """Return a tensor with the strides that it was saved with, on which the rounding of the next steps may depend."""
+    """Return a tensor with the strides that it was saved with: the rounding of the next steps may depend on them."""
     if strides is None or not is_permuted(tensor.shape, strides):
         return tensor
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
@@ -399,17 +379,17 @@ def _share(template: Any, shape: tuple[int, ...]) -> Share | None:
 
 
 def _assembled(
-    arrays: Sequence[NDArray[Any]], shape: tuple[int, ...], template: Any, encoding: TensorEncoding
+    arrays: Sequence[NDArray[Any]], shape: tuple[int, ...], template: Any, encoding: TorchDType
 ) -> NDArray[Any]:
-    """Put the boxes of this process together as they lie in its memory."""
+    """Join the boxes of this process in the layout of its memory."""
     if len(arrays) == 1:
         return arrays[0]
     share = _share(template, shape)
     if share is None:  # this process is not one of the mesh
-        return np.zeros((0,), encoding.stored)
-    joined = np.empty((*share.shape, 2) if encoding.paired else share.shape, encoding.stored)
-    for array, (_, place) in zip(arrays, share.boxes, strict=True):
-        joined[place] = array
+        return np.zeros((0,), encoding.dtype)
+    joined = np.empty((*share.shape, 2) if encoding.paired else share.shape, encoding.dtype)
+    for array, (_, index) in zip(arrays, share.boxes, strict=True):
+        joined[index] = array
     return joined
 
 
@@ -417,8 +397,8 @@ def _moved(array: NDArray[Any], dtype: Any, device: Any) -> Any:
     array = native(array)
     if not array.flags.writeable:
         array = array.copy()
-    tensor = tensor_encoding(dtype).to_tensor(array)
-    return tensor if device.type in {"cpu", "meta"} else tensor.to(device)
+    tensor = encoding_of(dtype).to_tensor(array)
+    return tensor if device.type in HOST_DEVICES else tensor.to(device)
 
 
 def _finished(tensor: Any, template: Any) -> Any:
@@ -430,14 +410,13 @@ def _finished(tensor: Any, template: Any) -> Any:
 
 
 Interval = tuple[int, int]  # consecutive indices along an axis: the first, and the one after the last
-
 PlacedBox = tuple[Box, tuple[slice, ...]]  # a box of the whole array, and its index in the tensor of a process
 
 
 class Division(NamedTuple):
     """How one axis of a mesh divides an array."""
 
-    axis: int | None  # the array's axis that is divided; None if each process of this mesh axis has all of it
+    axis: int | None  # the array's axis that is divided; None if the array is replicated along this axis of the mesh
     rounds: int = 1  # blocks that the axis is cut into before each is divided; more than 1 for a ``_StridedShard``
 
 
@@ -453,7 +432,7 @@ class Mesh:
 
 
 class Share(NamedTuple):
-    """The part of an array that one process holds: the shape of its own tensor, and the boxes of elements in it."""
+    """The part of an array that one process holds: the shape of its local tensor, and the boxes of elements in it."""
 
     shape: tuple[int, ...]
     boxes: tuple[PlacedBox, ...]
@@ -473,22 +452,23 @@ class DTensorSharding(NamedTuple):
         for (axis, rounds), count, index in zip(self.divisions, self.mesh.shape, coordinates, strict=True):
             if axis is not None:
                 held[axis] = _divide(held[axis], rounds, count, index)
-        return [_joined(each) for each in held]
+        return list(map(_joined, held))
 
     @lru_cache(maxsize=4096)  # noqa: B019 - shardings are values, and a program has few of them
     def parts(self) -> tuple[Part, ...]:
-        """Return the parts of the array in the order of their places, each with the processes that hold it."""
+        """Return the parts of the array in ascending order, each with the processes that hold it."""
         processes = self.mesh.processes
         if 0 in self.shape:
             return (Part((0,) * len(self.shape), self.shape, tuple(sorted(processes))),)
-        return joined_parts((one, box) for one in processes for box, _ in _placed_boxes(self.intervals(one) or []))
+        return joined_parts((rank, box) for rank in processes for box, _ in _placed_boxes(self.intervals(rank) or []))
 
     @lru_cache(maxsize=4096)  # noqa: B019
     def share(self, process: int) -> Share | None:
         held = self.intervals(process)
         if held is None:
             return None
-        return Share(tuple([sum(high - low for low, high in each) for each in held]), tuple(_placed_boxes(held)))
+        shape = tuple([sum(high - low for low, high in intervals) for intervals in held])
+        return Share(shape, tuple(_placed_boxes(held)))
 
     @lru_cache(maxsize=4096)  # noqa: B019
     def describe(self) -> Details:
@@ -516,8 +496,8 @@ def _placed_boxes(held: Sequence[Sequence[Interval]]) -> Iterator[PlacedBox]:
             [(low, high, slice(end - high + low, end)) for (low, high), end in zip(intervals, ends, strict=True)]
         )
     for chosen in itertools.product(*axes):
-        low, high, place = zip(*chosen, strict=True) if chosen else ((), (), ())
-        yield Box(low, high), place
+        low, high, index = zip(*chosen, strict=True) if chosen else ((), (), ())
+        yield Box(low, high), index
 
 
 def _divide(held: list[Interval], rounds: int, count: int, index: int) -> list[Interval]:
@@ -537,13 +517,13 @@ def _chunk(begin: int, end: int, count: int, index: int) -> Interval:
 
 
 def _taken(held: list[Interval], begin: int, end: int) -> list[Interval]:
-    """Return the indices between two places in the order in which they are held."""
-    taken, place = [], 0
+    """Return the held indices between two positions, in their order."""
+    taken, position = [], 0
     for low, high in held:
-        first, last = max(begin - place, 0), min(end - place, high - low)
+        first, last = max(begin - position, 0), min(end - position, high - low)
         if first < last:
             taken.append((low + first, low + last))
-        place += high - low
+        position += high - low
     return taken
 
 
@@ -576,44 +556,41 @@ def _division(placement: Any, ndim: int) -> Division:
 
 
 def _mesh(mesh: Any) -> Mesh:
-    found = _known.get(mesh)
-    if found is None:
-        names = mesh.mesh_dim_names or [str(axis) for axis in range(mesh.ndim)]
-        ranks = mesh.mesh
-        found = _interned(tuple(ranks.shape), tuple(ranks.reshape(-1).tolist()), tuple(map(str, names)))
-        _known[mesh] = found
-    return found
+    if mesh not in _meshes:
+        ranks, names = mesh.mesh, mesh.mesh_dim_names or range(mesh.ndim)
+        _meshes[mesh] = _interned(tuple(ranks.shape), tuple(ranks.reshape(-1).tolist()), tuple(map(str, names)))
+    return _meshes[mesh]
 
 
-def _place_in_root(mesh: Any) -> tuple[Mesh, frozenset[int]] | None:
+def _axes_in_root(mesh: Any) -> tuple[Mesh, frozenset[int]] | None:
     """Return the root of a mesh, and the axes of it that the mesh covers whole; None if it covers parts of some."""
-    if mesh not in _places:
+    if mesh not in _roots:
         get = getattr(mesh, "_get_root_mesh", None)  # a function of the module in earlier versions of torch
-        found = torch.distributed.device_mesh._mesh_resources.get_root_mesh(mesh) if get is None else get()
-        root, own = _mesh(found), _mesh(mesh)
-        _places[mesh] = None
-        if root.coordinates.keys() >= set(own.processes):
-            places = [root.coordinates[process] for process in own.processes]
-            axes = frozenset(axis for axis, indices in enumerate(zip(*places, strict=True)) if len({*indices}) > 1)
-            if math.prod(root.shape[axis] for axis in axes) == len(places):
-                _places[mesh] = root, axes
-    return _places[mesh]
+        root_mesh = torch.distributed.device_mesh._mesh_resources.get_root_mesh(mesh) if get is None else get()
+        root, processes = _mesh(root_mesh), _mesh(mesh).processes
+        _roots[mesh] = None
+        if root.coordinates.keys() >= set(processes):
+            coordinates = [root.coordinates[process] for process in processes]
+            axes = frozenset(axis for axis, indices in enumerate(zip(*coordinates, strict=True)) if len({*indices}) > 1)
+            if math.prod(root.shape[axis] for axis in axes) == len(processes):
+                _roots[mesh] = root, axes
+    return _roots[mesh]
 
 
 @lru_cache(maxsize=64)
 def _repeated(mesh: Mesh, root: Mesh, axes: tuple[int, ...]) -> Mesh:
     """Return a mesh with its copies along other axes of the root; these axes are the first ones."""
-    ranks = {place: process for process, place in root.coordinates.items()}
+    ranks = {coordinates: process for process, coordinates in root.coordinates.items()}
     processes = []
     for indices in itertools.product(*(range(root.shape[axis]) for axis in axes)):
+        moved = dict(zip(axes, indices, strict=True))
         for process in mesh.processes:
-            moved = dict(zip(axes, indices, strict=True))
-            place = root.coordinates[process]
-            processes.append(ranks[tuple(moved.get(axis, index) for axis, index in enumerate(place))])
+            coordinates = enumerate(root.coordinates[process])
+            processes.append(ranks[tuple(moved.get(axis, index) for axis, index in coordinates)])
     shape, names = (tuple(values[axis] for axis in axes) for values in (root.shape, root.names))
     return _interned((*shape, *mesh.shape), tuple(processes), (*names, *mesh.names))
 
 
-_places: weakref.WeakKeyDictionary[Any, tuple[Mesh, frozenset[int]] | None] = weakref.WeakKeyDictionary()
-_known: weakref.WeakKeyDictionary[Any, Mesh] = weakref.WeakKeyDictionary()
+_roots: weakref.WeakKeyDictionary[Any, tuple[Mesh, frozenset[int]] | None] = weakref.WeakKeyDictionary()
+_meshes: weakref.WeakKeyDictionary[Any, Mesh] = weakref.WeakKeyDictionary()
 _interned = lru_cache(maxsize=64)(Mesh)  # equal meshes are one object, which is quickly found in other caches

@@ -110,15 +110,15 @@ def apply_transformations(
     """
     original = flatten(original_tree)
     new = flatten(new_tree)
-    known = OriginalTree(original.names, original.structure, [value is None for value in original.values])
-    origins = plan_transformations(known, transformations, new, default_to_original)
-    found = evaluate(
+    source = OriginalTree(original.names, original.structure, [value is None for value in original.values])
+    origins = plan_transformations(source, transformations, new, default_to_original)
+    made = evaluate(
         new,
         dict(enumerate(origins)),
         run=lambda call: call.run(original_tree),
         take=lambda taken: unflatten(taken.container, original.values[taken.start : taken.stop]),
     )
-    values = dict(enumerate(new.values)) | dict(found)
+    values = dict(enumerate(new.values)) | dict(made)
     return unflatten(new.structure, list(values.values()))
 
 
@@ -175,16 +175,16 @@ class Call:
         if self.names == [""]:
             _check_leaf(result, self.path, placeholder, "multi_value_fn")
             return {"": result}
-        found = flatten(result)
-        known = dict(zip(found.names, found.values, strict=True))
-        missing = [f"{_path_of(name)}: not returned" for name in self.names if name not in known]
+        flat = flatten(result)
+        returned = dict(zip(flat.names, flat.values, strict=True))
+        missing = [f"{_path_of(name)}: not returned" for name in self.names if name not in returned]
         if missing:
             raise TreeMismatchError(
                 f"multi_value_fn of the transformation for {self.path or '(root)'} must return a tree with the keys "
                 "that the new tree has there:",
                 missing,
             )
-        return known
+        return returned
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,13 +195,13 @@ class Computed:
     name: str
 
 
-Origin = Taken | Computed | None  # the source of a leaf of the new tree, or None where that stays
+Origin = Taken | Computed | None  # the source of a leaf of the new tree, or None if the leaf stays
 
 
 def evaluate(
     new: Flattened, origins: Mapping[int, Origin], *, run: Callable[[Call], Any], take: Callable[[Taken], Any]
 ) -> Iterator[tuple[int, Any]]:
-    """Generate the values of leaves that do not stay, by number; ``run`` and ``take`` give what the original has."""
+    """Generate the values of leaves that do not stay, by number; ``run`` and ``take`` read the original tree."""
     returned: dict[Call, dict[str, Any]] = {}
     for number, origin in origins.items():
         old = new.values[number]
@@ -218,7 +218,7 @@ def plan_transformations(
 ) -> list[Origin]:
     planner = _Planner(original, _Rules(transformations), default_to_original)
     origins = [planner.origin(name, value) for name, value in zip(new.names, new.values, strict=True)]
-    planner.rules.check([*map(_path_of, new.names), *(path for path, *_ in _containers(new.structure, "", [0]))])
+    planner.rules.check([*map(_path_of, new.names), *(path for path, _ in _containers(new.structure, "", [0]))])
     if planner.problems:
         raise unfilled_error(original.where, len(new.names), planner.problems)
     return origins
@@ -236,9 +236,7 @@ class _Planner:
         self._empty = original.empty
         self._default_to_original = default_to_original
         self._calls: dict[str, Call] = {}
-        self._original: dict[str, tuple[int, int, TreeDef | None]] = {
-            path: (start, stop, node) for path, start, stop, node in _containers(original.structure, "", [0])
-        }
+        self._original: dict[str, tuple[int, int, TreeDef | None]] = dict(_containers(original.structure, "", [0]))
         self._original.update((_path_of(name), (index, index + 1, None)) for index, name in enumerate(original.names))
 
     def origin(self, name: str, value: Any) -> Origin:
@@ -262,20 +260,19 @@ class _Planner:
         return self._taken(path, match.source, value, match)
 
     def _find(self, path: str, value: Any) -> tuple[int, int, TreeDef | None] | None:
-        """Return what the original has for a leaf, also where variables of nnx contain their value in one tree only."""
-        found, below = self._original.get(path), self._original.get(f"{path}/value")
-        if found is None and path.endswith("/value"):
+        """Return the part of the original for a leaf, even if only one tree has the values of nnx below variables."""
+        part, below = self._original.get(path), self._original.get(f"{path}/value")
+        if part is None and path.endswith("/value"):
             above = self._original.get(path.removesuffix("/value"))
             return above if above is not None and above[2] is None else None
-        if value is ... or found is None or found[2] is None or found[2].keys != ["value"]:
-            return found
-        return found if below is None or below[2] is not None else below
+        if value is ... or part is None or part[2] is None or part[2].keys != ["value"]:
+            return part
+        return part if below is None or below[2] is not None else below
 
     def _is_there(self, path: str, value: Any) -> bool:
-        found = self._find(path, value)
-        if found is None:
+        if (part := self._find(path, value)) is None:
             return False
-        start, stop, container = found
+        start, stop, container = part
         return value is ... or (not self._empty[start] if container is None else stop > start)
 
     def _kept(self, path: str, value: Any, why: str, match: _Match | None = None) -> Origin:
@@ -285,14 +282,14 @@ class _Planner:
 
     def _taken(self, path: str, source: str, value: Any, match: _Match | None) -> Origin:
         function = None if match is None else match.rule.transform.value_fn
-        found = self._find(source, value) if function is None else self._original.get(source)
-        if found is None:
+        part = self._find(source, value) if function is None else self._original.get(source)
+        if part is None:
             why = "not in the original tree" if source == path else f"{source!r} is not in the original tree"
             if function is not None and source == path:
                 why += "; value_fn is given the value at this key: add original_key=, or use multi_value_fn"
             self._problem(path, f"expected a value, {why}", match)
             return None
-        start, stop, container = found
+        start, stop, container = part
         if value is not ... and container is not None and function is None:
             self._problem(
                 path,
@@ -305,21 +302,19 @@ class _Planner:
         return Taken(source, start, stop, container, function)
 
     def _computed(self, match: _Match, name: str, function: Callable[..., Any]) -> Origin:
-        call = self._calls.get(match.path)
-        if call is None:
-            call = self._calls[match.path] = Call(match.path, function)
+        call = self._calls.setdefault(match.path, Call(match.path, function))
         above = match.path.count("/") + 1 if match.path else 0
         part = name.split(".", above)[-1] if match.rest else ""
         call.names.append(part)
         return Computed(call, part)
 
-    def _problem(self, path: str, what: str, match: _Match | None = None) -> None:
+    def _problem(self, path: str, problem: str, match: _Match | None = None) -> None:
         because = "" if match is None else f" (transformation {match.rule.key!r})"
-        self.problems.append(f"{path or '(root)'}: {what}{because}")
+        self.problems.append(f"{path or '(root)'}: {problem}{because}")
 
 
-def _containers(node: TreeDef | None, name: str, counter: list[int]) -> Iterator[tuple[str, int, int, TreeDef]]:
-    """Generate path, first leaf, end of leaves and definition of each container, inner ones first."""
+def _containers(node: TreeDef | None, name: str, counter: list[int]) -> Iterator[tuple[str, tuple[int, int, TreeDef]]]:
+    """Generate the path of each container, with first leaf, end of leaves and definition, inner ones first."""
     if node is None:
         return
     start = counter[0]
@@ -328,13 +323,13 @@ def _containers(node: TreeDef | None, name: str, counter: list[int]) -> Iterator
             counter[0] += 1
         else:
             yield from _containers(child, below, counter)
-    yield _path_of(name), start, counter[0], node
+    yield _path_of(name), (start, counter[0], node)
 
 
-def _check_leaf(result: Any, path: str, placeholder: bool, what: str) -> None:
+def _check_leaf(result: Any, path: str, placeholder: bool, function: str) -> None:
     if not placeholder and flatten(result).structure is not None:
         raise TreeMismatchError(
-            f"{what} of the transformation for {path or '(root)'} returned a {type(result).__name__}: expected one "
+            f"{function} of the transformation for {path or '(root)'} returned a {type(result).__name__}: expected one "
             "value, as the new tree has a leaf there; write ... in the new tree to take what is returned as it is"
         )
 
@@ -349,12 +344,12 @@ def has_values(leaf: Any) -> bool:
     return library != "torch" or not leaf.is_meta
 
 
-def _explained(function: Callable[[], Any], what: str, path: str) -> Any:
-    """Call a function of the user; add a note with the key to what it raises."""
+def _explained(function: Callable[[], Any], option: str, path: str) -> Any:
+    """Call a function of the user; add a note with the key to an exception."""
     try:
         return function()
     except Exception as error:
-        error.add_note(f"raised by {what} of the transformation for {path or '(root)'}")
+        error.add_note(f"raised by {option} of the transformation for {path or '(root)'}")
         raise
 
 
@@ -367,7 +362,7 @@ def _path_of(name: str) -> str:
 class _Rule:
     key: str  # levels separated by ``/``
     transform: Transform
-    pattern: re.Pattern[str] | None  # the key as a regular expression; None where it matches only itself
+    pattern: re.Pattern[str] | None  # the key as a regular expression; None if it matches only itself
     problem: str = ""  # why the key is not a regular expression; empty if it is one
 
 
@@ -390,32 +385,32 @@ class _Rules:
         self._first: dict[str, tuple[_Rule, re.Match[str]] | None] = {}
 
     def find(self, path: str) -> _Match | None:
-        above = list(_above(path))
-        for place in (path, *above):
-            if (rule := self._literal.get(place)) is not None:
-                return _match(rule, None, place, path)
-        for place in (path, *above[:-1]):  # a pattern that matches the empty path does not mean the whole tree
-            if place not in self._first:
-                matches = ((rule, rule.pattern.fullmatch(place)) for rule in self.rules if rule.pattern is not None)
-                self._first[place] = next(((rule, found) for rule, found in matches if found is not None), None)
-            if (first := self._first[place]) is not None:
-                return _match(*first, place, path)
+        paths = [path, *_above(path)]
+        for target in paths:
+            if (rule := self._literal.get(target)) is not None:
+                return _match(rule, None, target, path)
+        for target in paths[:-1] or paths:  # a pattern that matches the empty path does not mean the whole tree
+            if target not in self._first:
+                matches = ((rule, rule.pattern.fullmatch(target)) for rule in self.rules if rule.pattern is not None)
+                self._first[target] = next(((rule, match) for rule, match in matches if match is not None), None)
+            if (first := self._first[target]) is not None:
+                return _match(*first, target, path)
         return None
 
     def check(self, paths: Iterable[str]) -> None:
-        known = set(paths)
+        every = set(paths)
         for rule in self.rules:
-            if rule.key in known:
+            if rule.key in every:
                 continue
             if rule.problem:
                 raise OptionError(
                     f"the transformation {rule.key!r} is neither a key of the new tree nor a regular expression: "
                     f"{rule.problem}"
                 )
-            if rule.pattern is None or not any(map(rule.pattern.fullmatch, known)):
+            if rule.pattern is None or not any(map(rule.pattern.fullmatch, every)):
                 raise OptionError(
                     f"the transformation {rule.key!r} matches no key of the new tree, which has "
-                    f"{shortened([repr(path) for path in sorted(known) if path]) or 'none'}"
+                    f"{shortened([repr(path) for path in sorted(every) if path]) or 'none'}"
                 )
 
 
@@ -426,7 +421,7 @@ def _argument_count(function: Callable[..., Any]) -> int:
     except (TypeError, ValueError):  # some built-in functions have no signature
         return 1
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    required = [one for one in parameters if one.kind in positional and one.default is inspect.Parameter.empty]
+    required = [each for each in parameters if each.kind in positional and each.default is inspect.Parameter.empty]
     return 2 if len(required) == 2 else 1
 
 
@@ -454,21 +449,21 @@ def _rule(key: str, transform: Transform) -> _Rule:
         return _Rule(key, transform, None, str(error))
 
 
-def _match(rule: _Rule, found: re.Match[str] | None, place: str, path: str) -> _Match:
-    """Return the match of a rule, whose pattern found ``place``, for a leaf there or below."""
-    source, original_key = place, rule.transform.original_key
+def _match(rule: _Rule, match: re.Match[str] | None, target: str, path: str) -> _Match:
+    """Return the match of a rule for the leaf at ``path``; its key matches ``target``, its path or one above."""
+    source, original_key = target, rule.transform.original_key
     if original_key is not None:
-        found = found or re.fullmatch(re.escape(place), place)
-        assert found is not None
+        match = match or re.fullmatch(re.escape(target), target)
+        assert match is not None
         try:
-            source = found.expand(original_key)
+            source = match.expand(original_key)
         except (re.error, IndexError) as error:
             raise OptionError(
                 f"the transformation {rule.key!r} has original_key={original_key!r}, which does not fit its key: "
                 f"{error}"
             ) from error
-    rest = path.removeprefix(place).removeprefix("/")
-    return _Match(rule, place, rest, "/".join(filter(None, (source, rest))))
+    rest = path.removeprefix(target).removeprefix("/")
+    return _Match(rule, target, rest, "/".join(filter(None, (source, rest))))
 
 
 def _above(path: str) -> Iterator[str]:

@@ -1,8 +1,7 @@
 """Ways to leaves: a state is searched once, and its chosen leaves are found again at every later step.
 
-A way is a chain of keys and attributes from the root, so it leads to the present leaf of an immutable tree that each
-step makes again as well as of a module that steps change in place. Nothing is ever written, and no method of an object
-is called.
+A way is a chain of keys and attributes from the root. It leads to the present leaf, whether each step makes a new
+immutable tree or changes a module in place. Nothing is ever written, and no method of an object is called.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from .jax_leaves import is_key
 from .leaves import PLAIN, is_jax_array, is_torch_tensor, library_of, loaded, nnx, torch
 
 MISSING: Any = object()
-"""What a way leads to that has ended, as an entry or an attribute is gone."""
+"""The result of a way whose entry or attribute is gone."""
 
 _MOST_NODES = 60_000  # objects and leaves that are visited
 _MOST_ATTRIBUTES = 4_000
@@ -49,12 +48,12 @@ class _Child(NamedTuple):
     get: _Get
     key: Any
     value: Any
-    place: tuple[int, int] | None = None  # of a parameter whose state in an optimizer has the key
+    parameter: tuple[int, int] | None = None  # its group and number, if its state in an optimizer has the key
 
 
 @dataclass(eq=False, slots=True)
 class _Way:
-    """A way that goes on where another one leads to, or from the root."""
+    """A way that continues another one, or begins at the root."""
 
     parent: _Way | None
     get: _Get
@@ -62,11 +61,11 @@ class _Way:
 
     @property
     def is_open(self) -> bool:
-        """True if only containers are on the way."""
+        """True if the way passes only containers."""
         return self.get is operator.getitem and (self.parent is None or self.parent.is_open)
 
     def is_lost(self, values: Mapping[_Way | None, Any]) -> bool:
-        """True if an entry of a container is gone that does not come and go, as those of lists do."""
+        """True if an entry is gone from a container whose entries do not come and go, as the items of lists do."""
         if self.parent is not None and self.parent.is_lost(values):
             return True
         owner = values[self.parent]
@@ -78,29 +77,29 @@ _NOWHERE = _Way(None, lambda *_: MISSING, None)  # the way to a leaf that a stat
 
 
 class _Route:
-    """Follows several ways at once; what they share is visited once."""
+    """Follows several ways at once; parts that they share are visited once."""
 
     def __init__(self, ways: Iterable[_Way | None]) -> None:
-        self._places: dict[_Way | None, int] = {None: 0}
-        self._steps: list[tuple[int, _Get, Any]] = []  # the place of the owner, and what leads on from there
+        self._numbers: dict[_Way | None, int] = {None: 0}
+        self._steps: list[tuple[int, _Get, Any]] = []  # the number of the owner's way, and what leads on from there
         self._ends: list[int] = []
         for way in ways:
             ahead: list[_Way] = []
-            while way is not None and way not in self._places:
+            while way is not None and way not in self._numbers:
                 ahead.append(way)
                 way = way.parent
             for step in reversed(ahead):
-                self._steps.append((self._places[step.parent], step.get, step.key))
-                self._places[step] = len(self._steps)
-            self._ends.append(self._places[ahead[0] if ahead else way])
+                self._steps.append((self._numbers[step.parent], step.get, step.key))
+                self._numbers[step] = len(self._steps)
+            self._ends.append(self._numbers[ahead[0] if ahead else way])
 
     def follow(self, root: Any) -> list[Any]:
-        """Return what the ways lead to from a root, in their order."""
+        """Return the values that the ways lead to from a root, in their order."""
         return [*map(self._values(root).__getitem__, self._ends)]
 
     def values(self, root: Any) -> dict[_Way | None, Any]:
-        """Return what the ways and the parts of them lead to from a root."""
-        return dict(zip(self._places, self._values(root), strict=True))
+        """Return the values that the ways and their parts lead to from a root."""
+        return dict(zip(self._numbers, self._values(root), strict=True))
 
     def _values(self, root: Any) -> list[Any]:
         values = [root]
@@ -118,7 +117,7 @@ class Ways:
     Args:
         root: The first root: containers, modules, optimizers, and objects of the program.
         most: How many leaves are chosen: learning rates, parameters that are trained and the state of their optimizers
-            come first, and then the order is that of a checksum of the name, which is the same in every process.
+            come first. The rest is in the order of checksums of the names, which is the same in every process.
         names: Names of the leaves to choose instead.
 
     Attributes:
@@ -140,14 +139,14 @@ class Ways:
             prefix = f"{path}." if path else ""
             if len(self._attributes) < _MOST_ATTRIBUTES:
                 taken = {child.key for child in children if child.get is getattr and _is_open("", child.value)}
-                if not most:  # Without leaves, arrays are texts as well.
+                if not most:  # If no leaves are chosen, arrays become texts as well.
                     taken -= {child.key for child in children if library_of(child.value) is not None}
                 self._attributes += [(f"{prefix}{name}", way, name) for name in _attributes(value) if name not in taken]
             states: dict[Any, _Way] = {}
             for child in children:
                 owner = way
-                if child.place is not None:
-                    owner = states.setdefault(child.place, _Way(way, _state_of, child.place))
+                if child.parameter is not None:
+                    owner = states.setdefault(child.parameter, _Way(way, _state_of, child.parameter))
                 name, below = f"{prefix}{child.name}", _Way(owner, child.get, child.key)
                 if library_of(child.value) is not None or type(child.value) in (bool, int, float):
                     leaves.append((name, below, _rank(child)))
@@ -158,8 +157,8 @@ class Ways:
             leaves.sort(key=lambda leaf: (leaf[2], zlib.crc32(leaf[0].encode(errors="replace"))))
             self._leaves: dict[str, _Way | None] = {name: way for name, way, _ in leaves[:most]}
         else:
-            known = {name: way for name, way, _ in leaves}
-            self._leaves = {name: known.get(name) for name in names}
+            ways = {name: way for name, way, _ in leaves}
+            self._leaves = {name: ways.get(name) for name in names}
         self.names = tuple(self._leaves)
         self._to_leaves = _Route(way or _NOWHERE for way in self._leaves.values())
         self._to_owners = _Route(way for _, way, _ in self._attributes)
@@ -169,9 +168,9 @@ class Ways:
         return self._to_leaves.follow(root)
 
     def ended(self, root: Any) -> list[str]:
-        """Return the names of the chosen leaves that another root lacks, as far as containers lead to them.
+        """Return the names of the chosen leaves that another root lacks, if only containers lead to them.
 
-        What is in a list, what an optimizer keeps, and what objects hold further below may come and go.
+        Items of lists, the state of an optimizer, and attributes further below may come and go.
         """
         values = self._to_leaves.values(root)
         return [name for name, way in self._leaves.items() if way is not None and way.is_lost(values)]
@@ -187,66 +186,63 @@ class Ways:
 
 
 def _children(value: Any) -> list[_Child]:
-    """Return what a way leads on to from an object: nothing from an array."""
+    """Return the values that a way can lead to from an object; an array has none."""
     if type(value) is dict or isinstance(value, Mapping):
-        return [_Child(str(key), operator.getitem, key, one) for key, one in [*value.items()]]
+        return [_Child(str(key), operator.getitem, key, child) for key, child in [*value.items()]]
     if isinstance(value, list | tuple | deque):
         names = getattr(value, "_fields", None) or map(str, range(len(value)))
         pairs = zip(names, [*value], strict=True)
-        return [_Child(name, operator.getitem, index, one) for index, (name, one) in enumerate(pairs)]
+        return [_Child(name, operator.getitem, index, child) for index, (name, child) in enumerate(pairs)]
     if library_of(value) is not None or isinstance(value, _CLOSED):
         return []
     if loaded("torch") is not None and isinstance(value, torch.nn.Module):
         return list(_of_module(value))
     if loaded("torch") is not None and isinstance(value, torch.optim.Optimizer):
         return list(_of_optimizer(value))
-    if is_nnx(value):
-        return [_Child(name, getattr, name, one) for name, one in [*vars(value).items()] if _is_open(name, one)]
-    if _is_variable(value):
+    is_object_of_nnx = is_nnx(value)
+    if not is_object_of_nnx and _is_variable(value):
         return [_Child("value", _value_of, None, _value_of(value, None))]
-    if (contents := expand(value)) is not None and contents.keys is not None:
+    if not is_object_of_nnx and (contents := expand(value)) is not None and contents.keys is not None:
         return [
-            _Child(str(key), getattr, str(key), one)
-            for key, one in zip(contents.keys, contents.values, strict=True)
-            if getattr(value, str(key), MISSING) is one
+            _Child(str(key), getattr, str(key), child)
+            for key, child in zip(contents.keys, contents.values, strict=True)
+            if getattr(value, str(key), MISSING) is child
         ]
-    if hasattr(value, "__dict__") and not _is_of_library(value):
-        return [_Child(name, getattr, name, one) for name, one in [*vars(value).items()] if _is_open(name, one)]
+    if is_object_of_nnx or (hasattr(value, "__dict__") and not _is_of_library(value)):
+        return [_Child(name, getattr, name, child) for name, child in [*vars(value).items()] if _is_open(name, child)]
     return []
 
 
 def _of_module(module: Any) -> Iterator[_Child]:
     for attribute in ("_parameters", "_buffers", "_modules"):
-        for name, one in [*getattr(module, attribute).items()]:
-            if one is not None:
-                yield _Child(name, _held, (attribute, name), one)
+        for name, child in [*getattr(module, attribute).items()]:
+            if child is not None:
+                yield _Child(name, _held, (attribute, name), child)
 
 
 def _of_optimizer(optimizer: Any) -> Iterator[_Child]:
     number = 0
     for index, group in enumerate(optimizer.param_groups):
-        for place, parameter in enumerate(group["params"]):
-            for key, one in [*optimizer.state.get(parameter, {}).items()]:
-                yield _Child(f"state.{number}.{key}", operator.getitem, key, one, (index, place))
+        for in_group, parameter in enumerate(group["params"]):
+            for key, child in [*optimizer.state.get(parameter, {}).items()]:
+                yield _Child(f"state.{number}.{key}", operator.getitem, key, child, (index, in_group))
             number += 1
-        for key, one in [*group.items()]:
-            if type(one) in (bool, int, float):
-                yield _Child(f"param_groups.{index}.{key}", _option, (index, key), one)
+        for key, child in [*group.items()]:
+            if type(child) in (bool, int, float):
+                yield _Child(f"param_groups.{index}.{key}", _option, (index, key), child)
 
 
-def _held(module: Any, place: tuple[str, str]) -> Any:
-    attribute, name = place
-    return getattr(module, attribute)[name]
+def _held(module: Any, key: tuple[str, str]) -> Any:
+    return getattr(module, key[0])[key[1]]
 
 
-def _state_of(optimizer: Any, place: tuple[int, int]) -> Any:
-    index, number = place
-    return optimizer.state.get(optimizer.param_groups[index]["params"][number])
+def _state_of(optimizer: Any, parameter: tuple[int, int]) -> Any:
+    group, number = parameter
+    return optimizer.state.get(optimizer.param_groups[group]["params"][number])
 
 
-def _option(optimizer: Any, place: tuple[int, str]) -> Any:
-    index, key = place
-    return optimizer.param_groups[index][key]
+def _option(optimizer: Any, key: tuple[int, str]) -> Any:
+    return optimizer.param_groups[key[0]][key[1]]
 
 
 def _value_of(variable: Any, _: object) -> Any:
@@ -261,22 +257,22 @@ def _is_variable(value: Any) -> bool:
 
 
 def _is_open(name: str, value: Any) -> bool:
-    """True if an attribute of an object of the program is on a way, and not only a text."""
+    """True if ways lead through an attribute; other attributes are only texts."""
     return not name.startswith(_INTERNAL) and not isinstance(value, (*PLAIN, *_CLOSED, np.generic, Enum))
 
 
 def _is_of_library(value: Any) -> bool:
-    """True if a library made the class of an object, whose attributes are its own; loaders lead on to data."""
+    """True if the attributes of an object belong to a library; loaders are excepted, as they lead to data."""
     module = type(value).__module__
     is_loader = module.startswith("torch.utils.data") and not isinstance(value, Iterator)
     return module.partition(".")[0] in _LIBRARIES and not is_loader
 
 
 def _rank(child: _Child) -> int:
-    """Return 0 for learning rates, 1 for what an optimizer trains and what it keeps, 2 for other leaves."""
+    """Return 0 for learning rates, 1 for trained parameters and the state of optimizers, 2 for other leaves."""
     if child.get is _option:
         return 0 if child.key[1] == "lr" and child.key[0] < _MOST_RATES else 2
-    is_trained = child.place is not None or (is_torch_tensor(child.value) and child.value.requires_grad)
+    is_trained = child.parameter is not None or (is_torch_tensor(child.value) and child.value.requires_grad)
     return 1 if is_trained else 2
 
 
@@ -284,24 +280,25 @@ def _rank(child: _Child) -> int:
 
 
 def _attributes(value: Any) -> list[str]:
-    """Return the names of attributes that may be plain values, of objects that are not those of a library."""
+    """Return the names of attributes that may be plain values; objects of libraries have none."""
     is_schedule = loaded("torch") is not None and isinstance(value, torch.optim.lr_scheduler.LRScheduler)
     is_closed = type(value).__module__.partition(".")[0] in (*_LIBRARIES, *_LOADERS)
     if (is_closed and not is_schedule) or _is_variable(value):
         return []
-    own = getattr(value, "__dict__", None)
-    if not isinstance(own, dict):
+    attributes = getattr(value, "__dict__", None)
+    if not isinstance(attributes, dict):
         return []
     is_module = loaded("torch") is not None and isinstance(value, torch.nn.Module)
-    known = _attributes_of_modules(sys.modules.get("lightning.pytorch")) if is_module else frozenset()
+    omitted = _attributes_of_modules(sys.modules.get("lightning.pytorch")) if is_module else frozenset()
     if (torchmetrics := loaded("torchmetrics")) is not None and isinstance(value, torchmetrics.Metric):
-        known |= _CACHES
-    return [name for name in [*own] if isinstance(name, str) and name not in known and not name.startswith(_INTERNAL)]
+        omitted |= _CACHES
+    names = [name for name in [*attributes] if isinstance(name, str) and name not in omitted]
+    return [name for name in names if not name.startswith(_INTERNAL)]
 
 
 @functools.cache
 def _attributes_of_modules(lightning: Any) -> frozenset[str]:
-    """Return the attributes that every module has: those of torch, and of Lightning where that is imported."""
+    """Return the attributes that every module has: of torch, and of Lightning if that is imported."""
     kinds = [torch.nn.Module, *([lightning.LightningModule] if hasattr(lightning, "LightningModule") else [])]
     return frozenset(name for kind in kinds for name in vars(kind()))
 
@@ -311,7 +308,7 @@ _INTERNAL = ("__", "_pytree__", "_nnx", "_object__", "_TrackedList", "_self_")  
 
 
 def text_of(value: Any) -> str | None:
-    """Return a plain value as a text that is the same in every process, without addresses; None for other objects.
+    """Return a plain value as text that is the same in every process, without addresses; None for other objects.
 
     >>> text_of({"b", "a"}), text_of(len), text_of(object()), text_of([1.5, None])
     ("{'a', 'b'}", 'builtins.len', None, '[1.5, None]')
@@ -323,12 +320,12 @@ def text_of(value: Any) -> str | None:
 
 
 def _text_of(value: Any, depth: int) -> str | None:
-    if isinstance(value, PLAIN):
-        return repr(value) if not isinstance(value, Enum) else str(value)
-    if isinstance(value, np.generic):
-        return repr(value.item())
     if isinstance(value, Enum):
         return str(value)
+    if isinstance(value, PLAIN):
+        return repr(value)
+    if isinstance(value, np.generic):
+        return repr(value.item())
     if isinstance(value, types.FunctionType | types.MethodType | types.BuiltinFunctionType | type):
         return f"{value.__module__}.{value.__qualname__}"
     if is_torch_tensor(value):
@@ -348,15 +345,13 @@ def _text_of(value: Any, depth: int) -> str | None:
     if len(value) > _MOST_ENTRIES:
         return f"{type(value).__name__} of {len(value)}"
     if isinstance(value, dict):
-        pairs = [(_text_of(key, depth - 1), _text_of(one, depth - 1)) for key, one in [*value.items()]]
+        pairs = [(_text_of(key, depth - 1), _text_of(item, depth - 1)) for key, item in [*value.items()]]
         return None if any(None in pair for pair in pairs) else f"{{{', '.join(f'{a}: {b}' for a, b in pairs)}}}"
-    texts = [_text_of(one, depth - 1) for one in [*value]]
-    known = [text for text in texts if text is not None]
-    if len(known) < len(texts):
+    texts = [text for item in [*value] if (text := _text_of(item, depth - 1)) is not None]
+    if len(texts) < len(value):
         return None
-    if isinstance(value, set | frozenset):
-        return f"{{{', '.join(sorted(known))}}}"
-    return f"[{', '.join(known)}]"
+    is_set = isinstance(value, set | frozenset)
+    return f"{{{', '.join(sorted(texts))}}}" if is_set else f"[{', '.join(texts)}]"
 
 
 def _state_of_generator(value: Any) -> Any:
@@ -370,31 +365,32 @@ def _state_of_generator(value: Any) -> Any:
 
 
 def leaves_of(value: Any) -> tuple[list[Any], str]:
-    """Return the arrays in a value, such as a batch or a state, and a text of its plain values."""
+    """Return the arrays in a value, such as a batch or a state, and its plain values as text."""
     arrays: list[Any] = []
     texts: list[str] = []
     queue: deque[Any] = deque([value])
     for _ in range(_MOST_VALUES):
         if not queue:
             break
-        one = queue.popleft()
-        if library_of(one) is not None:
-            arrays.append(one)
-        elif isinstance(one, list | tuple) and len(one) > 16 and (kinds := {*map(type, one)}) <= {*PLAIN}:
-            texts.append(_text_of_integers(one) if kinds == {int} else repr(one))
-        elif isinstance(one, Mapping | list | tuple | deque):
-            if isinstance(one, Mapping):
-                texts.append(repr([*map(str, one)]))
-            queue.extend(one.values() if isinstance(one, Mapping) else one)
-        elif isinstance(one, PLAIN):
-            texts.append(repr(one))
-        elif not isinstance(one, _CLOSED) and (contents := expand(one)) is not None:
+        item = queue.popleft()
+        if library_of(item) is not None:
+            arrays.append(item)
+        elif isinstance(item, list | tuple) and len(item) > 16 and (kinds := {*map(type, item)}) <= {*PLAIN}:
+            texts.append(_text_of_integers(item) if kinds == {int} else repr(item))
+        elif isinstance(item, Mapping):
+            texts.append(repr([*map(str, item)]))
+            queue.extend(item.values())
+        elif isinstance(item, list | tuple | deque):
+            queue.extend(item)
+        elif isinstance(item, PLAIN):
+            texts.append(repr(item))
+        elif not isinstance(item, _CLOSED) and (contents := expand(item)) is not None:
             queue.extend(contents.values)
     return arrays, "\n".join(texts)
 
 
 def _text_of_integers(numbers: Collection[int]) -> str:
-    """Return a checksum of integers, as many as the state of a generator has: their texts take ten times as long."""
+    """Return a checksum of integers, such as the state of a generator: their text would take ten times as long."""
     try:
         return f"integers {zlib.crc32(array('q', numbers).tobytes()):08x}"
     except OverflowError:

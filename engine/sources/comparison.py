@@ -27,14 +27,13 @@ Difference = Literal["missing", "added", "type", "values", "unknown"]
 class LeafDifference:
     """One leaf in which two checkpoints differ."""
 
-    item: str  # the item of the checkpoints that the leaf belongs to
+    item: str  # the item of the leaf
     path: str  # its path in the tree, such as ``params/Dense_0/kernel``; empty for an item that is no tree
-    # Missing from the second, added by it, of another dtype or shape, of other values, or not read by holdfast.
-    kind: Difference
+    kind: Difference  # "type": dtype or shape differ; "unknown": holdfast does not read the leaf
     detail: str  # the difference as text for users
-    differing: int = 0  # how many elements differ; 0 where that does not apply
-    size: int = 0  # how many elements there are
-    greatest: float = math.nan  # the greatest absolute difference of two elements; NaN where one is NaN or no number
+    differing: int = 0  # the number of elements that differ; 0 if that does not apply
+    size: int = 0  # the number of elements
+    greatest: float = math.nan  # the greatest absolute difference of two elements; NaN if one is NaN or no number
     relative: float = math.nan  # the same, divided by the greatest absolute element
     first: tuple[int, ...] | None = None  # the index of the first element that differs
 
@@ -57,12 +56,12 @@ def compare_checkpoints(
 ) -> Iterator[LeafDifference]:
     """Yield the leaves in which two checkpoints differ, in the order of the first one's items and trees.
 
-    Generators that no step has drawn from are not compared, because those of two runs differ if the program does not
-    seed them.
+    Generators from which no step has drawn are not compared, because they differ between runs unless the program seeds
+    them.
 
     Values are equal if their bits are. With a tolerance, two elements are equal as well if ``|a - b| <= atol + rtol *
-    |a|``, and NaN equals NaN. Sharding, and the library that an array belonged to, are no differences. Metrics are not
-    compared. ``progress`` counts the bytes of the first one's leaves.
+    |a|``, and NaN equals NaN. Sharding, the library of an array, and metrics are not compared. ``progress`` counts the
+    bytes of the first checkpoint's leaves.
     """
     trees, others = dict(trees_of(one)), dict(trees_of(other))
     progress.expect(sum(leaf.nbytes for tree in trees.values() for leaf in tree.leaves))
@@ -82,26 +81,26 @@ def compare_checkpoints(
             files = one.files(name)
             has_checksums = files is not None and all(record.crc32c is not None for record in files.values())
             if not has_checksums or files != other.files(name):
-                what = f"an item of the kind {kind!r}, whose files differ or carry no checksum"
-                yield LeafDifference(name, "", "unknown", what)
-    known = trees.keys() | values.keys()
+                detail = f"an item of the kind {kind!r}, whose files differ or carry no checksum"
+                yield LeafDifference(name, "", "unknown", detail)
+    compared = trees.keys() | values.keys()
     for name in [*others, *(name for name, kind in other.items.items() if kind not in (TREE, METRICS))]:
-        if name not in known:
+        if name not in compared:
             yield LeafDifference(name, "", "added", "the first checkpoint lacks this item")
 
 
 def trees_of(checkpoint: CheckpointSource) -> Iterator[tuple[str, TreeSource]]:
-    """Yield the trees of a checkpoint by name, with those that each process has saved of its own objects."""
+    """Yield the trees of a checkpoint by name, including those of single processes."""
     for name, kind in checkpoint.items.items():
         if kind == TREE:
             yield from trees_in(checkpoint, name)
 
 
 def _compare_trees(
-    item: str, one: TreeSource, other: TreeSource, tolerances: tuple[float, float], progress: Progress
+    item: str, tree: TreeSource, other: TreeSource, tolerances: tuple[float, float], progress: Progress
 ) -> Iterator[LeafDifference]:
     others = {leaf.name: leaf for leaf in other.leaves if not is_idle(item, leaf.name)}
-    for leaf in one.leaves:
+    for leaf in tree.leaves:
         if is_idle(item, leaf.name):
             progress.advance(leaf.nbytes)
             continue
@@ -113,11 +112,11 @@ def _compare_trees(
             continue
         with Share(progress, leaf.nbytes, leaf.nbytes) as share:
             try:
-                found = _compare_leaves(item, path, (one, leaf), (other, match), tolerances, share)
+                difference = _compare_leaves(item, path, (tree, leaf), (other, match), tolerances, share)
             except UnsupportedLeafError as error:
-                found = LeafDifference(item, path, "unknown", str(error))
-        if found is not None:
-            yield found
+                difference = LeafDifference(item, path, "unknown", str(error))
+        if difference is not None:
+            yield difference
     for leaf in others.values():
         yield LeafDifference(
             item, leaf_path(item, leaf.name), "added", f"{leaf.saved}, which the first checkpoint lacks"
@@ -127,34 +126,32 @@ def _compare_trees(
 def _compare_leaves(
     item: str,
     path: str,
-    one: tuple[TreeSource, SavedLeaf],
-    other: tuple[TreeSource, SavedLeaf],
+    expected: tuple[TreeSource, SavedLeaf],
+    found: tuple[TreeSource, SavedLeaf],
     tolerances: tuple[float, float],
     share: Share,
 ) -> LeafDifference | None:
-    (tree, leaf), (other_tree, match) = one, other
-    saved, found = leaf.saved, match.saved
-    if (saved.dtype, saved.shape, saved.variant) != (found.dtype, found.shape, found.variant):
-        return LeafDifference(item, path, "type", f"expected {saved}, found {found}")
+    saved, other = expected[1].saved, found[1].saved
+    if (saved.dtype, saved.shape, saved.variant) != (other.dtype, other.shape, other.variant):
+        return LeafDifference(item, path, "type", f"expected {saved}, found {other}")
     if saved.dtype is None or saved.shape is None:
-        expected, value = (
-            materialize([None], [that.saved], source.read_leaves([that]), [that.name])[0]
-            for source, that in (one, other)
+        value, other_value = (
+            materialize([None], [leaf.saved], tree.read_leaves([leaf]), [leaf.name])[0]
+            for tree, leaf in (expected, found)
         )
-        if type(expected) is type(value) and repr(expected) == repr(value):
+        if type(value) is type(other_value) and repr(value) == repr(other_value):
             return None
-        return LeafDifference(item, path, "values", f"expected {_short(expected)}, found {_short(value)}")
-    found_values = _Difference(saved.dtype, *tolerances)
-    for box in slabs(saved.shape, saved.dtype.itemsize):
-        ((expected_part,),) = tree.read_boxes([leaf], [[box]])
-        ((found_part,),) = other_tree.read_boxes([match], [[box]])
-        found_values.add(expected_part, found_part, box)
-        share.advance(expected_part.nbytes)
-    return found_values.report(item, path, math.prod(saved.shape))
+        return LeafDifference(item, path, "values", f"expected {_short(value)}, found {_short(other_value)}")
+    difference = _Difference(*tolerances)
+    for box in _slabs(saved.shape, saved.dtype.itemsize):
+        part, other_part = (tree.read_boxes([leaf], [[box]])[0][0] for tree, leaf in (expected, found))
+        difference.add(part, other_part, box)
+        share.advance(part.nbytes)
+    return difference.report(item, path, math.prod(saved.shape))
 
 
-def slabs(shape: tuple[int, ...], itemsize: int) -> Iterator[Box]:
-    """Divide an array along its first axis into boxes, each of which is in memory at a time."""
+def _slabs(shape: tuple[int, ...], itemsize: int) -> Iterator[Box]:
+    """Divide an array along its first axis into boxes that are read one at a time."""
     row = math.prod(shape[1:]) * itemsize
     if not shape or math.prod(shape) * itemsize <= _PART:
         yield Box((0,) * len(shape), shape)
@@ -166,10 +163,9 @@ def slabs(shape: tuple[int, ...], itemsize: int) -> Iterator[Box]:
 
 
 class _Difference:
-    """What differs in one array, added up over its parts."""
+    """The difference of two arrays, added up over their parts."""
 
-    def __init__(self, dtype: np.dtype[Any], rtol: float, atol: float) -> None:
-        self._dtype = dtype
+    def __init__(self, rtol: float, atol: float) -> None:
         self._tolerances = (rtol, atol)
         self._differing = 0
         self._first: tuple[int, ...] | None = None
@@ -180,7 +176,7 @@ class _Difference:
         different = _bits_differ(one, other)
         if not different.any():
             return
-        numbers = as_numbers(one, other)
+        numbers = _as_numbers(one, other)
         if numbers is not None:
             a, b = numbers
             with np.errstate(all="ignore"):
@@ -218,18 +214,16 @@ class _Difference:
 def _bits_differ(one: NDArray[Any], other: NDArray[Any]) -> NDArray[np.bool_]:
     if one.dtype.itemsize == 0 or one.size == 0:
         return np.zeros(one.shape, np.bool_)
-    if one.dtype.char in "gG":  # the elements have bytes without a meaning
+    if one.dtype.char in "gG":  # the elements have unused bytes
         return np.asarray(~((one == other) | ((one != one) & (other != other))))
-    rows = [
-        np.ascontiguousarray(part).reshape(-1).view(np.uint8).reshape(-1, one.dtype.itemsize) for part in (one, other)
-    ]
-    return np.asarray((rows[0] != rows[1]).any(axis=1)).reshape(one.shape)
+    ours, theirs = (np.ascontiguousarray(part).reshape(-1, 1).view(np.uint8) for part in (one, other))
+    return np.asarray((ours != theirs).any(axis=1)).reshape(one.shape)
 
 
-def as_numbers(one: NDArray[Any], other: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]] | None:
-    kind = np.complex128 if one.dtype.kind == "c" else np.float64
+def _as_numbers(one: NDArray[Any], other: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]] | None:
+    dtype = np.complex128 if one.dtype.kind == "c" else np.float64
     try:
-        return one.astype(kind), other.astype(kind)
+        return one.astype(dtype), other.astype(dtype)
     except (TypeError, ValueError):
         return None
 
@@ -243,37 +237,35 @@ def _short(value: Any) -> str:
 
 
 _BATCH = 32 << 20  # bytes of leaves that are read together
-_LEAST = 8 << 10  # bytes that each of them counts at least, which bounds a batch of tiny leaves
+_LEAST = 8 << 10  # minimum of bytes that each of them counts, which bounds a batch of tiny leaves
 _NO_NUMBERS = (UnsupportedLeafError, TypeError, ValueError)  # errors of elements such as those of opaque dtypes
 
 
 @dataclass(frozen=True, slots=True)
 class LeafStatistics:
-    """The values of one leaf; None where it has no finite element."""
+    """Statistics of the values of one leaf; None if it has no finite element."""
 
-    item: str  # the item of the checkpoint that the leaf belongs to
+    item: str  # the item of the leaf
     path: str  # its path in the tree
-    size: int  # how many elements it has
-    minimum: float | None = None  # this and the next four are those of the finite elements
+    size: int  # the number of its elements
+    minimum: float | None = None  # the minimum of the finite elements, as for the next four
     maximum: float | None = None
     mean: float | None = None
     deviation: float | None = None  # the standard deviation
     norm: float | None = None  # the Euclidean norm
-    nan: int = 0  # how many elements are NaN
-    inf: int = 0  # how many elements are infinite
+    nan: int = 0  # the number of elements that are NaN
+    inf: int = 0  # the number of infinite elements
 
 
 def leaf_statistics(
-    checkpoint: CheckpointSource,
-    select: Patterns | None = None,
-    progress: Progress = NULL,
+    checkpoint: CheckpointSource, select: Patterns | None = None, progress: Progress = NULL
 ) -> Iterator[LeafStatistics]:
-    """Yield numbers about every leaf that holds numbers, in the order of the trees.
+    """Yield statistics of every leaf of numbers, in the order of the trees.
 
-    Small leaves are read together, and a larger one alone, in parts.
+    Small leaves are read together, and a larger leaf alone, in parts.
 
     Sums are taken in float64; means and deviations of the parts of an array are merged as in Chan, Golub and LeVeque,
-    "Algorithms for computing the sample variance" (1983). Of complex elements, the absolute values count.
+    "Algorithms for computing the sample variance" (1983). Complex elements count by their absolute values.
     """
     chosen = PathFilter(select)
     trees = list(trees_of(checkpoint))
@@ -284,10 +276,10 @@ def leaf_statistics(
     ]
     progress.expect(sum(leaf.nbytes for _, _, leaves in wanted for leaf in leaves))
     for item, tree, leaves in wanted:
-        for together in batches(leaves, lambda leaf: max(leaf.nbytes, _LEAST), _BATCH):
-            for leaf, found in zip(together, _read(tree, together, progress), strict=True):
-                if found is not None:
-                    yield found.report(item, leaf_path(item, leaf.name), math.prod(leaf.saved.shape or ()))
+        for batch in batches(leaves, lambda leaf: max(leaf.nbytes, _LEAST), _BATCH):
+            for leaf, running in zip(batch, _read(tree, batch, progress), strict=True):
+                if running is not None:
+                    yield running.report(item, leaf_path(item, leaf.name), math.prod(leaf.saved.shape or ()))
 
 
 def _is_array(leaf: SavedLeaf) -> bool:
@@ -295,20 +287,20 @@ def _is_array(leaf: SavedLeaf) -> bool:
 
 
 def _read(tree: TreeSource, leaves: list[SavedLeaf], progress: Progress) -> list[_Running | None]:
-    """Return the statistics of small leaves or of any single one; None for one whose elements are not numbers."""
-    found = [_Running() for _ in leaves]
-    forms = [(leaf.saved.shape or (), np.dtype(leaf.saved.dtype).itemsize) for leaf in leaves]
+    """Return the sums of small leaves or of any single leaf; None for a leaf whose elements are not numbers."""
+    sums = [_Running() for _ in leaves]
+    slabs = [_slabs(leaf.saved.shape or (), np.dtype(leaf.saved.dtype).itemsize) for leaf in leaves]
     nbytes = sum(leaf.nbytes for leaf in leaves)
     with Share(progress, nbytes, nbytes) as share:
         try:
-            for boxes in zip(*(slabs(*form) for form in forms), strict=True):
+            for boxes in zip(*slabs, strict=True):
                 parts = tree.read_boxes(leaves, [[box] for box in boxes])
-                for running, (part,) in zip(found, parts, strict=True):
+                for running, (part,) in zip(sums, parts, strict=True):
                     running.add(part)
                     share.advance(part.nbytes)
         except _NO_NUMBERS:
             return [None] if len(leaves) == 1 else [_read(tree, [leaf], NULL)[0] for leaf in leaves]
-    return list(found)
+    return [*sums]
 
 
 class _Running:

@@ -1,17 +1,16 @@
-"""Which checkpoints a path stands for: one of our own or of another library, or those of a directory of steps.
+"""The checkpoints that a path stands for: a single one, or those of a directory of steps, of holdfast or others.
 
 All interfaces see a directory through :func:`find_steps`: the steps that holdfast wrote, or else those that another
-library wrote, and which of them is the newest. The rules for our own are those of ``engine/steps.py``; of another
-library, the format decides which steps belong together, and the newest is the one that its writer noted, or else the
-highest.
+library wrote, and the newest of them. ``engine/steps.py`` has the rules for holdfast's; for another library, the format
+decides which steps belong together, and the newest is the one that its writer recorded, or else the highest.
 
 To add a format of another library, write a module in ``integrations/formats`` and add a line to the table ``_FORMATS``
-below: the only place where the engine names what is built on it. The module is imported only when a name in a directory
-matches one of its patterns; it imports what it needs itself (tensorstore, msgpack, a framework) when it reads. It
-defines, for a location and what lies directly inside (nothing for a file):
+below: the only place where the engine names packages that are built on it. The module is imported only when a name in a
+directory matches one of its patterns; it imports its libraries (tensorstore, msgpack, a framework) when it reads. It
+defines, for a location and the names or entries directly inside (none for a file):
 
-- ``recognise(location, names)``, which returns the opened :class:`CheckpointSource`; None where there is none of this
-  format; and raises DamagedCheckpointError where there is one that is damaged;
+- ``recognise(location, names)``, which returns the opened :class:`CheckpointSource`, or None if the location has no
+  checkpoint of this format, and raises DamagedCheckpointError if it has a damaged one;
 - ``recognise_steps(location, entries)``, if runs have steps, which returns :class:`FoundSteps`.
 """
 
@@ -54,11 +53,11 @@ NATIVE = "holdfast"  # the format of our own checkpoints
 
 
 class FoundSteps(NamedTuple):
-    """The steps of a directory: our own, or those of another library."""
+    """The steps of a directory, of holdfast or another library."""
 
     format: str = ""  # which library wrote them; ``""`` if there are none
-    entries: tuple[StepEntry, ...] = ()  # all of them, damaged ones included: by series, in ascending order
-    noted: StepEntry | None = None  # the newest one as the writer noted it, or None
+    entries: tuple[StepEntry, ...] = ()  # all of them, including damaged ones: by series, in ascending order
+    noted: StepEntry | None = None  # the one that the writer recorded as the newest, or None
     metadata: Callable[[], Mapping[str, Any] | None] = lambda: None  # reads the facts about the run
 
     @classmethod
@@ -70,8 +69,8 @@ class FoundSteps(NamedTuple):
         noted: int | None = None,
         metadata: Callable[[], Mapping[str, Any] | None] = lambda: None,
     ) -> FoundSteps:
-        """Return the steps of another library, given their places and the number of the one noted as the newest."""
-        entries = {step: StepEntry(step, place) for step, place in sorted(steps.items())}
+        """Return the steps of another library, given their locations and the step recorded as the newest."""
+        entries = {step: StepEntry(step, location) for step, location in sorted(steps.items())}
         return cls(format, tuple(entries.values()), None if noted is None else entries[noted], metadata)
 
     @property
@@ -84,17 +83,18 @@ class FoundSteps(NamedTuple):
 
     def step(self, step: int) -> StepEntry | None:
         """Return one step, or None; refuse a number that several series have."""
-        found = [entry for entry in self.entries if entry.step == step]
-        if len(found) > 1:
+        entries = [entry for entry in self.entries if entry.step == step]
+        if len(entries) > 1:
             raise OptionError(
-                f"{found[0].location.parent}: step {step} is there more than once "
-                f"({shortened(entry.location.name for entry in found)}); give the path of one of them"
+                f"{entries[0].location.parent}: step {step} is there more than once "
+                f"({shortened(entry.location.name for entry in entries)}); give the path of one of them"
             )
-        return found[0] if found else None
+        return entries[0] if entries else None
 
     def by_step(self) -> dict[int, StepEntry]:
         """Return the entries by step, in ascending order; refuse numbers that several series have."""
-        return {step: entry for step in sorted({one.step for one in self.entries}) if (entry := self.step(step))}
+        steps = sorted({entry.step for entry in self.entries})
+        return {step: entry for step in steps if (entry := self.step(step))}
 
 
 class _Entry(NamedTuple):
@@ -123,21 +123,21 @@ _FORMATS: tuple[_Entry, ...] = (
 
 
 def recognise(location: Location) -> CheckpointSource | None:
-    """Open a checkpoint of another library; return None where there is none, and refuse a part of one of ours."""
-    if _is_archive_of_ours(location):
+    """Open a checkpoint of another library; return None if there is none, and refuse a part of one of ours."""
+    if _is_our_archive(location):
         whole = _part_of(location) or "it is a part of one, in a zip file; load the checkpoint that it was a part of"
         raise CheckpointNotFoundError(f"{location}: no checkpoint here; {whole}")
     names = frozenset(entry.name for entry in (location.entries() if location.is_directory() else ()))
     for entry in _FORMATS:
         if _matches(names, entry.inside) if names else _matches((location.name,), entry.files):
-            found: CheckpointSource | None = getattr(_module(entry), entry.function)(location, names)
-            if found is not None:
-                return found
+            source: CheckpointSource | None = getattr(_module(entry), entry.function)(location, names)
+            if source is not None:
+                return source
     return None
 
 
-def _is_archive_of_ours(location: Location) -> bool:
-    """True if a file begins and ends as a zip file in which holdfast stores an item."""
+def _is_our_archive(location: Location) -> bool:
+    """Return whether a file begins and ends like a zip file in which holdfast stores an item."""
     if not location.name.endswith(ARCHIVE) or not location.is_there() or location.is_directory():
         return False
     with location.open_data() as file:
@@ -154,25 +154,26 @@ def _module(entry: _Entry) -> ModuleType:
 
 
 def find_steps(location: Location) -> FoundSteps:
-    """Return the steps of a directory: our own, or else those of another library."""
+    """Return the steps of a directory: those of holdfast, or else those of another library."""
     if location.exists() and not location.is_directory():
         with location.open_data() as file:
-            what = left_by_download(file) or "a file of no supported format; checkpoints are directories"
-        raise CheckpointNotFoundError(f"{location}: this is {what}")
+            content = left_by_download(file) or "a file of no supported format; checkpoints are directories"
+        raise CheckpointNotFoundError(f"{location}: this is {content}")
     entries = list_steps(location)
     if entries:
         return FoundSteps(NATIVE, tuple(entries), metadata=lambda: stored_metadata(location))
     listed = location.entries() if location.is_directory() else []
+    names = [entry.name for entry in listed]
     for entry in _FORMATS:
-        if _matches((one.name for one in listed), entry.steps):
-            found: FoundSteps = _module(entry).recognise_steps(location, listed)
-            if found.entries:
-                return found
+        if _matches(names, entry.steps):
+            steps: FoundSteps = _module(entry).recognise_steps(location, listed)
+            if steps.entries:
+                return steps
     return FoundSteps()
 
 
 def left_by_download(file: DataReader) -> str:
-    """Return what a file is, if a download left it in place of a checkpoint; "" for others."""
+    """Describe a file that a download left instead of a checkpoint; "" for other files."""
     content = file.read(0, min(64, file.size)).tobytes()
     if not content:
         return "an empty file"
@@ -184,17 +185,17 @@ def left_by_download(file: DataReader) -> str:
 
 
 def check_unclaimed(location: Location, series: str, *, begun: bool) -> bool:
-    """Refuse a directory with steps of another run only; return False if steps of this run are there by now."""
-    # If a run has ``begun`` here before, files may come from a callback beside it, such as Lightning's ModelCheckpoint,
+    """Refuse a directory with steps of another run only; return False if it has steps of this run by now."""
+    # If a run has ``begun`` here before, files may come from another callback, such as Lightning's ModelCheckpoint,
     # which share no name with its steps. Single checkpoints of hf.save and of graphs are no run.
     found = find_steps(location)
-    if found.is_native and any(one.series == series for one in found.entries):
+    if found.is_native and any(entry.series == series for entry in found.entries):
         return False
-    # hf.save gives no reason, and Checkpoint.save keeps its own for good.
+    # hf.save records no reason, and Checkpoint.save pins its checkpoints.
     steps = [
-        one
-        for one in found.entries
-        if not found.is_native or one.record is None or (one.record.reason and not one.record.pinned)
+        entry
+        for entry in found.entries
+        if not found.is_native or entry.record is None or (entry.record.reason and not entry.record.pinned)
     ]
     newest = found.noted or newest_step(steps)
     if newest is None:
@@ -207,12 +208,12 @@ def check_unclaimed(location: Location, series: str, *, begun: bool) -> bool:
             f"{_prefix_option(newest.series)}, or choose another directory (init_from={str(location)!r} of a callback "
             "takes their weights)"
         )
-    what = f"{location} holds {number} of {found.format}, the newest {newest.location.name} of step {newest.step}"
+    content = f"{location} holds {number} of {found.format}, the newest {newest.location.name} of step {newest.step}"
     if begun and not newest.location.is_directory():
-        _logger.warning("%s, and none of this run, which does not resume from them", what)
+        _logger.warning("%s, and none of this run, which does not resume from them", content)
         return True
     raise CheckpointExistsError(
-        f"{what}; a run here would not resume from them, and start from 0 beside them. To resume from them, convert "
+        f"{content}; a run here would not resume from them, and start from 0 beside them. To resume from them, convert "
         f"them with `holdfast import {location} NEW` (hf.import_checkpoint) and give NEW as the directory; to begin "
         f"another run, choose another directory (init_from={str(location)!r} of a callback takes their weights)"
     )
@@ -227,13 +228,12 @@ def _prefix_option(series: str) -> str:
 
 
 def find_checkpoint(location: Location, step: int | None = None) -> Location:
-    """Return the location of the checkpoint that a path stands for: its own, or that of one of its steps."""
-    folders = step_folders(location, padded=True)
-    if step is None or not has_record(location) or any(has_record(one.location) for one in folders):
+    """Return the location of the checkpoint that a path stands for: the path itself, or one of its steps."""
+    if step is None or not has_record(location) or _has_steps(location):
         return location if step is None and not is_run(location) else find_step(location, step).location
-    own = read_record(location).step
-    if own != step:
-        which = "a checkpoint without a number" if own is None else f"the checkpoint of step {own}"
+    recorded = read_record(location).step
+    if recorded != step:
+        which = "a checkpoint without a number" if recorded is None else f"the checkpoint of step {recorded}"
         raise CheckpointNotFoundError(
             f"{location}: this is {which}, not of step {step}: leave the step out, or give the directory of the run"
         )
@@ -247,17 +247,17 @@ def find_step(location: Location, step: int | None) -> StepEntry:
         return entry
     if not location.exists():
         raise CheckpointNotFoundError(f"{location}: there is nothing at this path")
-    known = f"it has no {RECORD} and no steps, and no checkpoint of a supported library was found"
     if steps.entries:
-        known = f"it holds the steps {shortened_steps(sorted(one.step for one in steps.entries))}"
-    elif whole := _part_of(location):
-        known = whole
-    wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-    raise CheckpointNotFoundError(f"{location}: {wanted} here; {known}")
+        content = f"it holds the steps {shortened_steps(sorted(entry.step for entry in steps.entries))}"
+    else:
+        nothing = f"it has no {RECORD} and no steps, and no checkpoint of a supported library was found"
+        content = _part_of(location) or nothing
+    missing = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+    raise CheckpointNotFoundError(f"{location}: {missing} here; {content}")
 
 
 def _part_of(location: Location) -> str:
-    """Say of which checkpoint an item, or the share that a process has of one, is a part; empty if of none."""
+    """Name the checkpoint of which an item, or the share of a process in an item, is a part; "" for other paths."""
     item = location.name.partition(".")[0]
     for checkpoint in (location.parent, location.parent.parent):
         if (checkpoint / RECORD).is_there():
@@ -267,12 +267,12 @@ def _part_of(location: Location) -> str:
 
 
 def is_run(location: Location) -> bool:
-    """Whether to search a path for steps: no checkpoint lies right here, or steps of ours do."""
+    """Return whether a path may be a directory of steps: it is no checkpoint itself, or it has steps of holdfast."""
     return not has_record(location) and not is_foreign(location)
 
 
 def is_foreign(location: Location) -> bool:
-    """Whether a checkpoint of another library lies here, damaged or not; never where holdfast wrote steps."""
+    """Return whether this is a checkpoint of another library, even a damaged one; never if it has holdfast's steps."""
     if is_ours(location):
         return False
     try:
@@ -282,9 +282,9 @@ def is_foreign(location: Location) -> bool:
 
 
 def is_ours(location: Location) -> bool:
-    """Whether holdfast wrote a checkpoint or a step here; other files may lie beside them."""
-    if has_record(location):
-        return True
-    if not location.is_directory():
-        return False
+    """Return whether holdfast wrote a checkpoint or a step here, perhaps among other files."""
+    return has_record(location) or (location.is_directory() and _has_steps(location))
+
+
+def _has_steps(location: Location) -> bool:
     return any(has_record(folder.location) for folder in step_folders(location, padded=True))

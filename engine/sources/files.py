@@ -1,4 +1,4 @@
-"""Files of checkpoints of other libraries: JSON, first and last bytes, sizes, and files that are replaced."""
+"""Files of checkpoints of other libraries: JSON, first and last bytes, sizes, and replacement in one step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _JSON_LIMIT = 512 << 20  # bytes
 
 
 def read_json(place: Location, content: bytes | None = None) -> Any:
-    """Read a JSON file, whose content may be known."""
+    """Read a JSON file; ``content`` is its content if the caller has read it."""
     content = read_checked(place, None, limit=_JSON_LIMIT) if content is None else content
     try:
         return json.loads(content.decode("utf-8"))
@@ -27,11 +27,11 @@ def read_json(place: Location, content: bytes | None = None) -> Any:
 
 
 def read_object(place: Location, content: bytes | None = None) -> dict[str, Any]:
-    """Read a JSON file that holds an object, and whose content may be known."""
-    found = read_json(place, content)
-    if not isinstance(found, dict):
-        raise DamagedCheckpointError(f"{place} is damaged: expected a JSON object, found {type(found).__name__}")
-    return found
+    """Read a JSON file that holds an object."""
+    document = read_json(place, content)
+    if not isinstance(document, dict):
+        raise DamagedCheckpointError(f"{place} is damaged: expected a JSON object, found {type(document).__name__}")
+    return document
 
 
 def read_optional(place: Location) -> dict[str, Any]:
@@ -44,25 +44,23 @@ def read_optional(place: Location) -> dict[str, Any]:
 
 
 def total_bytes(location: Location) -> int:
-    """Return the bytes of a file, or of all files below a directory; 0 in object stores, where listing takes long."""
+    """Return the bytes of a file, or of all files below a directory; 0 in object stores, whose listings are slow."""
     if not location.is_local:
         return 0
     if not location.is_directory():
         return _size(os.fspath(location))
-    total = 0
-    seen = set()
+    sizes = {}  # by the identity of the folder
     for folder, folders, files in os.walk(location, followlinks=True):
         status = os.stat(folder)
-        if (status.st_dev, status.st_ino) in seen:  # links may form a circle
+        if (identity := (status.st_dev, status.st_ino)) in sizes:  # links may form a circle
             folders.clear()
-            continue
-        seen.add((status.st_dev, status.st_ino))
-        total += sum(_size(os.path.join(folder, file)) for file in files)
-    return total
+        else:
+            sizes[identity] = sum(_size(os.path.join(folder, file)) for file in files)
+    return sum(sizes.values())
 
 
 def entry_size(folder: Location, entry: Entry) -> int:
-    """Return the size of a file in bytes, where object stores do not always list sizes; 0 for a directory."""
+    """Return the size of a file in bytes, even if an object store does not list it; 0 for a directory."""
     if entry.is_directory or entry.size is not None:
         return entry.size or 0
     with (folder / entry.name).open_data() as file:
@@ -70,22 +68,22 @@ def entry_size(folder: Location, entry: Entry) -> int:
 
 
 def first_bytes(place: Location, count: int) -> bytes:
-    """Return the first bytes of a file, fewer where it is shorter."""
+    """Return the first ``count`` bytes of a file, or all if it is shorter."""
     with place.open_data() as file:
         return file.read(0, min(count, file.size)).tobytes()
 
 
 def last_bytes(place: Location, count: int) -> bytes:
-    """Return the last bytes of a file, fewer where it is shorter."""
+    """Return the last ``count`` bytes of a file, or all if it is shorter."""
     with place.open_data() as file:
         start = max(0, file.size - count)
         return file.read(start, file.size - start).tobytes()
 
 
-def refuse_leaves(source: TreeSource, what: str, problems: Sequence[str]) -> None:
-    """Refuse an export of leaves that another format cannot store, if there are any; the error names all of them."""
+def refuse_leaves(source: TreeSource, target: str, problems: Sequence[str]) -> None:
+    """Raise an error with a line for each leaf that another format cannot store, if there are any."""
     if problems:
-        headline = f"{source.location} cannot be stored in {what}; nothing was written:"
+        headline = f"{source.location} cannot be stored in {target}; nothing was written:"
         raise UnsupportedLeafError("\n  ".join([headline, *problems]))
 
 
@@ -99,7 +97,7 @@ def check_destination(destination: Location, *, overwrite: bool) -> None:
 
 @contextlib.contextmanager
 def replacing(destination: Location) -> Iterator[Location]:
-    """Yield a name to write to: a temporary one beside the file or folder, which becomes it at the end."""
+    """Yield a temporary name in the same folder, which is renamed to ``destination`` at the end."""
     destination.parent.make_directory()
     if not destination.is_local:  # a single request is atomic
         yield destination
@@ -116,5 +114,5 @@ def replacing(destination: Location) -> Iterator[Location]:
 def _size(path: str) -> int:
     try:
         return os.stat(path).st_size
-    except OSError:  # it is a link to nothing, or another program replaces the file
+    except OSError:  # a broken link, or another program replaces the file
         return 0

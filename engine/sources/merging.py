@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def read_merged(places: Mapping[str, Place], item: str | None, read: Callable[[CheckpointSource], T]) -> T:
-    """Open the checkpoints of several patterns and read what they give together; again where one is replaced."""
+    """Open the checkpoints of several patterns and read their merged tree; again if one of them is replaced."""
     if not places:
         raise OptionError("the dictionary of patterns and checkpoints to load is empty")
 
@@ -35,16 +35,16 @@ def read_merged(places: Mapping[str, Place], item: str | None, read: Callable[[C
 
 def _merged(patterns: Sequence[str], trees: Sequence[TreeSource]) -> MergedTree:
     filters = list(map(PathFilter, patterns))
-    leaves: list[tuple[int, int]] = []  # the numbers of the tree of each leaf, and of the leaf in it
+    leaves: list[tuple[int, int]] = []  # the number of each leaf's tree, and its number in that tree
     merged: Any = None
     for number, tree in enumerate(trees):
         paths = [leaf.name.split(".") for leaf in tree.leaves]
         filters[number].check(paths)
         if lost := tree.external():
             raise OptionError(f"{tree.location}: {format_path(next(iter(lost)))} needs a type handler; load it alone")
-        chosen = [next((n for n, one in enumerate(filters) if one.chooses(path)), None) == number for path in paths]
+        chosen = [next((n for n, rule in enumerate(filters) if rule.chooses(path)), None) == number for path in paths]
         begin = len(leaves)
-        leaves += [(number, position) for position, takes in enumerate(chosen) if takes]
+        leaves += [(number, position) for position, is_chosen in enumerate(chosen) if is_chosen]
         if begin < len(leaves):
             part = tree.tree.select(chosen).build(range(begin, len(leaves)))
             merged = part if merged is None else _joined(merged, part, "")
@@ -52,17 +52,17 @@ def _merged(patterns: Sequence[str], trees: Sequence[TreeSource]) -> MergedTree:
     return MergedTree(trees, [leaves[number] for number in flat.values], TreeDocument(flat.structure))
 
 
-def _joined(one: Any, other: Any, path: str) -> Any:
-    if not (isinstance(one, dict) and isinstance(other, dict)):
+def _joined(tree: Any, other: Any, path: str) -> Any:
+    if not (isinstance(tree, dict) and isinstance(other, dict)):
         raise OptionError(
             f"{path.rstrip('/') or '(root)'}: two checkpoints have it, and not both as containers with keys"
         )
-    new = {key: _joined(one[key], value, f"{path}{key}/") if key in one else value for key, value in other.items()}
-    return {**one, **new}
+    new = {key: _joined(tree[key], value, f"{path}{key}/") if key in tree else value for key, value in other.items()}
+    return {**tree, **new}
 
 
 class MergedTree(TreeSource):
-    """Leaves of several trees; ``picks`` has the number of the tree of each leaf, and of the leaf in that tree."""
+    """Leaves of several trees; ``picks`` has the number of each leaf's tree, and its number in that tree."""
 
     def __init__(self, trees: Sequence[TreeSource], picks: Sequence[tuple[int, int]], tree: TreeDocument) -> None:
         self.location = trees[0].location
@@ -76,21 +76,21 @@ class MergedTree(TreeSource):
         }
 
     def read_leaves(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
-        return self._by_tree(leaves, lambda tree, own, _: tree.read_leaves(own))
+        return self._by_tree(leaves, lambda tree, part, _: tree.read_leaves(part))
 
     def read_boxes(self, leaves: Sequence[SavedLeaf], boxes: Sequence[Sequence[Box]]) -> list[list[NDArray[Any]]]:
-        return self._by_tree(leaves, lambda tree, own, numbers: tree.read_boxes(own, [boxes[n] for n in numbers]))
+        return self._by_tree(leaves, lambda tree, part, numbers: tree.read_boxes(part, [boxes[n] for n in numbers]))
 
     def _by_tree(
         self, leaves: Sequence[SavedLeaf], read: Callable[[TreeSource, list[SavedLeaf], list[int]], Sequence[Any]]
     ) -> list[Any]:
-        found: list[Any] = [None] * len(leaves)
+        results: list[Any] = [None] * len(leaves)
         for tree in self._trees:
             numbers = [number for number, leaf in enumerate(leaves) if self._originals[leaf.name][0] is tree]
             values = read(tree, [leaves[number] for number in numbers], numbers)
             for number, value in zip(numbers, values, strict=True):
-                found[number] = value
-        return found
+                results[number] = value
+        return results
 
     def chunks(self, leaf: SavedLeaf) -> tuple[int, ...]:
         return self._originals[leaf.name][0].chunks(leaf)

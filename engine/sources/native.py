@@ -1,4 +1,4 @@
-"""Checkpoints opened: our own, and those of other libraries, by the path that a caller gives."""
+"""Opening of checkpoints of holdfast and other libraries by the path that a caller gives."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class NativeCheckpoint(CheckpointSource):
         self.location = location
         self.record: CheckpointRecord = read_record(location)
         with naming(location):
-            self.parts = self.record.parts()  # an item with a share of each process is one part for each
+            self.parts = self.record.parts()  # an item with a tree for each process has one part for each
         self.items = {name: item.kind for name, item in self.parts.items()}
         self.step = self.record.step
         self.reason = self.record.reason
@@ -83,8 +83,7 @@ class NativeCheckpoint(CheckpointSource):
         return folder, {"files": files}
 
     def complete(self, item: str, source: TreeSource, tree: Any) -> Any:
-        kept = source.external()
-        if not kept:
+        if not (kept := source.external()):
             return tree
         from ..handlers import DEFAULT_REGISTRY, restore_external
 
@@ -95,7 +94,7 @@ class NativeCheckpoint(CheckpointSource):
 
 
 def trees_in(checkpoint: CheckpointSource, name: str) -> Iterator[tuple[str, TreeSource]]:
-    """Yield one tree of a checkpoint, and what each process has saved of its own objects beside it."""
+    """Yield one tree of a checkpoint, and the trees of single processes inside it."""
     tree = checkpoint.tree(name)
     yield name, tree
     for process, share in enumerate(own_shares(checkpoint.files(name) or {})):
@@ -104,7 +103,7 @@ def trees_in(checkpoint: CheckpointSource, name: str) -> Iterator[tuple[str, Tre
 
 def leaf_path(item: str, name: str) -> str:
     """Return the path of a leaf of a tree that :func:`trees_in` yields under the name of an item."""
-    if f"/{OWN_FOLDER}/" in item:  # the first key is the path of an object, such as `data.train`, escaped
+    if f"/{OWN_FOLDER}/" in item:  # the first key is the escaped path of an object, such as `data.train`
         first, *keys = name.split(".")
         name = ".".join([unescape_key(first), *keys])
     return format_path(name)
@@ -114,7 +113,7 @@ def leaf_path(item: str, name: str) -> str:
 
 
 def read_checkpoint(location: Location, read: Callable[[CheckpointSource], T], step: int | None = None) -> T:
-    """Open the checkpoint that a path stands for and read it; again if it is replaced, or a link leads elsewhere."""
+    """Open the checkpoint that a path stands for and read it; again if it is replaced, or a link is moved."""
 
     def look() -> CheckpointSource:
         if step is None:
@@ -123,10 +122,10 @@ def read_checkpoint(location: Location, read: Callable[[CheckpointSource], T], s
         return open_checkpoint(location.snapshot(), step)
 
     for _ in range(MOST_CHANGES):
-        place = location.is_local and os.path.realpath(location)
-        found = read_again(location, look, read, methodcaller("has_changed"))
-        if place == (location.is_local and os.path.realpath(location)):
-            return found
+        target = location.is_local and os.path.realpath(location)
+        result = read_again(location, look, read, methodcaller("has_changed"))
+        if target == (location.is_local and os.path.realpath(location)):
+            return result
     raise restless(location)
 
 
@@ -134,8 +133,8 @@ def open_checkpoint(location: Location, step: int | None = None) -> CheckpointSo
     """Open the checkpoint that a path stands for."""
     if has_record(location) and (step is None or find_checkpoint(location, step) == location):
         return NativeCheckpoint(location)
-    if step is None and not is_ours(location) and (found := recognise(location)) is not None:
-        return found
+    if step is None and not is_ours(location) and (source := recognise(location)) is not None:
+        return source
     entry = find_step(location, step)
     if entry.error is not None:
         raise entry.error
@@ -155,7 +154,7 @@ def open_at(location: Location) -> CheckpointSource:
 
 
 def shares_of(progress: Progress, entries: Sequence[StepEntry]) -> Iterator[Share]:
-    """Yield the part that each of some checkpoints has in a call that reads all of them, by the bytes of its files."""
+    """Yield the share of each checkpoint in a call that reads all of them, by the bytes of its files."""
     sizes = [0 if progress is NULL else _nbytes(entry) for entry in entries]
     progress.expect(sum(sizes))
     for size in sizes:
@@ -173,11 +172,11 @@ def _nbytes(entry: StepEntry) -> int:
 
 def described_steps(location: Location) -> FoundSteps:
     """Return the steps of another library with records of their times, metrics and items, for a manager."""
-    found = find_steps(location)
-    if found.is_native:
+    steps = find_steps(location)
+    if steps.is_native:
         return FoundSteps()
-    described = parallel_map(_described, found.entries, max_concurrency(location))
-    return found._replace(entries=tuple(entry for entry in described if entry is not None))
+    described = parallel_map(_described, steps.entries, max_concurrency(location))
+    return steps._replace(entries=tuple(entry for entry in described if entry is not None))
 
 
 def _described(entry: StepEntry) -> StepEntry | None:

@@ -1,4 +1,4 @@
-"""Checkpoints that are open: handles in the place of arrays, which read the parts that an index selects."""
+"""Open checkpoints: trees with handles instead of arrays, which read the parts that an index selects."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class OpenCheckpoint:
     def __init__(self, source: CheckpointSource, item: str | None, select: Patterns | None) -> None:
         self._trees: list[_OpenTree] = []
         source.check_item(item)
-        wanted = [item] if item is not None else source.items_to_load()
+        names = [item] if item is not None else source.items_to_load()
         if select is not None:
-            wanted = [source.only_tree(item)]
+            names = [source.only_tree(item)]
         trees = {
             name: self._tree(source, name, select) if source.items[name] == TREE else source.load(name)
-            for name in wanted
+            for name in names
         }
-        self.tree: Any = trees if len(wanted) > 1 else trees[wanted[0]]
+        self.tree: Any = trees if len(names) > 1 else trees[names[0]]
 
     @property
     def bytes_read(self) -> int:
@@ -55,7 +55,7 @@ class OpenCheckpoint:
         return sum(opened.bytes_read for opened in self._trees)
 
     def close(self) -> None:
-        """End the reading: handles of this checkpoint cannot read any more, arrays that were read stay valid."""
+        """Close the checkpoint: its handles cannot read any more; arrays that were read remain valid."""
         for opened in self._trees:
             opened.close()
 
@@ -70,29 +70,28 @@ class OpenCheckpoint:
         source = checkpoint.selected_tree(item, select)
         opened = _OpenTree(checkpoint, item, source)
         self._trees.append(opened)
-        values = leaf_values(source, [leaf for leaf in source.leaves if not is_array(leaf)])
-        rest = iter(values)
+        rest = iter(leaf_values(source, [leaf for leaf in source.leaves if not is_array(leaf)]))
         leaves = [ArrayHandle(leaf, opened.address, opened) if is_array(leaf) else next(rest) for leaf in source.leaves]
         return checkpoint.complete(item, source, source.tree.build(leaves))
 
 
 class _Address(NamedTuple):
-    """What another process needs to open the tree of a handle."""
+    """The address of a handle's tree, with which another process opens it."""
 
     location: Location  # the checkpoint
     item: str  # the name of the tree
-    identity: str  # text that differs where another checkpoint is at the same path
-    is_known: bool  # whether it is the same for the same checkpoint; otherwise it is random
+    identity: str  # text that changes if another checkpoint replaces this one
+    is_stable: bool  # whether the identity is the same for the same checkpoint; otherwise it is random
 
 
 class _OpenTree:
     """A tree that handles read."""
 
     def __init__(self, checkpoint: CheckpointSource, item: str, tree: TreeSource) -> None:
-        found = tree.fingerprint or _files_of(tree)
-        identity = hashlib.blake2b(found.encode() or os.urandom(16), digest_size=16).hexdigest()
+        fingerprint = tree.fingerprint or _files_of(tree)
+        identity = hashlib.blake2b(fingerprint.encode() or os.urandom(16), digest_size=16).hexdigest()
         self.format = checkpoint.format
-        self.address = _Address(checkpoint.location, item, identity, bool(found))
+        self.address = _Address(checkpoint.location, item, identity, bool(fingerprint))
         self._files = {} if tree.fingerprint else _identities(tree)
         self._reads: tuple[CheckpointSource, TreeSource] | None = checkpoint, tree
         self._bytes_read = 0  # the count at the time of `close`
@@ -103,12 +102,12 @@ class _OpenTree:
         return self._bytes_read if reads is None else reads[1].bytes_read
 
     def close(self) -> None:
-        """Let go of what the tree has in memory, and of its files, although its handles are kept."""
+        """Release the memory and the files of the tree, although its handles remain."""
         self._bytes_read = self.bytes_read
         self._reads = None
 
     def opened(self, leaf: SavedLeaf, action: str) -> tuple[CheckpointSource, TreeSource]:
-        """Return what is open; the error without says that ``action`` is impossible for a leaf."""
+        """Return the open checkpoint and its tree; if it is closed, the error says that a leaf cannot be ``action``."""
         if self._reads is None:
             raise StateError(
                 f"{self.address.location}: {format_path(leaf.name)} cannot be {action}, as the checkpoint is closed; "
@@ -119,12 +118,11 @@ class _OpenTree:
     @cached_property
     def leaves(self) -> dict[str, SavedLeaf]:
         """The leaves by their names."""
-        reads = self._reads
-        return {} if reads is None else {leaf.name: leaf for leaf in reads[1].leaves}
+        return {} if self._reads is None else {leaf.name: leaf for leaf in self._reads[1].leaves}
 
     @contextlib.contextmanager
     def reading(self, leaf: SavedLeaf) -> Iterator[TreeSource]:
-        """Explain why a leaf cannot be read: the checkpoint is closed, or deleted by its run, or files are replaced."""
+        """Yield the tree; raise an error if the checkpoint is closed or deleted, or its files were replaced."""
         checkpoint, tree = self.opened(leaf, "read")
         try:
             yield tree
@@ -132,53 +130,53 @@ class _OpenTree:
             if not checkpoint.has_changed():
                 raise
             raise _replaced(checkpoint.location, checkpoint.format) from error
-        # Files of other libraries do not tell that they belong together.
+        # Files of other libraries do not show that they belong together.
         now = _identities(tree) if self._files else {}
         if any(now.get(path, mark) != mark for path, mark in self._files.items()):
             raise _replaced(checkpoint.location, checkpoint.format)
 
 
-def _replaced(location: Location, found: str) -> CheckpointNotFoundError:
-    """Return the error about a handle of a checkpoint that another one has replaced; ``found`` is the format now."""
-    if found == NATIVE:
+def _replaced(location: Location, new_format: str) -> CheckpointNotFoundError:
+    """Return the error about a handle whose checkpoint another one, of ``new_format``, has replaced."""
+    if new_format == NATIVE:
         return CheckpointNotFoundError(
             f"{location}: its run has deleted or replaced this checkpoint since it was opened; open it again, "
             "and pin a step that must stay (holdfast pin)"
         )
     return CheckpointNotFoundError(
         f"{location}: another program has replaced this checkpoint since it was opened, or written to its files; "
-        f"open it again; of one that must stay, make a copy first (`holdfast import` reads {found})"
+        f"open it again; of one that must stay, make a copy first (`holdfast import` reads {new_format})"
     )
 
 
 def _files_of(tree: TreeSource) -> str:
-    """Return names, sizes and times of the files of another library that hold a tree; "" in a store."""
+    """Return names, sizes and times of the files of another library's tree; "" in a store."""
     if not tree.location.is_local:
         return ""
     top, files = os.fspath(tree.location), tree.files_read
     below = (os.path.join(folder, name) for folder, _, names in os.walk(top) for name in names)
-    found = [os.readlink(top) if os.path.islink(top) else ""]
+    lines = [os.readlink(top) if os.path.islink(top) else ""]
     for path in sorted([*below] or [top] if files is None else map(os.fspath, files)):
-        with contextlib.suppress(OSError):  # Another program has removed it.
+        with contextlib.suppress(OSError):  # another program has removed it
             status = os.stat(path)
-            found.append(f"{path} {status.st_size} {status.st_mtime_ns}")
-    return "\n".join(found)
+            lines.append(f"{path} {status.st_size} {status.st_mtime_ns}")
+    return "\n".join(lines)
 
 
 def _identities(tree: TreeSource) -> dict[str, tuple[int, ...]]:
-    """Return what differs where another file, or another folder, has taken the place of one that is read."""
-    found = {}
+    """Return facts about the files and folders of a tree that change if another file or folder replaces one."""
+    identities = {}
     for path in [tree.location, *(tree.files_read or ())] if tree.location.is_local else ():
-        with contextlib.suppress(OSError):  # An open file that was deleted stays readable.
+        with contextlib.suppress(OSError):  # an open file that was deleted stays readable
             status = os.stat(path)
             times = (status.st_size, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) else ()
-            found[os.fspath(path)] = status.st_dev, status.st_ino, *times
-    return found
+            identities[os.fspath(path)] = status.st_dev, status.st_ino, *times
+    return identities
 
 
 @functools.lru_cache(maxsize=16)
 def _reopened(address: _Address) -> _OpenTree:
-    """Open the tree of a handle that comes from another process; the tasks of this process share it."""
+    """Open the tree of a handle from another process; the tasks of this process share it."""
     location, item = address.location, address.item
     try:
         opened = read_checkpoint(location, lambda source: _OpenTree(source, item, source.tree(item)))
@@ -186,7 +184,7 @@ def _reopened(address: _Address) -> _OpenTree:
         if location.is_local or location.is_remote:
             raise
         raise CheckpointNotFoundError(f"{error}; the memory of a process is not there in another one") from error
-    if address.is_known and opened.address != address:
+    if address.is_stable and opened.address != address:
         raise _replaced(location, opened.format)
     return opened
 
@@ -196,9 +194,9 @@ class ArrayHandle:
 
     Only the chunks that a selection needs are read, and each of them is compared with its checksum if the format has
     one. Any number of threads may read at the same time. A handle can be pickled while its checkpoint is open: another
-    process opens the checkpoint again when it reads, and refuses one that has replaced it. Of a checkpoint of another
-    library, the sizes and times of its files show that; in an object store, nothing does, and its arrays only have to
-    have the same shapes and types.
+    process opens the checkpoint again when it reads, and refuses a checkpoint that has replaced it. If another library
+    wrote it, the sizes and times of its files show that; in an object store, nothing does, and its arrays only need the
+    same shapes and types.
 
     Attributes:
         shape: Its shape.
@@ -243,7 +241,7 @@ class ArrayHandle:
         return opened
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle where the array is; it is opened again where it is read."""
+        """Pickle the address of the array; the process that reads it opens it again."""
         if self._opened is not None:
             self._opened.opened(self._leaf, "pickled")
         try:
@@ -256,7 +254,7 @@ class ArrayHandle:
         return type(self), (self._leaf, self._address, None, self.chunks)
 
     def __dask_tokenize__(self) -> tuple[str, ...]:
-        """Return what is the same for the same bytes of the same checkpoint, for the names of dask."""
+        """Return names for dask, which are the same for the same bytes of the same checkpoint."""
         location, item, identity, _ = self._address
         return "holdfast", str(location), item, self._leaf.name, identity
 
@@ -267,7 +265,7 @@ class ArrayHandle:
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """The shape of the parts in which it is read; all of the array if the format has no chunks."""
+        """The shape of the parts in which it is read; the shape of the array if the format has no chunks."""
         if self._chunks is None:
             with self._open().reading(self._leaf) as tree:
                 self._chunks = tree.chunks(self._leaf)
@@ -275,7 +273,7 @@ class ArrayHandle:
 
     @property
     def cdata_shape(self) -> tuple[int, ...]:
-        """The number of chunks along each axis, by the name that zarr gives it."""
+        """The number of chunks along each axis; the name is zarr's."""
         return tuple(map(len, self._grid()))
 
     @property
@@ -296,8 +294,8 @@ class ArrayHandle:
     def __getitem__(self, index: Any) -> Any:
         """Read the elements that integers, slices, ``...`` and ``None`` select, as numpy does."""
         with self._open().reading(self._leaf) as tree:
-            (found,) = selected_values(tree, [self._leaf], [index])
-        return found
+            (selected,) = selected_values(tree, [self._leaf], [index])
+        return selected
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         if copy is False:
@@ -311,24 +309,24 @@ class ArrayHandle:
             yield from self[start : start + rows]
 
     def iter_chunks(self) -> Iterator[tuple[tuple[slice, ...], NDArray[Any]]]:
-        """Generate the place of every chunk, as an index, and its elements, in the order of the array."""
+        """Generate the index of every chunk and its elements, in the order of the array."""
         for index in itertools.product(*self._grid()):
             yield index, self[(*index, ...)]
 
     def to_jax(self, sharding: Any = None) -> Any:
-        """Read all of it as an array of jax.
+        """Read the whole array as an array of jax.
 
         Args:
             sharding: A ``jax.sharding.Sharding``; each process reads the parts of its own devices. None puts the array
                 on the default device.
 
         Returns:
-            The array; typed keys for an array that was saved as such.
+            The array; typed keys if typed keys were saved.
         """
         return self._as("jax", sharding)
 
     def to_torch(self) -> Any:
-        """Read all of it as a tensor of torch in the memory of the host."""
+        """Read the whole array as a tensor of torch in host memory."""
         return self._as("torch")
 
     def _as(self, kind: str, sharding: Any = None) -> Any:
@@ -350,7 +348,7 @@ class ArrayHandle:
 
 
 def is_array(leaf: SavedLeaf) -> bool:
-    """Whether a leaf is an array whose elements an index can select; complex numbers of half precision are not."""
+    """Return whether an index can select elements of a leaf, an array not of complex numbers of half precision."""
     saved = leaf.saved
     return saved.dtype is not None and saved.kind in ARRAY_KINDS and saved.details.get("torch_dtype") != "complex32"
 
@@ -384,20 +382,21 @@ def open(path: Place, *, item: str | None = None, select: Patterns | None = None
     """
 
     def opened(source: CheckpointSource) -> OpenCheckpoint:
-        place = source.location.without_links()  # Handles stay there where a link is moved.
-        return OpenCheckpoint(source, item, select) if place == source.location else read_checkpoint(place, opened)
+        target = source.location.without_links()  # handles keep it if a link is moved
+        return OpenCheckpoint(source, item, select) if target == source.location else read_checkpoint(target, opened)
 
     return read_checkpoint(as_location(path), opened)
 
 
 def load_parts(source: CheckpointSource, item: str | None, parts: Mapping[str, Any]) -> Any:
-    """Load what an index selects of the arrays that match a pattern; ``...`` is all of an array, or any other value."""
+    """Load what an index selects from the arrays that match a pattern; ``...`` selects a whole array or other value."""
     name = source.only_tree(item)
     tree = source.selected_tree(name, list(parts))
     indexes = {}
     filters = [(pattern, PathFilter(pattern), index) for pattern, index in parts.items()]
     for leaf in tree.leaves:
-        pattern, _, index = next(one for one in filters if one[1].chooses(leaf.name.split(".")))
+        path = leaf.name.split(".")
+        pattern, index = next((pattern, index) for pattern, rule, index in filters if rule.chooses(path))
         if index is ... or (isinstance(index, slice) and index == slice(None)):
             continue
         if not is_array(leaf):
@@ -406,8 +405,8 @@ def load_parts(source: CheckpointSource, item: str | None, parts: Mapping[str, A
                 f"index can select from, but of kind {leaf.saved.kind}; select it with the index ..."
             )
         indexes[leaf.name] = index
-    cut = [leaf for leaf in tree.leaves if leaf.name in indexes]
-    some = iter(selected_values(tree, cut, [indexes[leaf.name] for leaf in cut]))
+    indexed = [leaf for leaf in tree.leaves if leaf.name in indexes]
+    selections = iter(selected_values(tree, indexed, [indexes[leaf.name] for leaf in indexed]))
     others = iter(leaf_values(tree, [leaf for leaf in tree.leaves if leaf.name not in indexes]))
-    built = tree.tree.build([next(some if leaf.name in indexes else others) for leaf in tree.leaves])
+    built = tree.tree.build([next(selections if leaf.name in indexes else others) for leaf in tree.leaves])
     return source.complete(name, tree, built)

@@ -1,4 +1,4 @@
-"""Checkpoints of any library: what one offers, and the defaults for a format without that ability."""
+"""Checkpoints of any library: their abilities, and defaults for formats without them."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ class CheckpointSource(Protocol):
     # The kind of every item: ``TREE``, ``JSON``, ``METRICS``; items of other kinds are listed, not read.
     items: Mapping[str, str]
     nbytes: int  # bytes of all its files
-    step: int | None = None  # its step, as far as the checkpoint itself knows it
-    reason: str = ""  # why it was saved, where that was noted
-    time: float | None = None  # when it was committed, in seconds since 1970-01-01 UTC, where that was noted
+    step: int | None = None  # its step, if the checkpoint records it
+    reason: str = ""  # why it was saved, if that was recorded
+    time: float | None = None  # when it was committed, in seconds since 1970-01-01 UTC, if that was recorded
     metrics: Mapping[str, Any] | None = None  # the metrics stored with it
-    custom_metadata: Mapping[str, Any] | None = None  # the facts that the program stored with it, as JSON holds them
+    custom_metadata: Mapping[str, Any] | None = None  # the JSON that the program stored with it
     unnamed: str = ""  # the name that the format gives to an item without a name
 
     @abc.abstractmethod
     def tree(self, item: str) -> TreeSource:
-        """Open an item of the kind ``TREE``; the error about a structure that cannot be read names the file."""
+        """Open an item of the kind ``TREE``; an error about an unreadable structure names the file."""
 
     def selected_tree(self, item: str, select: Patterns | None) -> TreeSource:
         """Open an item of the kind ``TREE`` with only the leaves that match patterns."""
@@ -53,18 +53,17 @@ class CheckpointSource(Protocol):
         return selected(self.tree(item), select)
 
     def value(self, item: str) -> Any:
-        """Read an item that is not a tree; the error about one that cannot be read names the file."""
+        """Read an item that is not a tree; an error about an unreadable item names the file."""
         raise OptionError(f"{self.location}: item {item!r} is not one that can be read as a value")
 
     def files(self, item: str) -> Mapping[str, FileRecord] | None:
-        """Return the files of an item by their paths in its folder; None where the format does not note them."""
+        """Return the files of an item by their paths in its folder; None if the format does not record them."""
         return None
 
     def check_item(self, item: str | None) -> None:
         """Raise CheckpointNotFoundError if there is no such item."""
         if item is not None and item not in self.items:
-            known = ", ".join(sorted(self.items))
-            raise CheckpointNotFoundError(f"{self.location}: no item {item!r}; it has {known}")
+            raise CheckpointNotFoundError(f"{self.location}: no item {item!r}; it has {', '.join(sorted(self.items))}")
 
     def only_tree(self, item: str | None = None, *, how: str = "name one with item=") -> str:
         """Return the name of the requested tree, or of the only one; ``how`` ends the error about several."""
@@ -80,13 +79,13 @@ class CheckpointSource(Protocol):
         return trees[0] if item is None else item
 
     def has_changed(self) -> bool:
-        """True if another process is known to have replaced or deleted it since it was opened."""
+        """Return whether another process is known to have replaced or deleted it since it was opened."""
         return False
 
     def load(
         self, item: str, like: Any = None, select: Patterns | None = None, *, cast: bool = False, subset: bool = False
     ) -> Any:
-        """Load an item; a template, patterns and what a template allows are for trees, see :func:`~holdfast.load`."""
+        """Load an item; the options are for trees, as for :func:`~holdfast.load`."""
         kind = self.items[item]
         if kind != TREE:
             if kind in (JSON, METRICS) and (like is not None or select is not None):
@@ -94,13 +93,13 @@ class CheckpointSource(Protocol):
                     f"{self.location}: item {item!r} is JSON, not a tree of arrays: like= and select= do not apply"
                 )
             return self.value(item)
-        from ..handlers import PyTreeCheckpointHandler  # to show and to verify checkpoints needs no handlers
+        from ..handlers import PyTreeCheckpointHandler  # imported lazily: to show and verify checkpoints needs none
 
         folder, source = self._source_of(item)
         return PyTreeCheckpointHandler().restore(folder, like, select=select, cast=cast, subset=subset, **source)
 
     def _source_of(self, item: str) -> tuple[Location, Mapping[str, Any]]:
-        """Return where a tree is, and by which arguments its handler reads it."""
+        """Return the folder of a tree, and the arguments with which its handler reads it."""
         return self.location, {"source": self.tree(item)}
 
     def load_transformed(self, item: str, transformations: Any, new_tree: Any, *, default_to_original: bool) -> Any:
@@ -113,11 +112,11 @@ class CheckpointSource(Protocol):
         return self.complete(item, source, tree)
 
     def complete(self, item: str, source: TreeSource, tree: Any) -> Any:
-        """Fill in the leaves of a loaded tree that only their handlers can read; by default, there are none."""
+        """Add the leaves of a loaded tree that only their handlers can read; by default, there are none."""
         return tree
 
     def items_to_load(self) -> list[str]:
-        """Return the items that are loaded where none is named: by default, trees and JSON."""
+        """Return the items that are loaded if none is named: by default, trees and JSON."""
         wanted = [name for name, kind in self.items.items() if kind in (TREE, JSON)]
         if not wanted:
             raise OptionError(
@@ -131,7 +130,7 @@ class CheckpointSource(Protocol):
 
 
 class SingleTree(CheckpointSource):
-    """A checkpoint that is one tree and nothing else; functions give what is not known before it is needed."""
+    """A checkpoint with nothing but one tree; functions compute facts about it when they are needed."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Trees in files of other libraries: containers made from the key paths of leaves, arrays that are parts of files.
+"""Trees in files of other libraries: containers built from the key paths of leaves, and arrays that are parts of files.
 
 Only the requested leaves are read.
 """
@@ -43,13 +43,13 @@ Path = tuple[str | int, ...]
 
 
 class _Branch(dict[str | int, Any]):
-    """A container that may become a dictionary or a list."""
+    """A container that becomes a dictionary or a list."""
 
 
 def nested(
     leaves: Iterable[tuple[Path, Any]], *, root_is_dict: bool = False, number: Callable[[int], str | int] = int
 ) -> Any:
-    """Make the containers of values at these paths: lists where the keys are ``number(0)``, ``number(1)``, ..."""
+    """Return nested containers of values, given their paths: lists if the keys are ``number(0)``, ``number(1)``, ..."""
     root = _Branch()
     for path, value in leaves:
         if len(path) >= MAX_DEPTH:
@@ -70,13 +70,13 @@ def nested(
 def _with_lists(value: Any, number: Callable[[int], str | int]) -> Any:
     if not isinstance(value, _Branch):
         return value
-    found = {key: _with_lists(child, number) for key, child in value.items()}
-    numbers = [number(index) for index in range(len(found))]
-    return [found[key] for key in numbers] if found and found.keys() == set(numbers) else found
+    children = {key: _with_lists(child, number) for key, child in value.items()}
+    numbers = [number(index) for index in range(len(children))]
+    return [children[key] for key in numbers] if children and children.keys() == set(numbers) else children
 
 
 def nested_tree(entries: Sequence[tuple[Path, Any]]) -> tuple[TreeDocument, list[int]]:
-    """Make the containers that leaves, as numbers, and empty containers are in; return the numbers in their order."""
+    """Return the document of a tree of numbered leaves and empty containers, and the order of the leaves."""
     inside = [(path, value) for path, value in entries if path]
     root: Any = next((value for path, value in entries if not path), {})
     if inside and isinstance(root, int):
@@ -89,12 +89,12 @@ def storage_name(path: Path) -> str:
     return join([str(key) for key in path])
 
 
-# Member of the details of a None for which the writer may have meant a container without leaves.
+# Member of the details of a None that may stand for a container without leaves.
 OPTIONAL = "optional"
 
 
 def without_leaves(source: TreeSource, left_out: set[str]) -> TreeSource:
-    """Return a tree without the leaves of these names, and without containers that have no other leaf."""
+    """Return a tree without the leaves of these names, and without the containers that are then empty."""
     if not left_out:
         return source
     kept = {leaf.name: leaf for leaf in source.leaves if leaf.name not in left_out}
@@ -106,11 +106,12 @@ def selected(source: TreeSource, select: Patterns | None) -> TreeSource:
     if select is None:
         return source
     names = [leaf.name for leaf in source.leaves]
-    return without_leaves(source, {name for name, one in zip(names, choose(names, select), strict=True) if not one})
+    chosen = choose(names, select)
+    return without_leaves(source, {name for name, is_chosen in zip(names, chosen, strict=True) if not is_chosen})
 
 
 def rooted(source: TreeSource, root: str | None) -> TreeSource:
-    """Return the content of one container of a tree, such as ``model``, with names that begin there."""
+    """Return the tree in one container of a tree, such as ``model``."""
     if root is None:
         return source
     prefix = f"{root.strip('/')}/"
@@ -124,7 +125,7 @@ def rooted(source: TreeSource, root: str | None) -> TreeSource:
 
 
 def without_placeholders(source: TreeSource) -> tuple[TreeSource, list[str]]:
-    """Leave out the leaves that were saved by their names alone; return a line for each."""
+    """Leave out the leaves of which only the names were saved; return a line for each."""
     left_out = {leaf.name for leaf in source.leaves if leaf.saved.kind in NAME_ONLY}
     if left_out and source.tree.structure is None:
         raise UnsupportedLeafError(f"{source.location}: this was saved as a placeholder: it has no data")
@@ -145,7 +146,7 @@ Bytes = NDArray[np.uint8]
 
 
 def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether elements with these strides, counted in elements, lie in C order without gaps."""
+    """Return whether elements with these strides, counted in elements, are in C order without gaps."""
     expected = 1
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
         if size > 1 and stride != expected:
@@ -156,31 +157,30 @@ def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 _logger = logging.getLogger("holdfast")
 
-_AMPLIFICATION = 16  # views of shared memory may claim at most so many times the bytes of the files
+_AMPLIFICATION = 16  # views of shared memory may claim at most 16 times the bytes of the files
 _SMALL = 64 << 20  # bytes of arrays that are accepted for files of any size
 
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """Elements of an array that are one stretch of a file."""
+    """Elements of an array in one contiguous part of a file."""
 
-    start: tuple[int, ...]  # index of its first element in the whole array, one number for each axis
-    shape: tuple[int, ...]  # how many elements it has along each axis
-    file: str  # the file's path inside the tree's location; ``""`` if that is the file
+    start: tuple[int, ...]  # index of its first element in the whole array
+    shape: tuple[int, ...]  # number of elements along each axis
+    file: str  # path of the file inside the tree's location; ``""`` if the location is the file
     offset: int  # first byte
     length: int  # bytes from the first element to the last
-    dtype: np.dtype[Any]  # dtype of the stored elements, byte order included
-    # Elements from one to the next along each axis; None for C order without gaps.
-    strides: tuple[int, ...] | None = None
+    dtype: np.dtype[Any]  # dtype of the stored elements, including their byte order
+    strides: tuple[int, ...] | None = None  # along each axis, in elements; None for C order without gaps
     # Returns whether bytes have the checksum in the file; None if the file has none for exactly these bytes.
     is_intact: Callable[[Bytes], bool] | None = None
-    # A function of the elements that were read, such as a conjugation, or None.
+    # A function to apply to the elements that were read, such as a conjugation, or None.
     finish: Callable[[NDArray[Any]], NDArray[Any]] | None = None
-    # Returns the elements in stored bytes that are not the elements themselves, such as compressed ones.
+    # Returns the elements that are encoded in stored bytes, such as compressed ones; None for plain elements.
     decode: Callable[[Bytes], NDArray[Any]] | None = None
 
     def within(self, box: Box) -> StoredPart | None:
-        """Return the part of this one in a box; all of it where a checksum covers all, or it is compressed."""
+        """Return the elements of this part in a box; the whole part if it has a checksum or is encoded."""
         common = box.common(Box.at(self.start, self.shape))
         if common is None or self.is_intact is not None or self.decode is not None:
             return None if common is None else self
@@ -202,7 +202,7 @@ class StoredPart:
         return self.strides or tuple(math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
 
     def array(self, data: Bytes) -> NDArray[Any]:
-        """Return the elements in this machine's byte order: a view of ``data`` where that is possible."""
+        """Return the elements in this machine's byte order, as a view of ``data`` if possible."""
         if self.is_intact is not None and not self.is_intact(data):
             raise DamagedCheckpointError(
                 f"{self.length} bytes at offset {self.offset} do not have the checksum in the file"
@@ -214,19 +214,18 @@ class StoredPart:
         last = sum((size - 1) * stride for size, stride in zip(self.shape, self._strides(), strict=True))
         if len(data) != (last + 1) * self.dtype.itemsize or min(self.strides or (0,)) < 0:
             raise DamagedCheckpointError(f"{len(data)} bytes do not hold {self.dtype} elements of shape {self.shape}")
-        elements = data.view(self.dtype)
+        elements: NDArray[Any] = data.view(self.dtype)
         if self.strides is None:
-            found: NDArray[Any] = elements.reshape(self.shape)
+            elements = elements.reshape(self.shape)
         else:
             steps = [stride * self.dtype.itemsize for stride in self.strides]
-            found = np.lib.stride_tricks.as_strided(elements, self.shape, steps, writeable=False)
-        if not found.dtype.isnative:
-            found = found.astype(found.dtype.newbyteorder("="))
-        return found if self.finish is None else self.finish(found)
+            elements = np.lib.stride_tricks.as_strided(elements, self.shape, steps, writeable=False)
+        elements = elements.astype(self.dtype.newbyteorder("="), copy=False)
+        return elements if self.finish is None else self.finish(elements)
 
 
 class StoredArray:
-    """An array in the files of another library, not read yet."""
+    """An array in the files of another library that has not been read."""
 
     __slots__ = ("_parts", "details", "dtype", "shape")
 
@@ -247,32 +246,31 @@ class StoredArray:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def whole(self) -> StoredPart:
-        found = self._parts()
-        if len(found) != 1:
-            raise DamagedCheckpointError(f"expected an array in one part, found {len(found)} parts")
-        return found[0]
+        parts = self._parts()
+        if len(parts) != 1:
+            raise DamagedCheckpointError(f"expected an array in one part, found {len(parts)} parts")
+        return parts[0]
 
     def parts(self) -> Sequence[StoredPart]:
         """Return the parts that cover the array exactly once."""
-        found = self._parts()
-        if math.prod(self.shape) != sum(math.prod(part.shape) for part in found):
+        parts = self._parts()
+        if math.prod(self.shape) != sum(math.prod(part.shape) for part in parts):
             raise DamagedCheckpointError(f"the parts do not hold as many elements as an array of shape {self.shape}")
-        boxes = [part for part in found if 0 not in part.shape]
-        for part in boxes:
+        parts = [part for part in parts if 0 not in part.shape]
+        for part in parts:
             ends = [first + size for first, size in zip(part.start, part.shape, strict=True)]
             if len(ends) != len(self.shape) or any(end > size for end, size in zip(ends, self.shape, strict=True)):
                 raise DamagedCheckpointError(f"a part at {part.start} of shape {part.shape} lies outside {self.shape}")
-        if len(boxes) > 1:
-            low = np.array([part.start for part in boxes])
-            high = low + np.array([part.shape for part in boxes])
-            for index in range(1, len(boxes)):
-                if np.any(np.all((low[index] < high[:index]) & (low[:index] < high[index]), axis=1)):
-                    raise DamagedCheckpointError(f"two parts overlap at {boxes[index].start}")
-        return boxes
+        low = np.array([part.start for part in parts])
+        high = low + np.array([part.shape for part in parts])
+        for index in range(1, len(parts)):
+            if np.any(np.all((low[index] < high[:index]) & (low[:index] < high[index]), axis=1)):
+                raise DamagedCheckpointError(f"two parts overlap at {parts[index].start}")
+        return parts
 
 
 class Unreadable:
-    """A leaf that only code of the file could make: it is listed, and reading it is refused."""
+    """A leaf that only code of the file could create: it is listed, and reading it is refused."""
 
     __slots__ = ("what",)
 
@@ -281,7 +279,7 @@ class Unreadable:
 
 
 class OtherTree(TreeSource):
-    """A tree of another library, of which whole arrays and boxes of them are read in the same way."""
+    """A tree of another library, whose arrays and boxes of arrays are read in the same way."""
 
     @abc.abstractmethod
     def _read(self, wanted: Sequence[tuple[SavedLeaf, Box | None]]) -> list[NDArray[Any] | None]:
@@ -291,19 +289,19 @@ class OtherTree(TreeSource):
         return self._read([(leaf, None) for leaf in leaves])
 
     def read_boxes(self, leaves: Sequence[SavedLeaf], boxes: Sequence[Sequence[Box]]) -> list[list[NDArray[Any]]]:
-        found = iter(self._read([(leaf, box) for leaf, wanted in zip(leaves, boxes, strict=True) for box in wanted]))
-        return [[array for _ in wanted if (array := next(found)) is not None] for wanted in boxes]
+        arrays = iter(self._read([(leaf, box) for leaf, wanted in zip(leaves, boxes, strict=True) for box in wanted]))
+        return [[array for _ in wanted if (array := next(arrays)) is not None] for wanted in boxes]
 
     def for_template(self, names: Sequence[str]) -> TreeSource:
-        # Formats without containers, and state dicts of modules, do not tell layers/0/weight from layers.0.weight.
+        # Formats without containers, and state dicts of modules, equate layers/0/weight and layers.0.weight.
         source = super().for_template(names)
         ours = {".".join(split(leaf.name)): leaf for leaf in source.leaves}
         theirs = {".".join(split(name)): name for name in names}
         if len(ours) != len(source.leaves) or len(theirs) != len(names):
             return source
-        kept = set(names)
+        equal = set(names)
         renamed = {
-            leaf.name if leaf.name in kept else theirs.get(joined, leaf.name): leaf for joined, leaf in ours.items()
+            leaf.name if leaf.name in equal else theirs.get(joined, leaf.name): leaf for joined, leaf in ours.items()
         }
         return source if len(renamed) != len(ours) else PartialTree(source, renamed, source.tree)
 
@@ -336,7 +334,7 @@ class StoredTree(OtherTree):
 
     @classmethod
     def of(cls, location: Location, tree: Any, nbytes: int, **more: Any) -> Self:
-        """Take a tree apart whose leaves are :class:`StoredArray`, :class:`Unreadable` and plain values."""
+        """Flatten a tree whose leaves are :class:`StoredArray`, :class:`Unreadable` and plain values."""
         try:
             flat = flatten(tree)
         except UnsupportedLeafError as error:
@@ -370,42 +368,39 @@ class StoredTree(OtherTree):
             except DamagedCheckpointError as error:
                 if self.location.url in str(error):
                     raise
-                what = f"{self.location}: leaf {format_path(leaf.name)}: {error}"
-                raise DamagedCheckpointError(what) from error
+                raise DamagedCheckpointError(f"{self.location}: leaf {format_path(leaf.name)}: {error}") from error
             if box is not None:
-                parts[index] = [part for one in parts[index] if (part := one.within(box)) is not None]
+                parts[index] = [inside for part in parts[index] if (inside := part.within(box)) is not None]
             if [part.shape for part in parts[index]] != [boxes[index].shape]:
                 arrays[index] = np.zeros(boxes[index].shape, value.dtype)
         ranges = [
-            Range(part.file, part.offset, part.length, index, number, len(found) == 1 and part.strides is None)
-            for index, found in parts.items()
-            for number, part in enumerate(found)
+            Range(part.file, part.offset, part.length, index, number, len(pieces) == 1 and part.strides is None)
+            for index, pieces in parts.items()
+            for number, part in enumerate(pieces)
         ]
         problems: list[tuple[str, str]] = []
 
-        def use(wanted: Range, data: Bytes) -> None:
-            part = parts[wanted.array][wanted.chunk]
+        def use(place: Range, data: Bytes) -> None:
+            part = parts[place.array][place.chunk]
             try:
                 array = part.array(data)
             except DamagedCheckpointError as error:
-                failed(wanted, error)
+                failed(place, error)
                 return
-            all_of_it = arrays[wanted.array]
-            if all_of_it is None:
-                arrays[wanted.array] = _own(array, is_new=wanted.keep)
+            whole_array = arrays[place.array]
+            if whole_array is None:
+                arrays[place.array] = _own(array, is_new=place.keep)
                 return
-            here, box = Box.at(part.start, part.shape), boxes[wanted.array]
-            common = here.common(box)
-            if common is not None:
-                all_of_it[common.within(box)] = array[common.within(here)]
+            here, box = Box.at(part.start, part.shape), boxes[place.array]
+            if (common := here.common(box)) is not None:
+                whole_array[common.within(box)] = array[common.within(here)]
 
-        def failed(found: Range, error: Exception) -> None:
-            problems.append((format_path(wanted[found.array][0].name), f"{self.file(found.file)}: {error}"))
+        def failed(place: Range, error: Exception) -> None:
+            problems.append((format_path(wanted[place.array][0].name), f"{self.file(place.file)}: {error}"))
 
         with contextlib.ExitStack() as stack:
-            files = {
-                path: stack.enter_context(self.file(path).open_data()) for path in sorted({one.file for one in ranges})
-            }
+            paths = sorted({place.file for place in ranges})
+            files = {path: stack.enter_context(self.file(path).open_data()) for path in paths}
             self._bytes_read += read_ranges(files, _apart(sorted(ranges)), use, failed)
         if problems:
             raise damaged_leaves(self.location, sorted(problems))
@@ -419,12 +414,12 @@ class StoredTree(OtherTree):
         return [*(() if self._check is None else self._check()), *super().verify(advance)]
 
     def file(self, path: str) -> Location:
-        """Return the location of a file whose path a :class:`StoredPart` gives."""
+        """Return the location of a file, given its path in a :class:`StoredPart`."""
         return self.location / path if path else self.location
 
 
 class FetchedArray(NamedTuple):
-    """An array that a library reads out of a file."""
+    """An array that another library reads from a file."""
 
     path: Path
     name: str  # in the file
@@ -443,21 +438,21 @@ class FetchedTree(OtherTree):
     def __init__(self, location: Location, arrays: Sequence[FetchedArray]) -> None:
         self.location = location
         with naming(location):
-            self.tree, order = nested_tree([(one.path, number) for number, one in enumerate(arrays)])
-        self._arrays = {storage_name(one.path): one for one in arrays}
-        self.unreadable = {name: one.obstacle for name, one in self._arrays.items() if one.obstacle}
+            self.tree, order = nested_tree([(array.path, number) for number, array in enumerate(arrays)])
+        self._arrays = {storage_name(array.path): array for array in arrays}
+        self.unreadable = {name: array.obstacle for name, array in self._arrays.items() if array.obstacle}
         self.leaves = []
-        for one in (arrays[index] for index in order):
-            saved = not_read(one.obstacle) if one.obstacle else Saved({"kind": "numpy"}, one.dtype, one.shape)
-            self.leaves.append(SavedLeaf(storage_name(one.path), saved))
+        for array in (arrays[index] for index in order):
+            saved = not_read(array.obstacle) if array.obstacle else Saved({"kind": "numpy"}, array.dtype, array.shape)
+            self.leaves.append(SavedLeaf(storage_name(array.path), saved))
 
     @abc.abstractmethod
     def opened(self) -> AbstractContextManager[Callable[[str, Box | None], NDArray[Any]]]:
-        """Open the file; yield what reads an array by its name, or a box of it, as far as the format can."""
+        """Open the file; yield a function that reads an array, by name, or a box of it if the format allows that."""
 
     def _read(self, wanted: Sequence[tuple[SavedLeaf, Box | None]]) -> list[NDArray[Any] | None]:
         refuse_unreadable(self, [leaf for leaf, _ in wanted])
-        found: list[NDArray[Any] | None] = []
+        arrays: list[NDArray[Any] | None] = []
         with self.opened() as fetch:
             for leaf, box in wanted:
                 try:
@@ -468,9 +463,9 @@ class FetchedTree(OtherTree):
                     raise damaged_leaves(self.location, [(format_path(leaf.name), f"it has the shape {array.shape}")])
                 dtype: Any = leaf.saved.dtype
                 raw = array.dtype.kind == "V"  # the format of the file lacks this type
-                # The library has made the array for this call: another copy would take its memory twice.
-                found.append(_own(np.asarray(array).view(dtype) if raw else np.asarray(array, dtype), is_new=True))
-        return found
+                # The library has allocated the array for this call: a copy would double its memory.
+                arrays.append(_own(np.asarray(array).view(dtype) if raw else np.asarray(array, dtype), is_new=True))
+        return arrays
 
 
 def refuse_unreadable(source: TreeSource, leaves: Sequence[SavedLeaf]) -> None:
@@ -478,24 +473,23 @@ def refuse_unreadable(source: TreeSource, leaves: Sequence[SavedLeaf]) -> None:
     if names:
         headline = f"{source.location}: these leaves are not data that holdfast reads; load the others with select=:"
         raise UnsupportedLeafError(
-            itemized(headline, [f"{format_path(one)}: {source.unreadable[one]}" for one in names])
+            itemized(headline, [f"{format_path(name)}: {source.unreadable[name]}" for name in names])
         )
 
 
 def _apart(ranges: Sequence[Range]) -> list[Range]:
-    """Mark arrays whose bytes overlap in the file to be copied, so that no two share memory."""
-    found: list[Range] = []
+    """Mark arrays whose bytes overlap in a file to be copied, so that arrays share no memory."""
+    marked: list[Range] = []
     file, end = "", 0
-    for wanted in ranges:
-        shared = wanted.file == file and wanted.offset < end
-        found.append(wanted._replace(keep=False) if shared else wanted)
-        end = max(end if wanted.file == file else 0, wanted.offset + wanted.length)
-        file = wanted.file
-    return found
+    for place in ranges:
+        end = end if place.file == file else 0
+        marked.append(place._replace(keep=False) if place.offset < end else place)
+        file, end = place.file, max(end, place.offset + place.length)
+    return marked
 
 
 def described(name: str, value: Any) -> tuple[Saved, StoredArray | Unreadable | NDArray[Any] | None]:
-    """Return the description of a value in a file, and what it is read from; None for what the description holds."""
+    """Describe a value in a file; return also the source of its data, or None if the description contains it."""
     if isinstance(value, StoredArray):
         return Saved(value.details, value.dtype, value.shape), value
     if isinstance(value, Unreadable):
@@ -505,10 +499,10 @@ def described(name: str, value: Any) -> tuple[Saved, StoredArray | Unreadable | 
 
 
 def not_read(why: str) -> Saved:
-    """Describe a leaf that cannot be read: it is listed as text that says why."""
+    """Describe a leaf that cannot be read as text that says why."""
     return Saved({"kind": "str", "value": f"({why}, which is not read)"})
 
 
 def _own(array: NDArray[Any], *, is_new: bool) -> NDArray[Any]:
-    """Return an array in memory that only the caller has, aligned and in C order; copy a new one only if needed."""
+    """Return an array that shares no memory, aligned and in C order; copy a new array only if needed."""
     return np.require(array, requirements=["C", "A", "W"]) if is_new else np.array(array, order="C", copy=True)

@@ -1,9 +1,10 @@
-"""Weights for a model from any checkpoint; their names tell which of its containers holds them."""
+"""Weights for a model from any checkpoint; their names determine in which of its containers they are."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 from ..arrays import PartialTree, SavedLeaf, TreeSource, load_tree, without_value
@@ -24,13 +25,13 @@ _CONTAINERS = (
 class Misfits:
     """Human-readable differences between a program and a checkpoint, by path."""
 
-    kept: dict[str, str] = field(default_factory=dict)  # values that the checkpoint has in another form, and a line
+    kept: dict[str, str] = field(default_factory=dict)  # lines about values that the checkpoint has in another form
     absent: list[str] = field(default_factory=list)  # values that the checkpoint does not have
-    moved: dict[str, str] = field(default_factory=dict)  # values with another path in the checkpoint, and that path
+    moved: dict[str, str] = field(default_factory=dict)  # other paths in the checkpoint
     left: list[str] = field(default_factory=list)  # values that only the checkpoint has
 
     def missing(self, paths: Iterable[str]) -> None:
-        """Note values that the checkpoint lacks, unless it is known to have them in another form."""
+        """Note values that the checkpoint lacks, unless it has them in another form."""
         self.absent += [path for path in paths if path not in self.kept]
 
     def differs(self, path: str, expected: object, found: object, more: str = "") -> None:
@@ -57,12 +58,12 @@ class Misfits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """Weights that were found."""
+    """Weights that were loaded."""
 
     tree: Any  # the weights, in the containers of the template
     location: Location  # the checkpoint
     format: str  # the library that wrote it
-    container: str  # the container in it that holds them, such as ``params``; empty if they are all of it
+    container: str  # their container in the checkpoint, such as ``params``; empty if they are the whole checkpoint
     leaves: int  # the number of arrays
     bytes: int  # bytes of their elements
 
@@ -83,26 +84,26 @@ def load_weights(
     """Load the weights of a model from any checkpoint that holdfast reads.
 
     Names are compared with their keys joined by dots, so that a module's ``layers.0.weight`` and the nested
-    ``layers/0/weight`` are the same. The weights may be all of the checkpoint, or lie in a container such as ``params``
-    or ``state_dict``. With ``misfits``, the weights that fit are taken; the others stay as in the template.
+    ``layers/0/weight`` are the same. The weights may be the whole checkpoint, or in a container such as ``params`` or
+    ``state_dict``. With ``misfits``, weights that do not fit are noted there, and stay as in the template.
     """
 
     def read(checkpoint: CheckpointSource) -> Weights:
         flat = flatten(template)
         names = dict(zip(joined_names(flat.names), flat.names, strict=True))
         trees = [checkpoint.tree(item) for item, kind in checkpoint.items.items() if kind == TREE]
-        candidates = (one for tree in trees for one in _candidates(tree, names, ignored, containers))
-        best = max(candidates, key=lambda one: one[0], default=None)
+        candidates = (candidate for tree in trees for candidate in _candidates(tree, names, ignored, containers))
+        best = max(candidates, key=itemgetter(0), default=None)
         if best is None:
             raise OptionError(f"{checkpoint.location} holds no tree of arrays to take weights from")
-        _, container, found = best
-        leaves = list(found.leaves)
+        _, container, source = best
+        leaves, templates = list(source.leaves), {*flat.names}
         try:
             if misfits is None:
-                tree = load_tree(found, like=template)
+                tree = load_tree(source, like=template)
             else:
-                shared = [leaf.name for leaf in leaves if leaf.name in {*flat.names}]
-                tree, leaves = load_fitting(found, flat, [(name, name) for name in shared], misfits)
+                pairs = [(leaf.name, leaf.name) for leaf in leaves if leaf.name in templates]
+                tree, leaves = load_fitting(source, flat, pairs, misfits)
         except TreeMismatchError as error:
             inside = f" in {container}" if container else ""
             what = f"{checkpoint.location}: the weights{inside} are not those of the model:"
@@ -124,8 +125,8 @@ def load_fitting(
 ) -> tuple[Any, list[SavedLeaf]]:
     """Load the leaves of a tree that fit those of a template; the others stay as they are in the template.
 
-    ``pairs`` are names of leaves that stand for each other, in the checkpoint and in the template; ``misfits`` takes
-    what did not match. Return the whole tree, and the leaves that were read; TreeMismatchError if there are none.
+    ``pairs`` are names of corresponding leaves in the checkpoint and in the template; ``misfits`` receives the
+    differences. Return the whole tree, and the leaves that were read; TreeMismatchError if there are none.
     """
     leaves = {leaf.name: leaf for leaf in source.leaves}
     templates = dict(zip(flat.names, describe_template(flat.names, flat.values), strict=True))
@@ -142,29 +143,29 @@ def load_fitting(
             kept.setdefault(name, f"{format_path(name)}: expected {template} (template), not in the checkpoint")
     if not taken:
         raise TreeMismatchError(f"{source.location}: nothing in the checkpoint fits:", list(kept.values()))
-    chosen = [(name, value) for name, value in zip(flat.names, flat.values, strict=True) if name in taken]
-    names, values = [name for name, _ in chosen], [value for _, value in chosen]
+    names = [name for name in flat.names if name in taken]
+    values = [value for name, value in zip(flat.names, flat.values, strict=True) if name in taken]
     like = Flattened(names, values, flatten(values).structure)
-    found = dict(zip(names, load_tree(PartialTree(source, taken, source.tree), like=like), strict=True))
+    loaded = dict(zip(names, load_tree(PartialTree(source, taken, source.tree), like=like), strict=True))
     used = {leaf.name for leaf in taken.values()}
     misfits.kept |= {format_path(name): line for name, line in kept.items()}
     misfits.left += [format_path(name) for name in leaves if name not in used]
     misfits.moved |= {format_path(name): format_path(leaf.name) for name, leaf in taken.items() if name != leaf.name}
-    all_values = [found.get(name, value) for name, value in zip(flat.names, flat.values, strict=True)]
+    all_values = [loaded.get(name, value) for name, value in zip(flat.names, flat.values, strict=True)]
     return unflatten(flat.structure, all_values), list(taken.values())
 
 
 def _candidates(
     source: TreeSource, names: Mapping[str, str], ignored: Collection[str], containers: Sequence[str]
 ) -> Iterator[tuple[tuple[int, int], str, TreeSource]]:
-    """Yield the leaves in each container of a tree under the names of a template, and how well they fit it."""
+    """Yield a rank for each container of a tree, its path, and its leaves under the names of a template."""
     leaves = dict(zip(joined_names([leaf.name for leaf in source.leaves]), source.leaves, strict=True))
     bare = {without_value(name): name for name in names}
     for container in (*_CONTAINERS, *containers):
         prefix = f"{container}." if container else ""
         inside = {joined.removeprefix(prefix): leaf for joined, leaf in leaves.items() if joined.startswith(prefix)}
-        inside = {one if one in names else bare.get(without_value(one), one): leaf for one, leaf in inside.items()}
-        kept = {one: leaf for one, leaf in inside.items() if one in names or without_value(one) not in ignored}
+        inside = {name if name in names else bare.get(without_value(name), name): leaf for name, leaf in inside.items()}
+        kept = {name: leaf for name, leaf in inside.items() if name in names or without_value(name) not in ignored}
         if kept:
             shared = len(kept.keys() & names.keys())
             renamed = {names.get(joined, leaf.name): leaf for joined, leaf in kept.items()}

@@ -7,8 +7,6 @@ from .buffers import PAGE as PAGE
 from .buffers import Buffer as Buffer
 from .buffers import aligned_empty as aligned_empty
 from .buffers import round_up as round_up
-from .folders import ScatteredFiles as ScatteredFiles
-from .folders import folder_in_memory as folder_in_memory
 from .local import TEMPORARY_PREFIX as TEMPORARY_PREFIX
 from .local import LocalBackend as LocalBackend
 from .local import append_line as append_line
@@ -21,6 +19,8 @@ from .location import sync_all as sync_all
 from .lock import FileLock as FileLock
 from .lock import SaveLock as SaveLock
 from .lock import locked_elsewhere as locked_elsewhere
+from .memory import ScatteredFiles as ScatteredFiles
+from .memory import folder_in_memory as folder_in_memory
 from .memory import shared_context as shared_context
 from .parallel import CORES as CORES
 from .parallel import REQUESTS as REQUESTS

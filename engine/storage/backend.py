@@ -1,4 +1,4 @@
-"""What a location and the systems that store bytes hand to each other."""
+"""The types that a location and its backends exchange."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Entry(NamedTuple):
     """One name directly inside a directory."""
 
     name: str  # the last segment of its path
-    is_directory: bool  # whether it holds other names; a link to a directory counts as one
+    is_directory: bool  # a link to a directory counts as one
     # Length in bytes; None for directories, broken links, and stores whose listings have no sizes.
     size: int | None = None
-    links: int = 1  # number of names of its file; the space is free when the last is removed
+    links: int = 1  # number of names of its file; its space is freed with the last of them
     identity: tuple[int, int] | None = None  # the same for all names of a file, if the caller has requested it
 
 
@@ -28,10 +28,10 @@ class Segment(NamedTuple):
 
     offset: int  # first byte in the file; a multiple of 4096
     size: int  # length in bytes
-    # Called once, in one thread. Yields one-dimensional uint8 arrays of ``size`` bytes in total, best of at most 1 MiB
-    # each; the memory of one is copied or sent before the next is requested.
+    # Called once, in one thread. Yields one-dimensional uint8 arrays of ``size`` bytes in total, preferably of at most
+    # 1 MiB each; the memory of an array is copied or sent before the next is requested.
     parts: Callable[[], Iterator[NDArray[np.uint8]]]
-    lasting: bool = False  # whether parts keep their content until the file is written, so that none needs a copy
+    lasting: bool = False  # whether parts keep their content until the file is written, so that they need no copy
 
 
 class DataFile(NamedTuple):
@@ -41,12 +41,12 @@ class DataFile(NamedTuple):
 
 
 class FileIdentity(NamedTuple):
-    """Facts by which a data file is recognised later, if no process has written to it since."""
+    """Facts that identify a data file as long as no process writes to it."""
 
     inode: int
     size: int  # bytes
     modified: int  # nanoseconds
-    changed: int  # nanoseconds; no program can set this time back, and new names and permissions change it
+    changed: int  # nanoseconds; programs cannot set this time, and new names and permissions change it
 
 
 class DataReader(Protocol):
@@ -62,13 +62,13 @@ class DataReader(Protocol):
         Args:
             offset: Where to start, in bytes.
             length: How many bytes to read.
-            buffer: Memory to read into, for a caller that copies the bytes out; without it, fresh memory.
+            buffer: Memory to read into, for a caller that copies the bytes; None reads into fresh memory.
 
         Returns:
             A one-dimensional uint8 array of ``length`` bytes, a view of ``buffer`` when one is given.
 
         Raises:
-            DamagedCheckpointError: The file is shorter than that.
+            DamagedCheckpointError: The file ends before these bytes do.
             StorageError: The system refused to read.
         """
 
@@ -76,12 +76,12 @@ class DataReader(Protocol):
         """Fill memory, one piece after the other, with the bytes from ``offset`` on, without a copy.
 
         Returns:
-            False where only :meth:`read` can read them; the memory may hold anything then.
+            False if only :meth:`read` can read them; the content of the memory is undefined then.
         """
         return False
 
     def close(self) -> None:
-        """Close the file; arrays that were read stay valid."""
+        """Close the file; arrays that were read remain valid."""
 
     def __enter__(self) -> Self:
         return self

@@ -37,7 +37,7 @@ def aligned_empty(nbytes: int) -> NDArray[np.uint8]:
         return memory[start : start + nbytes]
     # An almost empty last huge page would cost more than its few small pages.
     huge = (nbytes + HUGE_PAGE // 4) // HUGE_PAGE * HUGE_PAGE
-    # The start moves to a huge-page boundary: the untouched memory before it costs nothing.
+    # The start is moved to a huge-page boundary: the untouched memory before it costs nothing.
     length = max(round_up(nbytes), huge) + HUGE_PAGE
     mapping = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory = np.frombuffer(mapping, np.uint8)
@@ -55,14 +55,14 @@ class Buffer:
         self._memory = aligned_empty(nbytes)
 
     def view(self, nbytes: int) -> NDArray[np.uint8]:
-        """Return the first ``nbytes`` bytes, which all views share."""
+        """Return the first ``nbytes`` bytes; all views share their memory."""
         if nbytes > self._memory.size:
             self._memory = aligned_empty(nbytes)
         return self._memory[:nbytes]
 
 
 class BlockPool:
-    """Blocks of aligned memory for transfers, kept because fresh memory is expensive where a hypervisor reclaims it."""
+    """Blocks of aligned memory for transfers, kept because fresh memory is expensive if a hypervisor reclaims it."""
 
     def __init__(self, nbytes: int, spare: int) -> None:
         self._nbytes = nbytes

@@ -1,6 +1,6 @@
 """S3, Google Cloud Storage and Azure Blob Storage through obstore: the extras ``s3``, ``gcs`` and ``azure``.
 
-Requests run on an event loop in a thread of their own, so that Ctrl-C ends the wait for one and cancels it: obstore's
+Requests run on an event loop in a separate thread, so that Ctrl-C ends the wait for a request and cancels it: obstore's
 blocking calls do not react to signals.
 """
 
@@ -57,15 +57,15 @@ _MOST_BLOCKS = 10_000  # of one object of S3 and Google
 _PIECE = 4 << 20  # bytes of a range that are handed over at a time
 
 _LIST_PAGE = 1000  # names that services list at a time
-_CONFLICTS = 5  # answers that ask to repeat a conditional request, S3's 409, after which it has failed
-_ANONYMOUS = 60.0  # seconds after which credentials are looked for again where there were none
+_CONFLICTS = 5  # 409 answers of S3, which ask to repeat a conditional request, after which it has failed
+_ANONYMOUS = 60.0  # seconds after which credentials are looked for again if there were none
 
 _REFUSALS = re.compile(r"status: 412|PreconditionFailed|BlobAlreadyExists|ConditionNotMet")
 _AGAIN = re.compile("ConditionalRequestConflict|OperationAborted")
-_UNKNOWN_REQUEST = re.compile("status: (400|403|404|405|411|501)")  # the service lacks it, or does not allow it
+_UNKNOWN_REQUEST = re.compile("status: (400|403|404|405|411|501)")  # the service does not have or allow the request
 
 _lock = Lock()
-_loops: list[tuple[int, asyncio.AbstractEventLoop]] = []  # one at most, with the process that runs it
+_loops: list[tuple[int, asyncio.AbstractEventLoop]] = []  # at most one, with the PID of the process that runs it
 _conditional: dict[str, bool] = {}  # whether each service honours conditions
 
 
@@ -77,9 +77,8 @@ def open_cloud(service: type[CloudBackend], root: str) -> CloudBackend:
 
 
 @functools.lru_cache(maxsize=64)
-def _open_cloud(service: Any, root: str, settings: object) -> CloudBackend:  # noqa: ARG001 - in the key
-    found: CloudBackend = service(root)
-    return found
+def _open_cloud(service: Callable[[str], CloudBackend], root: str, settings: object) -> CloudBackend:  # noqa: ARG001 - in the key
+    return service(root)
 
 
 def check_installed(package: str, root: str, extra: str) -> None:
@@ -93,34 +92,33 @@ def check_installed(package: str, root: str, extra: str) -> None:
 class CloudBackend(ObjectStoreBackend):
     """A bucket or container of a service that obstore reaches; each service is a subclass."""
 
-    extra: ClassVar[str]  # of the package, which it needs
-    packages: ClassVar[tuple[str, ...]] = ("obstore",)  # those of the extra without which nothing works
-    variables: ClassVar[tuple[str, ...]]  # how the names of environment variables that it reads begin, in capitals
+    extra: ClassVar[str]  # the extra of holdfast that installs its packages
+    packages: ClassVar[tuple[str, ...]] = ("obstore",)  # packages of the extra without which nothing works
+    variables: ClassVar[tuple[str, ...]]  # prefixes of the environment variables that it reads, in capitals
     secrets: ClassVar[re.Pattern[str]]  # the variables whose values go into headers, in capitals
     is_conditional: ClassVar[bool] = True  # whether the service is known to refuse to create an object that exists
-    lacks: ClassVar[frozenset[str]] = frozenset()  # what it is known not to do: "copy", "remove" several, "range"
+    lacks: ClassVar[frozenset[str]] = frozenset()  # requests it does not support: "copy", "remove" of several, "range"
 
     def __init__(self, root: str, address: str = "") -> None:
         super().__init__(root, is_remote=True)
-        self._address = address  # of the service, which other buckets may share; "" for the usual one of a URL
-        self._place: tuple[object, ...] = (root, address)  # equal for all URLs of one bucket
+        self._address = address  # of the service, which other buckets may share; "" for its usual address
+        self._identity: tuple[object, ...] = (root, address)  # equal for all URLs of one bucket
         self._bucket = root.partition("://")[2]
         # These are shared with the snapshots of this backend.
-        self._stores: dict[bool, tuple[float, Any]] = {}  # by ``once``, with the end of their use
+        self._stores: dict[bool, tuple[float, Any]] = {}  # by ``once``: when it expires, and the store
         self._opening = Lock()
         self._lacks = set(self.lacks)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, CloudBackend) and self._listing is other._listing and self._place == other._place
+        return isinstance(other, CloudBackend) and self._listing is other._listing and self._identity == other._identity
 
     @classmethod
     def settings(cls) -> tuple[tuple[str, str], ...]:
         """Return the environment variables that the service reads, in a fixed order."""
-        found = {name: value for name, value in os.environ.items() if name.upper().startswith(cls.variables)}
-        return tuple(sorted(found.items()))
+        return tuple(sorted(item for item in os.environ.items() if item[0].upper().startswith(cls.variables)))
 
     def connect(self, options: Mapping[str, Any], client: Any, *, once: bool) -> Any:
-        """Return a store of obstore with ``client``, the options of its HTTP client; ``once``: for single attempts."""
+        """Return a store of obstore whose HTTP client has the options ``client``; ``once``: it repeats no request."""
         raise NotImplementedError
 
     # ---- reads
@@ -129,8 +127,7 @@ class CloudBackend(ObjectStoreBackend):
         async def ask(store: Any, obstore: Any) -> int:
             return int(_checked(await obstore.head_async(store, key))["size"])
 
-        found: int = self._ask(key, "access", ask)
-        return found
+        return self._ask(key, "access", ask)
 
     def read_range(self, key: str, byte_range: slice | None) -> bytes:
         if byte_range is None:
@@ -161,7 +158,7 @@ class CloudBackend(ObjectStoreBackend):
             first, last = answer.range
             if last - first != size:
                 return False
-            left, filled = [part for part in memory if part.size], 0  # bytes of the first of them
+            left, filled = [part for part in memory if part.size], 0  # bytes of the first part in ``left``
             async for piece in answer.stream(min_chunk_size=_PIECE):
                 received = np.frombuffer(piece, np.uint8)
                 while received.size:
@@ -180,38 +177,36 @@ class CloudBackend(ObjectStoreBackend):
             return False
 
     def _ask_range(self, key: str, start: int, stop: int, read: Callable[[Any, Any], Awaitable[T]]) -> T:
-        """Ask for a range of an object, unless the service was found to serve none."""
+        """Request a range of an object, unless the service has shown that it serves none."""
         if "range" in self._lacks:
             raise DamagedCheckpointError(f"cannot read {self.url(key)} from byte {start}: no ranges are served")
         try:
-            found: T = self._ask(key, "read", read, stop - start)
+            return self._ask(key, "read", read, stop - start)
         except DamagedCheckpointError as error:
             if "non-partial" in str(error):
                 self._lacks.add("range")
             raise
-        return found
 
     def _read(self, key: str) -> tuple[bytes, dict[str, Any]]:
-        """Return the content of an object, and what tells this version of it from others."""
+        """Return the content of an object, and the facts that identify its version."""
 
         async def read(store: Any, obstore: Any) -> tuple[bytes, dict[str, Any]]:
             answer = await obstore.get_async(store, key)
             meta = _checked(answer.meta)
             return bytes(await answer.bytes_async()), {name: meta[name] for name in ("e_tag", "version") if meta[name]}
 
-        found: tuple[bytes, dict[str, Any]] = self._ask(key, "read", read, UNKNOWN_SIZE)
-        return found
+        return self._ask(key, "read", read, UNKNOWN_SIZE)
 
     def list_objects(self, key: str, *, itself: bool) -> list[str]:
         names: list[str] = []
 
         async def below(store: Any, obstore: Any) -> list[str]:
             last = names[-1] if names else None
-            return [found["path"] async for some in obstore.list(store, key or None, offset=last) for found in some]
+            return [meta["path"] async for page in obstore.list(store, key or None, offset=last) for meta in page]
 
         names += self._ask(key, "list", below)
-        own = [key] if itself and key and self.has_object(key) else []  # obstore lists what is below a prefix
-        # A proxy's page looks like the end of a list: one that is empty, or ends with a full page, is asked for again.
+        own = [key] if itself and key and self.has_object(key) else []  # obstore lists only objects below a prefix
+        # A proxy's page looks like the end of a list: a list that is empty or ends with a full page is requested again.
         if not names and not own:
             names += self._ask(key, "list", below)
         while names and not len(names) % _LIST_PAGE and (more := self._ask(key, "list", below)):
@@ -247,7 +242,7 @@ class CloudBackend(ObjectStoreBackend):
             self._put(key, memory, size)
 
     def _put_blocks(self, key: str, size: int, parts: Iterator[NDArray[np.uint8]]) -> None:
-        # This thread makes the parts: one that waits in a thread of obstore would hold up the requests of all others.
+        # This thread makes the parts: waiting for them in a thread of obstore would hold up all other requests.
         wanted: queue.SimpleQueue[asyncio.Future[bytes | None] | None] = queue.SimpleQueue()
 
         async def given() -> AsyncIterator[bytes]:
@@ -323,20 +318,20 @@ class CloudBackend(ObjectStoreBackend):
     # ---- conditions
 
     def honours_conditions(self, key: str, data: bytes | None) -> bool:
-        # Each service is asked once; one that ignores conditions writes the data again.
+        # Each service is tested once; one that ignores conditions writes the data again.
         if self.is_conditional:
             return True
         if self._address not in _conditional and data is not None:
             try:
-                # If the first one succeeds, the object may have been missing.
-                found = not all(self.write_where(key, data, None) for _ in range(2))
+                # The object may be missing, so the first write may succeed.
+                honoured = not all(self.write_where(key, data, None) for _ in range(2))
             except HoldfastError as error:
                 if isinstance(error, StorageUnavailableError) and not _UNKNOWN_REQUEST.search(str(error)):
                     raise
-                found = False
-            if not found:
+                honoured = False
+            if not honoured:
                 _logger.info("%s: no conditional writes here; two saves to one path are not kept apart", self._root)
-            _conditional[self._address] = found
+            _conditional[self._address] = honoured
         return _conditional.get(self._address, False)
 
     def read_generation(self, key: str) -> tuple[bytes | None, dict[str, Any] | None]:
@@ -369,21 +364,21 @@ class CloudBackend(ObjectStoreBackend):
         self,
         key: str,
         action: str,
-        start: Callable[[Any, Any], Awaitable[Any]],
+        start: Callable[[Any, Any], Awaitable[T]],
         nbytes: int = 0,
         *,
         attempts: int = GARBLED,
         once: bool = False,
         meanwhile: Callable[[Future[Any], asyncio.AbstractEventLoop], None] | None = None,
-    ) -> Any:
+    ) -> T:
         """Start a request with the store and the module obstore, and wait for its answer."""
         import obstore
 
-        def begin() -> Future[Any]:
+        def begin() -> Future[T]:
             loop = _running_loop(self.url(key))
             store = self._store(once)
 
-            async def answer() -> Any:
+            async def answer() -> T:
                 return await start(store, obstore)
 
             future = asyncio.run_coroutine_threadsafe(answer(), loop)
@@ -399,7 +394,7 @@ class CloudBackend(ObjectStoreBackend):
         return self.request(key, action, begin, nbytes, attempts=attempts)
 
     def _try(self, key: str, action: str, start: Callable[[Any, Any], Awaitable[Any]]) -> None:
-        """Make a request that is not repeated, since what it does can be done in another way."""
+        """Make a request only once, since its work can be done in another way."""
         self._ask(key, action, start, UNKNOWN_SIZE, once=True)
 
     def _store(self, once: bool) -> Any:
@@ -433,7 +428,7 @@ class CloudBackend(ObjectStoreBackend):
 
 
 def _checked(meta: Any) -> Any:
-    """Return what an answer says of its object; raise ValueError if a proxy may have answered for the service."""
+    """Return the metadata in an answer; raise ValueError if a proxy may have answered for the service."""
     if not meta["e_tag"]:
         raise ValueError("the answer has no ETag")
     return meta
@@ -445,13 +440,12 @@ def _answer(future: asyncio.Future[Any], value: Any) -> None:
 
 
 def _running_loop(url: str) -> asyncio.AbstractEventLoop:
-    """Return the event loop of this process, which runs in a thread."""
-    if not _loops:
-        with _lock:
-            if not _loops:
-                loop = asyncio.new_event_loop()
-                threading.Thread(target=loop.run_forever, name="store-requests", daemon=True).start()
-                _loops.append((os.getpid(), loop))
+    """Return the event loop that runs in a thread of this process."""
+    with _lock:
+        if not _loops:
+            loop = asyncio.new_event_loop()
+            threading.Thread(target=loop.run_forever, name="store-requests", daemon=True).start()
+            _loops.append((os.getpid(), loop))
     process, loop = _loops[0]
     if process != os.getpid():
         raise StorageError(

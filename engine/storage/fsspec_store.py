@@ -1,6 +1,6 @@
-"""Any other place, through fsspec: the extra ``fsspec`` of the package; also file systems of pyarrow.
+"""All other addresses, through fsspec: the extra ``fsspec`` of the package; also file systems of pyarrow.
 
-What such a place cannot promise is logged when it is opened: docs/object_stores.md has the table.
+The promises that such a file system cannot keep are logged when it is opened: docs/object_stores.md has the table.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote, quote_plus
 
 from ..errors import (
@@ -38,14 +38,16 @@ from .status import OS_ERRORS, UnknownSchemeError, explain_failure, hidden_addre
 
 _logger = logging.getLogger("holdfast")
 
-_UNCACHED = {"skip_instance_cache": True}  # each backend has connections of its own
+T = TypeVar("T")
 
-# Schemes that stand for what lies at another address, and those that cannot be written.
+_UNCACHED = {"skip_instance_cache": True}  # backends share no connections
+
+# Schemes that refer to another address, and schemes that are read-only.
 _WRAPPERS = re.compile(r"https?|file|local|data|dir|zip|tar|libarchive|generic|async_wrapper|reference|\w*cache\w*")
-# Object stores, which replace an object as a whole.
+# Object stores, which replace whole objects.
 _WHOLE = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "r2", "memory"})
 _REPLACING = frozenset({"sftp", "ssh"})  # systems whose rename replaces a file in one step
-# Systems that rename in one step, but onto no file that is there.
+# Systems that rename in one step, but never to an existing file.
 _RENAMING = frozenset({"hdfs", "arrow_hdfs", "webhdfs", "viewfs", "smb"})
 
 _NOT_ALONE = "two saves to one path at the same time are not kept apart"
@@ -56,7 +58,7 @@ _NOT_ATOMIC = "a crash may leave half of a commit record, and readers may see on
 # Options with secrets.
 _SECRET = re.compile(r"pass|pwd|secret|key|token|cred|^auth$|authorization|sas|connection_string", re.IGNORECASE)
 
-_ADDRESS = re.compile(r"\\x00address \d+")  # of a class, in the text that describes a file system
+_ADDRESS = re.compile(r"\\x00address \d+")  # of a class, in the description of a file system
 
 _MISSING = re.compile("NotFound|NoSuch")
 _CLASSES: tuple[tuple[re.Pattern[str], type[HoldfastError]], ...] = (  # by the names of the classes of errors
@@ -67,10 +69,10 @@ _CLASSES: tuple[tuple[re.Pattern[str], type[HoldfastError]], ...] = (  # by the 
 
 
 class _TimedOutError(Exception):
-    """A library below has waited for too long."""
+    """A request of the library timed out."""
 
 
-_given: dict[str, FsspecBackend] = {}  # the backends of file systems that were passed, by the schemes of their URLs
+_given: dict[str, FsspecBackend] = {}  # backends of file systems that the program passed, by the schemes of their URLs
 _given_lock = Lock()
 
 
@@ -112,14 +114,14 @@ def _open_fsspec(scheme: str, authority: str, settings: object) -> FsspecBackend
     def connect() -> tuple[Any, str]:
         import fsspec
 
-        made, path = fsspec.core.url_to_fs(f"{scheme}://{authority}/x", **_UNCACHED)
-        return made, path.removesuffix("x")
+        filesystem, path = fsspec.core.url_to_fs(f"{scheme}://{authority}/x", **_UNCACHED)
+        return filesystem, path.removesuffix("x")
 
     return FsspecBackend(root, scheme, connect)
 
 
 def open_filesystem(filesystem: Any, path: str) -> tuple[FsspecBackend, str] | str:
-    """Return the backend and key for a path in a file system of fsspec or pyarrow; a path if that is a local one."""
+    """Return the backend and key of a path in a file system of fsspec or pyarrow; a path if that is a local one."""
     if importlib.util.find_spec("fsspec") is None:
         raise OptionError(f"filesystem= needs fsspec: {install_command('fsspec')}")
     import fsspec
@@ -130,19 +132,19 @@ def open_filesystem(filesystem: Any, path: str) -> tuple[FsspecBackend, str] | s
         path, filesystem = f"{filesystem.base_path.rstrip('/')}/{path.lstrip('/')}", filesystem.base_fs
     if hasattr(filesystem, "handler") and hasattr(filesystem.handler, "fs"):
         filesystem = filesystem.handler.fs  # pyarrow's wrapper of a file system of fsspec
-    kind = type(filesystem)
-    if kind.__module__.split(".")[0] == "pyarrow" and hasattr(filesystem, "type_name"):
+    cls = type(filesystem)
+    if cls.__module__.split(".")[0] == "pyarrow" and hasattr(filesystem, "type_name"):
         if filesystem.type_name == "local":
             return path
         wrapped, protocol = ArrowFSWrapper(filesystem, **_UNCACHED), str(filesystem.type_name).split("::")[-1]
     elif isinstance(filesystem, fsspec.AbstractFileSystem):
-        if type(filesystem) is LocalFileSystem:
+        if cls is LocalFileSystem:
             return str(filesystem._strip_protocol(path))
         names = filesystem.protocol
         wrapped, protocol = filesystem, names if isinstance(names, str) else names[0]
     else:
         raise OptionError(
-            f"filesystem={kind.__module__}.{kind.__qualname__} is neither a file system of fsspec nor one of pyarrow"
+            f"filesystem={cls.__module__}.{cls.__qualname__} is neither a file system of fsspec nor one of pyarrow"
         )
     inner = str(wrapped._strip_protocol(path))
     key = "/".join(part for part in inner.split("/") if part)
@@ -150,40 +152,35 @@ def open_filesystem(filesystem: Any, path: str) -> tuple[FsspecBackend, str] | s
         raise InvalidLocationError(f"{hidden_address(path)!r} holds '.' or '..', which is not resolved there")
     prefix = "/" if inner.startswith("/") else ""
     with _given_lock:
-        name, whole = _names_of(filesystem, prefix)
-        for found in _given.values():
-            if found.prefix == prefix and (found.given is filesystem or found.described == whole):
-                return found, key
+        name, description = _names_of(filesystem, prefix)
+        for backend in _given.values():
+            if backend.prefix == prefix and (backend.given is filesystem or backend.description == description):
+                return backend, key
         scheme = f"{re.sub('[^a-z0-9]', '', protocol.lower())}+{name}"
         while scheme in _given:  # of a file system whose class has the same name
             scheme += "a"
-        _given[scheme] = FsspecBackend(
-            f"{scheme}://",
-            protocol,
-            lambda: (_of_this_process(wrapped), prefix),
-            given=filesystem,
-            prefix=prefix,
-            described=whole,
+        _given[scheme] = backend = FsspecBackend(
+            f"{scheme}://", protocol, lambda: (_of_this_process(wrapped), prefix), filesystem, prefix, description
         )
-        return _given[scheme], key
+        return backend, key
 
 
 def _names_of(filesystem: Any, prefix: str) -> tuple[str, str]:
-    """Return a name of a file system, and a text that only equal ones share."""
-    # A name is the same in all processes unless there are secrets: a name without them would mean other files in a
-    # process with other ones, and a name made of them would tell of them.
+    """Return a name of a file system, and a description that only equal ones share."""
+    # The name is the same in all processes unless there are secrets: a name without them would stand for other files in
+    # a process with other secrets, and a name made of them would reveal them.
     secrets: list[str] = []
     try:
-        whole = repr((_described(filesystem, secrets), prefix))
-    except Exception:  # What cannot be pickled has no description.
+        description = repr((_described(filesystem, secrets), prefix))
+    except Exception:  # A file system that cannot be pickled has no description.
         return uuid.uuid4().hex[:8], f"{id(filesystem)} {prefix}"
     if secrets:
-        return uuid.uuid4().hex[:8], whole
-    return hashlib.sha256(_ADDRESS.sub("", whole).encode()).hexdigest()[:8], whole
+        return uuid.uuid4().hex[:8], description
+    return hashlib.sha256(_ADDRESS.sub("", description).encode()).hexdigest()[:8], description
 
 
 def _described(value: Any, secrets: list[str]) -> Any:
-    """Return as plain data what pickle would write of a value; add the names of options with secrets to ``secrets``."""
+    """Return the data that pickle would write for a value; add the names of options with secrets to ``secrets``."""
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return value
     if isinstance(value, Mapping):
@@ -200,12 +197,12 @@ def _described(value: Any, secrets: list[str]) -> Any:
 
 
 def _is_arrow(filesystem: Any) -> bool:
-    """Whether this is fsspec's wrapper of a file system of pyarrow."""
+    """Return whether this is fsspec's wrapper of a file system of pyarrow."""
     return type(filesystem).__name__ == "ArrowFSWrapper"
 
 
 def _of_this_process(filesystem: Any) -> Any:
-    """Return a file system as fsspec makes it again in a forked process."""
+    """Return a file system, or in a forked process an equal one, as fsspec makes it."""
     if getattr(filesystem, "_pid", os.getpid()) == os.getpid():
         return filesystem
     if _is_arrow(filesystem):
@@ -217,22 +214,21 @@ def _of_this_process(filesystem: Any) -> Any:
 
 
 class FsspecBackend(ObjectStoreBackend):
-    """A file system of fsspec; ``connect`` returns it, and what its paths begin with before the key."""
+    """A file system of fsspec; ``connect`` returns it, and the prefix of all its paths, which the key follows."""
 
     def __init__(
         self,
         root: str,
         protocol: str,
         connect: Callable[[], tuple[Any, str]],
-        *,
         given: Any = None,
         prefix: str = "",
-        described: str = "",
+        description: str = "",
     ) -> None:
         super().__init__(root, is_remote=True)
         self.given = given
         self.prefix = prefix
-        self.described = described  # a text that equal file systems share
+        self.description = description  # equal for equal file systems
         self._connect = connect
         self._whole = protocol in _WHOLE
         self._replaces = protocol in _REPLACING
@@ -249,17 +245,17 @@ class FsspecBackend(ObjectStoreBackend):
         _logger.warning("%s is reached through fsspec (%s). Not promised there: %s", root, protocol, "; ".join(missing))
 
     def object_size(self, key: str) -> int:
-        found = self._do(key, "access", lambda fs, path: fs.info(path))
-        if found["type"] != "file":
+        info = self._do(key, "access", lambda fs, path: fs.info(path))
+        if info["type"] != "file":
             raise ObjectNotFoundError(f"cannot access {self.url(key)}: there is no such file")
-        size = found.get("size")
+        size = info.get("size")
         return len(self.read_range(key, None)) if size is None else int(size)
 
     def read_range(self, key: str, byte_range: slice | None) -> bytes:
         if byte_range is None:
             return bytes(self._do(key, "read", lambda fs, path: fs.cat_file(path), UNKNOWN_SIZE))
         start, stop = byte_range.start, byte_range.stop
-        size = self.object_size(key)  # systems differ in what they say of a range that the file does not have
+        size = self.object_size(key)  # systems answer differently to a range that is not in the file
         if start >= size and stop > start:
             raise truncated(self.url(key), size, start, stop - start)
         if start == stop:
@@ -273,11 +269,9 @@ class FsspecBackend(ObjectStoreBackend):
 
     def write_bytes(self, key: str, data: bytes, *, atomic: bool) -> None:
         def write(fs: Any, path: str) -> None:
-            if self._whole:
-                fs.pipe_file(path, data)
-                return
             folder, _, name = path.rpartition("/")
-            fs.makedirs(folder or "/", exist_ok=True)
+            if not self._whole:
+                fs.makedirs(folder or "/", exist_ok=True)
             if not atomic or not self._renames:
                 fs.pipe_file(path, data)
                 return
@@ -309,11 +303,11 @@ class FsspecBackend(ObjectStoreBackend):
 
         with failing_parts(file_parts(size, segments)) as parts:
             self._do(key, "write", write, size)
-        found = self.object_size(key)
-        if found != size:
+        stored = self.object_size(key)
+        if stored != size:
             self.remove(key)
             raise StorageError(
-                f"cannot write {self.url(key)}: {size} bytes were sent, and {found} are there; try again"
+                f"cannot write {self.url(key)}: {size} bytes were sent, and {stored} are there; try again"
             )
 
     def remove(self, key: str) -> None:
@@ -333,9 +327,9 @@ class FsspecBackend(ObjectStoreBackend):
                 with _unless_gone(fs, path):
                     fs.rm(path, recursive=True)
                 return
-            if _is_arrow(fs):  # It would delete a folder with what was written since it was seen to be empty.
+            if _is_arrow(fs):  # Its rmdir would also delete files that were written to an empty folder meanwhile.
                 return
-            # What was written since the listing stays, and so do the folders around it.
+            # Files that were written since the listing stay, and so do the folders around them.
             for folder in reversed([folder for folder, _, _ in fs.walk(path)]):
                 with _unless_gone(fs, folder, or_filled=True):
                     if not fs.ls(folder, detail=False):
@@ -352,51 +346,50 @@ class FsspecBackend(ObjectStoreBackend):
         return sorted(self._walk(key))
 
     def _walk(self, key: str) -> Iterator[str]:
-        """Generate the keys of all files at and below a key; an error is not taken for an empty directory."""
+        """Generate the keys of all files at and below a key; an error does not pass for an empty directory."""
         folders = [key]
         while folders:
             folder = folders.pop()
             try:
-                found = self._do(folder, "list", self._entries)
+                entries = self._do(folder, "list", self._entries)
             except ObjectNotFoundError:
                 continue
             except StorageError:
                 if folder != key or not self.has_object(key):
                     raise
-                found = [(key, False)]  # some list no file
-            for name, is_directory in found:
-                if is_directory:
-                    if name != folder:
-                        folders.append(name)
-                else:
+                entries = [(key, False)]  # some systems list no file
+            for name, is_directory in entries:
+                if not is_directory:
                     yield name
+                elif name != folder:
+                    folders.append(name)
 
     def _entries(self, fs: Any, path: str) -> list[tuple[str, bool]]:
         prefix = self._filesystem()[1]
-        found = []
+        entries = []
         for entry in fs.ls(path or prefix, detail=True):
             name = str(fs._strip_protocol(entry["name"]))
             if prefix.startswith("/") != name.startswith("/"):
                 name = f"/{name}" if prefix.startswith("/") else name.lstrip("/")
-            found.append((name.removeprefix(prefix).rstrip("/"), entry["type"] == "directory"))
-        return found
+            entries.append((name.removeprefix(prefix).rstrip("/"), entry["type"] == "directory"))
+        return entries
 
     # ---- calls
 
-    def _do(self, key: str, action: str, call: Callable[[Any, str], Any], nbytes: int = 0) -> Any:
-        """Make a call in a thread of its own, so that Ctrl-C and the time limit end the wait for it."""
+    def _do(self, key: str, action: str, call: Callable[[Any, str], T], nbytes: int = 0) -> T:
+        """Make a call in a new thread, so that Ctrl-C and the time limit end the wait for it."""
 
-        def begin() -> Future[Any]:
-            answer: Future[Any] = Future()
-            answer.set_running_or_notify_cancel()  # nothing ends the call; what it returns too late is dropped
+        def begin() -> Future[T]:
+            answer: Future[T] = Future()
+            answer.set_running_or_notify_cancel()  # the call cannot be cancelled; a late result is dropped
 
             def run() -> None:
                 try:
                     fs, prefix, lock = self._filesystem()
                     with lock:
-                        fs.invalidate_cache()  # listings that it keeps: others write there, too
+                        fs.invalidate_cache()  # of listings, which other processes change
                         answer.set_result(call(fs, (prefix + key).rstrip("/") or prefix))
-                except TimeoutError as error:  # not to be taken for the time limit of the wait
+                except TimeoutError as error:  # must not look like the time limit of the wait
                     answer.set_exception(_TimedOutError(str(error)))
                 except BaseException as error:
                     answer.set_exception(error)
@@ -411,14 +404,14 @@ class FsspecBackend(ObjectStoreBackend):
             # Neither connections nor threads of fsspec work on both sides of a fork.
             if self._connected is None or self._connected[0] != os.getpid():
                 fs, prefix = self._connect()
-                # Connections of synchronous file systems are not for several threads at a time; those of pyarrow are.
+                # Several threads must not use a synchronous file system at a time, except that of pyarrow.
                 together = getattr(fs, "async_impl", False) or _is_arrow(fs)
                 lock: Any = contextlib.nullcontext() if together else threading.Lock()
                 self._connected = (os.getpid(), fs, prefix, lock)
             return self._connected[1:]
 
     def failures(self) -> tuple[type[Exception], ...]:
-        return (Exception,)  # every library below has its own
+        return (Exception,)  # each library has its own
 
     def explained(self, error: Exception, key: str, action: str) -> HoldfastError:
         text = " ".join(self._hidden(str(error)).split())
@@ -426,11 +419,11 @@ class FsspecBackend(ObjectStoreBackend):
         if isinstance(error, OSError) and (error.errno in OS_ERRORS or (is_builtin and error.errno is not None)):
             mapped = map_os_error(error, self.url(key), action)
             return type(mapped)(self._hidden(str(mapped)))
-        names = " ".join(kind.__name__ for kind in type(error).__mro__ if kind not in (OSError, Exception))
-        kind = next((kind for pattern, kind in _CLASSES if pattern.search(names)), StorageError)
+        names = " ".join(base.__name__ for base in type(error).__mro__ if base not in (OSError, Exception))
+        cls = next((cls for pattern, cls in _CLASSES if pattern.search(names)), StorageError)
         if isinstance(error, EOFError | ConnectionError):
-            kind = StorageUnavailableError
-        return explain_failure(kind, action, self.url(key), f"{type(error).__name__}: {text}" if text else names)
+            cls = StorageUnavailableError
+        return explain_failure(cls, action, self.url(key), f"{type(error).__name__}: {text}" if text else names)
 
     def shown_cause(self, error: Exception) -> Exception | None:
         return None if self._hidden(str(error)) != str(error) else super().shown_cause(error)
@@ -440,7 +433,7 @@ class FsspecBackend(ObjectStoreBackend):
         options = getattr(self.given, "storage_options", None) or {}
         if self._connected is not None:
             options = {**options, **(getattr(self._connected[1], "storage_options", None) or {})}
-        for secret in sorted(_secrets(options), key=len, reverse=True):  # one may be a part of another
+        for secret in sorted(_secrets(options), key=len, reverse=True):  # a secret may be a part of another one
             for form in (secret, quote(secret, safe=""), quote_plus(secret), repr(secret)[1:-1]):
                 text = text.replace(form, "***")
         return text
@@ -464,7 +457,7 @@ def _unless_gone(fs: Any, folder: str, *, or_filled: bool = False) -> Iterator[N
 
 
 def _is_folder(fs: Any, path: str) -> bool:
-    """Return whether there is a folder; fsspec's isdir would take a lost connection for none."""
+    """Return whether a folder exists; fsspec's isdir returns False if the connection is lost."""
     try:
         return bool(fs.info(path)["type"] == "directory")
     except Exception as error:
@@ -474,14 +467,14 @@ def _is_folder(fs: Any, path: str) -> bool:
 
 
 def _says_gone(error: Exception) -> bool:
-    """Whether an error means that there is nothing, by its number or by the name that a library gives it."""
+    """Return whether an error means that a path does not exist, by its number or the name of its class."""
     if isinstance(error, OSError) and error.errno in (errno.ENOENT, errno.ENOTDIR):
         return True
-    return any(_MISSING.search(kind.__name__) for kind in type(error).__mro__)
+    return any(_MISSING.search(base.__name__) for base in type(error).__mro__)
 
 
 def _secrets(value: Any, *, is_secret: bool = False) -> Iterator[str]:
-    """Generate the secrets among options: all below a name of secrets, and the users and passwords in addresses."""
+    """Generate the secrets among options: all values below the name of a secret, and the passwords in addresses."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _secrets(inner, is_secret=is_secret or _SECRET.search(str(name)) is not None)

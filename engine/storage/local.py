@@ -2,8 +2,8 @@
 
 Bulk data files bypass the page cache where the file system allows it. Several threads write one file: each takes whole
 segments, gathers their parts in a large aligned block and writes the block. While one thread computes parts, which
-holds the interpreter, the others wait for the disk, which does not. Files of up to one block go through the page cache:
-the disk writes them while the caller computes what comes next.
+holds the GIL, the others wait for the disk, which does not. Files of up to one block go through the page cache: the
+disk writes them while the caller computes the next file.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ TEMPORARY_PREFIX = ".holdfast-"  # prefix of the temporary names that atomic wri
 
 THREADS = 8  # threads that write one file, the calling one included
 
-# Threads beside a running training loop: two reach most of the speed, and with more the loop waits for processors.
+# Threads while a training loop runs: two reach most of the speed, and with more the loop waits for processors.
 THREADS_BESIDE = max(2, CORES // 2)
 
 BLOCK = 4 << 20  # bytes that a thread gathers before it writes them
 
-# The same for the page cache. More at a time gets huge pages, which are expensive where a hypervisor reclaims memory.
+# The same for the page cache. Larger writes get huge pages, which are expensive if a hypervisor reclaims memory.
 _CACHED_BLOCK = 256 << 10
 
-_LOCK = "hhqqi4x"  # struct flock of fcntl(2) where files have 64-bit offsets
+_LOCK = "hhqqi4x"  # struct flock of fcntl(2) with 64-bit offsets
 _SET_LOCK: int = getattr(fcntl, "F_OFD_SETLK", -1)  # Linux; elsewhere no reader sees another
 _GET_LOCK: int = getattr(fcntl, "F_OFD_GETLK", -1)
 
 _SYNCS = 6  # files and directories that are synced at a time, at most
-_REMOVALS = 100  # attempts to remove what other processes change
-_FEW = 32  # so many for each thread
+_SYNCS_OF_THREAD = 32  # files and directories for each thread that syncs
+_REMOVALS = 100  # attempts to remove a tree that other processes change
 
-_AWAY = "move it away"  # advice where something else lies in the place of one of our files
+_AWAY = "move it away"  # advice if another object has the path of one of our files
 _FICLONE = 0x40049409  # the request of ioctl_ficlone(2)
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
 _AHEAD: int = getattr(os, "POSIX_FADV_SEQUENTIAL", 0)  # large reads are then about as fast as direct ones
@@ -81,7 +81,7 @@ class LocalBackend:
         return status is not None and stat.S_ISDIR(status.st_mode)
 
     def entries(self, key: str) -> list[Entry]:
-        found = []
+        entries = []
         with os_errors(key, "list"):
             try:
                 scan = os.scandir(key)
@@ -101,8 +101,8 @@ class LocalBackend:
                     except OSError:  # a loop of links, or a broken disk: opening it reports that
                         pass
                     facts = (status.st_size, status.st_nlink) if status else ()
-                    found.append(Entry(item.name, is_directory, *facts))
-        return sorted(found, key=attrgetter("name"))
+                    entries.append(Entry(item.name, is_directory, *facts))
+        return sorted(entries, key=attrgetter("name"))
 
     def read_bytes(self, key: str, limit: int | None, size: int | None) -> bytes:
         with os_errors(key, "read"):
@@ -185,7 +185,7 @@ class LocalBackend:
             if last is None:
                 _remove(key)
                 return
-            try:  # without the marker, a save may begin here
+            try:  # without the marker, another save may have begun here
                 os.rmdir(key)
             except OSError as error:
                 if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
@@ -230,19 +230,20 @@ class LocalBackend:
         return _identity(os.lstat(key))
 
     def share(self, key: str, target: str, known: FileIdentity) -> FileIdentity:
-        """Link or clone a file; a linked one becomes read-only, as a change through one name would show through all."""
+        """Link or clone a file; a linked file becomes read-only, as a change through one name would affect all."""
         if self.identity(key) != known:
             raise OSError(errno.ESTALE, "it was changed after it was written", key)
         try:
             os.link(key, target, follow_symlinks=False)
-        except NotImplementedError:  # a system that would link to where a link leads
+        except NotImplementedError:  # a system that would link to the target of a link
             raise OSError(errno.EOPNOTSUPP, "this system cannot link it", key) from None
         except OSError as refusal:
             if refusal.errno in (errno.ENOENT, errno.EEXIST):
                 raise
             return self._cloned(key, target, known, refusal)
-        found = self.identity(target)
-        if found[:3] != known[:3]:  # replaced meanwhile; or a file system that copies where it should link
+        if (
+            self.identity(target)[:3] != known[:3]
+        ):  # replaced meanwhile; or a file system that copies instead of linking
             os.unlink(target)
             raise OSError(errno.ESTALE, "the link leads to another file", target)
         with contextlib.suppress(OSError):
@@ -250,7 +251,7 @@ class LocalBackend:
         return self.identity(target)
 
     def _cloned(self, source: str, target: str, known: FileIdentity, refusal: OSError) -> FileIdentity:
-        """Clone a file, durably, where the file system can; otherwise raise the error of the link."""
+        """Clone a file durably if the file system can; otherwise raise the error of the link."""
         with open(open_own(source, os.O_RDONLY), "rb", buffering=0) as read:
             written = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             try:
@@ -262,11 +263,11 @@ class LocalBackend:
                 raise refusal from None
             finally:
                 os.close(written)
-        found = self.identity(target)
-        if _identity(status) != known or found.size != known.size:
+        clone = self.identity(target)
+        if _identity(status) != known or clone.size != known.size:
             os.unlink(target)
             raise OSError(errno.ESTALE, "the clone differs from the file", target)
-        return found
+        return clone
 
     def _stat(self, key: str) -> os.stat_result | None:
         with os_errors(key, "access"):
@@ -282,19 +283,18 @@ class LocalDataReader(DataReader):
     def __init__(self, path: str, *, cached: bool | None) -> None:
         self._path = path
         self._is_cached = bool(cached)
-        self._looks_out = False  # whether to look for other readers of this file
+        self._detects_readers = False  # whether each read looks for other readers of this file
         self._descriptor = -1
         self._lock = Lock()
         with os_errors(path, "open"):
-            descriptor, self._size = _open_regular(path, _open if cached else _open_direct)
-        self._descriptor = descriptor
+            self._descriptor, self._size = _open_regular(path, _open if cached else _open_direct)
         if cached:
-            _advise(descriptor, _AHEAD)
-        if cached is None and is_direct(descriptor):
+            _advise(self._descriptor, _AHEAD)
+        if cached is None and is_direct(self._descriptor):
             with contextlib.suppress(OSError):  # a file system without locks
-                # Readers of one file see each other by a read lock: then the page cache reads for all of them once.
-                _lock_request(descriptor, _SET_LOCK, fcntl.F_RDLCK)
-                self._looks_out = True
+                # Readers of one file see each other by a read lock: then the page cache reads once for all of them.
+                _lock_request(self._descriptor, _SET_LOCK, fcntl.F_RDLCK)
+                self._detects_readers = True
 
     @property
     def size(self) -> int:
@@ -302,24 +302,24 @@ class LocalDataReader(DataReader):
 
     def read(self, offset: int, length: int, buffer: Buffer | None = None) -> NDArray[np.uint8]:
         check_extent(self._path, self._size, offset, length)
-        # Direct I/O moves whole pages. An offset that is a multiple of 64 stays one in memory.
+        # Direct I/O transfers whole pages. Bytes keep their alignment within a page.
         first = offset - offset % PAGE
         lead = offset - first
         needed = lead + length
         span = round_up(needed)
         memory = aligned_empty(span) if buffer is None else buffer.view(span)
-        found, end = (lead, needed) if self._is_cached else (0, span)
+        filled, end = (lead, needed) if self._is_cached else (0, span)
         with os_errors(self._path, "read"):
-            if self._looks_out and _lock_request(self._descriptor, _GET_LOCK, fcntl.F_WRLCK) != fcntl.F_UNLCK:
-                self._looks_out = False
+            if self._detects_readers and _lock_request(self._descriptor, _GET_LOCK, fcntl.F_WRLCK) != fcntl.F_UNLCK:
+                self._detects_readers = False
                 _make_buffered(self._descriptor)
                 _advise(self._descriptor, _AHEAD)
-            while found < needed:
+            while filled < needed:
                 read = os.preadv if hasattr(os, "preadv") else _preadv
-                count = _transfer(read, self._descriptor, [memory[found:end].data], first + found)
+                count = _transfer(read, self._descriptor, [memory[filled:end].data], first + filled)
                 if not count:
-                    raise truncated(self._path, first + found, offset, length)
-                found += count
+                    raise truncated(self._path, first + filled, offset, length)
+                filled += count
         return memory[lead:needed]
 
     def close(self) -> None:
@@ -332,25 +332,25 @@ class LocalDataReader(DataReader):
         self.close()
 
 
-def _lock_request(descriptor: int, request: int, kind: int) -> int:
-    """Ask for a lock of this kind on a file, for one open description of it; return the kind that is in its way."""
-    lock = struct.pack(_LOCK, kind, os.SEEK_SET, 0, 0, 0)
+def _lock_request(descriptor: int, request: int, lock_type: int) -> int:
+    """Request a lock on a file for one open file description; return the type of the lock that conflicts."""
+    lock = struct.pack(_LOCK, lock_type, os.SEEK_SET, 0, 0, 0)
     return int(struct.unpack(_LOCK, fcntl.fcntl(descriptor, request, lock))[0])
 
 
-def _transfer(work: Callable[[int, T, int], int], descriptor: int, memory: T, offset: int) -> int:
-    """Read or write, by ordinary I/O if the file system takes no direct I/O after all."""
+def _transfer(call: Callable[[int, T, int], int], descriptor: int, memory: T, offset: int) -> int:
+    """Read or write; if the file system refuses direct I/O, use ordinary I/O."""
     try:
-        return work(descriptor, memory, offset)
+        return call(descriptor, memory, offset)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
         _make_buffered(descriptor)
-        return work(descriptor, memory, offset)
+        return call(descriptor, memory, offset)
 
 
 def _preadv(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """Do what ``os.preadv``, which older versions of macOS lack, does with one buffer; it costs one more copy."""
+    """Read into one buffer as ``os.preadv`` does, which older versions of macOS lack; it costs one more copy."""
     [memory] = buffers
     data = os.pread(descriptor, len(memory), offset)
     memory[: len(data)] = data
@@ -360,7 +360,7 @@ def _preadv(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
 def _sync(descriptor: int, *, drive: bool = False) -> None:
     """Make a file durable; with ``drive``, as for commit records, also all that the drive received before."""
     if drive and _FULL_SYNC is not None:
-        with contextlib.suppress(OSError):  # some file systems, such as those of a network, have no drive
+        with contextlib.suppress(OSError):  # some file systems, such as network file systems, have no drive
             fcntl.fcntl(descriptor, _FULL_SYNC)
             return
     os.fsync(descriptor)
@@ -368,8 +368,8 @@ def _sync(descriptor: int, *, drive: bool = False) -> None:
 
 def sync_all(paths: Sequence[str]) -> None:
     """Make files, and the names in directories, durable."""
-    # The first sync commits what the file system knows of all of them: only many are worth threads.
-    parallel_map(_sync_path, paths, min(_SYNCS, 1 + len(paths) // _FEW), name="holdfast-sync")
+    # The first sync also commits the metadata of the others, so only many paths are worth threads.
+    parallel_map(_sync_path, paths, min(_SYNCS, 1 + len(paths) // _SYNCS_OF_THREAD), name="holdfast-sync")
 
 
 def _sync_path(path: str, *, drive: bool = False) -> None:
@@ -403,7 +403,7 @@ def append_line(path: str | os.PathLike[str], text: str, *, create: bool = True)
 
 
 def open_own(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a file of this run or checkpoint alone; raise OSError for a link (ELOOP) and what is no file (EINVAL)."""
+    """Open a file of this run or checkpoint; raise OSError for a link (ELOOP) or another irregular file (EINVAL)."""
     # A link could lead to the file of another run, and a pipe would wait for its other end.
     try:
         descriptor = _open(path, flags | os.O_NOFOLLOW)
@@ -421,9 +421,9 @@ def open_own(path: str | os.PathLike[str], flags: int) -> int:
 
 @contextlib.contextmanager
 def _new_file(path: str, size: int, *, cached: bool) -> Iterator[int]:
-    """Make a data file, and give its descriptor; an error in the block removes it."""
+    """Create a data file and yield its descriptor; an error in the block removes the file."""
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)  # readers of an earlier file of this name keep the file that they have opened
+        os.unlink(path)  # readers of an earlier file of this name keep their open file
     descriptor = (_open if cached else _open_direct)(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         try:
@@ -460,8 +460,8 @@ def _filled_blocks(segment: Segment, block: memoryview, stop: threading.Event, p
         remaining -= part.size
         if remaining < 0:
             break
-        # Numpy's assignment would release the interpreter for each part, and another thread that computes would keep
-        # it for milliseconds each time.
+        # Numpy's assignment would release the GIL for each part, and another thread that computes would hold it for
+        # milliseconds each time.
         data, room = part.data, len(block) - filled
         while len(data) >= room:
             block[filled:] = data[:room]
@@ -486,7 +486,7 @@ def _identity(status: os.stat_result) -> FileIdentity:
 
 
 def _open_direct(path: str, flags: int) -> int:
-    """Open a file for direct I/O where the file system allows it, otherwise for ordinary I/O."""
+    """Open a file for direct I/O if the file system allows it, otherwise for ordinary I/O."""
     if _DIRECT:
         try:
             return _open(path, flags | _DIRECT)
@@ -499,7 +499,7 @@ def _open_direct(path: str, flags: int) -> int:
 
 
 def _open(path: str | os.PathLike[str], flags: int) -> int:
-    # O_NONBLOCK keeps the opening of a pipe from waiting for its other end for ever.
+    # With O_NONBLOCK, opening a pipe does not wait for its other end.
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
 
 
@@ -513,8 +513,8 @@ def _make_buffered(descriptor: int) -> None:
 
 
 def _allocate(descriptor: int, size: int) -> None:
-    """Reserve the space, so that a full disk fails first, and set the length: writes that extend a file wait."""
-    # The C library writes into every page where a file system cannot reserve space; direct I/O refuses that at once.
+    """Reserve the space, so that a full disk fails first, and set the length: writes that extend a file are slow."""
+    # If a file system cannot reserve space, the C library writes into every page; direct I/O refuses that at once.
     if size and is_direct(descriptor):
         try:
             os.posix_fallocate(descriptor, 0, size)
@@ -527,7 +527,7 @@ def _allocate(descriptor: int, size: int) -> None:
 
 
 def _open_regular(path: str, opener: Callable[[str, int], int]) -> tuple[int, int]:
-    """Open a file to read it; return its descriptor and length. DamagedCheckpointError: it is not a regular file."""
+    """Open a regular file to read it; return its descriptor and length. DamagedCheckpointError: it is no such file."""
     try:
         descriptor = opener(path, os.O_RDONLY)
         status = os.fstat(descriptor)
@@ -545,7 +545,7 @@ def _remove(path: str) -> None:
     for _ in range(_REMOVALS):
         try:
             if stat.S_ISDIR(os.lstat(path).st_mode):
-                import shutil  # slow, as it imports all formats of archives
+                import shutil  # imported lazily: it imports all formats of archives
 
                 shutil.rmtree(path)
             else:

@@ -56,7 +56,7 @@ def as_location(
             stands for it in processes that have passed an equal one, and is the same in each of them, unless the
             file system has secrets among its options or cannot be pickled: then it is valid in this process only.
         writes: Whether the caller is about to write there.
-        observer: Is notified, and may replace this place with another. None is the observer of the process.
+        observer: Is notified, and may replace the location with another. None is the observer of the process.
 
     Raises:
         InvalidLocationError: It is neither, or the URL's scheme is not one of these.
@@ -73,13 +73,13 @@ def as_location(
 
 
 def _within(filesystem: Any, place: Place) -> Place:
-    """Return the place of a path in a file system of fsspec or pyarrow."""
+    """Return the location of a path in a file system of fsspec or pyarrow; a path if that is a local one."""
     from .fsspec_store import open_filesystem
 
     if isinstance(place, Location) and not place.is_local:
         raise OptionError(f"{place} is not a path in filesystem={filesystem!r}; leave filesystem= out")
-    found = open_filesystem(filesystem, os.fspath(place))
-    return found if isinstance(found, str) else Location(*found)
+    opened = open_filesystem(filesystem, os.fspath(place))
+    return opened if isinstance(opened, str) else Location(*opened)
 
 
 def _parsed(place: str | os.PathLike[str]) -> Location:
@@ -158,8 +158,8 @@ def _opened(scheme: str, path: str, shown: str) -> tuple[ObjectStoreBackend, str
         from .cloud import open_cloud
         from .services import Azure, azure_root
 
-        if (found := azure_root(scheme, authority, inside)) is not None:
-            return open_cloud(Azure, found[0]), found[1]
+        if (address := azure_root(scheme, authority, inside)) is not None:
+            return open_cloud(Azure, address[0]), address[1]
     from .fsspec_store import open_fsspec
 
     if "+" in scheme:  # of a file system that was passed
@@ -178,7 +178,7 @@ def sync_all(places: Sequence[Location]) -> None:
 
 
 def max_concurrency(place: Location) -> int:
-    """Return how many small requests may run at a time: 1 on a disk, where no request waits for a network."""
+    """Return how many small requests may run at a time: 1 on a disk, whose requests wait for no network."""
     return 1 if place.is_local else REQUESTS
 
 
@@ -193,10 +193,10 @@ class Location:
     """A file, an object or a directory, on a disk or in an object store; made by ``as_location``.
 
     Locations are immutable, can be compared and hashed, and need not exist. All methods raise only errors of
-    ``holdfast.engine.errors``, most of them kinds of ``StorageError``, with the path in the message. Those that have
-    the names of ``pathlib`` are for handlers that were written for a path, and raise what ``pathlib`` raises.
+    ``holdfast.engine.errors``, most of them kinds of ``StorageError``, with the path in the message. Methods with names
+    from ``pathlib`` are for handlers that were written for a path, and raise the errors that ``pathlib`` raises.
 
-    In a rehearsal (``holdfast drill``), all methods that change something raise StateError at places that
+    In a rehearsal (``holdfast drill``), all methods that change something raise StateError at locations that
     ``as_location(place, writes=True)`` has not returned.
     """
 
@@ -212,7 +212,7 @@ class Location:
         raise AttributeError(f"locations are immutable: cannot set {name!r}")
 
     def _writing(self) -> Backend:
-        """Return the backend, to change something here."""
+        """Return the backend, for a call that changes something here."""
         check_write(self.url)
         return self._backend
 
@@ -233,16 +233,14 @@ class Location:
 
     @property
     def parent(self) -> Location:
-        """The directory around this; the parent of a root is itself."""
-        if self.is_local:
-            return Location(self._backend, os.path.dirname(self._key))
-        return Location(self._backend, self._key.rpartition("/")[0])
+        """The directory that contains this; the parent of a root is the root."""
+        return Location(self._backend, os.path.dirname(self._key) if self.is_local else self._key.rpartition("/")[0])
 
     def overlaps(self, other: Location) -> bool:
-        """Whether one of two locations lies within the other, or they are the same."""
-        one, two = os.path.join(self._key, ""), os.path.join(other._key, "")
+        """Return whether one of two locations is inside the other, or they are the same."""
+        ours, theirs = os.path.join(self._key, ""), os.path.join(other._key, "")
         same = self._backend == other._backend or self._backend.url("") == other._backend.url("")
-        return same and (one.startswith(two) or two.startswith(one))
+        return same and (ours.startswith(theirs) or theirs.startswith(ours))
 
     @property
     def is_local(self) -> bool:
@@ -251,7 +249,7 @@ class Location:
 
     @property
     def is_remote(self) -> bool:
-        """Whether requests cross a network, so that one may arrive after its sender has given up."""
+        """Whether requests cross a network, so that a request may arrive after its sender has given up."""
         return self._backend.is_remote
 
     @property
@@ -266,7 +264,7 @@ class Location:
         return pathlib.Path(self.__fspath__())
 
     def without_links(self) -> Location:
-        """Return where the links on the way to a local place lead; a file keeps its name, which may show its format."""
+        """Resolve the links on the way to a local path; a file keeps its name, which may show its format."""
         if not self.is_local:
             return self
         if os.path.isdir(self._key):
@@ -283,9 +281,8 @@ class Location:
         """Return a location below this one."""
         if "\0" in name or not {"", ".", ".."}.isdisjoint(name.split("/")):
             raise InvalidLocationError(f"{name!r} is not a name that can lie inside {self.url}")
-        if not self._key or self._key.endswith("/"):
-            return Location(self._backend, self._key + name)
-        return Location(self._backend, f"{self._key}/{name}")
+        separator = "" if not self._key or self._key.endswith("/") else "/"
+        return Location(self._backend, f"{self._key}{separator}{name}")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Location) and self._backend == other._backend and self._key == other._key
@@ -308,10 +305,7 @@ class Location:
 
     def joinpath(self, *names: str | os.PathLike[str]) -> Location:
         """Return a location below this one."""
-        found = self
-        for name in names:
-            found = found / os.fspath(name)
-        return found
+        return functools.reduce(Location.__truediv__, (os.fspath(name) for name in names), self)
 
     def is_file(self) -> bool:
         """Return whether this is a file or an object."""
@@ -328,11 +322,13 @@ class Location:
             self.path.mkdir(mode, parents, exist_ok)
 
     def iterdir(self) -> Iterator[Location]:
-        """Generate what lies directly inside, sorted by name."""
+        """Generate the locations directly inside, sorted by name."""
         return (self / entry.name for entry in self.entries())
 
     def glob(self, pattern: str) -> Iterator[Location]:
-        """Generate what matches a pattern such as ``"*.npz"`` or ``"**/*.json"``, sorted; links are not followed."""
+        """Generate the locations that match a pattern such as ``"*.npz"`` or ``"**/*.json"``, sorted; links are not
+        followed.
+        """
         return iter(dict.fromkeys(self._matching(pattern.split("/"))))
 
     def _matching(self, pattern: Sequence[str]) -> Iterator[Location]:
@@ -340,15 +336,15 @@ class Location:
         if first == "**":
             yield from self._matching(rest) if rest else (self,)
         for entry in self.entries():
-            place = self / entry.name
+            inside = self / entry.name
             if first == "**":
-                if entry.is_directory and not place.is_link():
-                    yield from place._matching(pattern)
+                if entry.is_directory and not inside.is_link():
+                    yield from inside._matching(pattern)
             elif fnmatch.fnmatchcase(entry.name, first):
                 if not rest:
-                    yield place
+                    yield inside
                 elif entry.is_directory:
-                    yield from place._matching(rest)
+                    yield from inside._matching(rest)
 
     def open(
         self,
@@ -384,21 +380,21 @@ class Location:
             return int(file.write(data))
 
     def snapshot(self, known: Collection[str] = ()) -> Location:
-        """Return this location with its listing fixed: an object store lists what lies below once, now.
+        """Return this location with its listing fixed: an object store lists the names below it once, now.
 
-        Reads through it see the current content; objects written through it may not be listed. The paths of objects
-        that are ``known`` to lie below are a part of the listing, even if the store leaves them out.
+        Reads through it see the current content; objects written through it may not be listed. The listing includes
+        ``known``, paths of objects below it, even if the store leaves them out.
         """
         if isinstance(self._backend, ObjectStoreBackend):
             return Location(self._backend.snapshot(self._key, known), self._key)
         return self
 
     def exists(self) -> bool:
-        """Return whether there is a file, an object or a directory here."""
+        """Return whether this is a file, an object or a directory."""
         return self._backend.is_there(self._key) or self._backend.is_directory(self._key)
 
     def is_there(self) -> bool:
-        """Return whether a file or an object is here; in an object store, one request instead of two for ``exists``."""
+        """Return whether this is a file or an object; an object store needs one request, and two for ``exists``."""
         return self._backend.is_there(self._key)
 
     def is_directory(self) -> bool:
@@ -406,7 +402,7 @@ class Location:
         return self._backend.is_directory(self._key)
 
     def entries(self) -> list[Entry]:
-        """Return what lies directly inside, sorted by name, without lock files; nothing if this is missing."""
+        """Return the entries directly inside, sorted by name, without lock files; none if this is missing."""
         return self._backend.entries(self._key)
 
     def read_bytes(self, limit: int | None = None, *, size: int | None = None) -> bytes:
@@ -414,8 +410,8 @@ class Location:
 
         Args:
             limit: The most bytes to accept; None for no limit.
-            size: The expected length, if known: an object store then needs one request instead of two. Bytes of an
-                object beyond it are not read.
+            size: The expected length, if known: an object store then needs one request instead of two, and bytes
+                beyond it are not read.
 
         Raises:
             ObjectNotFoundError: There is no such file or object.
@@ -427,7 +423,7 @@ class Location:
         """Return the content of a file that controls a run. A link is refused: it may lead to the file of another run.
 
         Raises:
-            DamagedCheckpointError: It is a link, or as :meth:`read_bytes` says.
+            DamagedCheckpointError: It is a link, or as for :meth:`read_bytes`.
         """
         if self.is_link():
             raise DamagedCheckpointError(f"{self} should be a file, but is a symbolic link, which is not followed")
@@ -463,14 +459,13 @@ class Location:
             atomic: Whether readers, and a crash at any point, see either the old content or the new, and the name is
                 durable, too. Without it, writing is cheaper; use it in directories that are not committed yet, whose
                 names are synced together in the end.
-            sync: False, without ``atomic``, leaves it to :func:`sync_all` to make the content durable on a disk.
+            sync: Without ``atomic``, False leaves it to :func:`sync_all` to make the content durable on a disk.
             before: Files and directories of the same disk that are made durable before the content gets its name, all
                 at the same time as the content.
         """
         backend = self._writing()
         if isinstance(backend, LocalBackend):
-            places = [place._key for place in before]
-            backend.write_bytes(self._key, data, atomic=atomic, sync=sync, before=places)
+            backend.write_bytes(self._key, data, atomic=atomic, sync=sync, before=[place._key for place in before])
         else:
             backend.write_bytes(self._key, bytes(data), atomic=atomic)
 
@@ -481,15 +476,13 @@ class Location:
             data: The content of this object, which may be written again to find out. With None, nothing is written, and
                 the answer is False if it is not known yet.
         """
-        return isinstance(self._backend, ObjectStoreBackend) and self._object_store().honours_conditions(
-            self._key, data
-        )
+        return not self.is_local and self._object_store().honours_conditions(self._key, data)
 
     def write_bytes_if(self, data: bytes, expected: bytes | None) -> bool:
         """Write a small object, only while its content is ``expected``, or while it is missing if that is None.
 
         Returns:
-            Whether the object has the new content; another process may have written just that.
+            Whether the object has the new content; another process may have written the same content.
         """
         return self._object_store().write_bytes_if(self._key, data, expected)
 
@@ -498,13 +491,13 @@ class Location:
         self._object_store().remove_if(self._key, expected)
 
     def make_directory(self, *, sync: bool = True) -> bool:
-        """Create this directory and its parents; one that exists is fine. Object stores need none.
+        """Create this directory and its parents, unless they exist. Object stores need none.
 
         Args:
             sync: Whether the new names are durable on return.
 
         Returns:
-            Whether there was none.
+            Whether the directory is new.
         """
         return self._writing().make_directory(self._key, sync=sync)
 
@@ -531,18 +524,18 @@ class Location:
         return target
 
     def remove(self) -> None:
-        """Delete this file or object; a missing one is fine."""
+        """Delete this file or object, if it exists."""
         self._writing().remove(self._key)
 
     def remove_tree(self, last: str | None = None, *, first: str | None = None) -> None:
-        """Delete this directory and everything below; a missing one is fine. Links are deleted, never followed.
+        """Delete this directory and everything below, if it exists. Links are deleted, never followed.
 
         From a snapshot of an object store, only the objects that it lists are deleted.
 
         Args:
             last: The name of a file directly inside that is deleted last, so that it marks the rest of an interrupted
                 deletion.
-            first: The name of one that is deleted first.
+            first: The name of a file directly inside that is deleted first.
         """
         self._writing().remove_tree(self._key, first, last)
 
@@ -593,7 +586,7 @@ class Location:
             size: The expected length, if known: an object store is then not asked before the first read, which raises
                 ObjectNotFoundError if there is no such object, and bytes beyond it are never requested.
             cached: Whether a disk reads through the page cache, for several processes that read the same bytes. None:
-                as soon as another reader of the file, which was opened with None as well, is seen.
+                as soon as another reader of the file is seen that was opened with None, too.
 
         Raises:
             ObjectNotFoundError: There is no such file or object.
@@ -618,21 +611,20 @@ class Location:
 
         Args:
             target: The new name.
-            known: What the file was when it was written.
+            known: The identity of the file when it was written.
 
         Returns:
             The identity of the file under its new name.
 
         Raises:
-            OSError: The system refused, or the file is not what it was (ESTALE). On a disk, there is no file of the new
-                name then.
+            OSError: The system refused, or the file has changed (ESTALE). On a disk, the new name does not exist then.
         """
         assert type(self._backend) is type(target._backend)
         return target._writing().share(self._key, target._key, known)
 
 
 def _check_segments(size: int, segments: Sequence[Segment]) -> None:
-    """Raise ValueError unless the segments are aligned, in order, apart from each other and within ``size`` bytes."""
+    """Raise ValueError unless the segments are aligned, in order, disjoint and within ``size`` bytes."""
     end = 0
     for segment in segments:
         if segment.offset % PAGE:
@@ -644,7 +636,7 @@ def _check_segments(size: int, segments: Sequence[Segment]) -> None:
         raise ValueError(f"the last segment ends at {end}, after the end of the file ({size})")
 
 
-# ---- files that programs open: read whole when they are opened, sent whole when they are closed
+# ---- objects that programs open as files: an object is read when it is opened, and sent when it is closed
 
 
 class _Upload(io.BytesIO):
@@ -665,16 +657,15 @@ class _Upload(io.BytesIO):
 
 def _open_object(place: Location, mode: str, **text: Any) -> IO[Any]:
     """Open an object as the builtin ``open`` opens a file; ``text`` has its arguments for text."""
-    letters = "".join(sorted(mode.replace("t", "", 1)))
-    kind = letters.replace("b", "", 1)
-    if kind not in ("r", "w", "x", "a"):
+    action = "".join(sorted(mode)).replace("t", "", 1).replace("b", "", 1)
+    if action not in ("r", "w", "x", "a"):
         raise OptionError(f"{place}: mode={mode!r} opens no object of a store: read it (r), or write it (w, x, a)")
-    exists = kind in "xa" and place.is_there()
-    if kind == "x" and exists:
+    exists = action in "xa" and place.is_there()
+    if action == "x" and exists:
         raise FileExistsError(f"{place} exists")
-    content = place.read_bytes() if kind == "r" or (kind == "a" and exists) else b""
-    raw = io.BytesIO(content) if kind == "r" else _Upload(place.write_bytes, content)
-    return raw if "b" in letters else io.TextIOWrapper(raw, **{**text, "encoding": text.get("encoding") or "utf-8"})
+    content = place.read_bytes() if action == "r" or (action == "a" and exists) else b""
+    raw = io.BytesIO(content) if action == "r" else _Upload(place.write_bytes, content)
+    return raw if "b" in mode else io.TextIOWrapper(raw, **{**text, "encoding": text.get("encoding") or "utf-8"})
 
 
 # A path, a URL (``file://``, ``memory://``, ``s3://``, ``gs://``, ``az://``, ...), or a

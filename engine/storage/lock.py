@@ -14,12 +14,7 @@ import time
 import weakref
 from typing import Any, ClassVar
 
-from ..errors import (
-    DamagedCheckpointError,
-    ObjectNotFoundError,
-    StorageConflictError,
-    StoragePermissionError,
-)
+from ..errors import DamagedCheckpointError, ObjectNotFoundError, StorageConflictError, StoragePermissionError
 from ..forks import Lock
 from .local import open_own
 from .location import Location
@@ -40,9 +35,9 @@ class FileLock:
         self.obstacle: OSError | None = None  # why the file system did not lock the file
 
     def acquire(self, flags: int) -> None:
-        """Open the file and lock it; it stays open where the file system has no locks.
+        """Open the file and lock it; it stays open if the file system has no locks.
 
-        StorageConflictError: another open file holds the lock, or it exists and ``flags`` has ``O_EXCL``.
+        StorageConflictError: another process holds the lock, or the file exists and ``flags`` has ``O_EXCL``.
         StoragePermissionError: it cannot be opened, so whether it is locked is unknown.
         """
         self.release()  # an interrupted attempt may have locked it
@@ -64,7 +59,7 @@ class FileLock:
             self.obstacle = error
 
     def is_current(self) -> bool:
-        """Whether the locked file still has its name: another process may have replaced, moved or removed it."""
+        """Return whether the locked file still has its name: another process may have replaced or removed it."""
         try:
             with _descriptors, os_errors(self._place.url, "access"):
                 if self.descriptor is None:
@@ -76,7 +71,7 @@ class FileLock:
             return False
 
     def is_own(self, token: str, size: int | None) -> bool:
-        """Whether the file is the one that is locked or, where no lock tells, one with a token, of ``size`` bytes."""
+        """Return whether the file is the locked one or, without a lock, has ``size`` bytes and holds ``token``."""
         is_locked = self.descriptor is not None and self.obstacle is None
         return self.is_current() if is_locked else self.content(size).get("token") == token
 
@@ -100,16 +95,16 @@ class FileLock:
                 os.fsync(self.descriptor)
 
     def content(self, size: int | None = None) -> dict[str, Any]:
-        """Return the JSON document in the file; an empty dictionary where it is missing or damaged."""
+        """Return the JSON document in the file; an empty dictionary if it is missing or damaged."""
         try:
-            found = json.loads(self._place.read_own(limit=1 << 24, size=size))
+            document = json.loads(self._place.read_own(limit=1 << 24, size=size))
         except (ObjectNotFoundError, DamagedCheckpointError, ValueError, RecursionError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return document if isinstance(document, dict) else {}
 
 
 def locked_elsewhere(place: Location) -> bool:
-    """Return whether another process has locked a local file; False where that is unknown."""
+    """Return whether another process has locked a local file; False if that is unknown."""
     try:
         descriptor = open_own(place, os.O_RDONLY)
     except OSError:
@@ -119,7 +114,7 @@ def locked_elsewhere(place: Location) -> bool:
     except BlockingIOError:
         with _descriptors:
             held = [os.fstat(lock.descriptor) for lock in _held if lock.descriptor is not None]
-        return not any(os.path.samestat(os.fstat(descriptor), one) for one in held)
+        return not any(os.path.samestat(os.fstat(descriptor), status) for status in held)
     except OSError:
         return False
     finally:
@@ -131,14 +126,14 @@ class SaveLock(FileLock):
     """The marker file of a save that is under way, locked as long as that save is alive."""
 
     @property
-    def tells(self) -> bool:
-        """Whether the lock tells if a save is alive: object stores and some file systems have none."""
+    def shows_life(self) -> bool:
+        """Whether the lock shows if a save is alive: object stores and some file systems have no locks."""
         return self._place.is_local and self.obstacle is None
 
     def make(self) -> None:
         """Make the file, empty, and lock it; the memory of this process has no locks."""
         if self._place.is_local:
-            # Another save may have replaced the file meanwhile, which it took for that of a dead save.
+            # Another save may have taken the new file for the marker of a dead save, and replaced it.
             is_made = self._acquire(os.O_RDWR | os.O_CREAT | os.O_EXCL)
         else:
             is_made = self._place.write_bytes_if(b"", None)
@@ -152,7 +147,7 @@ class SaveLock(FileLock):
             super().write(content, sync=sync)
 
     def take_over(self) -> bool:
-        """Lock the file of a dead save, so that what it left can be removed; return whether the file exists.
+        """Lock the file of a dead save, so that its files can be removed; return whether the marker exists.
 
         Raises:
             StorageConflictError: That save is alive.
@@ -172,11 +167,11 @@ class SaveLock(FileLock):
 
     def folders(self) -> list[str]:
         """Return the folders that the save writes into; the file is not trusted."""
-        found = self.content().get("folders")
-        return [folder for folder in found if isinstance(folder, str)] if isinstance(found, list) else []
+        folders = self.content().get("folders")
+        return [folder for folder in folders if isinstance(folder, str)] if isinstance(folders, list) else []
 
     def conflict(self) -> StorageConflictError:
-        """Return the error of a save that another save to the same path prevents."""
+        """Return the error for a save that another save to the same path prevents."""
         return StorageConflictError(
             f"{self._place.parent}: another save to the same path has begun; only one at a time can be committed. "
             "Wait for it to end; if this is a program of several processes, connect them before they save"
@@ -197,9 +192,9 @@ class SaveLock(FileLock):
 
 
 _held: weakref.WeakSet[FileLock] = weakref.WeakSet()
-# Held while the descriptor of a lock is opened, read or closed, so that no other thread takes its number for another
-# file, and while a process forks, so that the child knows all the descriptors that it must close. A collection of
-# garbage may release a lock in the middle of such a block, hence reentrant.
+# Held while the descriptor of a lock is opened, read or closed, so that no other thread reuses its number for another
+# file, and while a process forks, so that the child knows all the descriptors that it must close. It is reentrant,
+# because a garbage collection may release a lock in the middle of such a block.
 _descriptors = threading.RLock()
 
 

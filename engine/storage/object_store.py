@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("holdfast")
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 RETRIES = 8  # attempts at one request; an unreachable service is given up after about two minutes of them
 # Seconds after which a request has failed even if a client would try again: a service may never answer.
@@ -43,18 +44,18 @@ WARN_AFTER = 20.0  # seconds after which the log names a request that is still w
 SLOWEST = 64 << 10  # bytes a second; the time limit grows by what sending or receiving takes at this speed
 # Bytes; no store has objects of that size, so ranges that end beyond it are refused without a request.
 _LONGEST_RANGE = 1 << 50
-GARBLED = 3  # answers to a request for reading that cannot be parsed after which it has failed
-UNKNOWN_SIZE = 32 << 20  # bytes that the time limit allows for an object of unknown length
+GARBLED = 3  # unparsable answers after which a request has failed
+UNKNOWN_SIZE = 32 << 20  # bytes for which the time limit allows if the length of an object is unknown
 
 _TOGETHER = 1000  # objects that services delete with one request
-_SMALL = 64 << 10  # bytes that are asked for where the length is unknown
-_TRUSTED = 256 << 20  # bytes that are allocated for a range before the store has shown that it is there
+_SMALL = 64 << 10  # bytes that are requested if the length is unknown
+_TRUSTED = 256 << 20  # bytes that are allocated for a range before the store has confirmed that it exists
 
 BY_NAME = FileIdentity(0, 0, 0, 0)  # identity of every object
 
 
 def time_limit(nbytes: int) -> float:
-    """Return the seconds after which a request for so many bytes has failed."""
+    """Return the seconds after which a request that transfers ``nbytes`` has failed."""
     return REQUEST_TIMEOUT + nbytes / SLOWEST
 
 
@@ -64,13 +65,13 @@ class _Listing:
 
     prefix: str
     names: list[str]  # sorted
-    others: dict[str, bool] = field(default_factory=dict)  # whether objects elsewhere exist, as far as was asked
+    others: dict[str, bool] = field(default_factory=dict)  # objects elsewhere that were asked for: whether they exist
 
 
-class _Pending(Protocol):
+class _Pending(Protocol[T_co]):
     """A request that is under way: a future of Python, or of TensorStore."""
 
-    def result(self, timeout: float) -> Any: ...
+    def result(self, timeout: float) -> T_co: ...
 
     def cancel(self) -> Any: ...
 
@@ -79,8 +80,8 @@ class ObjectStoreBackend:
     """Objects with names, which are the keys; directories are prefixes, which exist while an object lies below them."""
 
     is_local = False
-    given: Any = None  # the file system object that was passed for it, if one was
-    prefix = ""  # what the paths in that begin with
+    given: Any = None  # the file system object that the caller passed, if any
+    prefix = ""  # of all paths in that file system
 
     def __init__(self, root: str, *, is_remote: bool) -> None:
         self.is_remote = is_remote
@@ -88,7 +89,7 @@ class ObjectStoreBackend:
         self._separator = "" if root.endswith("/") else "/"
         self._listing: _Listing | None = None
 
-    # ---- the system, which subclasses speak to; most of them write
+    # ---- requests to the service, which subclasses implement; by default, a store is read-only
 
     def has_object(self, key: str) -> bool:
         try:
@@ -106,11 +107,11 @@ class ObjectStoreBackend:
         raise NotImplementedError
 
     def list_objects(self, key: str, *, itself: bool) -> list[str]:
-        """Return the names below a key, sorted, and the key if ``itself`` and it is an object; perhaps similar ones."""
+        """Return the sorted names below a key, perhaps also similar ones; with ``itself``, also the key."""
         raise NotImplementedError
 
     def write_bytes(self, key: str, data: bytes, *, atomic: bool) -> None:
-        """Write an object, which replaces an older one in one step and is durable then, where the system does that."""
+        """Write an object; if the service can, it replaces an older one in one step, and is durable on return."""
         raise StorageError(f"{self.url(key)} is only read")
 
     def write_data(self, key: str, size: int, segments: Sequence[Segment]) -> None:
@@ -120,21 +121,21 @@ class ObjectStoreBackend:
         raise StorageError(f"{self.url(key)} is only read")
 
     def remove_together(self, names: Sequence[str]) -> bool:
-        """Delete up to 1,000 objects with one request; return False if each of them must be deleted by its own."""
+        """Delete up to 1,000 objects with one request; return False if each needs a request of its own."""
         return False
 
     def read_into(
         self, key: str, offset: int, memory: Sequence[NDArray[np.uint8]], answered: Callable[[], None]
     ) -> bool:
-        """Fill memory with a range, and call ``answered`` once the service answers; False if that is not possible."""
+        """Fill memory with a range, and call ``answered`` once the service answers; return False if it cannot."""
         try:
-            found = memoryview(self.read_range(key, slice(offset, offset + sum(part.size for part in memory))))
+            rest = memoryview(self.read_range(key, slice(offset, offset + sum(part.size for part in memory))))
         except DamagedCheckpointError:  # the object ends before the range does, or the server does not serve ranges
             return False
         for part in memory:
-            if len(found) < part.size:
+            if len(rest) < part.size:
                 return False
-            part.data[:], found = found[: part.size], found[part.size :]
+            part.data[:], rest = rest[: part.size], rest[part.size :]
         return True
 
     def can_share(self) -> bool:
@@ -144,15 +145,15 @@ class ObjectStoreBackend:
         raise NotImplementedError
 
     def honours_conditions(self, key: str, data: bytes | None) -> bool:
-        """Return whether the service refuses to create an object that exists, as is tried with ``data`` at ``key``."""
+        """Return whether the service refuses to create an object that exists; it may try, with ``data`` at ``key``."""
         return False
 
     def read_generation(self, key: str) -> tuple[bytes | None, Any]:
-        """Return the content of an object, None without one, and its generation, which changes with every write."""
+        """Return the content of an object, or None, and its generation, which changes with every write."""
         raise NotImplementedError
 
     def write_where(self, key: str, data: bytes, generation: Any) -> bool:
-        """Write an object that has a generation (None: that is missing); return whether the service did."""
+        """Write an object if it still has a generation (None: if it is missing); return whether it was written."""
         raise NotImplementedError
 
     def failures(self) -> tuple[type[Exception], ...]:
@@ -160,7 +161,7 @@ class ObjectStoreBackend:
         return (ValueError, IndexError, RuntimeError, OSError)
 
     def explained(self, error: Exception, key: str, action: str) -> HoldfastError:
-        """Return the error of holdfast in place of one that a request raised."""
+        """Return holdfast's error for an error that a request raised."""
         return map_status(error, self.url(key), action)
 
     def shown_cause(self, error: Exception) -> Exception | None:
@@ -169,11 +170,11 @@ class ObjectStoreBackend:
         return error if without_secrets(text) == text else None
 
     def advice(self, kind: type[HoldfastError]) -> str:
-        """Return what may help against an error, in brackets, or ""."""
+        """Return advice for users about an error, in brackets, or ""."""
         return ""
 
     def _advice(self, kind: type[HoldfastError]) -> str:
-        with contextlib.suppress(Exception):  # what cannot be read is told by the error itself
+        with contextlib.suppress(Exception):  # the error itself reports settings that cannot be read
             return self.advice(kind)
         return ""
 
@@ -215,9 +216,9 @@ class ObjectStoreBackend:
         part = size if is_known else None if limit is None else min(limit, _SMALL)
         if part is not None:
             with contextlib.suppress(DamagedCheckpointError):  # it is shorter, or the server does not serve ranges
-                found = self.read_range(key, slice(0, part if is_known else part + 1))
-                if is_known or len(found) <= part:
-                    return found
+                content = self.read_range(key, slice(0, part if is_known else part + 1))
+                if is_known or len(content) <= part:
+                    return content
         if limit is not None and self.object_size(key) > limit:
             raise DamagedCheckpointError(f"{self.url(key)} is longer than the {limit} bytes it may have")
         return self.read_range(key, None)
@@ -274,15 +275,15 @@ class ObjectStoreBackend:
         return BY_NAME
 
     def request(
-        self, key: str, action: str, start: Callable[[], _Pending], nbytes: int = 0, *, attempts: int = 1
-    ) -> Any:
-        """Start a request and wait for its answer, for as long as ``nbytes`` may take; repeat it if that is garbled."""
+        self, key: str, action: str, start: Callable[[], _Pending[T]], nbytes: int = 0, *, attempts: int = 1
+    ) -> T:
+        """Start a request and wait as long as ``nbytes`` may take; repeat it if the answer is garbled."""
         for _ in range(attempts - 1):
             with contextlib.suppress(GarbledAnswerError):
                 return self._request_once(key, action, start, nbytes)
         return self._request_once(key, action, start, nbytes)
 
-    def _request_once(self, key: str, action: str, start: Callable[[], _Pending], nbytes: int) -> Any:
+    def _request_once(self, key: str, action: str, start: Callable[[], _Pending[T]], nbytes: int) -> T:
         began = time.monotonic()
         timeout = time_limit(nbytes)
         future = None
@@ -310,7 +311,7 @@ class ObjectStoreBackend:
         except HoldfastError:
             raise
         except self.failures() as error:
-            # No local variable holds the new error: a cycle with its own frame would keep its callers' objects alive.
+            # No local variable refers to the new error: a cycle with this frame would keep its callers' objects alive.
             raise self._advised(self.explained(error, key, action)) from self.shown_cause(error)
 
     def _advised(self, error: HoldfastError) -> HoldfastError:
@@ -318,12 +319,12 @@ class ObjectStoreBackend:
         return type(error)(f"{error}{advice}") if advice else error
 
     def snapshot(self, key: str, known: Collection[str] = ()) -> Self:
-        """Return this store with the names below a key listed once, now, and those ``known``; reads see the present."""
-        found = copy.copy(self)
-        found._listing = None
+        """Return this store with its listing below a key fixed, with ``known`` names added; reads see the present."""
+        frozen = copy.copy(self)
+        frozen._listing = None
         prefix = f"{key}/" if key else ""
-        found._listing = _Listing(prefix, sorted(prefix + name for name in {*found.names(key), *known}))
-        return found
+        frozen._listing = _Listing(prefix, sorted(prefix + name for name in {*frozen.names(key), *known}))
+        return frozen
 
     def names(self, key: str) -> list[str]:
         """Return the names of all objects below a key, relative to it, sorted."""
@@ -333,23 +334,22 @@ class ObjectStoreBackend:
     def _listed(self, key: str, *, itself: bool) -> list[str]:
         """Return the names of all objects below a key, and the key if ``itself`` and there is such an object."""
         below = f"{key}/" if key else ""
-        first = key if itself else below
         listing = self._listing
         if listing is None or not below.startswith(listing.prefix):
-            found = self.list_objects(key, itself=itself)
+            names = self.list_objects(key, itself=itself)
         else:
             end = bisect_left(listing.names, f"{key}0") if key else None  # "0" follows "/"
-            found = listing.names[bisect_left(listing.names, first) : end]
-        return [name for name in found if name.startswith(below) or (itself and name == key)]
+            names = listing.names[bisect_left(listing.names, key if itself else below) : end]
+        return [name for name in names if name.startswith(below) or (itself and name == key)]
 
 
 class ObjectReader(DataReader):
-    """One object, read by ranges, or once as a whole where the store does not serve ranges."""
+    """One object, read by ranges, or once as a whole if the store serves no ranges."""
 
-    def __init__(self, backend: ObjectStoreBackend, key: str, known: int | None = None) -> None:
+    def __init__(self, backend: ObjectStoreBackend, key: str, expected: int | None) -> None:
         self._backend = backend
         self._key = key
-        self._known = known
+        self._expected = expected  # length in bytes, if known
         self._lock = threading.Lock()
         self._whole: bytes | None = None
         self._missing: ObjectNotFoundError | None = None
@@ -363,9 +363,9 @@ class ObjectReader(DataReader):
     def read(self, offset: int, length: int, buffer: Buffer | None = None) -> NDArray[np.uint8]:
         if self._missing is not None:  # one request suffices
             raise self._missing
-        url, size = self._backend.url(self._key), self._known
+        url, size = self._backend.url(self._key), self._expected
         try:
-            # A length may be wrong: much memory is allocated only for what the store has.
+            # The length may be wrong: large memory is allocated only once the store has confirmed it.
             trusted = UNKNOWN_SIZE if size is None else _TRUSTED
             if not (0 <= offset <= _LONGEST_RANGE and 0 <= length <= trusted):
                 size = self.size
@@ -385,13 +385,12 @@ class ObjectReader(DataReader):
         if self._whole is not None or self._missing is not None:
             return False
         # Only one request waits for the first answer: before that, a service may hash or fetch the object.
-        if self._first.acquire(blocking=False):
-            try:
-                return self._backend.read_into(self._key, offset, memory, self._answered.set)
-            finally:
-                self._answered.set()
-        self._answered.wait(REQUEST_TIMEOUT)
-        return self._backend.read_into(self._key, offset, memory, self._answered.set)
+        if not self._first.acquire(blocking=False):
+            self._answered.wait(REQUEST_TIMEOUT)
+        try:
+            return self._backend.read_into(self._key, offset, memory, self._answered.set)
+        finally:
+            self._answered.set()
 
     def close(self) -> None:
         self._whole = None
@@ -404,7 +403,7 @@ class ObjectReader(DataReader):
 
 
 def file_parts(size: int, segments: Sequence[Segment]) -> Iterator[NDArray[np.uint8]]:
-    """Generate the bytes of a data file, the zeros between segments included."""
+    """Generate the bytes of a data file, including the zeros between segments."""
     import numpy as np  # imported lazily: a listing of checkpoints imports this module, and needs no arrays
 
     position = 0
@@ -426,7 +425,7 @@ def file_parts(size: int, segments: Sequence[Segment]) -> Iterator[NDArray[np.ui
 
 @contextlib.contextmanager
 def failing_parts(parts: Iterator[T]) -> Iterator[Iterator[T]]:
-    """Give a block that sends parts an iterator of them; their own error is raised, not that of the upload it ended."""
+    """Yield an iterator over parts to upload; if it fails, raise its error instead of the error of the upload."""
     failed: list[BaseException] = []
 
     def watched() -> Iterator[T]:

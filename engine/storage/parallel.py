@@ -15,12 +15,11 @@ from ..forks import Lock
 T = TypeVar("T")
 R = TypeVar("R")
 
-# How many small requests, or reads of ranges, run at a time over a network: a thread that waits costs little.
+# Small requests, or reads of ranges, that run at a time over a network: a thread that waits costs little.
 REQUESTS = 16
-UPLOADS = 8  # how many data files are uploaded at a time; those that are not sent from their arrays are in memory
+UPLOADS = 8  # data files that are uploaded at a time; files that are not sent from their arrays are in memory
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
 
 _LONGEST_WAIT = 0.5  # seconds
 
@@ -28,14 +27,14 @@ _LONGEST_WAIT = 0.5  # seconds
 class Helper(threading.Thread):
     """A thread that :meth:`finish` joins reliably even if an interrupt arrives.
 
-    ``Thread.join`` of Python 3.11, when interrupted, takes a thread that is running for one that has ended.
+    If ``Thread.join`` of Python 3.11 is interrupted, it takes a running thread for one that has ended.
     """
 
     def __init__(self, work: Callable[[], object], name: str, *, daemon: bool = False) -> None:
         super().__init__(target=work, name=name, daemon=daemon)
         self._process: int | None = None  # PID of the process in which it runs; it does not run in a forked child
         self._is_done = False
-        # Released when the work is done. An interrupt could leave the lock within an Event locked for ever.
+        # Released when the work is done. An interrupt could leave the lock of an Event locked for ever.
         self._under_way = Lock()
         self._under_way.acquire()
 
@@ -56,7 +55,7 @@ class Helper(threading.Thread):
 
     def _is_done_within(self, timeout: float | None) -> bool:
         end = math.inf if timeout is None else time.monotonic() + timeout
-        # Python notices a signal that arrives right before a wait only after it: no wait is long.
+        # Python handles a signal that arrives right before a wait only after it, so no wait is long.
         while not self._is_done and (remaining := end - time.monotonic()) > 0:
             if self._under_way.acquire(timeout=min(_LONGEST_WAIT, remaining)):
                 self._under_way.release()
@@ -83,25 +82,25 @@ def parallel_map(
 ) -> list[R]:
     """Call ``work`` for every item, in the calling thread and helper threads; return the results in order.
 
-    ``awaited`` is set when a training loop that runs beside this call begins to wait for it. Until then, ``beside`` is
-    the concurrency; afterwards, more helpers join in. Without ``awaited``, no loop runs beside the call. The first
-    exception of any thread, an interrupt included, is raised once all helpers have ended. No thread takes another item
-    after it. ``stop`` is set then, so that long work can end early. Helpers are named ``name``-1, -2, ...
+    ``awaited`` is set when a training loop that runs during this call begins to wait for it. Until then, ``beside`` is
+    the concurrency; afterwards, more helpers start. Without ``awaited``, no loop runs during the call. After the first
+    exception of any thread, including an interrupt, no thread takes another item, and ``stop`` is set, so that long
+    work can end early; the exception is raised once all helpers have ended. Helpers are named ``name``-1, -2, ...
     """
-    if min(max_concurrency, len(items)) <= 1:
-        return list(map(work, items))
     most = min(max_concurrency, len(items))
+    if most <= 1:
+        return list(map(work, items))
     at_first = most if beside is None or awaited is None else min(beside, most)
     shared = _SharedWork(work, items, most, at_first, awaited, name, stop or threading.Event())
     shared.run()
     for helper in shared.helpers:  # one of them may start another
         helper.finish(shared.fail)
-    shared.helpers.clear()  # one that could not be started refers to the work, and the work to it
+    shared.helpers.clear()  # a helper that could not be started and the work refer to each other
     if shared.errors:
         try:
             raise shared.errors[0]
         finally:
-            shared.errors.clear()  # the error's frames refer to this list: a cycle would keep what they hold alive
+            shared.errors.clear()  # the error's frames refer to this list: the cycle would keep their objects alive
     return shared.results
 
 
@@ -125,7 +124,7 @@ class _SharedWork(Generic[T, R]):
         self.helpers: list[Helper] = []
 
     def run(self) -> None:
-        """Take one item after the other, in any of the threads."""
+        """Take one item after the other; all threads run this."""
         try:
             while not self.stopped.is_set():
                 with self._lock:

@@ -1,7 +1,7 @@
-"""What differs between S3, Google Cloud Storage and Azure Blob Storage: addresses, settings and credentials.
+"""The differences between S3, Google Cloud Storage and Azure Blob Storage: addresses, settings and credentials.
 
 A URL only names the bucket and the object. Everything else comes from the environment variables and files of each
-service's own tools, which boto3, google-auth and azure-identity read where obstore does not.
+service's own tools; boto3, google-auth and azure-identity read those that obstore does not read.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
 
 LOOKUP_URL = "https://s3.amazonaws.com/{}"  # answers with the region of a bucket, to anyone
 _LOOKUP_WAIT = 5.0  # seconds
-_STATIC = datetime.timedelta(seconds=60)  # for which keys in a file count: another program may renew them
+_STATIC = datetime.timedelta(seconds=60)  # lifetime of keys from a file, which another program may renew
 _AWS_FILES = {"AWS_CONFIG_FILE": "~/.aws/config", "AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials"}
 _GOOGLE_SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 
 _ACCOUNT = re.compile(r"[a-z0-9]{3,24}(\.[a-z0-9-]+)*")
 _HTTPS = re.compile(r"[a-z0-9]{3,24}\.(blob|dfs)\.core\.windows\.net")
 _AZURE_SUFFIX = ".dfs.core.windows.net"  # of the name of an account
-_AZURE_PLACES = re.compile(r"AZURE_(STORAGE_)?ENDPOINT|AZURE_.*USE_.*(EMULATOR|FABRIC).*|AZURITE.*")
+_AZURE_SERVICES = re.compile(r"AZURE_(STORAGE_)?ENDPOINT|AZURE_.*USE_.*(EMULATOR|FABRIC).*|AZURITE.*")
 """The variables that choose the service, in capitals; keys and tokens may change while a program runs."""
 _AZURE_LOGINS = re.compile(r"AZURE_.*(KEY|SAS|TOKEN|SECRET|USE_|SKIP_SIGNATURE|MSI|CERTIFICATE).*")
-"""The variables by which obstore itself finds credentials, in capitals; without any, azure-identity looks for them."""
+"""The variables from which obstore itself takes credentials, in capitals; without any, azure-identity finds them."""
 
 
 class CredentialsError(ValueError):
-    """Credentials cannot be used, or were not found where the settings say that they are."""
+    """Credentials cannot be used, or the settings name credentials that do not exist."""
 
 
 # ---- S3
@@ -103,15 +103,15 @@ class S3(CloudBackend):
 
 
 def _named_endpoint() -> tuple[str, str]:
-    """Return the environment variable that names the address of S3, and that address; two empty texts without one."""
+    """Return the environment variable with the address of S3, and the address; two empty texts if it is not set."""
     names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
     return next(((name, os.environ[name]) for name in names if os.environ.get(name)), ("", ""))
 
 
 def aws_region() -> str | None:
     """Return the region of the environment, or of the chosen profile of ``~/.aws``."""
-    found = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-    return found or _aws_profile().get("region")
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    return region or _aws_profile().get("region")
 
 
 def aws_endpoint() -> str | None:
@@ -123,14 +123,14 @@ def aws_endpoint() -> str | None:
     ignored = os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS") or profile.get("ignore_configured_endpoint_urls")
     if str(ignored).lower() == "true":
         return None
-    found = _named_endpoint()[1]
-    if found or not profile:
-        return found or None
+    endpoint = _named_endpoint()[1]
+    if endpoint or not profile:
+        return endpoint or None
     from botocore.configprovider import ConfiguredEndpointProvider
 
     session = _aws_session()
-    given: str | None = ConfiguredEndpointProvider(session.full_config, profile, "s3").provide()
-    return given
+    configured: str | None = ConfiguredEndpointProvider(session.full_config, profile, "s3").provide()
+    return configured
 
 
 def chosen_profile() -> str:
@@ -142,23 +142,23 @@ def _aws_session() -> Any:
     import botocore.session
 
     session = botocore.session.Session()
-    for setting in ("profile", "region"):  # botocore looks only at AWS_DEFAULT_..., or at that first
+    for setting in ("profile", "region"):  # botocore reads only AWS_DEFAULT_..., or reads it first
         if os.environ.get(f"AWS_{setting.upper()}"):
             session.set_config_variable(setting, os.environ[f"AWS_{setting.upper()}"])
     return session
 
 
 def _aws_profile() -> Mapping[str, Any]:
-    """Return the settings of the chosen profile; none where there are no files with profiles."""
+    """Return the settings of the chosen profile; none without files of profiles."""
     paths = (os.path.expanduser(os.environ.get(name) or path) for name, path in _AWS_FILES.items())
     if not any(map(os.path.exists, paths)):
         return {}
-    found: Mapping[str, Any] = _aws_session().full_config.get("profiles", {}).get(chosen_profile(), {})
-    return found
+    settings: Mapping[str, Any] = _aws_session().full_config.get("profiles", {}).get(chosen_profile(), {})
+    return settings
 
 
 def _aws_credentials() -> Callable[[], S3Credential] | None:
-    """Return the function that obstore asks for credentials; None where there are none."""
+    """Return the function by which obstore gets credentials; None if there are none."""
     from botocore.credentials import RefreshableCredentials
     from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
     from obstore.auth.boto3 import Boto3CredentialProvider
@@ -177,38 +177,38 @@ def _aws_credentials() -> Callable[[], S3Credential] | None:
         try:
             if provider is None or not isinstance(provider.credentials, RefreshableCredentials):
                 provider = Boto3CredentialProvider(_aws_session(), ttl=_STATIC)
-            found = provider()
+            credentials = provider()
         except HTTPClientError as error:
             raise ConnectionError(f"the login service does not answer: {error}") from None
         except (BotoCoreError, ClientError) as error:
             raise CredentialsError(f"no credentials: {error}") from None
-        for value in (found["access_key_id"], found["secret_access_key"], found["token"]):
+        for value in (credentials["access_key_id"], credentials["secret_access_key"], credentials["token"]):
             check_header("S3", f"a key or a token of the profile {profile!r}", value or "")
-        return found
+        return credentials
 
     try:
         current()
     except CredentialsError:
         raise
-    except ValueError:  # that of the provider, where botocore has found none
+    except ValueError:  # of the provider, if botocore finds no credentials
         return None
     return current
 
 
 def _bucket_region(bucket: str) -> str:
-    """Ask Amazon for the region of a bucket; that needs no credentials."""
-    import urllib.error  # imported lazily: a command that only reads an address needs no client of HTTP
+    """Ask Amazon for the region of a bucket, which needs no credentials."""
+    import urllib.error  # imported lazily: a command that only parses an address needs no HTTP client
     import urllib.request
 
     request = urllib.request.Request(LOOKUP_URL.format(bucket), method="HEAD")
     try:
         with urllib.request.urlopen(request, timeout=_LOOKUP_WAIT) as answer:
-            found = answer.headers["x-amz-bucket-region"]
+            region = answer.headers["x-amz-bucket-region"]
     except urllib.error.HTTPError as error:
-        found = error.headers["x-amz-bucket-region"]
+        region = error.headers["x-amz-bucket-region"]
     except OSError:
-        found = None
-    return found or "us-east-1"
+        region = None
+    return region or "us-east-1"
 
 
 # ---- Google
@@ -239,7 +239,7 @@ class Google(CloudBackend):
         return GCSStore(self._bucket, client_options=client, **config, **options)
 
     def _credentials(self) -> Any:
-        """Return the function that obstore asks for tokens; None where there is no account."""
+        """Return the function by which obstore gets tokens; None without an account."""
         check_installed("google.auth", self._root, self.extra)
         import google.auth
         from google.auth.exceptions import DefaultCredentialsError, GoogleAuthError, TransportError
@@ -278,7 +278,7 @@ def _advice(kind: type[HoldfastError], asked: str, source: str, bucket: str) -> 
 
 
 class Azure(CloudBackend):
-    """A container of Azure Blob Storage: its name in the account of the environment, or the URL of one in another."""
+    """A container of Azure Blob Storage, in the account of the environment or in one that its URL names."""
 
     extra = "azure"
     variables = ("AZURE", "AZURITE", "TENSORSTORE_C", "MSI_", "IDENTITY_", "HOME")
@@ -290,8 +290,8 @@ class Azure(CloudBackend):
         settings = {name.upper(): value for name, value in self.settings()}
         account = settings.get("AZURE_STORAGE_ACCOUNT_NAME", "") + _AZURE_SUFFIX
         container, _, named = root.partition("://")[2].partition("@")
-        services = ((name, value) for name, value in settings.items() if _AZURE_PLACES.fullmatch(name))
-        self._place = (container, named or account, *services)
+        services = ((name, value) for name, value in settings.items() if _AZURE_SERVICES.fullmatch(name))
+        self._identity = (container, named or account, *services)
         # The URL keeps the account that it names: the environment of another process may name another one.
         self._container = container if (named or account) == account else root
 

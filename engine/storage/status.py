@@ -1,4 +1,4 @@
-"""The errors of storage: those of the operating system, obstore and TensorStore become holdfast's own, in one place."""
+"""The errors of storage: one place converts errors of the operating system, obstore and TensorStore to holdfast's."""
 
 from __future__ import annotations
 
@@ -33,27 +33,26 @@ _NUMBERS: dict[type[StorageError], tuple[int, ...]] = {
     ),
     InvalidLocationError: (errno.ENAMETOOLONG, errno.ELOOP),
 }
-OS_ERRORS = {number: kind for kind, numbers in _NUMBERS.items() for number in numbers}
-"""Error numbers with a class of their own; all others become plain StorageErrors."""
+OS_ERRORS = {number: cls for cls, numbers in _NUMBERS.items() for number in numbers}
+"""The classes of error numbers; all other numbers become plain StorageErrors."""
 
 _UNREADABLE = frozenset(
     getattr(errno, name)
     for name in ("EIO", "EUCLEAN", "EBADMSG", "ENODATA", "EILSEQ", "EREMOTEIO", "ELOOP")
     if hasattr(errno, name)  # some systems lack some of them
 )
-"""Error numbers of reads from a broken file or disk, as opposed to one that is not allowed or not available now."""
-
+"""Error numbers of reads from a broken file or disk, as opposed to a forbidden or temporarily unavailable one."""
 
 _STRANGE = frozenset({errno.EEXIST, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.ENXIO})
-"""Error numbers of attempts to open, replace or remove a file of ours where something of another type lies."""
+"""Error numbers of attempts to open, replace or remove one of our files if the path is no regular file."""
 
 
 class UnknownSchemeError(InvalidLocationError):
-    """The scheme of a URL is none that is known; the message is without the list of those that are."""
+    """The scheme of a URL is unknown; the message does not list the known ones."""
 
 
 class GarbledAnswerError(StorageUnavailableError):
-    """An answer of a store could not be parsed: a proxy may have answered in its place."""
+    """An answer of a store could not be parsed: a proxy may have answered instead of the service."""
 
 
 STATUSES: dict[str, type[HoldfastError]] = {
@@ -89,7 +88,7 @@ _SERVICE_CODES: tuple[tuple[str, type[HoldfastError]], ...] = (
     (r"StorageFull|QuotaExceeded|http_response_code='507'", StorageFullError),
     (r"PermanentRedirect|http_response_code='30[178]'", InvalidLocationError),
 )
-"""Messages of object stores, as regular expressions, that mean something else than the status of TensorStore says."""
+"""Regular expressions of messages whose meaning differs from the status that TensorStore reports."""
 
 _OBSTORE_FAILURES: tuple[tuple[str, type[HoldfastError]], ...] = (
     (r"credential provider: \w*(Transport|Connect)\w*Error|login service", StorageUnavailableError),
@@ -110,7 +109,7 @@ _OBSTORE_FAILURES: tuple[tuple[str, type[HoldfastError]], ...] = (
     (r"status code: 30\d", InvalidLocationError),
     (r"status code: (408|429|5\d\d)|HTTP error|timed? ?out|invalid \w+ ", StorageUnavailableError),
 )
-"""What obstore reports without a class of its own; the first four also mean something else than its class says."""
+"""Errors for which obstore has no class; the first four patterns also win over the class that it reports."""
 
 _OBSTORE_CLASSES: dict[str, type[HoldfastError]] = {
     "FileNotFoundError": ObjectNotFoundError,
@@ -124,7 +123,7 @@ _OBSTORE_CLASSES: dict[str, type[HoldfastError]] = {
 }
 
 _ADDRESS = r"[A-Za-z][A-Za-z0-9+.-]*:/+[^\s'\"]+"
-# A password may hold anything, such as slashes in keys of AWS, and spaces; a colon before a number is that of a port.
+# A password may contain anything, such as spaces, or the slashes in keys of AWS; a colon before a number marks a port.
 _PASSWORD = r"(:/+)(?<!///)[^/:\[\s'\"]*:(?!\d+(?:[/\s'\",;:)\]]|$))(?=\S)(?:(?!:/)[^\n])*@"
 _USER = r"(:/+)[^/\s'\"]*@"
 _QUERY = r"((?<=[?&])[\w.%-]+=)[^&\s'\"]+"
@@ -140,7 +139,7 @@ _ADVICE: dict[type[HoldfastError], str] = {
 
 
 class os_errors:  # noqa: N801 - used like a function; each small file needs several, and generators take three times as long
-    """Raise holdfast's errors in place of the operating system's, as "cannot ``action`` ``path``: ..."."""
+    """Convert errors of the operating system to holdfast's, as "cannot ``action`` ``path``: ..."."""
 
     __slots__ = ("_action", "_path")
 
@@ -157,20 +156,20 @@ class os_errors:  # noqa: N801 - used like a function; each small file needs sev
 
 
 def is_unreadable(error: object) -> bool:
-    """Whether an error means that a file cannot be read because it, or the disk, is broken."""
+    """Return whether an error means that a file cannot be read because it, or the disk, is broken."""
     if isinstance(error, DamagedCheckpointError):
         return error.unreadable
     return isinstance(error, StorageError) and error.errno in _UNREADABLE
 
 
 def is_strange(error: StorageError) -> bool:
-    """Whether an error means that something that is not ours lies here: no regular file, or that of another user."""
+    """Return whether an error means that a path is not ours: no regular file, or a file of another user."""
     return error.errno in _STRANGE or isinstance(error, StoragePermissionError)
 
 
 @contextlib.contextmanager
 def unreadable_as_damage(place: object) -> Iterator[None]:
-    """Raise DamagedCheckpointError in place of an error for which :func:`is_unreadable` is true."""
+    """Convert errors for which :func:`is_unreadable` is true to DamagedCheckpointError."""
     try:
         yield
     except StorageError as error:
@@ -180,8 +179,8 @@ def unreadable_as_damage(place: object) -> Iterator[None]:
 
 
 def map_os_error(error: OSError, path: str, action: str) -> StorageError:
-    kind = OS_ERRORS.get(error.errno or 0, StorageError)
-    mapped = explain_failure(kind, action, path, error.strerror or str(error))
+    cls = OS_ERRORS.get(error.errno or 0, StorageError)
+    mapped = explain_failure(cls, action, path, error.strerror or str(error))
     mapped.errno = error.errno
     return mapped
 
@@ -193,40 +192,40 @@ def map_status(error: Exception, path: str, action: str) -> HoldfastError:
     status = re.match(r"[A-Z_]+(?=:)", text)
     # TensorStore omits the status name for arguments it cannot use.
     other = InvalidLocationError if status is None and isinstance(error, ValueError) else StorageError
-    kind = _first_match(_SERVICE_CODES, text) or STATUSES.get(status[0] if status else "", other)
-    return explain_failure(kind, action, path, re.sub(_BODY, "", text))
+    cls = _first_match(_SERVICE_CODES, text) or STATUSES.get(status[0] if status else "", other)
+    return explain_failure(cls, action, path, re.sub(_BODY, "", text))
 
 
 def _first_match(failures: Sequence[tuple[str, type[HoldfastError]]], text: str) -> type[HoldfastError] | None:
-    return next((kind for pattern, kind in failures if re.search(pattern, text)), None)
+    return next((cls for pattern, cls in failures if re.search(pattern, text)), None)
 
 
 def map_obstore_error(error: Exception, path: str, action: str) -> HoldfastError:
     # obstore appends a dump of its own structures, which repeats everything.
     text = re.sub(r"\s+", " ", str(error).partition("\n\nDebug source:")[0]).strip()
     text = re.sub(r"<\?xml.*?<Code>(.*?)</Code>.*?<Message>(.*?)</Message>.*", r"\1, \2", text)
-    kind = _first_match(_OBSTORE_FAILURES[:4], text) or _OBSTORE_CLASSES.get(type(error).__name__)
-    kind = kind or _first_match(_OBSTORE_FAILURES, text) or StorageError
-    if kind is StorageUnavailableError and not re.search(r"after \d+ retries|status code", text):
-        kind = GarbledAnswerError  # obstore does not repeat a deletion whose connection has ended
+    cls = _first_match(_OBSTORE_FAILURES[:4], text) or _OBSTORE_CLASSES.get(type(error).__name__)
+    cls = cls or _first_match(_OBSTORE_FAILURES, text) or StorageError
+    if cls is StorageUnavailableError and not re.search(r"after \d+ retries|status code", text):
+        cls = GarbledAnswerError  # obstore does not repeat a deletion whose connection has ended
     text = re.sub(r"^The operation lacked.*? for path .*?: (?=Error performing)", "", text)
-    text = re.sub(r"Error performing (\w+) \S+ in [^,\s]+", r"\1", text)  # the URL and the advice tell the address
+    text = re.sub(r"Error performing (\w+) \S+ in [^,\s]+", r"\1", text)  # the URL and the advice have the address
     text = re.sub(
         r", max_retries: \d+, retry_timeout: \S+| - Server returned non-2xx(?= status)| code(?=: \d)", "", text
     )
-    return explain_failure(kind, action, path, text)
+    return explain_failure(cls, action, path, text)
 
 
-def explain_failure(kind: type[E], action: str, path: str, reason: str) -> E:
+def explain_failure(cls: type[E], action: str, path: str, reason: str) -> E:
     """Return an error as "cannot ``action`` ``path``: ``reason``", with advice and without secrets."""
-    advice = next((_ADVICE[one] for one in kind.__mro__ if one in _ADVICE), None)
+    advice = next((_ADVICE[base] for base in cls.__mro__ if base in _ADVICE), None)
     if "RequestTimeTooSkewed" in reason:
         advice = "set the clock of this machine, which differs from that of the service by more than minutes"
-    return kind(without_secrets(f"cannot {action} {path}: {reason}") + (f"; {advice}" if advice else ""))
+    return cls(without_secrets(f"cannot {action} {path}: {reason}") + (f"; {advice}" if advice else ""))
 
 
 def check_header(place: str, name: str, value: str) -> None:
-    """Raise StoragePermissionError if the value of a variable cannot go into a header; clients end the process then."""
+    """Raise StoragePermissionError if a value cannot go into a header, for which clients would end the process."""
     if not (value.isascii() and value.isprintable()):
         raise StoragePermissionError(
             f"cannot reach {place}: the value of {name} holds a character that no header can have, perhaps a line "
@@ -235,7 +234,7 @@ def check_header(place: str, name: str, value: str) -> None:
 
 
 def without_secrets(text: str) -> str:
-    """Return a text in which the users, passwords and query values of addresses are hidden.
+    """Hide the users, passwords and query values of the addresses in a text.
 
     >>> without_secrets("https://user:word@host/a?token=secret&b=1")
     'https://***@host/a?token=***&b=***'
@@ -250,15 +249,15 @@ def without_secrets(text: str) -> str:
 
 
 def hidden_address(address: str) -> str:
-    """Return the text of one address for messages, as :func:`without_secrets` does, also with unusual characters.
+    """Hide the secrets of one address as :func:`without_secrets` does, also if it has unusual characters.
 
     >>> hidden_address("s3://a user:it's 50% / #1@bucket/x")
     's3://***@bucket/x'
     """
-    found = re.match(r"[^/]*:/+", address)
-    if found is None:
+    scheme = re.match(r"[^/]*:/+", address)
+    if scheme is None:
         return address
-    start, rest = found[0], address[found.end() :]
+    start, rest = scheme[0], address[scheme.end() :]
     authority, _, path = rest.partition("/")
     has_port = re.search(r":\d+$", authority) is not None and not start.startswith(("s3", "gs", "gcs"))
     until = rest if ":" in authority and "@" in path and not has_port else authority
@@ -268,7 +267,7 @@ def hidden_address(address: str) -> str:
 
 
 def check_extent(path: str, size: int, offset: int, length: int) -> None:
-    """Raise DamagedCheckpointError unless ``length`` bytes at ``offset`` lie within a file of ``size`` bytes."""
+    """Raise DamagedCheckpointError unless a file of ``size`` bytes has ``length`` bytes at ``offset``."""
     if offset < 0 or length < 0 or offset + length > size:
         raise truncated(path, size, offset, length)
 

@@ -74,14 +74,12 @@ class Checkpointable:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         parent = super().__new__
-        found: Self = parent(cls) if parent is object.__new__ else parent(cls, *args, **kwargs)
+        component: Self = parent(cls) if parent is object.__new__ else parent(cls, *args, **kwargs)
         if cls.__init__ is object.__init__ and (args or kwargs):
             raise TypeError(f"{cls.__qualname__}() takes no arguments")
-        if hasattr(found, "__dict__"):
-            vars(found)[ARGUMENTS] = CtorArguments(args, kwargs)
-        return found
-
-    # ---- to and from a path
+        if hasattr(component, "__dict__"):
+            vars(component)[ARGUMENTS] = CtorArguments(args, kwargs)
+        return component
 
     def save_to_path(
         self,
@@ -135,10 +133,10 @@ class Checkpointable:
 
         def work() -> str:
             temporary = f"{tempfile.gettempdir()}/holdfast-{uuid.uuid4().hex}"
-            place = as_location(temporary, writes=True) if location is None else location
+            target = as_location(temporary, writes=True) if location is None else location
             prepared = prepare(self, state=state, use_msgpack=use_msgpack, layout=layout)
-            prepared.commit(place, overwrite=overwrite, step=step, metrics=numbers)
-            return place.url
+            prepared.commit(target, overwrite=overwrite, step=step, metrics=numbers)
+            return target.url
 
         try:
             return str(run_on_primary(f"saving components to {where}", [], work, coordinator))
@@ -232,9 +230,9 @@ class Checkpointable:
         """
         permissions = Permissions(trust=trust, allowed=allowed, renamed=renamed, base=Checkpointable)
         saved = open_component(as_location(path, filesystem=filesystem))
-        found = TreeConstruction(saved, cls, permissions, fallback).run(overrides, strict=strict)
-        assert isinstance(found, cls)
-        return found
+        component = TreeConstruction(saved, cls, permissions, fallback).run(overrides, strict=strict)
+        assert isinstance(component, cls)
+        return component
 
     # ---- methods to override
 
@@ -259,11 +257,11 @@ class Checkpointable:
             OptionError: No component takes an option.
         """
         live, own_name = live_tree(self), type(self).__qualname__
-        known = {path: one.path for path, one in paths_of(live).items()}
-        selection = Selection(components, not_components, known, own_name)
-        own = [one.value for one in live.walk() if overrides(one.value, "get_state")]
+        saved_under = {path: component.path for path, component in paths_of(live).items()}
+        selection = Selection(components, not_components, saved_under, own_name)
+        with_own_state = [component.value for component in live.walk() if overrides(component.value, "get_state")]
         for name in options if not overrides(self, "get_state") else ():
-            if not any(takes(one, name) for one in own):
+            if not any(takes(component, name) for component in with_own_state):
                 raise OptionError(
                     f"get_state() got an unexpected keyword argument {name!r}: no component of {own_name} has a "
                     "get_state() of its own that takes it"
@@ -297,12 +295,12 @@ class Checkpointable:
 
 
 def _refuse_tree_above(target: LiveComponent, saved: SavedComponent) -> None:
-    """Raise OptionError if the path is that of a whole tree, and the path of one of its components is meant."""
+    """Raise OptionError for the path of a whole tree if the path of one of its components is meant."""
     there = descend(saved, target.path)
-    own = {path[:1] for path, _ in target.named()}
-    kinds = [type(one.value).__qualname__ for one in (target, target.root)]
-    is_part = bool(saved.description.path) or (saved.description.type.rpartition(":")[2] == kinds[0] != kinds[1])
-    if there is not None and target.path[:1] not in own and not is_part:
+    own_names = {path[:1] for path, _ in target.named()}
+    names = [type(component.value).__qualname__ for component in (target, target.root)]
+    is_part = bool(saved.description.path) or (saved.description.type.rpartition(":")[2] == names[0] != names[1])
+    if there is not None and target.path[:1] not in own_names and not is_part:
         name = format_component_path(target.path)
         raise OptionError(
             f"{saved.location} is a tree that has a component {name!r} itself, and component= names the part of the "
@@ -312,47 +310,47 @@ def _refuse_tree_above(target: LiveComponent, saved: SavedComponent) -> None:
 
 
 def _take(live: LiveComponent, selection: Selection, options: Mapping[str, Any]) -> dict[str, Any]:
-    def ask(one: LiveComponent) -> Any:
-        chosen, excluded = selection.below(one.path)
-        return call_get_state(one.value, components=chosen, not_components=excluded, **options)
+    def ask(component: LiveComponent) -> Any:
+        chosen, excluded = selection.below(component.path)
+        return call_get_state(component.value, components=chosen, not_components=excluded, **options)
 
-    def selected(one: LiveComponent) -> list[LiveComponent]:
-        return [child for child in one.children if selection.leads_to(child.path)]
+    def selected(component: LiveComponent) -> list[LiveComponent]:
+        return [child for child in component.children if selection.leads_to(child.path)]
 
-    def owned(one: LiveComponent) -> Iterator[LiveComponent]:
-        for child in selected(one):
+    def owned(component: LiveComponent) -> Iterator[LiveComponent]:
+        for child in selected(component):
             yield from (child,) if overrides(child.value, "get_state") else owned(child)
 
-    def take(one: LiveComponent) -> dict[str, Any]:
-        state = default_state(one, snapshot=True)
-        for child in selected(one):
-            own = overrides(child.value, "get_state")
-            state[child.name] = of_own(child) if own else take(child)
+    def take(component: LiveComponent) -> dict[str, Any]:
+        state = default_state(component, snapshot=True)
+        for child in selected(component):
+            state[child.name] = of_own(child) if overrides(child.value, "get_state") else take(child)
         return state
 
     with fetched(owned(live), ask) as of_own:
         return take(live)
 
 
-def _give(one: LiveComponent, state: Any) -> None:
-    """Give states to the components below one, to itself, and to those that its state has created."""
+def _give(component: LiveComponent, state: Any) -> None:
+    """Set the states of the components below one, its own, and those of components that its own state has created."""
+    name = type(component.value).__qualname__
     if not isinstance(state, Mapping):
-        raise TreeMismatchError(f"{type(one.value).__qualname__}: expected a dictionary, found {type(state).__name__}")
-    own, below = divided(one, state)
+        raise TreeMismatchError(f"{name}: expected a dictionary, found {type(state).__name__}")
+    own_state, below = divided(component, state)
     _give_all(below)
-    if own:
-        report = prepare_state(one, stored_state(own))()
-        now = live_tree(one.value, one.path, one.name, one.above)
-        _give_all(divided(now, own)[1])
+    if own_state:
+        report = prepare_state(component, stored_state(own_state))()
+        now = live_tree(component.value, component.path, component.name, component.above)
+        _give_all(divided(now, own_state)[1])
         names = {child.name for child in now.children}
-        unused = [name for name in report.unused if name.split("/")[0] not in names]
+        unused = [path for path in report.unused if path.split("/")[0] not in names]
         if unused:
-            _logger.warning("%s has no place for these values: %s", type(one.value).__qualname__, ", ".join(unused))
+            _logger.warning("%s has no place for these values: %s", name, ", ".join(unused))
 
 
 def _give_all(states: list[tuple[LiveComponent, Any]]) -> None:
-    for one, state in states:
-        if overrides(one.value, "set_state"):
-            one.value.set_state(state)
+    for component, state in states:
+        if overrides(component.value, "set_state"):
+            component.value.set_state(state)
         else:
-            _give(one, state)
+            _give(component, state)

@@ -1,7 +1,7 @@
 """Constructor specs: the arguments of a constructor as JSON, which is read without trust in its content.
 
-JSON's own values stand for themselves; every object of JSON has one key, which names its kind: ``{"tuple": [...]}``,
-``{"dict": [[key, value], ...]}``, ``{"component": "learner/p0"}``. Nothing here is Python code, pickled or otherwise.
+Values of JSON stand for themselves. Every JSON object has one key, which names the kind of a value, such as
+``{"tuple": [...]}`` or ``{"component": "learner/p0"}``. A spec never holds Python code, pickled or otherwise.
 """
 
 from __future__ import annotations
@@ -39,25 +39,23 @@ from .permissions import Permissions
 
 _logger = logging.getLogger("holdfast")
 
-_ARRAY_LIMIT = 1 << 20  # bytes of the largest array that is kept as an argument
+_ARRAY_LIMIT = 1 << 20  # maximum number of bytes of an array that is kept as an argument
 _WRITTEN_DEPTH = 50
 _READ_DEPTH = 200
 # Dtypes of tensors that numpy has as well.
 _TORCH_DTYPES = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool")
 _MISSING = "missing"  # the kind of an argument that could not be kept
 _NUMBERS = "numbers"  # the kind of a long sequence of numbers
-_NESTED = "recipe"  # the kind of an object that is made by a spec of its own
+_NESTED = "recipe"  # the kind of an object that has its own spec
 
-# ---- writing
-
-# Returns the reference to an object that is a component of the same tree, or None for any other object.
+# Returns the reference to a component of the same tree, or None for any other object.
 Reference = Callable[[Any], str | None]
-# Returns the spec of an object whose arguments were kept, or None.
+# Returns the spec of an object whose arguments are known, or None.
 Nested = Callable[[Any], "dict[str, Any] | None"]
 
 
 class CtorArguments(Untracked):
-    """The arguments an object was made with, as an attribute that is neither compared nor tracked."""
+    """The arguments that an object was constructed with, as an attribute that is neither compared nor tracked."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         super().__init__(None)
@@ -72,13 +70,13 @@ class CtorArguments(Untracked):
 
 
 def _kept(value: Any, depth: int = 0) -> Any:
-    """Return copies of plain containers, as the object may change them."""
-    if depth > _WRITTEN_DEPTH:  # It is not written.
+    """Copy plain containers, which the object may change."""
+    if depth > _WRITTEN_DEPTH:  # too deep to be written
         return value
     if type(value) is dict:
         return {key: _kept(item, depth + 1) for key, item in value.items()}
     if type(value) in (list, tuple):
-        plain = set(map(type, value)).issubset(PLAIN)  # Long lists of numbers are copied in one go.
+        plain = set(map(type, value)).issubset(PLAIN)  # a long list of numbers is copied at once
         return value[:] if plain else type(value)(_kept(item, depth + 1) for item in value)
     return set(value) if type(value) is set else value
 
@@ -90,54 +88,54 @@ class NotData(TypeError):  # noqa: N818 - becomes a note in the spec
 def encode_spec(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], reference: Reference, nested: Nested
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return arguments as JSON, and the problems with those that cannot be kept."""
+    """Return arguments as JSON, and the problems of those that cannot be kept."""
     problems: list[str] = []
 
-    def one(value: Any, name: str) -> Any:
+    def encode(value: Any, name: str) -> Any:
         try:
             return _encode(value, reference, nested, 0)
         except NotData as problem:
             problems.append(f"{name} {problem}")
             return {_MISSING: str(problem)}
 
-    encoded = [one(value, f"argument {index}") for index, value in enumerate(args)]
-    return {"args": encoded, "kwargs": {name: one(value, repr(name)) for name, value in kwargs.items()}}, problems
+    encoded = [encode(value, f"argument {index}") for index, value in enumerate(args)]
+    return {"args": encoded, "kwargs": {name: encode(value, repr(name)) for name, value in kwargs.items()}}, problems
 
 
 def _encode(value: Any, reference: Reference, nested: Nested, depth: int) -> Any:
     if depth > _WRITTEN_DEPTH:
         raise NotData("is nested too deeply, or holds itself")
     within = functools.partial(_encode, reference=reference, nested=nested, depth=depth + 1)
-    kind = type(value)
+    cls = type(value)
 
     def pairs(entries: Mapping[str, Any]) -> list[Any]:
         return [[name, within(item)] for name, item in entries.items()]
 
-    if kind is str and any("\ud800" <= character <= "\udfff" for character in value):
+    if cls is str and any("\ud800" <= character <= "\udfff" for character in value):
         raise NotData("is text with lone surrogates")
-    if kind is int and value.bit_length() > 10_000:
+    if cls is int and value.bit_length() > 10_000:
         raise NotData("is an integer of more than 10000 bits")
-    if value is None or kind in (bool, int, str):
+    if value is None or cls in (bool, int, str):
         return value
-    if kind is float:
+    if cls is float:
         return value if math.isfinite(value) else {"float": repr(value)}
-    if kind is complex:
+    if cls is complex:
         return {"complex": [value.real.hex(), value.imag.hex()]}
-    if kind is bytes:
+    if cls is bytes:
         return {"bytes": base64.b64encode(value).decode("ascii")}
-    if kind in (list, tuple) and (packed := pack_numbers(value)) is not None:
+    if cls in (list, tuple) and (packed := pack_numbers(value)) is not None:
         leaf = packed.describe()
         parts = _array(np.asarray(leaf.pieces[0].array), limit=None)
         return {_NUMBERS: [leaf.details["sequence"], leaf.details["elements"], *parts]}
-    if kind is list:
+    if cls is list:
         return list(map(within, value))
-    if kind in (tuple, set, frozenset):
+    if cls in (tuple, set, frozenset):
         elements = list(map(within, value))
-        return {kind.__name__: elements if kind is tuple else sorted(elements, key=repr)}
-    if isinstance(value, Mapping) and (kind is dict or kind.__module__ == "collections"):
+        return {cls.__name__: elements if cls is tuple else sorted(elements, key=repr)}
+    if isinstance(value, Mapping) and (cls is dict or cls.__module__ == "collections"):
         return {"dict": [[within(key), within(item)] for key, item in value.items()]}
-    if kind in (range, slice):
-        return {kind.__name__: list(map(within, (value.start, value.stop, value.step)))}
+    if cls in (range, slice):
+        return {cls.__name__: list(map(within, (value.start, value.stop, value.step)))}
     if isinstance(value, PurePath):
         return {"path": str(value)}
     if isinstance(value, types.SimpleNamespace):
@@ -147,7 +145,7 @@ def _encode(value: Any, reference: Reference, nested: Nested, depth: int) -> Any
     if (spec := nested(value)) is not None:
         return {_NESTED: spec}
     if isinstance(value, enum.Enum):
-        return {"enum": [import_path(kind), value.name]}
+        return {"enum": [import_path(cls), value.name]}
     if (of_framework := _encode_of_framework(value)) is not None:
         return of_framework
     if isinstance(value, functools.partial):
@@ -156,25 +154,25 @@ def _encode(value: Any, reference: Reference, nested: Nested, depth: int) -> Any
         return {"name": _named(value)}
     if dataclasses.is_dataclass(value):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
-        return {"object": [_named(kind), pairs(fields)]}
+        return {"object": [_named(cls), pairs(fields)]}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return {"object": [_named(kind), pairs(dict(zip(value._fields, value, strict=True)))]}
-    raise NotData(f"is a {kind.__module__}.{kind.__qualname__}, which a constructor spec cannot hold")
+        return {"object": [_named(cls), pairs(dict(zip(value._fields, value, strict=True)))]}
+    raise NotData(f"is a {cls.__module__}.{cls.__qualname__}, which a constructor spec cannot hold")
 
 
-def _named(thing: Any) -> str:
-    module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
+def _named(target: Any) -> str:
+    module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(name, str):
-        raise NotData(f"is {thing!r:.80}, which has no import path")
+        raise NotData(f"is {target!r:.80}, which has no import path")
     if "<lambda>" in name:
         raise NotData("is a lambda, which has no name; use a function of a module")
-    if "<locals>" in name and not isinstance(thing, type):
+    if "<locals>" in name and not isinstance(target, type):
         raise NotData(f"is the function {name}, which cannot be imported; define it in a module")
     return f"{module}:{name}"
 
 
 def _encode_of_framework(value: Any) -> dict[str, Any] | None:
-    """Encode objects of array libraries: arrays, element types, devices, streams of random numbers."""
+    """Encode an object of an array library: an array, a dtype, a device, a random stream; None for other objects."""
     if isinstance(value, np.dtype):
         return {"dtype": dtype_name(value)}
     if isinstance(value, np.ndarray | np.generic):
@@ -186,8 +184,8 @@ def _encode_of_framework(value: Any) -> dict[str, Any] | None:
         return {"device": str(value)}
     if is_torch_tensor(value):
         plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
-        known = str(value.dtype).removeprefix("torch.") in _TORCH_DTYPES
-        if not (plain and known) or value.numel() * value.element_size() > _ARRAY_LIMIT:
+        is_known = str(value.dtype).removeprefix("torch.") in _TORCH_DTYPES
+        if not (plain and is_known) or value.numel() * value.element_size() > _ARRAY_LIMIT:
             raise NotData(f"is a {type(value).__name__} of {value.dtype}{list(value.shape)}; those belong to the state")
         return {"array": ["torch", *_array(value.detach().cpu().numpy())]}
     if is_jax_array(value):
@@ -214,38 +212,33 @@ def _array(array: Any, limit: int | None = _ARRAY_LIMIT) -> list[Any]:
     return [dtype_name(array.dtype), list(array.shape), base64.b64encode(little.tobytes()).decode("ascii")]
 
 
-# ---- reading
-
 _DEVICES = ("cuda", "mps", "xpu", "hpu", "tpu", "mtia")
 
 
 @dataclasses.dataclass
 class Missing:
-    """Stands for an argument that could not be kept."""
+    """An argument that could not be kept."""
 
     reason: str
 
 
 class ConstructorFailed(Exception):  # noqa: N818 - carries an error, and is never raised to the user
-    """Carries an error of the program's constructor past the handlers that report damage."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
+    """Carries an error of a constructor past the handlers that report damage."""
 
 
-def construct(kind: Any, args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> Any:
+def construct(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> Any:
     try:
-        return kind(*args, **kwargs)
+        return cls(*args, **kwargs)
     except ConstructorFailed:
         raise
     except Exception as error:
-        error.add_note(f"raised by the constructor of {kind.__qualname__}, called as {where} says")
+        error.add_note(f"raised by the constructor of {cls.__qualname__}, called as {where} says")
         raise ConstructorFailed(error) from None
 
 
 @dataclasses.dataclass(eq=False)
 class SpecDecoder:
-    """Makes arguments from a spec; callbacks find components by their paths, and make objects from nested specs."""
+    """Decodes arguments; callbacks find components by their paths, and construct objects from nested specs."""
 
     permissions: Permissions
     component: Callable[[str], Any]
@@ -262,7 +255,7 @@ class SpecDecoder:
             "tuple": lambda value, depth: tuple(self._all(value, depth)),
             "set": lambda value, depth: set(self._all(value, depth)),
             "frozenset": lambda value, depth: frozenset(self._all(value, depth)),
-            "dict": self._dict,
+            "dict": lambda value, depth: dict(self._all(pair, depth, 2) for pair in as_list(value)),
             "range": lambda value, depth: range(*self._all(value, depth, 3)),
             "slice": lambda value, depth: slice(*self._all(value, depth, 3)),
             "path": lambda value, _: FilePath(as_text(value)),
@@ -280,16 +273,16 @@ class SpecDecoder:
             "device": lambda value, _: _device(value),
             "jax.dtype": lambda value, _: _dtype("jax.numpy", dtype_from_name(as_text(value)).name),
             # Any seed works: the state has the streams.
-            "nnx.Rngs": lambda value, _: _framework("flax.nnx").Rngs(**{_identifier(one): 0 for one in as_list(value)}),
+            "nnx.Rngs": lambda value, _: _framework("flax.nnx").Rngs(**{_identifier(key): 0 for key in as_list(value)}),
             _MISSING: lambda value, _: self._noted(Missing(as_text(value))),
         }
 
     def decode(self, value: Any) -> Any:
-        """Return one argument; a `Missing` where it, or a part of it, was not kept."""
+        """Return one argument, or a `Missing` if it, or a part of it, was not kept."""
         self._missing.clear()
         try:
-            found = self._decode(value, 0)
-            return Missing(", ".join(self._missing)) if self._missing else found
+            argument = self._decode(value, 0)
+            return Missing(", ".join(self._missing)) if self._missing else argument
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             if isinstance(error, DamagedCheckpointError | FormatVersionError | OptionError):
                 raise
@@ -319,44 +312,41 @@ class SpecDecoder:
     def _all(self, values: Any, depth: int, count: int | None = None) -> list[Any]:
         return [self._decode(item, depth + 1) for item in as_list(values, count)]
 
-    def _dict(self, value: Any, depth: int) -> dict[Any, Any]:
-        return dict(self._all(pair, depth, 2) for pair in as_list(value))
-
     def _keywords(self, value: Any, depth: int) -> dict[str, Any]:
         pairs = [as_list(pair, 2) for pair in as_list(value)]
         return {_identifier(name): self._decode(item, depth) for name, item in pairs}
 
     def _enum(self, value: Any, _: int) -> Any:
         path, name = as_list(value, 2)
-        kind = self.permissions.resolve(path, self.where)
-        if not isinstance(kind, type) or not issubclass(kind, enum.Enum):
+        cls = self.permissions.resolve(path, self.where)
+        if not isinstance(cls, type) or not issubclass(cls, enum.Enum):
             raise ValueError(f"{path} is not an enumeration")
-        return kind[as_text(name)]
+        return cls[as_text(name)]
 
     def _partial(self, value: Any, depth: int) -> Any:
         function, args, keywords = as_list(value, 3)
-        found = self._decode(function, depth)
-        if not callable(found):
-            raise ValueError(f"{found!r:.80} cannot be called")
-        return functools.partial(found, *self._all(args, depth), **self._keywords(keywords, depth))
+        target = self._decode(function, depth)
+        if not callable(target):
+            raise ValueError(f"{target!r:.80} cannot be called")
+        return functools.partial(target, *self._all(args, depth), **self._keywords(keywords, depth))
 
     def _object(self, value: Any, depth: int) -> Any:
         path, fields = as_list(value, 2)
-        kind = self.permissions.resolve(path, self.where, made=True)
-        if not isinstance(kind, type):
+        cls = self.permissions.resolve(path, self.where, made=True)
+        if not isinstance(cls, type):
             raise ValueError(f"{path} is not a class")
-        return construct(kind, (), self._keywords(fields, depth), self.where)
+        return construct(cls, (), self._keywords(fields, depth), self.where)
 
 
 def available(text: str) -> str:
-    """Return the name of a device of torch, or of one that exists on this machine in its place."""
-    kind = text.partition(":")[0]
-    if kind not in _DEVICES:
+    """Return the name of a torch device, or of an available one if this machine lacks it."""
+    device = text.partition(":")[0]
+    if device not in _DEVICES:
         return text
     torch: Any = _framework("torch")
-    backend = getattr(torch, kind, None) if kind != "mps" else torch.backends.mps
+    backend = getattr(torch, device, None) if device != "mps" else torch.backends.mps
     there = backend is not None and bool(getattr(backend, "is_available", lambda: False)())
-    if there and kind == "cuda" and int(text.partition(":")[2] or 0) >= torch.cuda.device_count():
+    if there and device == "cuda" and int(text.partition(":")[2] or 0) >= torch.cuda.device_count():
         return "cuda"
     if not there:
         _logger.warning("a constructor argument names the device %r, which this machine lacks; it gets 'cpu'", text)
@@ -371,10 +361,10 @@ def _device(value: Any) -> Any:
 
 
 def _dtype(library: str, name: str) -> Any:
-    found = getattr(_framework(library), name, None)
-    if found is None or (library == "torch" and not isinstance(found, _framework("torch").dtype)):
+    dtype = getattr(_framework(library), name, None)
+    if dtype is None or (library == "torch" and not isinstance(dtype, _framework("torch").dtype)):
         raise ValueError(f"{name!r:.80} is not a dtype of {library}")
-    return found
+    return dtype
 
 
 def _array_of(library: Any, *parts: Any) -> Any:
@@ -427,11 +417,7 @@ def _identifier(value: Any) -> str:
 
 
 def check_spec(value: Any) -> dict[str, Any]:
-    """Return a spec, after checking that it has positional and named arguments."""
-    if (
-        not isinstance(value, dict)
-        or not isinstance(value.get("args"), list)
-        or not isinstance(value.get("kwargs"), dict)
-    ):
+    """Return a spec if it has positional and named arguments; raise TypeError otherwise."""
+    if not (isinstance(value, dict) and isinstance(value.get("args"), list) and isinstance(value.get("kwargs"), dict)):
         raise TypeError(f"expected a constructor spec, found {value!r:.80}")
     return value

@@ -2,7 +2,7 @@
 
 The root's commit record has an item for every component: ``state`` for the root's own state, and the path of the
 component for all others (``learner/p0``, in the folder ``learner/p0/state``). The directory of each part has a record
-of its own besides, derived from the root's, so that the part can be loaded, verified and copied alone. The folder of
+too, derived from the root's, so that the part can be loaded, verified and copied alone. The folder of
 each state has a description of the component, ``component.json``.
 """
 
@@ -44,11 +44,11 @@ from .names import STATE
 # Major and minor version of the layout that is written: a reader of the same major version understands it.
 VERSION = (1, 0)
 _DOCUMENT = "component"
-METADATA = "metadata.json"  # the description of a component for human readers: a copy of the one in its state's folder
+METADATA = "metadata.json"  # a copy of the description in the state's folder, for human readers
 KIND = TREES  # kind of the items of a tree of components
-# The folder for arrays in a state's folder: made beforehand, so that the names of both become durable at once.
+# The folder for arrays in a state's folder: made first, so that both names become durable together.
 DATA = "d"
-_LEVELS = 32  # directories above a path that are searched for the tree it belongs to
+_LEVELS = 32  # directories above a path that are searched for its tree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,14 +56,14 @@ class Description:
     """The description of one component."""
 
     type: str  # import path of its class: ``"module:qualified.name"``
-    constructor: Mapping[str, Any] | None  # ``{"args": [...], "kwargs": {...}}``; None where they are not known
-    obstacle: str = ""  # why the arguments are not known
+    constructor: Mapping[str, Any] | None  # ``{"args": [...], "kwargs": {...}}``; None if unknown
+    obstacle: str = ""  # why the arguments are unknown
     path: Path = ()  # from the root of the tree that was saved
-    components: tuple[Path, ...] = ()  # the paths of its own components, from it
-    # Components of it that are the same object as another component of the tree: their paths from it, and the path from
-    # the root of the tree that the other is saved under.
+    components: tuple[Path, ...] = ()  # the paths of the components right below, from this one
+    # Components below it that are saved elsewhere in the tree: their paths from it, each with the path from the root of
+    # the tree that it is saved under.
     same: Mapping[Path, Path] = field(default_factory=dict)
-    metadata: Mapping[str, Any] = field(default_factory=dict)  # facts for human readers; nothing depends on them
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # for human readers; nothing depends on it
 
     def encode(self) -> bytes:
         body = {
@@ -84,13 +84,13 @@ class Description:
 
     @classmethod
     def decode(cls, content: bytes, *, source: str) -> Description:
-        """Read the content of a file, which is not trusted; ``source`` is its path, for messages."""
+        """Read the untrusted content of a file; ``source`` is its path, for messages."""
         body = decode_document(content, _DOCUMENT, source=source)
         version = body.get("layout")
-        found = re.fullmatch(r"([0-9]{1,9})\.[0-9]{1,9}", version) if isinstance(version, str) else None
-        if found is None:
+        match = re.fullmatch(r"([0-9]{1,9})\.[0-9]{1,9}", version) if isinstance(version, str) else None
+        if match is None:
             raise DamagedCheckpointError(f"{source}: {version!r:.80} is not a version of the layout")
-        if int(found[1]) > VERSION[0]:
+        if int(match[1]) > VERSION[0]:
             raise FormatVersionError(
                 f"{source}: the component has version {version} of the layout, and this holdfast reads up to version "
                 f"{VERSION[0]}.x; upgrade holdfast to read it"
@@ -135,19 +135,18 @@ def below(root: Location, path: Path) -> Location:
 
 
 def parts_of(record: CheckpointRecord) -> dict[Path, ItemRecord]:
-    """Return the items of a record that are components, by their paths."""
-    found = {}
+    """Return the items of a record that are components, by path."""
+    parts = {}
     for name, item in record.items.items():
         path = _path_of(name)
         parent, _, folder = item.folder.rpartition("/")
-        in_place = parent == "/".join(path) and _is_own(folder)
-        if in_place and item.kind == KIND and COMPONENT in item.files:
-            found[path] = item
-    return found
+        if parent == "/".join(path) and _is_own(folder) and item.kind == KIND and COMPONENT in item.files:
+            parts[path] = item
+    return parts
 
 
 def part_records(record: CheckpointRecord) -> dict[Path, CheckpointRecord]:
-    """Return the records of all parts by their paths: each has the items of the part and of the components below it."""
+    """Return the record of each part by path: it has the items of the part and of the components below it."""
     parts = parts_of(record)
     items: dict[Path, dict[str, ItemRecord]] = {path: {} for path in parts}
     for path, item in parts.items():
@@ -155,30 +154,30 @@ def part_records(record: CheckpointRecord) -> dict[Path, CheckpointRecord]:
             if path[:length] in items:
                 folder = item.folder.removeprefix("/".join(path[:length]) + "/") if length else item.folder
                 items[path[:length]][item_name(path[length:])] = item._replace(folder=folder)
-    return {path: replace(record, items=found, replaced=()) for path, found in items.items()}
+    return {path: replace(record, items=inside, replaced=()) for path, inside in items.items()}
 
 
 def whole_around(location: Location) -> tuple[Location, CheckpointRecord, Path] | None:
-    """Find the tree that a directory lies in: its root, its record and the path from there."""
+    """Find the tree that a directory is part of: its root, its record and the path from there."""
     names: tuple[str, ...] = ()
-    place = location
+    directory = location
     for _ in range(_LEVELS):
-        if place.parent == place or not place.name:
+        if directory.parent == directory or not directory.name:
             break
-        place, names = place.parent, (place.name, *names)
-        if (record := record_at(place)) is not None:
-            return (place, record, names) if () in parts_of(record) else None
+        directory, names = directory.parent, (directory.name, *names)
+        if (record := record_at(directory)) is not None:
+            return (directory, record, names) if () in parts_of(record) else None
     return None
 
 
-def record_at(place: Location) -> CheckpointRecord | None:
+def record_at(directory: Location) -> CheckpointRecord | None:
     with contextlib.suppress(CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError, StorageError):
-        return read_record(place)
+        return read_record(directory)
     return None
 
 
 class ComponentParts(CommitParts):
-    """The part of a commit that writes and removes the records of components, and the metadata beside them."""
+    """The part of a commit that writes and removes the records and the metadata of components."""
 
     def __init__(self, location: Location, descriptions: Mapping[Path, bytes]) -> None:
         super().__init__(location)
@@ -219,24 +218,24 @@ class ComponentParts(CommitParts):
 
     def publish(self, record: CheckpointRecord, *, replaces: bool) -> None:
         for path, part in part_records(record).items():
-            place = below(self.location, path)
-            (place / METADATA).write_bytes(self._descriptions[path], atomic=replaces)
+            directory = below(self.location, path)
+            (directory / METADATA).write_bytes(self._descriptions[path], atomic=replaces)
             if path:
-                write_record(place, part)  # syncs the folder: both names are durable
+                write_record(directory, part)  # syncs the folder: both names are durable
         self.location.sync_directory()
 
     def repair(self, record: CheckpointRecord) -> None:
         for path, part in part_records(record).items():
-            place = below(self.location, path)
-            if place.is_local:
-                remove_temporary(place, [entry.name for entry in place.entries()])
-            if path and (place / RECORD).exists():
+            directory = below(self.location, path)
+            if directory.is_local:
+                remove_temporary(directory, [entry.name for entry in directory.entries()])
+            if path and (directory / RECORD).exists():
                 continue
             described = self.location / record.items[item_name(path)].folder / COMPONENT
             with contextlib.suppress(StorageError, DamagedCheckpointError):  # metadata.json is for human readers only
-                (place / METADATA).write_bytes(described.read_bytes(limit=DOCUMENT_LIMIT))
+                (directory / METADATA).write_bytes(described.read_bytes(limit=DOCUMENT_LIMIT))
             if path:
-                write_record(place, part)
+                write_record(directory, part)
 
     def remove(self, folder: str, record: CheckpointRecord | None) -> None:
         super().remove(folder, record)
@@ -247,9 +246,9 @@ class ComponentParts(CommitParts):
             (below(self.location, path) / METADATA).remove()
             (below(self.location, path) / RECORD).remove()
         for length in range(len(path), 0, -1):
-            place = below(self.location, path[:length])
-            if place.is_local and place.is_directory() and not place.entries():
-                place.remove_tree()
+            directory = below(self.location, path[:length])
+            if directory.is_local and directory.is_directory() and not directory.entries():
+                directory.remove_tree()
 
 
 def _path_of(item: str) -> Path:

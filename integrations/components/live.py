@@ -16,17 +16,17 @@ from ..graph import Part, Path, is_actor_class, is_module, is_optimizer, nnx_chi
 from .names import STATE, format_component_path, named_path
 
 ARGUMENTS = "_holdfast_recipe"  # name of the attribute that keeps the arguments of the constructor
-_DEPTH = 8  # containers inside containers that are searched for components
+_DEPTH = 8  # maximum depth of containers that are searched for components
 
 
 @dataclass(slots=True, eq=False)
 class LiveComponent(Part):
-    """A component, which is walked as its attributes and the components that it names."""
+    """A component, which is walked by its attributes and the components that it names."""
 
     path: Path  # from the root
     name: str = ""  # in the component above; empty for the root
     children: list[LiveComponent] = field(default_factory=list)
-    # Other names of components elsewhere in the tree: the paths of those.
+    # further paths of components, with the path where each is in the tree
     same: dict[Path, Path] = field(default_factory=dict)
     above: LiveComponent | None = None  # the root of the tree; None for itself
     parameters: dict[int, Path] | None = None  # of a root: paths of tensors by identity, once needed
@@ -37,7 +37,7 @@ class LiveComponent(Part):
 
     @property
     def is_whole(self) -> bool:
-        """Whether other components see the object itself, and not its attributes."""
+        """True if other components see the object itself rather than its attributes."""
         value = self.value
         return is_module(value) or is_nnx(value) or is_optimizer(value) or not hasattr(value, "__dict__")
 
@@ -54,7 +54,7 @@ class LiveComponent(Part):
         if is_nnx(value) or isinstance(value, ActorState):
             return {}
         if is_optimizer(value) or isinstance(value, np.ndarray) or is_torch_tensor(value):
-            return {STATE: value}  # an object without a name of its own
+            return {STATE: value}  # an object without a name
         attributes = dict(tracked_attributes(value))
         if not attributes and not hasattr(value, "__dict__"):
             which = f"component {format_component_path(self.path)}" if self.path else "the component"
@@ -63,18 +63,18 @@ class LiveComponent(Part):
                 "make it an attribute of a component, or give it get_state() and set_state(state)"
             )
         below = {id(child.value) for child in self.children}
-        own = {name: one for name, one in attributes.items() if id(one) not in below and not is_component(one)}
+        held = {name: child for name, child in attributes.items() if id(child) not in below and not is_component(child)}
         named = Part(None)
         for path, other in self.named():
-            if path[0] not in own:
+            if path[0] not in held:
                 named.add(path, other.value if other.is_whole else other)
             elif not other.is_whole:  # Others are found in their container.
                 named.add((f"{'/'.join(path)} (component)",), other)
-        return {**own, **named.added}
+        return {**held, **named.added}
 
     @property
     def ends(self) -> Callable[[Any], bool]:
-        """Whether an object is saved as a component: one below, or the component itself if an object refers to it."""
+        """A predicate: True for objects that are saved as components, including this one if another refers to it."""
         below = {id(child.value) for child in self.children}
         return lambda value: isinstance(value, Part) or id(value) in below or is_component(value)
 
@@ -88,34 +88,34 @@ class LiveComponent(Part):
         return child.path[len(self.path) :]
 
     def named(self) -> list[tuple[Path, LiveComponent]]:
-        """Return the components that it names, those that are elsewhere in the tree last, by the paths from it."""
-        found = [(self.relative(child), child) for child in self.children]
+        """Return the components that it names, with their paths from it; those elsewhere in the tree come last."""
+        named = [(self.relative(child), child) for child in self.children]
         if self.same:
-            known = paths_of(self.root)
-            found += [(path[len(self.path) :], known[path]) for path in self.same if path in known]
-        return found
+            by_path = paths_of(self.root)
+            named += [(path[len(self.path) :], by_path[path]) for path in self.same if path in by_path]
+        return named
 
 
 def live_tree(root: Any, path: Path = (), name: str = "", top: LiveComponent | None = None) -> LiveComponent:
-    """Return the tree of the components below one; an object that is found twice is in it once, where it is first."""
+    """Return the tree of the components below one; an object that is found twice is in it once, at its first path."""
     start = LiveComponent(root, path, name, above=top)
     seen = {id(root): start}
 
     def visit(owner: LiveComponent) -> None:
-        taken: dict[Path, bool] = {}  # whether a component has a path, or ones below it: a directory has one owner
+        taken: dict[Path, bool] = {}  # True for a component, False for paths above it: a directory has one owner
         for name, value in components_of(owner.value):
             below = named_path(name, owner.value)
             above = [below[:length] for length in range(1, len(below))]
-            if below in taken or any(taken.get(one) for one in above):
+            if below in taken or any(taken.get(parent) for parent in above):
                 raise OptionError(
                     f"{type(owner.value).__qualname__} has two components called {name!r}, or one inside the other; "
                     "every component needs a name of its own"
                 )
             taken |= {**dict.fromkeys(above, False), below: True}
             path = (*owner.path, *below)
-            known = seen.get(id(value))
-            if known is not None:
-                owner.same[path] = known.path
+            first = seen.get(id(value))
+            if first is not None:
+                owner.same[path] = first.path
                 continue
             child = seen[id(value)] = LiveComponent(value, path, name, above=start.root)
             owner.children.append(child)
@@ -127,24 +127,24 @@ def live_tree(root: Any, path: Path = (), name: str = "", top: LiveComponent | N
 
 def paths_of(root: LiveComponent) -> dict[Path, LiveComponent]:
     """Return the components of a tree by all their paths."""
-    found = {one.path: one for one in root.walk()}
-    for one in list(found.values()):
-        for path, goal in one.same.items():
-            for inside in found[goal].walk() if goal in found else ():
-                found.setdefault((*path, *found[goal].relative(inside)), inside)
-    return found
+    by_path = {component.path: component for component in root.walk()}
+    for component in list(by_path.values()):
+        for path, goal in component.same.items():
+            for inside in by_path[goal].walk() if goal in by_path else ():
+                by_path.setdefault((*path, *by_path[goal].relative(inside)), inside)
+    return by_path
 
 
 def modules_of(root: Any) -> dict[str, Any]:
-    """Return by its path each component of a tree that is a torch module."""
-    return {"/".join(one.path): one.value for one in live_tree(root).walk() if is_module(one.value)}
+    """Return the components of a tree that are torch modules, by their paths."""
+    return {"/".join(part.path): part.value for part in live_tree(root).walk() if is_module(part.value)}
 
 
-def refreshed(one: LiveComponent) -> LiveComponent:
-    """Return a component with the components that exist below it now."""
-    root = live_tree(one.root.value, one.root.path, one.root.name)
-    found = next((other for other in root.walk() if other.value is one.value), None)
-    return live_tree(one.value, one.path, one.name, root) if found is None or found.path != one.path else found
+def refreshed(old: LiveComponent) -> LiveComponent:
+    """Return a component with the components that are below it now."""
+    root = live_tree(old.root.value, old.root.path, old.root.name)
+    same = next((other for other in root.walk() if other.value is old.value), None)
+    return live_tree(old.value, old.path, old.name, root) if same is None or same.path != old.path else same
 
 
 def components_of(value: Any) -> list[tuple[str, Any]]:
@@ -152,8 +152,8 @@ def components_of(value: Any) -> list[tuple[str, Any]]:
     method = method_of(value, "get_checkpointable_components")
     if method is None:
         return []
-    found = method()
-    pairs = list(found.items()) if isinstance(found, dict) else list(found)
+    named = method()
+    pairs = list(named.items()) if isinstance(named, dict) else list(named)
     for pair in pairs:
         if not isinstance(pair, Sequence) or len(pair) != 2:
             raise OptionError(
@@ -164,22 +164,20 @@ def components_of(value: Any) -> list[tuple[str, Any]]:
 
 
 def is_component(value: Any) -> bool:
-    methods = ("get_state", "set_state", "get_checkpointable_components")
-    return all(method_of(adapted(value), name) for name in methods)
+    return all(method_of(adapted(value), name) for name in ("get_state", "set_state", "get_checkpointable_components"))
 
 
 def method_of(value: Any, name: str) -> Callable[..., Any] | None:
-    """Return a method of an object, or None; attributes that ``__getattr__`` makes up do not count."""
-    if isinstance(value, type) or is_actor_class(type(value)):
+    """Return a method of an object, or None; attributes that only ``__getattr__`` knows do not count."""
+    is_known = hasattr(type(value), name) or name in getattr(value, "__dict__", ())
+    if not is_known or isinstance(value, type) or is_actor_class(type(value)):
         return None
-    if not (hasattr(type(value), name) or name in getattr(value, "__dict__", ())):
-        return None
-    found = getattr(value, name, None)
-    return found if callable(found) else None
+    method = getattr(value, name, None)
+    return method if callable(method) else None
 
 
 def attributes_with_state(component: LiveComponent) -> dict[str, Any]:
-    """Return the attributes of a torch module that hold a state and that torch does not know of."""
+    """Return the attributes of a torch module that hold a state unknown to torch."""
     below = {id(child.value) for child in component.children}
     return {
         name: value
@@ -196,7 +194,7 @@ def _has_state(value: Any) -> bool:
 
 
 def discovered(value: Any) -> list[tuple[str, Any]]:
-    """Return components among an object's attributes, also in lists, tuples, deques, dictionaries and modules."""
+    """Return the components among the attributes of an object, also in containers and modules."""
     attributes = dict(tracked_attributes(value)) | (value._modules if is_module(value) else {})
     return [pair for name, child in attributes.items() for pair in _search(child, is_component, str(name))]
 
@@ -204,7 +202,7 @@ def discovered(value: Any) -> list[tuple[str, Any]]:
 def _search(
     value: Any, is_goal: Callable[[Any], bool], name: str = "", depth: int = 0, *, objects: bool = True
 ) -> Iterator[tuple[str, Any]]:
-    """Generate what is searched for in containers of Python, and with ``objects`` in modules, by the keys to it."""
+    """Generate the goals in containers, and with ``objects`` in modules, too, each with the keys that lead to it."""
     if is_goal(value):
         yield name, value
     elif depth < _DEPTH and (objects or isinstance(value, dict | list | tuple | deque)):
@@ -213,7 +211,7 @@ def _search(
 
 
 def _elements(value: Any) -> Sequence[tuple[Any, Any]]:
-    """Return what a container holds, with its keys; nothing for one that holds plain values only."""
+    """Return the keys and elements of a container; none if it holds only plain values."""
     if isinstance(value, dict | list | tuple | deque):
         if set(map(type, value.values() if isinstance(value, dict) else value)).issubset(PLAIN):
             return []

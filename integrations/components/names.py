@@ -1,8 +1,8 @@
 """Paths of components: how users and programs write them, and which components a call selects.
 
-A component's path is the names of the edges that lead to it, as in :mod:`~holdfast.integrations.graph`. Here a dot
-belongs to a name, as names of policies often have some; a path without a slash that matches nothing is tried with dots
-between its keys.
+A component's path consists of the names of the edges that lead to it, as in :mod:`~holdfast.integrations.graph`. A dot
+is part of a name, because names of policies often contain dots; if a path without a slash matches nothing, its dots
+separate keys.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from ...engine.errors import OptionError, TreeMismatchError, shortened
 from ...engine.pytree import PathFilter, escape_first, escape_key, unescape_key
 from ..graph import Path, parse_path
 
-STATE = "state"  # name of the folder of a component's own state, and of the root's item in the commit record
+STATE = "state"  # name of the folder of a component's state, and of the root's item in the commit record
 
-_STATE_ESCAPED = escape_first(STATE)  # the segment of a component with that name
+_STATE_ESCAPED = escape_first(STATE)  # the segment for a component called ``state``
 
 # Paths of components, or patterns of them such as ``"learner/*"``; each selects all components below it, too.
 Names = str | Collection[str]
@@ -46,15 +46,15 @@ def format_component_path(path: Path) -> str:
 
 
 def named_path(name: object, owner: object) -> Path:
-    """Return the path from a component to one of its own with this name."""
+    """Return the path from a component to one of this name below it."""
     if not isinstance(name, str) or not all(name.split("/")):
         raise OptionError(f"{type(owner).__qualname__} has a component called {name!r}; names are text, none is empty")
     return tuple(_STATE_ESCAPED if key == STATE else escape_key(key) for key in name.split("/"))
 
 
-def find(text: str, known: Iterable[Path], where: str) -> Path:
-    """Return the path of a known component that a user wrote."""
-    paths = [path for path in known if path]
+def find(text: str, components: Iterable[Path], where: str) -> Path:
+    """Return the path of the component that a user named."""
+    paths = [path for path in components if path]
     path = component_path(text)
     if path not in paths and "/" not in text and "." in text:
         path = parse_path(text)
@@ -73,17 +73,17 @@ class Selection:
         self._out = frozenset() if not_components is None else _filter(not_components, known, where)
 
     def has(self, path: Path) -> bool:
-        """Return whether a component, or one above it, is selected."""
+        """True if a component, or one above it, is selected."""
         above = {path[:length] for length in range(1, len(path) + 1)}
         return not above & self._out and (self._in is None or bool(above & self._in))
 
     def leads_to(self, path: Path) -> bool:
-        """Return whether a component is selected, or lies above a selected one."""
+        """True if a component is selected, or is above a selected one."""
         excluded = any(path[:length] in self._out for length in range(1, len(path) + 1))
-        return self.has(path) or (not excluded and any(one[: len(path)] == path for one in self._in or ()))
+        return self.has(path) or (not excluded and any(selected[: len(path)] == path for selected in self._in or ()))
 
     def below(self, path: Path) -> tuple[list[str] | None, list[str] | None]:
-        """Return the selected and the excluded components below one, by their paths from it; None for no choice."""
+        """Return the selected and the excluded components below one, by their paths from it; None if all or none."""
         chosen = None if self._in is None or self.has(path) else _relative(self._in, path)
         return chosen, _relative(self._out, path) or None
 
@@ -94,7 +94,7 @@ def _relative(paths: Iterable[Path], above: Path) -> list[str]:
 
 
 def _filter(names: Names, known: Mapping[Path, Path], where: str) -> frozenset[Path]:
-    found: set[Path] = set()
+    selected: set[Path] = set()
     paths = [path for path in known if path]
     for name in [names] if isinstance(names, str) else names:
         if isinstance(name, str) and any(mark in name for mark in "*?["):
@@ -102,10 +102,10 @@ def _filter(names: Names, known: Mapping[Path, Path], where: str) -> frozenset[P
             hits = [path for path in paths if chosen.chooses(path)]
             if not hits:
                 raise TreeMismatchError(f"{where} has no component that matches {name!r}; it has {_listed(paths)}")
-            found.update(hits)
+            selected.update(hits)
         else:
-            found.add(find(name, paths, where))
-    return frozenset(known[path] for path in found)
+            selected.add(find(name, paths, where))
+    return frozenset(known[path] for path in selected)
 
 
 def _listed(paths: Sequence[Path]) -> str:

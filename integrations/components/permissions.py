@@ -1,4 +1,4 @@
-"""The classes and functions that a checkpoint may name: nothing else is imported, looked up or called."""
+"""The classes and functions that a checkpoint may name: no others are imported, looked up or called."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 _NAME = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*:[^\W\d]\w*(?:\.(?:[^\W\d]\w*|<locals>))*")
 _LONGEST = 500
-_MAIN = "__main__:"  # prefix of the names of classes that the program itself defines, rather than a module of it
+_MAIN = "__main__:"  # prefix of the import paths of classes that the program itself defines
 _FRAMEWORK_CLASSES = (("torch.nn.modules.", "torch.nn", "Module"), ("torch.optim.", "torch.optim", "Optimizer"))
 
 _allowed: dict[str, Any] = {}
@@ -25,9 +25,9 @@ _patterns: list[str] = []
 _renamed: dict[str, Any] = {}
 
 
-def was_main(path: str, kind: type) -> bool:
-    """Whether an import path names a class by its qualified name, in the program that was run."""
-    return path == f"{_MAIN}{kind.__qualname__}"
+def was_main(path: str, cls: type) -> bool:
+    """True if an import path names a class in the program that was run, by its qualified name."""
+    return path == f"{_MAIN}{cls.__qualname__}"
 
 
 def allow(thing: T) -> T:
@@ -53,13 +53,13 @@ def allowed_objects() -> list[Any]:
     return list(_allowed.values())
 
 
-def _add(thing: Any, allowed: dict[str, Any], patterns: list[str], option: str) -> None:
-    if isinstance(thing, str):
-        patterns.append(thing)
-    elif callable(thing) and hasattr(thing, "__qualname__"):
-        allowed[import_path(thing)] = thing
+def _add(target: Any, allowed: dict[str, Any], patterns: list[str], option: str) -> None:
+    if isinstance(target, str):
+        patterns.append(target)
+    elif callable(target) and hasattr(target, "__qualname__"):
+        allowed[import_path(target)] = target
     else:
-        raise OptionError(f"{option}{thing!r:.80} is neither a class or function nor a pattern of import paths")
+        raise OptionError(f"{option}{target!r:.80} is neither a class or function nor a pattern of import paths")
 
 
 def rename(old: str, new: Any) -> None:
@@ -99,14 +99,14 @@ class Permissions:
                 f"allowed={allowed!r:.80} must be a list of classes, functions and patterns of import paths"
             )
         self._patterns, self._allowed = list(_patterns), dict(_allowed)
-        for thing in [allowed] if isinstance(allowed, str) else allowed:
-            _add(thing, self._allowed, self._patterns, "allowed=")
+        for target in [allowed] if isinstance(allowed, str) else allowed:
+            _add(target, self._allowed, self._patterns, "allowed=")
         self._renamed = {**_renamed, **{_checked(old): new for old, new in (renamed or {}).items()}}
         self._base = base
-        self.main: str | None = None  # the name in this program of the ``__main__`` that saved
+        self.main: str | None = None  # the module that was the ``__main__`` of the program that saved
 
     def resolve(self, path: Any, where: str, *, made: bool = False) -> Any:
-        """Return the class or function of an import path; ``made`` if the checkpoint wants an instance made."""
+        """Return the class or function of an import path; ``made`` if the checkpoint asks for an instance."""
         if not _is_import_path(path):
             raise NotAllowedError(f"{where}: {path!r:.120} is not the import path of a class or function")
         named = path
@@ -122,9 +122,9 @@ class Permissions:
         path = current_name(path)
         if path in self._allowed:
             return self._allowed[path]
-        found = self._loaded(path, made)
-        if found is not None:
-            return found
+        harmless = self._loaded(path, made)
+        if harmless is not None:
+            return harmless
         if self._trust:
             return _imported(path, where)
         if self._matches(path):
@@ -136,44 +136,44 @@ class Permissions:
         )
 
     def _matches(self, path: str) -> bool:
-        """Whether a pattern matches an import path, as it is or with a dot for the colon."""
+        """True if a pattern matches an import path, with its colon or with a dot instead."""
         dotted = path.replace(":", ".")
-        return any(fnmatch.fnmatchcase(one, pattern) for pattern in self._patterns for one in (path, dotted))
+        return any(fnmatch.fnmatchcase(text, pattern) for pattern in self._patterns for text in (path, dotted))
 
-    def _defined_at(self, found: Any, path: str, where: str) -> Any:
-        """Return an object that a pattern allows, if it is defined at that path, and not only imported there."""
-        home, name = getattr(found, "__module__", None), getattr(found, "__qualname__", None)
-        own = f"{home}:{name}" if isinstance(home, str) and isinstance(name, str) else None
-        if own is not None and (self._matches(own) or self._allowed.get(own) is found):
-            return found
+    def _defined_at(self, target: Any, path: str, where: str) -> Any:
+        """Return an object that a pattern allows, if it is defined at that path rather than imported there."""
+        module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
+        home = f"{module}:{name}" if isinstance(module, str) and isinstance(name, str) else None
+        if home is not None and (self._matches(home) or self._allowed.get(home) is target):
+            return target
         raise NotAllowedError(
-            f"{where} names {path}, which is {own or 'neither a class nor a function'} and not allowed by that name: "
+            f"{where} names {path}, which is {home or 'neither a class nor a function'} and not allowed by that name: "
             "it was not called. Pass allowed=[...] with it if it is needed"
         )
 
     def _loaded(self, path: str, made: bool) -> Any | None:
-        """Return a loaded class that is harmless: one of components, or a layer or optimizer of torch."""
-        known = () if self._base is None else (self._base, *derived_classes(self._base))
-        if found := [kind for kind in known if import_path(kind) == path]:
-            return found[-1]  # The newest one counts: a notebook may define a class again.
+        """Return a loaded class that is harmless: of a component, or a layer or optimizer of torch."""
+        classes = () if self._base is None else (self._base, *derived_classes(self._base))
+        if matching := [cls for cls in classes if import_path(cls) == path]:
+            return matching[-1]  # the newest one: a notebook may define a class again
         module, name = path.split(":")
         for prefix, home, base in () if made else _FRAMEWORK_CLASSES:
             root = sys.modules.get(home)
-            kind = vars(sys.modules[module]).get(name) if module.startswith(prefix) and module in sys.modules else None
-            if root is not None and isinstance(kind, type) and issubclass(kind, getattr(root, base)):
-                return kind
+            cls = vars(sys.modules[module]).get(name) if module.startswith(prefix) and module in sys.modules else None
+            if root is not None and isinstance(cls, type) and issubclass(cls, getattr(root, base)):
+                return cls
         return None
 
 
 def _imported(path: str, where: str) -> Any:
     module, name = path.split(":")
     try:
-        found: Any = importlib.import_module(module)
+        target: Any = importlib.import_module(module)
         for part in name.split("."):
-            found = getattr(found, part)
+            target = getattr(target, part)
     except (ImportError, AttributeError) as error:
         raise OptionError(
             f"{where} names {path}, which cannot be imported: {error}. If it has another name now, pass "
             f"renamed={{{path!r}: ...}}"
         ) from error
-    return found
+    return target

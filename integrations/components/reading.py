@@ -1,4 +1,4 @@
-"""A saved tree of components, opened for reading: the whole of it, or one part by its own directory."""
+"""Saved trees of components, opened for reading: a whole tree, or one part by its own directory."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ _FRAMEWORKS = {"jax": "jax", "torch": "torch", "key": "jax"}
 
 
 class NativeComponent:
-    """A component in a checkpoint of holdfast; its ``path`` is the one from the component that was opened."""
+    """A component in a checkpoint of holdfast; its ``path`` begins at the component that was opened."""
 
-    left_out: Sequence[str] = ()  # what the file has and its state, once read, lacks: one line each, with the reason
+    left_out: Sequence[str] = ()  # what the file has and the state that was read lacks, one line each, with the reason
 
     def __init__(self, root: Location, items: Mapping[Path, ItemRecord], path: Path = ()) -> None:
         self._root = root
@@ -54,42 +54,42 @@ class NativeComponent:
         self.location = below(root, path)
         self._item = items[path]
         self._folder = root / self._item.folder
-        place = self._folder / COMPONENT
-        content = read_checked(place, self._item.files[COMPONENT], limit=DOCUMENT_LIMIT)
-        self.description = Description.decode(content, source=str(place))
+        file = self._folder / COMPONENT
+        content = read_checked(file, self._item.files[COMPONENT], limit=DOCUMENT_LIMIT)
+        self.description = Description.decode(content, source=str(file))
 
     @cached_property
     def children(self) -> Mapping[Path, NativeComponent]:
         """The components below it by their paths from it."""
-        found: dict[Path, NativeComponent] = {}
+        children: dict[Path, NativeComponent] = {}
         for path in self.description.components:
             if (*self.path, *path) not in self._items:
                 raise DamagedCheckpointError(
                     f"{self.location}: its component {format_component_path(path)} is not in the commit record"
                 )
-            found[path] = NativeComponent(self._root, self._items, (*self.path, *path))
-        return found
+            children[path] = NativeComponent(self._root, self._items, (*self.path, *path))
+        return children
 
     def elsewhere(self, goal: Path) -> NativeComponent | None:
-        """Return the component with a path from the root of the tree that was saved, if it is in what was opened."""
+        """Return the component at a path from the root of the saved tree, if it is part of what was opened."""
         start = self.description.path[: len(self.description.path) - len(self.path)]
         path = goal[len(start) :]
         inside = (*start, *path) == goal and path in self._items
         return NativeComponent(self._root, self._items, path) if inside else None
 
     def state(self, component: Any = None) -> Any:
-        """Read its own state, without those of the components below; raise DamagedCheckpointError."""
+        """Read its own state, without the components below; raise DamagedCheckpointError."""
         # Arrays are of the libraries that they were saved from. Named tuples and dataclasses are dictionaries, unless
         # a component of the program shows their classes.
         with collection_paused():
             reader = self._reader()
-            kinds = [(leaf.name, _FRAMEWORKS.get(leaf.saved.kind)) for leaf in reader.leaves]
-            requests = {name: LeafRequest(kind=kind) for name, kind in kinds if kind is not None}
+            libraries = [(leaf.name, _FRAMEWORKS.get(leaf.saved.kind)) for leaf in reader.leaves]
+            requests = {name: LeafRequest(kind=library) for name, library in libraries if library is not None}
             tree = load_tree(reader, requests=requests)
             return tree if component is None else with_records(tree, reader.tree.structure, component, self.location)
 
     def graph(self) -> StoredGraph:
-        """Open its own state as a graph, which a text among its values describes."""
+        """Open its own state as a graph, which one of its values may describe as text."""
         reader = self._reader()
         values = {leaf.name: leaf for leaf in reader.leaves if leaf.name != GRAPH}
         texts = leaf_values(reader, [leaf for leaf in reader.leaves if leaf.name == GRAPH])
@@ -105,7 +105,7 @@ class NativeComponent:
 
 
 class RLlibComponent(RLlibDirectory):
-    """The same for a component in a checkpoint of RLlib."""
+    """A component in a checkpoint of RLlib, with the interface of `NativeComponent`."""
 
     @cached_property
     def description(self) -> Description:
@@ -129,21 +129,21 @@ class RLlibComponent(RLlibDirectory):
         """Return the name of the class, the constructor spec, and why there is none."""
         if CONSTRUCTOR not in self.names:
             return "", None, f"{self.location} has no {CONSTRUCTOR}"
-        place, name = self.location / CONSTRUCTOR, ""
+        file, name = self.location / CONSTRUCTOR, ""
         try:
-            content = read_checked(place, None, limit=_SMALL)
-            found = unpickle(content, BUILDERS)
-            kind = found.get("class") if isinstance(found, dict) else None
-            given = found.get("ctor_args_and_kwargs") if isinstance(found, dict) else None
-            name = f"{kind.module}:{kind.attribute}" if isinstance(kind, Name) else ""
+            content = read_checked(file, None, limit=_SMALL)
+            pickled = unpickle(content, BUILDERS)
+            entries = pickled if isinstance(pickled, dict) else {}
+            cls, given = entries.get("class"), entries.get("ctor_args_and_kwargs")
+            name = f"{cls.module}:{cls.attribute}" if isinstance(cls, Name) else ""
             if not isinstance(given, tuple) or len(given) != 2:
-                return name, None, f"{place} has no constructor arguments"
+                return name, None, f"{file} has no constructor arguments"
             args, kwargs = without_objects(list(given), [], len(content))
         except DamagedCheckpointError as error:  # states can be restored without it
-            return name, None, f"{place} cannot be read: {error}"
+            return name, None, f"{file} cannot be read: {error}"
         named = isinstance(kwargs, dict) and all(isinstance(key, str) and key.isidentifier() for key in kwargs)
         if not isinstance(args, list | tuple) or not named:
-            return name, None, f"the arguments in {place} are not plain data"
+            return name, None, f"the arguments in {file} are not plain data"
         spec, _ = encode_spec(tuple(args), kwargs, lambda _: None, lambda _: None)
         return name, spec, ""
 
@@ -159,9 +159,7 @@ def open_component(location: Location) -> SavedComponent:
             f"{location}: this is a file; a component is a directory. hf.load reads files of other libraries, and "
             "set_state takes what it returns"
         )
-    if looks_like_rllib(location):
-        return RLlibComponent(location)
-    return _part_of_a_whole(location)
+    return RLlibComponent(location) if looks_like_rllib(location) else _part_of_a_whole(location)
 
 
 def of_record(location: Location, record: CheckpointRecord) -> NativeComponent:
@@ -196,28 +194,27 @@ def read_state(path: Place) -> Any:
 
 
 def _part_of_a_whole(location: Location) -> SavedComponent:
-    """Open a part whose own record is missing, by the record of the tree around it."""
-    found = whole_around(location)
-    if found is None:
+    """Open a part whose own record is missing, from the record of the tree around it."""
+    around = whole_around(location)
+    if around is None:
         raise CheckpointNotFoundError(f"{location}: there is no tree of components here{_what_is_at(location)}")
-    root, record, path = found
-    known = parts_of(record)
-    if path in known:
+    root, record, path = around
+    parts = parts_of(record)
+    if path in parts:
         return NativeComponent(location, parts_of(part_records(record)[path]))
-    around: tuple[Location, CheckpointRecord, Path] | None = found
-    while around is not None:  # a shared component by a path that it is not saved under
+    while around is not None:  # a shared component, by a path that it is not saved under
         top, whole, rest = around
         other = descend(NativeComponent(top, parts_of(whole)), rest)
         if other is not None:
             return NativeComponent(other.location, parts_of(part_records(whole)[other.path]))
         outer = whole_around(top)
         around = None if outer is None else (outer[0], outer[1], (*outer[2], *rest))
-    if path[-1] == STATE and path[:-1] in known:
+    if path[-1] == STATE and path[:-1] in parts:
         raise CheckpointNotFoundError(
             f"{location}: this is the folder of a component's state; give the component's directory, the one above"
         )
-    names = ", ".join(format_component_path(path) for path in known if path) or "none but itself"
-    inside = [format_component_path(other) for other in known if other[: len(path)] == path]
+    names = ", ".join(format_component_path(path) for path in parts if path) or "none but itself"
+    inside = [format_component_path(other) for other in parts if other[: len(path)] == path]
     more = f"; below it are {', '.join(inside)}" if inside else ""
     raise CheckpointNotFoundError(f"{location}: {root} has no such component{more}; it has {names}")
 
@@ -225,10 +222,10 @@ def _part_of_a_whole(location: Location) -> SavedComponent:
 def _what_is_at(location: Location) -> str:
     if not location.exists():
         return "; there is nothing at this path"
-    for place in [location / entry.name for entry in location.entries() if entry.is_directory][:_SEARCHED]:
-        if (record := record_at(place)) is not None:
-            items = [place / item.folder for item in record.items.values() if item.kind == COMPONENTS]
-            if trees := [place] if () in parts_of(record) else items:
+    for directory in [location / entry.name for entry in location.entries() if entry.is_directory][:_SEARCHED]:
+        if (record := record_at(directory)) is not None:
+            items = [directory / item.folder for item in record.items.values() if item.kind == COMPONENTS]
+            if trees := [directory] if () in parts_of(record) else items:
                 return f"; there is one at {trees[0]}"
     return ", nor in the directories right below"
 
@@ -241,7 +238,7 @@ def all_components(component: SavedComponent) -> Iterator[SavedComponent]:
 
 
 def descend(saved: SavedComponent, path: Path) -> SavedComponent | None:
-    """Return the component at a path from another, also one that was saved under another path; or None."""
+    """Return the component at a path from another, even if it was saved under a different path, or None."""
     if not path:
         return saved
     for name, child in saved.children.items():
@@ -254,48 +251,47 @@ def descend(saved: SavedComponent, path: Path) -> SavedComponent | None:
     return None
 
 
-def full_state(component: SavedComponent, own: Callable[[Any], Any] = lambda one: one.state()) -> Any:
-    """Return the state of a component with those of all below it; ``own`` reads that of one."""
-    found = own(component)
+def full_state(component: SavedComponent, read: Callable[[Any], Any] = lambda part: part.state()) -> Any:
+    """Return the state of a component with the states of all below it; ``read`` reads the state of one."""
+    state = read(component)
     for path, child in component.children.items():
-        if not isinstance(found, dict):
+        if not isinstance(state, dict):
             raise DamagedCheckpointError(f"{component.location}: its state is not a dictionary, but it has components")
-        found["/".join(str(unescape_key(segment)) for segment in path)] = full_state(child, own)
-    return found
+        state["/".join(str(unescape_key(segment)) for segment in path)] = full_state(child, read)
+    return state
 
 
 # ---- named tuples and dataclasses in a state: they are restored as objects of the program's own classes
 
-# A checkpoint names their classes, and nothing is imported or called because of that.
+# A checkpoint names their classes, but never causes an import or a call.
 _KINDS = ("namedtuple", "dataclass", "node")  # Dataclasses that are registered with jax are nodes.
 
 
 def with_records(tree: Any, structure: TreeDef | None, component: Any, where: Location) -> Any:
-    """Return a loaded tree with named tuples and dataclasses in the place of the dictionaries of their fields."""
+    """Return a loaded tree in which named tuples and dataclasses replace the dictionaries of their fields."""
     lost: set[str] = set()
 
     @cache
     def shown() -> dict[str, Any]:
-        kinds = allowed_objects()
-        with contextlib.suppress(Exception):  # A new object may have no state to show yet.
-            kinds += _kinds_within(component.get_state(), 0)
-        return {name_of_class(kind): kind for kind in kinds}
+        classes = allowed_objects()
+        with contextlib.suppress(Exception):  # a new object may have no state yet
+            classes += _kinds_within(component.get_state(), 0)
+        return {name_of_class(cls): cls for cls in classes}
 
     def made(label: str, fields: Mapping[str, Any]) -> Any:
         for path in _import_paths(label, type(component).__module__):
-            if (found := instance_of(loaded_object(path), fields)) is not None:
-                return found
+            if (record := instance_of(loaded_object(path), fields)) is not None:
+                return record
         return instance_of(shown().get(label), fields)
 
     def visit(node: TreeDef | None, value: Any) -> Any:
         if node is None:
             return value
-        children = list(value if node.keys is None else value.values())
-        values = [visit(child, one) for child, one in zip(node.children, children, strict=True)]
+        values = list(map(visit, node.children, list(value if node.keys is None else value.values())))
         if node.kind in _KINDS:
-            found = made(str(node.label), dict(zip(map(str, node.keys or ()), values, strict=True)))
-            if found is not None:
-                return found
+            record = made(str(node.label), dict(zip(map(str, node.keys or ()), values, strict=True)))
+            if record is not None:
+                return record
             lost.add(str(node.label))
         return node.build(values)
 
@@ -312,7 +308,7 @@ def with_records(tree: Any, structure: TreeDef | None, component: Any, where: Lo
 
 
 def _import_paths(label: str, module: str) -> Iterator[str]:
-    """Generate the import paths that a name may stand for; a program that is run has the module ``__main__``."""
+    """Generate the import paths that a name may stand for; the module of a program that is run is ``__main__``."""
     parts = label.split(".")
     for size in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[size:])

@@ -1,4 +1,4 @@
-"""Restores of saved trees of components: into running ones, or into new ones that are made of constructor specs."""
+"""Restores of saved trees of components: into running ones, or into new ones made from their constructor specs."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ from .reading import SavedComponent, all_components, descend
 from .states import OwnReport, forget_moments, is_remote, overrides, own_states, prepare_state, stored_state
 
 _logger = logging.getLogger("holdfast")
-# Returns whether the value at a path of a component stays as it is in the program.
+# Returns True if the program keeps its value at a path of a component.
 Keep = Callable[[Path, SavedLeaf | None], bool]
-_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _KEPT = (
     "; nothing was changed. A path is that of the component and that of the value in it, such as "
     "'learner/optimizer/**'; a component that has a set_state of its own takes all of its state"
@@ -37,7 +36,7 @@ def kept_values(patterns: Patterns | None) -> PathFilter | None:
 
 @dataclass(eq=False)
 class TreeRestore:
-    """One restore into a live component: every state is read, and so verified, before anything changes."""
+    """One restore into a live component: every state is read and thereby verified before anything changes."""
 
     target: LiveComponent
     saved: SavedComponent
@@ -45,8 +44,8 @@ class TreeRestore:
     strict: bool
     keep: Keep | PathFilter | None = None
     fresh: bool = False  # whether the component was just made
-    misfits: Misfits | None = None  # values that do not fit stay as they are, and are noted here
-    modes: bool = False  # whether modules and parameters are trained or not as they were
+    misfits: Misfits | None = None  # values that do not fit stay as they are, and are listed here
+    modes: bool = False  # whether the modes of modules and ``requires_grad`` flags are restored, too
 
     def __post_init__(self) -> None:
         self._origins = self._match(self.target)
@@ -64,46 +63,46 @@ class TreeRestore:
         self._states = {path: self._prepared(live[path], state) for path, state in opened.items()}
         self._done: dict[Path, OwnReport] = {}
         self._before: list[tuple[LiveComponent, Any]] = []
-        self._asked: dict[Path, Any] = {}  # states of remote components before the restore, requested at once
+        self._asked: dict[Path, Any] = {}  # states of remote components before the restore, requested concurrently
 
     def _left_out(self) -> tuple[str, ...]:
         return _lines((path, origin.left_out) for path, origin in self._origins.items())
 
     def _lines(self, of: Callable[[OwnReport], Iterable[str]]) -> tuple[str, ...]:
-        """Return what the reports of restored components list, each with the path of the component."""
-        return _lines((path, of(one)) for path, one in self._done.items())
+        """Return lines from the reports of restored components, each with the path of the component."""
+        return _lines((path, of(report)) for path, report in self._done.items())
 
     def _match(self, target: LiveComponent) -> dict[Path, SavedComponent]:
-        """Return the saved component for each live one, by its path, components below others first."""
-        found: dict[Path, SavedComponent] = {}
-        elsewhere: dict[Path, SavedComponent] = {}  # for components that the program names here and keeps elsewhere
+        """Return the saved component of each live one, by path; those below others come first."""
+        origins: dict[Path, SavedComponent] = {}
+        elsewhere: dict[Path, SavedComponent] = {}  # for components that the program names here and has elsewhere
 
-        def visit(one: LiveComponent, saved: SavedComponent) -> None:
-            for child in one.children:
-                if (origin := descend(saved, one.relative(child))) is not None:
+        def visit(live: LiveComponent, saved: SavedComponent) -> None:
+            for child in live.children:
+                if (origin := descend(saved, live.relative(child))) is not None:
                     visit(child, origin)
-            for path, goal in one.same.items():
-                if (origin := descend(saved, path[len(one.path) :])) is not None:
+            for path, goal in live.same.items():
+                if (origin := descend(saved, path[len(live.path) :])) is not None:
                     elsewhere.setdefault(goal, origin)
-            found[one.path] = saved
+            origins[live.path] = saved
 
         visit(target, self.saved)
-        known = paths_of(target.root)
+        by_path = paths_of(target.root)
         for goal, origin in elsewhere.items():
-            if goal not in found and goal in known:
-                visit(known[goal], origin)
-        return found
+            if goal not in origins and goal in by_path:
+                visit(by_path[goal], origin)
+        return origins
 
     def _missing(self) -> list[str]:
-        """Return the components of the program that the checkpoint does not have, under the names they have here."""
+        """Return the components of the program that the checkpoint lacks, under their names in the target."""
         here = list(self.target.walk())
-        within = {one.path for one in here}
-        every = [(one.path, one.path) for one in here]
-        every += [(path, goal) for one in here for path, goal in one.same.items() if goal not in within]
+        within = {component.path for component in here}
+        every = [(component.path, component.path) for component in here]
+        every += [(path, goal) for component in here for path, goal in component.same.items() if goal not in within]
         return [format_component_path(path) for path, goal in every if goal not in self._origins]
 
     def _saved_paths(self, opened: Mapping[Path, Any]) -> Iterator[Path]:
-        """Generate the paths of the saved values that patterns choose, also of components that are yet to be made."""
+        """Generate the paths of saved values that patterns may match, including those of components yet to be made."""
         matched = {origin.path for origin in self._origins.values()}
         others = [saved for saved in all_components(self.saved) if saved.path not in matched]
         below = {(*self.target.path, *saved.path[len(self.saved.path) :]): saved.graph() for saved in others}
@@ -111,23 +110,23 @@ class TreeRestore:
             for number, _ in state.graph.values() if isinstance(state, StoredGraph) else ():
                 yield (*path, *state.graph.path(number))
 
-    def _prepared(self, one: LiveComponent, state: Any) -> Callable[[], OwnReport]:
-        """Return a function that sets a state that was opened for a component."""
+    def _prepared(self, live: LiveComponent, state: Any) -> Callable[[], OwnReport]:
+        """Return a function that restores an opened state."""
         if isinstance(state, StoredGraph):
-            kept = self._kept(one.path, state)
-            return prepare_state(one, state, ignore=kept, fitting=self.misfits is not None, modes=self.modes)
+            kept = self._kept(live.path, state)
+            return prepare_state(live, state, ignore=kept, fitting=self.misfits is not None, modes=self.modes)
 
         def apply() -> OwnReport:
-            one.value.set_state(state)
+            live.value.set_state(state)
             return OwnReport()
 
         return apply
 
     def run(self) -> RestoreReport:
-        """Restore every component, and then those that exist only since another was restored."""
+        """Restore every component, then those that exist only since another one was restored."""
         try:
             live = paths_of(self.target.root)
-            if not self.fresh:  # After the last one, nothing can fail any more.
+            if not self.fresh:  # nothing can fail after the last one
                 remote = [live[path] for path in [*self._origins][:-1] if is_remote(live[path].value)]
                 self._asked = own_states(remote, snapshot=True, partial=True)
             for path in self._origins:
@@ -146,12 +145,12 @@ class TreeRestore:
                 f"{self.saved.location} and the program do not match (strict=True); what both have was restored:",
                 report.problems(),
             )
-        if changed := self._lines(lambda one: one.modes):
+        if changed := self._lines(lambda report: report.modes):
             _logger.info("as at the save, where the program began otherwise: %s", shortened(changed))
         if self.misfits is not None:
-            for path, one in self._done.items():
+            for path, own in self._done.items():
                 where = format_component_path(path)
-                self.misfits.kept |= {f"{where}: {name}": f"{where}: {line}" for name, line in one.different.items()}
+                self.misfits.kept |= {f"{where}: {name}": f"{where}: {line}" for name, line in own.different.items()}
             report._note(self.misfits)
             report = RestoreReport(checkpoint=report.checkpoint, restored=report.restored, separate=report.separate)
         for line in report.problems():
@@ -159,44 +158,41 @@ class TreeRestore:
         return report
 
     def _new_origins(self) -> dict[Path, SavedComponent]:
-        """Return the saved components for live ones that did not exist before."""
+        """Return the saved components of live ones that did not exist before."""
         self.target = refreshed(self.target)
         new = {path: origin for path, origin in self._match(self.target).items() if path not in self._done}
         self._origins.update(new)
         return new
 
-    def _set(self, one: LiveComponent, change: Callable[[], OwnReport], *, last: bool) -> None:
+    def _set(self, live: LiveComponent, change: Callable[[], OwnReport], *, last: bool) -> None:
         if not last and not self.fresh:
-            before = self._asked if one.path in self._asked else own_states([one], snapshot=True, partial=True)
-            self._before.append((one, before[one.path]))
-        self._done[one.path] = change()
+            before = self._asked if live.path in self._asked else own_states([live], snapshot=True, partial=True)
+            self._before.append((live, before[live.path]))
+        self._done[live.path] = change()
 
     def _kept(self, above: Path, stored: StoredGraph) -> list[Path]:
-        """Return the paths of the values of a component that stay as they are in the program."""
+        """Return the paths of the values that a component keeps."""
         keep, values = self.keep, [(stored.graph.path(number), node.value) for number, node in stored.graph.values()]
         if isinstance(keep, PathFilter):
             return [path for path, _ in values if not keep.chooses((*above, *path))]
         return [path for path, name in values if keep is not None and keep(path, stored.leaves.get(name or ""))]
 
     def _undo(self) -> None:
-        for one, state in reversed(self._before):
+        for live, state in reversed(self._before):
             if isinstance(state, dict) and not state:
                 continue
             try:
-                if overrides(one.value, "set_state"):
-                    one.value.set_state(state)
-                else:
-                    prepare_state(one, stored_state(state))()
-            except Exception:  # The caller sees the error that led here.
-                _logger.warning("%s: its state could not be undone", format_component_path(one.path), exc_info=True)
+                self._prepared(live, state if overrides(live.value, "set_state") else stored_state(state))()
+            except Exception:  # the caller gets the error of the restore
+                _logger.warning("%s: its state could not be undone", format_component_path(live.path), exc_info=True)
 
     def _forget_moments(self) -> None:
-        """Remove the restored optimizer states of parameters that did not fit, wherever in the tree these are."""
-        fresh = [tensor for one in self._done.values() for tensor in one.fresh]
+        """Remove restored optimizer states of parameters that did not fit, anywhere in the tree."""
+        fresh = [tensor for own in self._done.values() for tensor in own.fresh]
         if fresh:
             live = paths_of(self.target.root)
-            for path, one in self._done.items():
-                one.different.update((line, line) for line in forget_moments(live[path], fresh))
+            for path, own in self._done.items():
+                own.different.update((line, line) for line in forget_moments(live[path], fresh))
 
     def _report(self) -> RestoreReport:
         used = {origin.path for origin in self._origins.values()}
@@ -205,9 +201,9 @@ class TreeRestore:
             checkpoint=str(self.saved.location),
             restored=tuple(map(format_component_path, self._done)),
             missing=tuple(self._missing()),
-            unused=tuple(format_component_path(one.path) for one in below if not _is_used(one, used)),
-            missing_values=self._lines(lambda one: one.missing),
-            unused_values=(*self._lines(lambda one: one.unused), *self._left_out()),
+            unused=tuple(format_component_path(component.path) for component in below if not _is_used(component, used)),
+            missing_values=self._lines(lambda report: report.missing),
+            unused_values=(*self._lines(lambda report: report.unused), *self._left_out()),
             separate=tuple(self._separate()),
         )
 
@@ -221,14 +217,14 @@ class TreeRestore:
                     yield format_component_path((*path, *relative)), format_component_path(other)
 
 
-def _is_used(one: SavedComponent, used: Collection[Path]) -> bool:
-    """Whether a saved component was restored, or is only a container of some that were."""
-    return one.path in used or (any(path[: len(one.path)] == one.path for path in used) and one.state() == {})
+def _is_used(saved: SavedComponent, used: Collection[Path]) -> bool:
+    """True if a saved component was restored, or only contains components that were."""
+    return saved.path in used or (any(path[: len(saved.path)] == saved.path for path in used) and saved.state() == {})
 
 
-def _opened(origin: SavedComponent, one: LiveComponent) -> Any:
-    """Return the state for the component's own ``set_state``, or open it to be read."""
-    return origin.state(one.value) if overrides(one.value, "set_state") else origin.graph()
+def _opened(origin: SavedComponent, component: LiveComponent) -> Any:
+    """Return the state for the component's own ``set_state``, or its opened graph."""
+    return origin.state(component.value) if overrides(component.value, "set_state") else origin.graph()
 
 
 def locate(live: LiveComponent, component: str) -> LiveComponent:
@@ -240,9 +236,6 @@ def locate(live: LiveComponent, component: str) -> LiveComponent:
 
 def _lines(by_component: Iterable[tuple[Path, Iterable[str]]]) -> tuple[str, ...]:
     return tuple(f"{format_component_path(path)}: {line}" for path, lines in by_component for line in lines)
-
-
-# ---- new components
 
 
 @dataclass(eq=False)
@@ -262,7 +255,8 @@ class TreeConstruction:
         try:
             value = self.make(self.saved, self.base, overrides)
         except ConstructorFailed as failed:
-            raise failed.error from failed.error.__cause__
+            (error,) = failed.args
+            raise error from error.__cause__
         # The overrides win over plain values of the same name in the state: attributes, options of optimizers.
         names = {escape_key(name) for name in overrides}
 
@@ -279,55 +273,56 @@ class TreeConstruction:
             )
         self.under_way.add(saved.path)
         description, where = saved.description, str(saved.location)
-        kind = self._class(description.type, base, where)
-        if kind is not None and description.constructor is not None:
-            value = self._construct(kind, description.constructor, overrides, where)
+        cls = self._class(description.type, base, where)
+        if cls is not None and description.constructor is not None:
+            value = self._construct(cls, description.constructor, overrides, where)
             self.under_way.discard(saved.path)
             return value
-        if kind is not None and not overrides and not self.fallback:
+        if cls is not None and not overrides and not self.fallback:
             raise OptionError(
                 f"{where}: the constructor arguments of {description.type} were not saved: {description.obstacle}. "
                 "Make it yourself and call restore_from_path, or pass them by name"
             )
-        return construct(kind or base, (), overrides, where)
+        return construct(cls or base, (), overrides, where)
 
     def _class(self, path: str, base: type, where: str) -> Any | None:
         if current_name(path) == import_path(base) or was_main(path, base):
             return base
         try:
-            kind = self.permissions.resolve(path, where, made=True)
+            cls = self.permissions.resolve(path, where, made=True)
         except (NotAllowedError, OptionError):
             if self.fallback and base is self.base:
                 _logger.warning("%s: %s is unknown; fallback=True makes a %s", where, path, base.__qualname__)
                 return None
             raise
-        if not isinstance(kind, type) or not issubclass(kind, base):
+        if not isinstance(cls, type) or not issubclass(cls, base):
             raise OptionError(
                 f"{where} holds a {path}, which is no {import_path(base)}: call from_checkpoint on a class that it "
                 "derives from, or point it at another component"
             )
-        return kind
+        return cls
 
-    def _construct(self, kind: Any, spec: Mapping[str, Any], overrides: Mapping[str, Any], where: str) -> Any:
+    def _construct(self, cls: Any, spec: Mapping[str, Any], overrides: Mapping[str, Any], where: str) -> Any:
         decoder = SpecDecoder(self.permissions, self._component, self._nested, where)
         signature = inspect.Signature([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)])
         with contextlib.suppress(TypeError, ValueError):
-            own = inspect.signature(kind.__init__)
-            signature = own.replace(parameters=list(own.parameters.values())[1:])
+            of_init = inspect.signature(cls.__init__)
+            signature = of_init.replace(parameters=list(of_init.parameters.values())[1:])
         try:
             bound = signature.bind_partial(*spec["args"], **spec["kwargs"])
         except TypeError as error:
             raise OptionError(
-                f"{where}: the constructor of {kind.__qualname__} does not take the saved arguments any more: {error}. "
+                f"{where}: the constructor of {cls.__qualname__} does not take the saved arguments any more: {error}. "
                 "Make the object yourself and call restore_from_path"
             ) from error
-        variable = {one.kind: name for name, one in signature.parameters.items() if one.kind in _VARIABLE}
-        unnamed, others = (variable.get(kind, "") for kind in _VARIABLE)  # the names of *args and **kwargs
+        last_of = {parameter.kind: name for name, parameter in signature.parameters.items()}
+        unnamed = last_of.get(inspect.Parameter.VAR_POSITIONAL, "")  # the name of *args
+        others = last_of.get(inspect.Parameter.VAR_KEYWORD, "")  # the name of **kwargs
         names = [name for name in signature.parameters if name not in (unnamed, others)]
         unknown = [name for name in overrides if name not in names]
         if unknown and not others:
             raise OptionError(
-                f"{kind.__qualname__} takes no argument {', '.join(map(repr, unknown))}; it takes "
+                f"{cls.__qualname__} takes no argument {', '.join(map(repr, unknown))}; it takes "
                 f"{', '.join(signature.parameters) or 'none'}"
             )
         saved = bound.arguments
@@ -338,19 +333,19 @@ class TreeConstruction:
             if name.endswith("device") and isinstance(value, str) and loaded("torch") is not None:
                 decoded[name] = available(value)
         given = {**decoded, **overrides}
-        every = given | {f"*{place}": value for place, value in enumerate(rest)}
-        if missing := [f"{name} ({one.reason})" for name, one in every.items() if isinstance(one, Missing)]:
-            what = f"these arguments of {kind.__qualname__} were not kept; pass them by name"
-            raise OptionError(f"{where}: {what}: {', '.join(missing)}")
+        every = given | {f"*{index}": value for index, value in enumerate(rest)}
+        if missing := [f"{name} ({value.reason})" for name, value in every.items() if isinstance(value, Missing)]:
+            problem = f"these arguments of {cls.__qualname__} were not kept; pass them by name"
+            raise OptionError(f"{where}: {problem}: {', '.join(missing)}")
         bound.arguments = {name: given.pop(name) for name in names if name in given}
         bound.arguments |= {name: value for name, value in ((unnamed, rest), (others, given)) if value}
         try:
             signature.bind(*bound.args, **bound.kwargs)
         except TypeError as error:
             raise OptionError(
-                f"{where}: {kind.__qualname__} cannot be made of the saved arguments: {error}; pass it by name"
+                f"{where}: {cls.__qualname__} cannot be made of the saved arguments: {error}; pass it by name"
             ) from error
-        return construct(kind, bound.args, bound.kwargs, where)
+        return construct(cls, bound.args, bound.kwargs, where)
 
     def _component(self, reference: str) -> Any:
         """Return the component that a spec refers to by its path in the tree that was saved."""
@@ -364,10 +359,10 @@ class TreeConstruction:
         return self.made[saved.path]
 
     def _nested(self, content: Any) -> Any:
-        """Make an object from a spec that is part of another one."""
+        """Make an object from a spec inside of another spec."""
         spec = check_spec(content.get("constructor") if isinstance(content, dict) else content)
         where = str(self.saved.location)
-        kind = self.permissions.resolve(content.get("class"), where, made=True)
-        if not isinstance(kind, type):
+        cls = self.permissions.resolve(content.get("class"), where, made=True)
+        if not isinstance(cls, type):
             raise TypeError(f"{content.get('class')!r:.80} is not a class")
-        return self._construct(kind, spec, {}, where)
+        return self._construct(cls, spec, {}, where)

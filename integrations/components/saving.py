@@ -1,6 +1,6 @@
-"""Saves of trees of components: prepared first, so that errors show before anything is written, and committed as one.
+"""Saves of trees of components: prepared first, so that errors occur before anything is written, and committed as one.
 
-Its metadata says where it comes from: the versions of libraries, and the commit of the program's git repository.
+The metadata records the versions of libraries and the commit of the program's git repository.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from .states import divided, own_states
 
 _logger = logging.getLogger("holdfast")
 
-_REMOTE = "holdfast.integrations.ray.components:RemoteComponent"  # starts an actor, in the place of a handle of one
+_REMOTE = "holdfast.integrations.ray.components:RemoteComponent"  # starts an actor, unlike the handle of one
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedComponents:
-    """A tree of components ready to be written: as a checkpoint, or as an item that is committed with one."""
+    """A tree of components, ready to be written as a checkpoint or as an item of one."""
 
     states: Mapping[Path, PreparedItem]  # by the paths of the components; () is the root
     descriptions: Mapping[Path, bytes]  # the contents of the components' description files
@@ -83,15 +83,14 @@ class PreparedComponents:
     def _write_states(
         self, folders: Mapping[Path, Location], awaited: threading.Event | None = None
     ) -> dict[str, ItemRecord]:
-        found = {}
+        items = {}
         for path, folder in folders.items():
             (folder / DATA).make_directory(sync=False)
             described = write_file(folder / COMPONENT, self.descriptions[path])
             state = self.states[path]
-            written = state.merge(folder, [state.write(folder, ProcessInfo(awaited=awaited))])
-            files = {**written, COMPONENT: described}
-            found[item_name(path)] = ItemRecord("/".join((*path, folder.name)), KIND, files)
-        return found
+            files = {**state.merge(folder, [state.write(folder, ProcessInfo(awaited=awaited))]), COMPONENT: described}
+            items[item_name(path)] = ItemRecord("/".join((*path, folder.name)), KIND, files)
+        return items
 
 
 def prepare(
@@ -103,7 +102,7 @@ def prepare(
     handlers: dict[Path, PyTreeCheckpointHandler] | None = None,
     reuse: WrittenSteps | None = None,
 ) -> PreparedComponents:
-    """Take the states and the descriptions of a component and of all below it."""
+    """Prepare the states and descriptions of a component and of all below it."""
     if layout is not None and not isinstance(layout, Layout):
         raise OptionError(f"layout={layout!r:.80} must be a Layout, such as hf.Layout(compression=3)")
     if use_msgpack and layout is not None and layout.compression is not None:
@@ -121,20 +120,20 @@ def prepare(
     with collection_paused():
         for path, tree in states.items():
             handler = handlers.setdefault(path, PyTreeCheckpointHandler())
-            own = None if reuse is None else reuse.part("/".join(path))
+            old = None if reuse is None else reuse.part("/".join(path))
             try:
-                prepared[path] = handler.prepare(tree, snapshot=snapshot, save_args=save_args, layout=layout, reuse=own)
+                prepared[path] = handler.prepare(tree, snapshot=snapshot, save_args=save_args, layout=layout, reuse=old)
             except TypeError as error:
                 error.add_note(f"in the state of the component {format_component_path(path)}; nothing was written")
                 raise
     _refuse_divided(states)
-    components = {one.path: one for one in live.walk()}
-    known = {id(one.value): path for path, one in components.items()}
-    return PreparedComponents(prepared, {path: _described(components[path], known, states).encode() for path in states})
+    components = {component.path: component for component in live.walk()}
+    paths = {id(component.value): path for path, component in components.items()}
+    return PreparedComponents(prepared, {path: _described(components[path], paths, states).encode() for path in states})
 
 
 def _refuse_divided(states: Mapping[Path, Any]) -> None:
-    """Raise UnsupportedLeafError for arrays of which this process has only a part."""
+    """Raise UnsupportedLeafError for arrays of which this process holds only a part."""
     flat = {path: flatten(tree) for path, tree in states.items() if current_coordinator().process_count > 1}
     divided = [
         f"{format_component_path(path)}: {format_path(name)}"
@@ -158,38 +157,38 @@ def _is_divided(value: Any) -> bool:
 
 
 def _own_states(live: LiveComponent) -> dict[Path, Any]:
-    known = {id(one.value) for one in live.walk()}
-    for one in live.walk():
-        for name in [name for name, child in discovered(one.value) if id(adapted(child)) not in known]:
+    named = {id(component.value) for component in live.walk()}
+    for component in live.walk():
+        for name in [name for name, child in discovered(component.value) if id(adapted(child)) not in named]:
             _logger.warning(
                 "component %s: %s is a component that get_checkpointable_components() does not name; it is not saved",
-                format_component_path(one.path),
+                format_component_path(component.path),
                 name,
             )
     return own_states(live.walk())
 
 
 def _given(live: LiveComponent, state: Mapping[str, Any]) -> dict[Path, Any]:
-    """Split a state that was given for the whole tree, without changing it."""
-    own, below = divided(live, state)
-    found: dict[Path, Any] = {live.path: own}
+    """Split a state of the whole tree, without changing it."""
+    own_state, below = divided(live, state)
+    states: dict[Path, Any] = {live.path: own_state}
     for child, inner in below:
-        found.update(_given(child, inner) if isinstance(inner, Mapping) else {child.path: inner})
-    return found
+        states.update(_given(child, inner) if isinstance(inner, Mapping) else {child.path: inner})
+    return states
 
 
-def _described(one: LiveComponent, known: Mapping[int, Path], saved: Mapping[Path, Any]) -> Description:
-    value = one.value
-    spec, obstacle = _spec_of(value, known)
+def _described(component: LiveComponent, paths: Mapping[int, Path], saved: Mapping[Path, Any]) -> Description:
+    value = component.value
+    spec, obstacle = _spec_of(value, paths)
     now = datetime.datetime.fromtimestamp(SystemClock().now(), datetime.UTC)
     method = method_of(value, "get_metadata")
     return Description(
         type=_REMOTE if isinstance(value, ActorState) else import_path(type(value)),
         constructor=spec,
         obstacle=obstacle,
-        path=one.path,
-        components=tuple(one.relative(child) for child in one.children if child.path in saved),
-        same={path[len(one.path) :]: target for path, target in one.same.items()},
+        path=component.path,
+        components=tuple(component.relative(child) for child in component.children if child.path in saved),
+        same={path[len(component.path) :]: target for path, target in component.same.items()},
         metadata={
             "time": now.isoformat(timespec="seconds"),
             "versions": versions(),
@@ -200,7 +199,7 @@ def _described(one: LiveComponent, known: Mapping[int, Path], saved: Mapping[Pat
 
 
 def _spec_of(value: Any, paths: Mapping[int, Path]) -> tuple[dict[str, Any] | None, str]:
-    """Return the constructor spec of an object, or why it is not known."""
+    """Return the constructor spec of an object, or the reason why it is unknown."""
     method = method_of(value, "get_ctor_args_and_kwargs")
     if isinstance(value, ActorState):
         return None, (
@@ -209,10 +208,10 @@ def _spec_of(value: Any, paths: Mapping[int, Path]) -> tuple[dict[str, Any] | No
         )
     if method is None:
         return None, f"{type(value).__qualname__} has no get_ctor_args_and_kwargs()"
-    found = method()
-    if found is None:
+    arguments = method()
+    if arguments is None:
         return None, f"{type(value).__qualname__} was not made by its constructor; give it get_ctor_args_and_kwargs()"
-    args, kwargs = found
+    args, kwargs = arguments
 
     def reference(other: Any) -> str | None:
         other = adapted(other)
@@ -240,16 +239,16 @@ def _spec_of(value: Any, paths: Mapping[int, Path]) -> tuple[dict[str, Any] | No
 
 _LIBRARIES = ("numpy", "torch", "jax", "flax", "optax")
 _COMMIT = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
-_GIT_LIMIT = 4 << 20  # bytes of a file of git that is read
+_GIT_LIMIT = 4 << 20  # maximum number of bytes that are read from a file of git
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, of holdfast, and of the libraries that are in use."""
-    found = {"python": platform.python_version(), "holdfast": __version__}
+    """Return the versions of Python, holdfast and the libraries in use."""
+    libraries = {"python": platform.python_version(), "holdfast": __version__}
     for name in (name for name in _LIBRARIES if name in sys.modules):
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = _version(name)
-    return found
+            libraries[name] = _version(name)
+    return libraries
 
 
 _version = functools.cache(metadata.version)
@@ -257,8 +256,8 @@ _version = functools.cache(metadata.version)
 
 @functools.cache
 def commit_of(module: str) -> str | None:
-    """Return the commit of the git repository that a module lies in, or None; run nothing."""
-    # Cached, as a later commit is not the one that this process has loaded.
+    """Return the commit of the git repository of a module, or None; run nothing."""
+    # Cached: this process has not loaded the code of a later commit.
     file = getattr(sys.modules.get(module), "__file__", None)
     return commit_in(FilePath(file).resolve().parent if isinstance(file, str) else FilePath.cwd())
 
@@ -276,20 +275,20 @@ def commit_in(start: FilePath) -> str | None:
 
 
 def _head(git: FilePath) -> str | None:
-    found, common = _read_text(git / "HEAD"), git / "commondir"
-    if found.startswith("ref:"):
-        reference = found.removeprefix("ref:").strip()
+    commit, common = _read_text(git / "HEAD"), git / "commondir"
+    if commit.startswith("ref:"):
+        reference = commit.removeprefix("ref:").strip()
         if ".." in reference.split("/") or os.path.isabs(reference):
             return None
-        for place in [git, git / _read_text(common)] if common.is_file() else [git]:
-            if (place / reference).is_file():
-                found = _read_text(place / reference)
+        for directory in [git, git / _read_text(common)] if common.is_file() else [git]:
+            if (directory / reference).is_file():
+                commit = _read_text(directory / reference)
                 break
-            packed = _read_text(place / "packed-refs") if (place / "packed-refs").is_file() else ""
+            packed = _read_text(directory / "packed-refs") if (directory / "packed-refs").is_file() else ""
             if line := re.search(rf"^([0-9a-f]+) {re.escape(reference)}$", packed, re.MULTILINE):
-                found = line[1]
+                commit = line[1]
                 break
-    return found if _COMMIT.fullmatch(found) else None
+    return commit if _COMMIT.fullmatch(commit) else None
 
 
 def _read_text(file: FilePath) -> str:

@@ -1,8 +1,8 @@
 """The state of one component, without the components below it: how it is taken and restored.
 
-A component with a ``get_state`` of its own decides what its state is. For all others it is everything that the walk of
-:mod:`~holdfast.integrations.graph` reaches from the object's attributes, up to the components below. The values that a
-torch optimizer keeps for parameters of those belong to the optimizer, by the paths of the parameters.
+A component with its own ``get_state`` decides what its state is. The state of any other is everything that the walk of
+:mod:`~holdfast.integrations.graph` reaches from its attributes, up to the components below. Values that a torch
+optimizer keeps for parameters of other components belong to the optimizer, under the paths of the parameters.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ _logger = logging.getLogger("holdfast")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Key of a state for the document of its objects, as text, where the names of the values do not imply them.
+# Key of a state for the document of its graph, as text, unless the names of the values imply the graph.
 GRAPH = "__graph__"
 
-_AT_ONCE = 32  # states of remote components that are requested at the same time
+_AT_ONCE = 32  # maximum number of states that are requested from remote components at the same time
 
 
 class _GivenState(Location):
@@ -80,45 +80,42 @@ _GIVEN = _GivenState(LocalBackend(), "/")
 
 @dataclass(slots=True)
 class OwnReport:
-    missing: tuple[str, ...] = ()  # values of the component that the state does not have
+    missing: tuple[str, ...] = ()  # values of the component that the state lacks
     unused: tuple[str, ...] = ()  # values of the state that the component has no place for
     different: dict[str, str] = field(default_factory=dict)  # values that do not fit, each with the reason
     fresh: tuple[Any, ...] = ()  # the tensors among them
     modes: tuple[str, ...] = ()  # modes of modules and ``requires_grad`` flags that have changed, as text for users
 
 
-# ---- components with a state of their own
-
-
 def inherited(method: F) -> F:
-    """Mark a method as the one that components inherit, to distinguish it from overrides."""
+    """Mark a method as the inherited one, to distinguish it from overrides."""
     vars(method)["inherited"] = True
     return method
 
 
 def overrides(value: Any, method: str) -> bool:
-    """Whether an object has a ``get_state`` or ``set_state`` other than the one that components inherit."""
-    found = getattr(type(value), method, None)
+    """True if an object has its own ``get_state`` or ``set_state``, not the one that components inherit."""
+    implementation = getattr(type(value), method, None)
     # The walk names the values of optimizers better.
-    return found is not None and not hasattr(found, "inherited") and not is_optimizer(value)
+    return implementation is not None and not hasattr(implementation, "inherited") and not is_optimizer(value)
 
 
-def call_get_state(value: Any, /, **given: Any) -> Any:
-    """Call an object's own ``get_state`` with those of the arguments that it takes, and that are not None."""
-    return value.get_state(**{name: one for name, one in given.items() if one is not None and takes(value, name)})
+def call_get_state(target: Any, /, **given: Any) -> Any:
+    """Call an object's own ``get_state`` with the arguments that it takes and that are not None."""
+    return target.get_state(**{key: value for key, value in given.items() if value is not None and takes(target, key)})
 
 
 def takes(value: Any, name: str) -> bool:
-    """Whether an object's own ``get_state`` takes an argument by name."""
+    """True if an object's own ``get_state`` takes an argument of this name."""
     try:
         parameters = inspect.signature(value.get_state).parameters.values()
     except (TypeError, ValueError):  # Functions in C may have no signature.
         return False
-    return any(one.kind is one.VAR_KEYWORD or one.name == name for one in parameters)
+    return any(parameter.kind is parameter.VAR_KEYWORD or parameter.name == name for parameter in parameters)
 
 
 def is_remote(value: Any) -> bool:
-    """Whether ``get_state`` may run in a thread beside others, as the class declares."""
+    """True if the class declares that ``get_state`` may run in a thread, concurrently with others."""
     return getattr(type(value), "__remote__", False) is True and overrides(value, "get_state")
 
 
@@ -126,77 +123,71 @@ def is_remote(value: Any) -> bool:
 def fetched(
     components: Iterable[LiveComponent], ask: Callable[[LiveComponent], Any]
 ) -> Iterator[Callable[[LiveComponent], Any]]:
-    """Request the states of remote components at once; yield a function that returns one, or asks a component now."""
-    remote = [one for one in components if is_remote(one.value)]
+    """Request the states of remote components concurrently; yield a function that returns the state of a component."""
+    remote = [component for component in components if is_remote(component.value)]
     pool = ThreadPoolExecutor(min(len(remote), _AT_ONCE) or 1, "holdfast-states")
-    states = {id(one.value): pool.submit(contextvars.copy_context().run, ask, one) for one in remote}
+    states = {id(component.value): pool.submit(contextvars.copy_context().run, ask, component) for component in remote}
     try:
-        yield lambda one: states[id(one.value)].result() if id(one.value) in states else ask(one)
+        yield lambda live: states[id(live.value)].result() if id(live.value) in states else ask(live)
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-# ---- taking
 
 
 def own_states(
     components: Iterable[LiveComponent], *, snapshot: bool = False, partial: bool = False
 ) -> dict[Path, Any]:
-    """Take the states of components; ``partial`` leaves out values for parameters outside of the tree."""
+    """Take the states of components; with ``partial``, values for parameters outside of the tree may be missing."""
 
-    def ask(one: LiveComponent) -> Any:
-        return call_get_state(one.value, not_components=sorted(child.name for child in one.children) or None)
+    def ask(live: LiveComponent) -> Any:
+        return call_get_state(live.value, not_components=sorted(child.name for child in live.children) or None)
 
-    known, states = list(components), dict[Path, Any]()
-    with fetched(known, ask) as take:
-        for one in known:
-            if not overrides(one.value, "get_state"):
-                states[one.path] = default_state(one, snapshot=snapshot, partial=partial)
+    listed, states = list(components), dict[Path, Any]()
+    with fetched(listed, ask) as take:
+        for component in listed:
+            if not overrides(component.value, "get_state"):
+                states[component.path] = default_state(component, snapshot=snapshot, partial=partial)
                 continue
-            state, names = take(one), {child.name for child in one.children}
+            state, names = take(component), {child.name for child in component.children}
             if isinstance(state, Mapping) and names & state.keys():
                 state = {key: value for key, value in state.items() if key not in names}
-            states[one.path] = copied(state) if snapshot else pack_tree(state)
+            states[component.path] = copied(state) if snapshot else pack_tree(state)
     return states
 
 
 def fresh_components(root: Any) -> dict[str, FreshObjects]:
-    """Return what the components of a tree are that have no ``get_state`` of their own; calls nothing of theirs.
-
-    Raise UnsupportedLeafError if one of them holds what no save can take.
-    """
-    own = [one for one in live_tree(root).walk() if not overrides(one.value, "get_state")]
-    return {format_component_path(one.path): FreshObjects(own_graph(one)) for one in own}
+    """Describe the components of a tree without their own ``get_state``; raise UnsupportedLeafError as a save does."""
+    walked = [component for component in live_tree(root).walk() if not overrides(component.value, "get_state")]
+    return {format_component_path(component.path): FreshObjects(own_graph(component)) for component in walked}
 
 
 def default_state(component: LiveComponent, *, snapshot: bool, partial: bool = False) -> dict[str, Any]:
-    """Take the state of a component that has no ``get_state`` of its own."""
+    """Take the state of a component without its own ``get_state``."""
     graph = own_graph(component)
     if not partial:
         _refuse_unnamed(component, graph)
         _refuse_outside(component, graph)
-    found = capture(graph.without_names())
+    captured = capture(graph.without_names())
     for path, reason in graph.skipped.items():
         where = format_component_path(component.path)
         _logger.warning("component %s: %s is not saved: it %s", where, format_node_path(path), reason)
-    state: dict[str, Any] = dict(found.tree)
-    if _needs_document(found.document, found.tree):
+    state: dict[str, Any] = dict(captured.tree)
+    if _needs_document(captured.document, captured.tree):
         if GRAPH in state:
             raise UnsupportedLeafError(f"{_called(component)} has an attribute {GRAPH!r}, a name that is taken")
-        state[GRAPH] = json.dumps(found.document, separators=(",", ":"))
+        state[GRAPH] = json.dumps(captured.document, separators=(",", ":"))
     return dict(copied(state)) if snapshot else state
 
 
 def _refuse_unnamed(component: LiveComponent, graph: LiveGraph) -> None:
-    """Raise UnsupportedLeafError for components inside objects in which no component looks for them."""
-    known = {id(one.value) for one in component.root.walk()}
+    """Raise UnsupportedLeafError for components inside objects that are not searched for components."""
+    named = {id(other.value) for other in component.root.walk()}
     # Components among the attributes are named on purpose, or left out with a warning.
-    known |= {id(adapted(child)) for _, child in discovered(component.value)}
+    named |= {id(adapted(child)) for _, child in discovered(component.value)}
     lost = [
         format_node_path((*node.path, segment))
         for node in graph.own
         for segment, child in node.edges.items()
-        if child.outside and is_component(child.value) and id(adapted(child.value)) not in known
+        if child.outside and is_component(child.value) and id(adapted(child.value)) not in named
     ]
     if lost:
         raise UnsupportedLeafError(
@@ -207,11 +198,11 @@ def _refuse_unnamed(component: LiveComponent, graph: LiveGraph) -> None:
 
 
 def _refuse_outside(component: LiveComponent, graph: LiveGraph) -> None:
-    """Raise UnsupportedLeafError for optimizers whose values would be lost, as nothing names their parameters."""
+    """Raise UnsupportedLeafError for optimizers whose values would be lost, as no name leads to their parameters."""
     lost = [(node, outside_parameters(node)) for node in graph.nodes if node.groups]
     lines = [
         f"  {format_node_path(node.path)}: {len(parameters)} of its parameters, of shapes "
-        f"{shortened([str(list(one.shape)) for one in parameters], 3)}"
+        f"{shortened([str(list(parameter.shape)) for parameter in parameters], 3)}"
         for node, parameters in lost
         if parameters
     ]
@@ -225,7 +216,7 @@ def _refuse_outside(component: LiveComponent, graph: LiveGraph) -> None:
 
 
 def _needs_document(document: Mapping[str, Any], tree: Any) -> bool:
-    """Whether a graph is more than its values in their containers."""
+    """True if a graph is more than its values in their containers."""
     nodes = document["nodes"]
     names = set(flatten(tree).names)
     edges = sum(len(node.get("edges", ())) for node in nodes)
@@ -250,28 +241,24 @@ def copied(tree: Any) -> Any:
     return copy.copy(tree) if isinstance(tree, set) else tree
 
 
-# ---- restoring
-
-
-def divided(one: LiveComponent, state: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[LiveComponent, Any]]]:
-    """Return the own part of a state, and the states of the components below, of which RLlib nests names like paths."""
+def divided(live: LiveComponent, state: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[LiveComponent, Any]]]:
+    """Split a state into the component's own and those of the components below, whose names RLlib nests like paths."""
     flat = dict(state)
-    for child in one.children:
+    for child in live.children:
         *keys, last = child.name.split("/")
         holder: Any = flat
         for key in keys if child.name not in state else ():
             if not isinstance(holder.get(key), Mapping):
                 break
-            holder[key] = dict(holder[key])  # The state is taken out of a copy.
+            holder[key] = dict(holder[key])  # a copy, from which the state is taken
             holder = holder[key]
         else:
             if holder is not flat and last in holder:
                 flat[child.name] = holder.pop(last)
-    for name in {child.name.partition("/")[0] for child in one.children}:
+    for name in {child.name.partition("/")[0] for child in live.children}:
         if flat.get(name) == {} and state.get(name):
-            del flat[name]  # Only states of components were in it.
-    below = [(child, flat.pop(child.name)) for child in one.children if child.name in flat]
-    return flat, below
+            del flat[name]  # it held only states of components
+    return flat, [(child, flat.pop(child.name)) for child in live.children if child.name in flat]
 
 
 def prepare_state(
@@ -282,7 +269,7 @@ def prepare_state(
     fitting: bool = False,  # whether only values that fit are read
     modes: bool = False,  # whether modules get the modes that they had, too
 ) -> Callable[[], OwnReport]:
-    """Read the state of a component that has no ``set_state``; return a function that changes the component."""
+    """Read the state of a component without its own ``set_state``; return a function that changes the component."""
     source = stored.checkpoint
     graph = own_graph(component)
     restoration = Restoration(stored, component, ignore=ignore, final=True, ends=component.ends)
@@ -305,7 +292,7 @@ def prepare_state(
         prepared()
         report = restoration.report()
         unused = report.pending + report.unused
-        # Earlier versions left out what optimizers keep for parameters of some components.
+        # Earlier versions did not save what optimizers keep for parameters of some components.
         without = [number for number, node in enumerate(stored.graph.nodes) if node.groups and not any(node.groups)]
         lost = [format_node_path((*stored.graph.path(number), OPTIMIZER_SLOTS)) for number in without]
         if unused and report.missing and not (report.restored or lost or fitting):
@@ -326,23 +313,23 @@ def prepare_state(
 
 
 def _options(graph: LiveGraph) -> dict[str, Any]:
-    """Return the plain options of torch optimizers, such as learning rates that no schedule changes, by path."""
+    """Return the plain options of torch optimizers that no schedule changes, such as learning rates, by path."""
     slots = [(node.path, node.slot) for node in graph.leaves() if isinstance(node.slot, OptionSlot)]
-    fixed = [(path, one.get()) for path, one in slots if one.name == "initial_lr" or "initial_lr" not in one.group]
+    fixed = [(path, slot.get()) for path, slot in slots if slot.name == "initial_lr" or "initial_lr" not in slot.group]
     return {format_node_path(path): value for path, value in fixed if is_python_value(value)}
 
 
 def forget_moments(component: LiveComponent, tensors: Sequence[Any]) -> list[str]:
-    """Remove what a component's torch optimizers keep for tensors that have another shape; return a line for each."""
+    """Remove what a component's torch optimizers keep for tensors of another shape; return a line for each."""
     # A component that restores an optimizer does not see the values of another component's parameters.
     if overrides(component.value, "set_state"):
         return []
     graph = own_graph(component)
-    known, lines = _parameters(component.root), []
+    paths, lines = _parameters(component.root), []
     for node in graph.nodes:
         for tensor in tensors if node.optimizer is not None else ():
             if node.optimizer.state.pop(tensor, None):
-                which = format_component_path(known.get(id(tensor), ()))
+                which = format_component_path(paths.get(id(tensor), ()))
                 lines.append(f"{format_node_path(node.path)}: its values for {which}, which has another shape")
     return lines
 
@@ -352,11 +339,8 @@ def _called(component: LiveComponent) -> str:
     return f"component {format_component_path(component.path)} ({name})" if component.path else name
 
 
-# ---- a state in memory, opened as a checkpoint is
-
-
 def stored_state(state: Any, source: Location = _GIVEN) -> StoredGraph:
-    """Open a state in memory for a component that has no ``set_state`` of its own."""
+    """Open a state in memory for a component without its own ``set_state``."""
     if not isinstance(state, Mapping):
         raise TreeMismatchError(f"{source}: expected a dictionary as state, found {type(state).__name__}")
     values = {key: value for key, value in state.items() if key != GRAPH}
@@ -365,9 +349,9 @@ def stored_state(state: Any, source: Location = _GIVEN) -> StoredGraph:
     packed = [name for name, value in zip(flat.names, flat.values, strict=True) if isinstance(value, PackedNumbers)]
     if any(json.dumps(f"{name}.0") in str(state.get(GRAPH)) for name in packed):
         flat = flatten(values)  # Documents of earlier versions name every element.
-    found = dict(zip(flat.names, describe(flat.names, flat.values), strict=True))
-    leaves = [SavedLeaf(name, Saved.of(leaf)) for name, leaf in found.items()]
-    arrays = {name: leaf for name, leaf in found.items() if isinstance(leaf, ArrayLeaf)}
+    described = dict(zip(flat.names, describe(flat.names, flat.values), strict=True))
+    leaves = [SavedLeaf(name, Saved.of(leaf)) for name, leaf in described.items()]
+    arrays = {name: leaf for name, leaf in described.items() if isinstance(leaf, ArrayLeaf)}
     return StoredGraph(MemoryTree(source, TreeDocument(flat.structure), leaves, arrays), source, document=document)
 
 
@@ -378,30 +362,28 @@ def read_document(text: Any, source: Location) -> Any:
         raise DamagedCheckpointError(f"{source}: {GRAPH} does not describe a graph: {error}") from error
 
 
-# ---- a component as a graph of its own
-
-_TREE = "(tree)"  # name of the edge to the parameters of other components that have no name in this one
+_TREE = "(tree)"  # name of the edge to parameters of other components that have no name in this one
 
 
 def _parameters(top: LiveComponent) -> dict[int, Path]:
-    """Return the paths of all tensors of a tree of components, by identity."""
+    """Return the paths of all tensors of a tree of components, by their ids."""
     if top.parameters is None:
         top.parameters = {}
-        for one in top.walk():
+        for component in top.walk():
             with contextlib.suppress(UnsupportedLeafError):  # Its own get_state() replaces the walk.
-                for node in walk(one, strict=False).nodes:
+                for node in walk(component, strict=False).nodes:
                     if is_torch_tensor(node.value):
-                        top.parameters.setdefault(id(node.value), (*one.path, *node.path))
+                        top.parameters.setdefault(id(node.value), (*component.path, *node.path))
     return top.parameters
 
 
 @collection_paused()
 def own_graph(component: LiveComponent) -> LiveGraph:
-    """Return the graph of a component's own values, which ends at other components."""
+    """Return the graph of a component's own values, up to other components."""
     component.added.clear()
     graph = walk(component, ends=component.ends)
-    # Parameters of its optimizers that it has no name for are in it by their paths from the root of the tree.
-    for parameter in [one for node in graph.nodes for one in outside_parameters(node)]:
+    # Parameters of its optimizers that it does not name are in it under their paths from the root of the tree.
+    for parameter in [outside for node in graph.nodes for outside in outside_parameters(node)]:
         if (path := _parameters(component.root).get(id(parameter))) is not None:
             component.add((_TREE, *map(unescape_key, path)), parameter)
     return walk(component, ends=component.ends) if component.added else graph

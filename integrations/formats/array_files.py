@@ -1,9 +1,9 @@
 """Files of arrays: HDF5, the weights of Keras 3 (``.weights.h5`` and ``.keras``), and ``numpy.savez``.
 
-A file of HDF5, which h5py reads, holds groups and datasets, which become dictionaries and arrays; groups with the keys
-0, 1, ... become lists, as Keras numbers the variables of a layer: ``layers/dense/vars/0``. A ``.keras`` file is a zip
-archive of such a file and of JSON about the model (https://keras.io/api/models/model_saving_apis). Links to other files
-are not followed.
+h5py reads the groups and datasets of HDF5, which become dictionaries and arrays. Groups with the keys 0, 1, ... become
+lists, because Keras numbers the variables of a layer: ``layers/dense/vars/0``. A ``.keras`` file is a zip archive of an
+HDF5 file and of JSON about the model (https://keras.io/api/models/model_saving_apis). Links to other files are not
+followed.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from ...engine.storage import Location
 from .torch.files import ZIP_MAGIC, opened
 
 _MAGIC = b"\x89HDF\r\n\x1a\n"
-_WEIGHTS = "model.weights.h5"  # name of the member of a ``.keras`` file with the weights
+_WEIGHTS = "model.weights.h5"  # the member of a ``.keras`` file with the weights
 _DOCUMENTS = {"config": "config.json", "metadata": "metadata.json"}  # items, and the members that hold them
 _DOCUMENT_LIMIT = 64 << 20  # bytes
 _NODES = 1_000_000  # groups and datasets of a file
-_RATIO = 2048  # bytes that one stored byte can stand for with the compression of HDF5
-_UNSTORED = 64 << 20  # bytes of arrays that need not be stored, as they hold the fill value
+_RATIO = 2048  # maximum compression ratio of HDF5
+_UNSTORED = 64 << 20  # bytes of arrays that may be missing, because they hold the fill value
 
 
 def recognise(location: Location, names: frozenset[str]) -> CheckpointSource | None:
@@ -55,8 +55,8 @@ def recognise(location: Location, names: frozenset[str]) -> CheckpointSource | N
         members = archive.namelist()
         if _WEIGHTS in members:
             return KerasFile(location, members)
-        arrays = [_described(archive, one) for one in archive.infolist() if one.filename.endswith(_MEMBER)]
-        nbytes = sum(one.compress_size for one in archive.infolist())
+        arrays = [_described(archive, member) for member in archive.infolist() if member.filename.endswith(_MEMBER)]
+        nbytes = sum(member.compress_size for member in archive.infolist())
     return SingleTree("NumPy", location, NumpyTree(location, arrays), nbytes) if arrays else None
 
 
@@ -83,7 +83,7 @@ class KerasFile(SingleTree):
 
 
 class HDF5Tree(FetchedTree):
-    """The datasets of a file of HDF5; with ``inside``, of the file in a ``.keras`` file."""
+    """The datasets of an HDF5 file, or with ``inside`` of the one in a ``.keras`` file."""
 
     def __init__(self, location: Location, *, inside: bool = False) -> None:
         self.location = location
@@ -91,8 +91,8 @@ class HDF5Tree(FetchedTree):
         try:
             self._h5py: Any = importlib.import_module("h5py")
         except ImportError as error:
-            what = f"{location} is a file of Keras, or another one of HDF5"
-            raise OptionError(f"{what}; reading it needs h5py: {install_command('keras')}") from error
+            needed = f"reading it needs h5py: {install_command('keras')}"
+            raise OptionError(f"{location} is a file of Keras, or another one of HDF5; {needed}") from error
         self.stored = 0
         self.arrays: list[FetchedArray] = []
         self._paths: dict[int, str] = {}  # paths of groups and datasets, by their addresses in the file
@@ -144,7 +144,7 @@ class HDF5Tree(FetchedTree):
                 self._dataset(here, child)
                 self.stored += child.id.get_storage_size() if address not in self._paths else 0
                 self._paths[address] = "/".join(here)
-            elif address in self._paths:  # A few groups that hold each other twice have exponentially many paths.
+            elif address in self._paths:  # A few groups that contain each other twice have exponentially many paths.
                 self._add(here, np.dtype("V1"), (), f"another name of {self._paths[address] or 'the file'}")
             elif isinstance(child, h5py.Group):
                 self._walk(child, here)
@@ -167,9 +167,9 @@ class HDF5Tree(FetchedTree):
 
 # ---- zip archives, and those of ``numpy.savez``
 #
-# The archive has one member ``<name>.npy`` for each array:
+# An archive of numpy.savez has one member ``<name>.npy`` for each array:
 # https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html. A name with slashes is a path. Arrays of
-# Python objects are pickles, which are listed and not read.
+# Python objects are pickles, which are listed but not read.
 
 _MEMBER = ".npy"
 _END = 22  # bytes of the record at the end of an archive, before its comment
@@ -180,7 +180,7 @@ _HEADERS: dict[tuple[int, int], Callable[[Any], tuple[tuple[int, ...], bool, np.
 _KINDS = "biufcSU"  # kinds of dtypes that are plain data
 _DAMAGE = (
     *(zipfile.BadZipFile, zlib.error, ValueError, EOFError, KeyError, NotImplementedError, RuntimeError),
-    tokenize.TokenError,  # numpy tokenizes the header of an array that is no literal of Python
+    tokenize.TokenError,  # numpy tokenizes a header that is no literal of Python
 )
 
 
@@ -193,16 +193,16 @@ class NumpyTree(FetchedTree):
 
             def fetch(name: str, box: Box | None) -> NDArray[Any]:
                 with archive.open(name) as member:
-                    found: NDArray[Any] = npy.read_array(member, allow_pickle=False)
+                    array: NDArray[Any] = npy.read_array(member, allow_pickle=False)
                     member.read()  # Reading to the end compares the member with its checksum.
-                return found if box is None else found[box.within(whole(found.shape))]
+                return array if box is None else array[box.within(whole(array.shape))]
 
             yield fetch
 
 
 @contextlib.contextmanager
 def archive_of(location: Location) -> Iterator[zipfile.ZipFile]:
-    """Open a zip archive; what is wrong with it is an error that names the file."""
+    """Open a zip archive; an error about its content names the file."""
     with location.open_data() as reader:
         try:
             file = opened(reader, 0, reader.size)
@@ -216,17 +216,17 @@ def archive_of(location: Location) -> Iterator[zipfile.ZipFile]:
 
 
 def _check_directory(archive: zipfile.ZipFile, file: BinaryIO) -> None:
-    """Raise BadZipFile unless the directory at the end of the file, which no checksum covers, is whole."""
+    """Raise BadZipFile if the directory at the end of the file, which no checksum covers, is damaged."""
     # A flipped bit there can hide a member: in a name, or in a length that makes one entry swallow the next.
     file.seek(-_END - len(archive.comment), io.SEEK_END)
     (count,) = struct.unpack("<H", file.read(_END)[10:12])
-    found = archive.infolist()
-    if count not in (len(found), 0xFFFF):
-        raise zipfile.BadZipFile(f"its directory has {len(found)} entries, expected {count}")
-    for one in found:
-        if one.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            raise zipfile.BadZipFile(f"{one.filename!r:.80} is compressed by the unknown method {one.compress_type}")
-        archive.open(one).close()  # Opening compares its name with that in its local header.
+    members = archive.infolist()
+    if count not in (len(members), 0xFFFF):
+        raise zipfile.BadZipFile(f"its directory has {len(members)} entries, expected {count}")
+    for info in members:
+        if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise zipfile.BadZipFile(f"{info.filename!r:.80} is compressed by the unknown method {info.compress_type}")
+        archive.open(info).close()  # Opening compares the name with the one in the local header.
 
 
 def _described(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> FetchedArray:

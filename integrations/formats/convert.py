@@ -62,7 +62,7 @@ _logger = logging.getLogger("holdfast")
 
 _BATCH = 32 << 20  # bytes of leaves that are read together
 _KEPT = 8  # batches in memory: one for each writing thread
-_LARGE_BATCH = 256 << 20  # bytes of leaves that are read together where all of them are kept
+_LARGE_BATCH = 256 << 20  # bytes of leaves that are read together if all of them are kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,22 +132,22 @@ def import_checkpoint(
     def work() -> list[Conversion]:
         if not overwrite and (target.exists() and (not target.is_directory() or target.entries())):
             raise CheckpointExistsError(f"{target} exists already; choose another path, or pass overwrite=True")
-        place = origin.without_links()  # A link that is moved meanwhile must not mix two checkpoints.
-        foreign = is_foreign(place)
-        found = FoundSteps() if foreign or not place.is_directory() else find_steps(place)
-        steps = {target / str(step): entry for step, entry in found.by_step().items()}
-        entries = steps or {target: StepEntry(0, place if foreign else find_checkpoint(place))}
+        location = origin.without_links()  # A link that is moved meanwhile must not mix two checkpoints.
+        foreign = is_foreign(location)
+        found_steps = FoundSteps() if foreign or not location.is_directory() else find_steps(location)
+        steps = {target / str(step): entry for step, entry in found_steps.by_step().items()}
+        entries = steps or {target: StepEntry(0, location if foreign else find_checkpoint(location))}
         shares = shares_of(progress or NULL, [*entries.values()])
         done: list[Conversion] = []
         made: list[Location] = []
         with deleted_on_interrupt(target, made):
             for (result, entry), share in zip(entries.items(), shares, strict=True):
-                if not overwrite:  # Otherwise, it may be an earlier checkpoint that is to be replaced.
+                if not overwrite:  # Otherwise, it may be an earlier checkpoint.
                     made.append(result)
                 step = entry.step if steps else None
                 done.append(_import(open_at(entry.location), result, step, overwrite, share))
             if steps:
-                store_metadata(target, found.metadata())
+                store_metadata(target, found_steps.metadata())
         return done
 
     return _once("import_checkpoint", about, work, coordinator)
@@ -160,12 +160,12 @@ def format_of(name: str) -> ExportFormat | None:
 
 def check_suffix(name: str) -> ExportFormat:
     """Return the format that the end of a file's name stands for; raise OptionError for other names."""
-    if (found := format_of(name)) is None:
+    if (export_format := format_of(name)) is None:
         raise OptionError(
             f"{name}: the name does not say in which format to write: use one of {', '.join(_SUFFIXES)}, or --to orbax "
             "or --to dcp for a directory; with --to, the file may have another name"
         )
-    return found
+    return export_format
 
 
 def export_checkpoint(
@@ -233,9 +233,9 @@ def export_checkpoint(
             from .orbax.export import export_orbax
 
             exported = export_orbax(origin, target, chosen, item, select, progress or NULL, _write_arrays)
-            return [_conversion(one, place, to, number, trees, ()) for one, place, number, trees in exported]
+            return [_conversion(original, copy, to, number, trees, ()) for original, copy, number, trees in exported]
         checkpoint = open_at(find_checkpoint(origin, chosen).without_links())
-        # The extras of a callback lie beside the item of the state.
+        # A callback saves extras in other items than the state.
         named = ITEM if item is None and checkpoint.items.get(ITEM) == TREE else item
         inside = rooted(checkpoint.tree(checkpoint.only_tree(named)), root)
         tree, left_out = without_placeholders(selected(inside, select))
@@ -249,10 +249,10 @@ def export_checkpoint(
 
 
 def _once(
-    what: str, about: list[Any], work: Callable[[], list[Conversion]], coordinator: Coordinator | None
+    name: str, about: list[Any], work: Callable[[], list[Conversion]], coordinator: Coordinator | None
 ) -> list[Conversion]:
-    found = run_on_primary(what, about, lambda: [asdict(done) for done in work()], coordinator)
-    return [Conversion(**{**fields, "left_out": tuple(fields["left_out"])}) for fields in found]
+    conversions = run_on_primary(name, about, lambda: [asdict(done) for done in work()], coordinator)
+    return [Conversion(**{**fields, "left_out": tuple(fields["left_out"])}) for fields in conversions]
 
 
 def _write_file(tree: TreeSource, target: Location, to: ExportFormat, overwrite: bool, progress: Progress) -> None:
@@ -267,7 +267,7 @@ def _write_file(tree: TreeSource, target: Location, to: ExportFormat, overwrite:
     with Share(progress, nbytes, nbytes) as share:
         source = _InBatches(tree, share.advance)
         if to == "dcp":
-            from .torch.dcp_export import export_dcp
+            from .torch.dcp import export_dcp
 
             export_dcp(source, target)
         elif to == "torch":
@@ -288,11 +288,11 @@ class _InBatches(PartialTree):
         self._advance = advance
 
     def read_leaves(self, leaves: Sequence[SavedLeaf]) -> list[NDArray[Any] | None]:
-        found = []
+        arrays = []
         for batch in batches(leaves, lambda leaf: leaf.nbytes, _LARGE_BATCH):
-            found += super().read_leaves(batch)
+            arrays += super().read_leaves(batch)
             self._advance(sum(leaf.nbytes for leaf in batch))
-        return found
+        return arrays
 
 
 def _import(
@@ -303,21 +303,21 @@ def _import(
     items: dict[str, ItemToSave] = {}
     trees: list[TreeSource] = []
     left_out: list[str] = []
-    for name, kind in checkpoint.items.items():
-        # An item without a name of its own gets the one that managers and callbacks give it.
-        own = ITEM if name == checkpoint.unnamed and ITEM not in checkpoint.items else name
-        if kind == TREE:
+    for name, item_kind in checkpoint.items.items():
+        # An unnamed item gets the name that managers and callbacks use.
+        item = ITEM if name == checkpoint.unnamed and ITEM not in checkpoint.items else name
+        if item_kind == TREE:
             tree = checkpoint.tree(name)
             left_out += tree.left_out
             for without in (without_placeholders, without_unreadable):
                 tree, lines = without(tree)
                 left_out += lines
             trees.append(tree)
-            items[own] = ItemToSave(TreeSourceHandler(share.advance), trees[-1])
-        elif kind == JSON:
-            items[own] = ItemToSave(JsonCheckpointHandler(), checkpoint.value(name))
-        elif kind != METRICS:
-            left_out.append(f"{name} (an item of the kind {kind}, which holdfast does not read)")
+            items[item] = ItemToSave(TreeSourceHandler(share.advance), trees[-1])
+        elif item_kind == JSON:
+            items[item] = ItemToSave(JsonCheckpointHandler(), checkpoint.value(name))
+        elif item_kind != METRICS:
+            left_out.append(f"{name} (an item of the kind {item_kind}, which holdfast does not read)")
     if not items:
         raise OptionError(f"{checkpoint.location}: none of its items can be read: {', '.join(left_out)}")
     save = Save(target, items, overwrite=overwrite)
@@ -337,8 +337,8 @@ def _import(
         written = NativeCheckpoint(target)
         problems = [
             f"{name}: {problem.leaf or problem.file}: {problem.what}"
-            for name, kind in written.items.items()
-            if kind == TREE
+            for name, item_kind in written.items.items()
+            if item_kind == TREE
             for problem in written.tree(name).verify(share.advance)
         ]
         if problems:
@@ -360,9 +360,9 @@ def _conversion(
     trees: Sequence[TreeSource],
     left_out: Sequence[str],
 ) -> Conversion:
-    # Leaves without data, and those that may be empty containers, are not counted: the result may lack them.
-    found = (leaf for tree in trees for leaf in tree.leaves)
-    leaves = [leaf for leaf in found if leaf.saved.kind not in NAME_ONLY and OPTIONAL not in leaf.saved.details]
+    # Leaves without data, and those that may be empty containers, do not count: the result may lack them.
+    all_leaves = (leaf for tree in trees for leaf in tree.leaves)
+    leaves = [leaf for leaf in all_leaves if leaf.saved.kind not in NAME_ONLY and OPTIONAL not in leaf.saved.details]
     return Conversion(
         source=str(checkpoint.location),
         path=str(target),
@@ -377,16 +377,15 @@ def _conversion(
 def _write_arrays(
     folder: Location, source: TreeSource, arrays: Mapping[str, SavedLeaf], advance: Callable[[int], None]
 ) -> None:
-    """Write leaves of a tree by the names that another library gives them; they are durable on return."""
+    """Write leaves of a tree under the names of another library; they are durable on return."""
     stored = PartialTree(source, arrays, source.tree)
     loader = _Loader(stored, advance)
-    leaves = [_host_leaf(leaf, loader) for leaf in stored.leaves]
-    writer = TreeWriter(HostTree(list(arrays), leaves, None), Layout())
+    writer = TreeWriter(HostTree(list(arrays), [_host_leaf(leaf, loader) for leaf in stored.leaves], None), Layout())
     make_durable(folder, writer.merge(folder, [writer.write(folder, ProcessInfo())], describes=False))
 
 
 class TreeSourceHandler(PyTreeCheckpointHandler):
-    """Saves a `TreeSource`; only some batches of its leaves are in memory at a time."""
+    """Saves a `TreeSource`; only a few batches of its leaves are in memory at a time."""
 
     def __init__(self, advance: Callable[[int], None] = NULL.advance) -> None:
         super().__init__()
@@ -396,7 +395,7 @@ class TreeSourceHandler(PyTreeCheckpointHandler):
         source: TreeSource = item
         source.read_leaves([leaf for leaf in source.leaves if leaf.saved.dtype is None])
         loader = _Loader(source, self._advance)
-        # Where the format stores None and a container without leaves alike, it becomes the container: nearly always, it
+        # If the format does not distinguish None from a container without leaves, it becomes the container: usually, it
         # is the empty state of an optimizer, and a template has the container, too.
         kept = [OPTIONAL not in leaf.saved.details for leaf in source.leaves]
         leaves = [leaf for leaf, stays in zip(source.leaves, kept, strict=True) if stays]
@@ -422,25 +421,25 @@ class _Loader:
         self._reading = threading.Lock()
 
     def array(self, name: str) -> NDArray[Any]:
-        """Return the array of a leaf; threads may call this at the same time, and wait while one of them reads."""
+        """Return the array of a leaf; thread-safe: only one thread at a time reads, and others wait."""
         number = self._batch_of[name]
-        found = self._loaded.get(number)
-        if found is None:
-            with self._reading:  # Sources need not be thread-safe.
-                found = self._loaded.get(number)
-                if found is None:
+        arrays = self._loaded.get(number)
+        if arrays is None:
+            with self._reading:  # a source may not be thread-safe
+                arrays = self._loaded.get(number)
+                if arrays is None:
                     batch = self._batches[number]
                     pairs = zip(batch, self._source.read_leaves(batch), strict=True)
-                    found = self._loaded[number] = {leaf.name: array for leaf, array in pairs if array is not None}
+                    arrays = self._loaded[number] = {leaf.name: array for leaf, array in pairs if array is not None}
                     self._advance(sum(leaf.nbytes for leaf in batch))
                     if len(self._loaded) > _KEPT:
                         del self._loaded[next(iter(self._loaded))]
-        return found[name]
+        return arrays[name]
 
 
 @dataclass(frozen=True, slots=True)
 class _LaterPiece:
-    """A `Piece` that is all of an array, read each time that it is needed."""
+    """A `Piece` with all of an array, which is read each time that it is needed."""
 
     name: str
     box: Box

@@ -1,7 +1,7 @@
-"""State trees in msgpack, as Flax writes them and early versions of Orbax wrote them beside their arrays.
+"""Trees in msgpack, as Flax writes them, and early versions of Orbax wrote them next to their arrays.
 
-Arrays are extension 1, ``(shape, dtype name, bytes)`` packed once more; complex numbers 2; numpy scalars 3; tuples 4.
-Arrays above a gigabyte are dictionaries with the member ``__msgpack_chunked_array__``. See
+Arrays are extension 1, ``(shape, dtype name, bytes)`` in msgpack; complex numbers 2; numpy scalars 3; tuples 4. Arrays
+of more than a gigabyte are dictionaries with the member ``__msgpack_chunked_array__``. See
 https://flax.readthedocs.io/en/latest/api_reference/flax.serialization.html
 """
 
@@ -20,24 +20,24 @@ from ...engine.format import ARRAY_EXTENSION, decode_array, decode_msgpack
 from ...engine.sources import FoundSteps, SingleTree, StoredTree, first_bytes, total_bytes
 from ...engine.storage import Entry, Location
 
-_LIMIT = 1 << 36  # bytes of a file; all of it is held in memory
+_LIMIT = 1 << 36  # bytes of a file, which is read into memory
 _COMPLEX, _SCALAR, _TUPLE = 2, 3, 4
 _CHUNKED = "__msgpack_chunked_array__"
 
 
-def looks_like_msgpack(place: Location) -> bool:
+def looks_like_msgpack(file: Location) -> bool:
     """True if a file begins as a msgpack dictionary does."""
     try:
-        first = first_bytes(place, 1)
+        first = first_bytes(file, 1)
     except ObjectNotFoundError:
         return False
     return bool(first) and (0x80 <= first[0] <= 0x8F or first[0] in (0xDE, 0xDF))
 
 
-def decode_file(place: Location) -> Any:
+def decode_file(file: Location) -> Any:
     """Read a file: nested dictionaries (with text as keys), lists and tuples of arrays, scalars and Python values."""
-    content = read_checked(place, None, limit=_LIMIT)
-    with naming(place):
+    content = read_checked(file, None, limit=_LIMIT)
+    with naming(file):
         return decode_flax(content)
 
 
@@ -47,8 +47,8 @@ def decode_flax(content: bytes, depth: int = 0) -> Any:
 
 def _extension(code: int, data: bytes, depth: int) -> Any:
     if code == _TUPLE:
-        found = decode_flax(data, depth)
-        return tuple(found) if isinstance(found, list) else found
+        elements = decode_flax(data, depth)
+        return tuple(elements) if isinstance(elements, list) else elements
     if code == _COMPLEX:
         parts = decode_msgpack(data)
         if not isinstance(parts, list) or len(parts) != 2 or not all(isinstance(part, float) for part in parts):
@@ -61,16 +61,16 @@ def _extension(code: int, data: bytes, depth: int) -> Any:
 
 
 def _mapping(value: dict[Any, Any]) -> Any:
-    """Return a dictionary with text as keys, or the array that it has in parts."""
+    """Return a dictionary with text as keys, or the array whose parts it holds."""
     if _CHUNKED in value:
         return _joined(value)
     for key in value:
         if not isinstance(key, str | int) or isinstance(key, bool):
             raise DamagedCheckpointError(f"a dictionary has the key {key!r:.80}; keys are str or int")
-    found = {str(key): inner for key, inner in value.items()}
-    if len(found) < len(value):
+    named = {str(key): inner for key, inner in value.items()}
+    if len(named) < len(value):
         raise DamagedCheckpointError("a dictionary has the same key as text and as a number")
-    return found
+    return named
 
 
 def _joined(value: dict[Any, Any]) -> NDArray[Any]:
@@ -97,6 +97,5 @@ def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
 
 def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
     names = [entry.name for entry in entries if not entry.is_directory]
-    found = {int(match[1]): location / name for name in names if (match := _STEP.fullmatch(name)) is not None}
-    files = {step: place for step, place in found.items() if looks_like_msgpack(place)}
-    return FoundSteps.of("Flax", files)
+    named = {int(match[1]): location / name for name in names if (match := _STEP.fullmatch(name)) is not None}
+    return FoundSteps.of("Flax", {step: file for step, file in named.items() if looks_like_msgpack(file)})

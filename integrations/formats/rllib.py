@@ -5,15 +5,16 @@ Each component's directory holds its state, ``state.pkl`` or ``state.msgpack``, 
 the components below. See https://docs.ray.io/en/latest/rllib/checkpoints.html
 
 A tree of components reads them one by one (``integrations/components/reading.py``). Here, a directory is one tree: the
-state of its component, and under their names the states of the components below.
+state of its component, with the states of the components below under their names.
 
 Pickles are interpreted by :mod:`~holdfast.integrations.formats.torch.pickles`, which knows arrays and Python's plain
-types; all other objects are left out. In msgpack (https://github.com/msgpack/msgpack/blob/master/spec.md), arrays of
+types; other objects are left out. In msgpack (https://github.com/msgpack/msgpack/blob/master/spec.md), arrays of
 numpy are maps as the package msgpack-numpy defines them: ``{b"nd": True, b"type": "<f4", b"shape": [2], b"data": ...}``
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 from collections import OrderedDict
@@ -40,30 +41,28 @@ def decode_state(content: bytes) -> Any:
     return decode_msgpack(content, mapping=_numpy_value)
 
 
-def _numpy_value(found: dict[Any, Any]) -> Any:
-    """Return the array, scalar or complex number that a map of msgpack-numpy describes, or the map itself."""
-    if b"nd" in found:
-        return _array(found)
-    if b"complex" not in found:
-        return found
+def _numpy_value(described: dict[Any, Any]) -> Any:
+    """Return the array, scalar or complex number that a map of msgpack-numpy describes, or any other map itself."""
+    if b"nd" in described:
+        return _array(described)
+    if b"complex" not in described:
+        return described
     try:
-        return complex(found[b"data"])
+        return complex(described[b"data"])
     except (KeyError, TypeError, ValueError) as error:
         raise DamagedCheckpointError(f"a complex number is not valid: {error!r}") from error
 
 
-def _array(found: dict[Any, Any]) -> Any:
-    name, data, shape = found.get(b"type"), found.get(b"data"), found.get(b"shape", [])
+def _array(described: dict[Any, Any]) -> Any:
+    name, data, shape = described.get(b"type"), described.get(b"data"), described.get(b"shape", [])
     name = name.decode("ascii", "replace") if isinstance(name, bytes) else name
-    if found.get(b"kind", b"") not in (b"", "") or not isinstance(name, str) or not _DTYPE.fullmatch(name):
-        raise DamagedCheckpointError(f"an array of numpy has the type {name!r:.80}, which is not plain data")
-    try:
-        dtype = np.dtype(name)
-    except (TypeError, ValueError) as error:
-        raise DamagedCheckpointError(f"an array of numpy has the type {name!r:.80}") from error
+    is_plain = described.get(b"kind", b"") in (b"", "") and isinstance(name, str) and _DTYPE.fullmatch(name)
+    dtype = np.dtype("V0")
+    with contextlib.suppress(TypeError, ValueError):
+        dtype = np.dtype(name if is_plain else "V0")
     if not dtype.itemsize:
-        raise DamagedCheckpointError(f"an array of numpy has the type {name!r:.80}, which has no bytes")
-    is_array = found[b"nd"] is True
+        raise DamagedCheckpointError(f"an array of numpy has the type {name!r:.80}, which is not plain data")
+    is_array = described[b"nd"] is True
     array = array_of(shape if is_array else [], dtype, data)
     return array.copy() if is_array else array[()]
 
@@ -78,67 +77,64 @@ _LEVELS = 32
 
 
 class RLlibDirectory:
-    """The directory of one component; ``path`` is the escaped names of the directories above, from the one opened."""
+    """The directory of one component; ``path`` leads to it from the directory that was opened, as escaped names."""
 
     def __init__(self, location: Location, path: tuple[str, ...] = ()) -> None:
         self.location = location
         self.path = path
         self.names = {entry.name: entry.is_directory for entry in location.entries()}
-        self.metadata = self._read_metadata()
+        files = [name for name in _METADATA if name in self.names]
+        metadata = read_json(location / files[0]) if files else {}
+        self.metadata: dict[str, Any] = metadata if isinstance(metadata, dict) else {}
         self.left_out: Sequence[str] = ()
 
     @cached_property
     def children(self) -> Mapping[tuple[str, ...], Self]:
-        found: dict[tuple[str, ...], Self] = {}
+        children: dict[tuple[str, ...], Self] = {}
         for name, is_directory in self.names.items():
             if is_directory and looks_like_rllib(self.location / name):
                 if len(self.path) >= _LEVELS:
                     raise DamagedCheckpointError(f"{self.location}: components are nested too deeply")
                 segment = escape_key(name)
-                found[(segment,)] = type(self)(self.location / name, (*self.path, segment))
-        return found
+                children[(segment,)] = type(self)(self.location / name, (*self.path, segment))
+        return children
 
     def own_state(self, *, none: bool) -> Any:
-        """Read its state without those of components below; log what is left out: without ``none``, the keys None."""
-        left_out: list[str] = []
-        self.left_out = left_out
-        found = self._read_state(left_out, none)
+        """Read its state without the components below; log what is left out, such as keys None without ``none``."""
+        self.left_out = left_out = list[str]()
+        state = self._read_state(left_out, none)
         if left_out:
-            _logger.warning(
-                "%s: left out objects that are not data: %s",
-                self.location / self._state_file(),
-                "; ".join(left_out[:20]),
-            )
-        return found
+            file, lines = self.location / self._state_file(), "; ".join(left_out[:20])
+            _logger.warning("%s: left out objects that are not data: %s", file, lines)
+        return state
 
     def _read_state(self, left_out: list[str], none: bool) -> Any:
-        place = self.location / self._state_file()
-        content = read_checked(place, None, limit=_LIMIT)
-        with naming(place):
-            found = decode_state(content) if place.name.endswith(".msgpack") else unpickle(content, BUILDERS)
-            found = without_objects(found, left_out, len(content), needed=(), none=none)
-            if not isinstance(found, dict):
+        file = self.location / self._state_file()
+        content = read_checked(file, None, limit=_LIMIT)
+        with naming(file):
+            state = decode_state(content) if file.name.endswith(".msgpack") else unpickle(content, BUILDERS)
+            state = without_objects(state, left_out, len(content), needed=(), none=none)
+            if not isinstance(state, dict):
                 raise DamagedCheckpointError("it is not a dictionary of data")
-            return found
+            return state
 
     def full_state(self, left_out: list[str], prefix: str = "") -> Any:
-        """Read its state with those of all components below."""
+        """Read its state with the states of all components below."""
         lines: list[str] = []
-        found = self._read_state(lines, none=False)
+        state = self._read_state(lines, none=False)
         left_out += [f"{prefix}{line}" for line in lines]
         for child in self.children.values():
             name = child.location.name
-            found[name] = child.full_state(left_out, f"{prefix}{name}/")
-        return found
+            state[name] = child.full_state(left_out, f"{prefix}{name}/")
+        return state
 
     def _state_file(self) -> str:
         base = self.metadata.get("state_file")
         bases = [base] if isinstance(base, str) and "/" not in base else []
-        found = [name for name in self.names if _is_state(name)]
-        named = [name for name in found for base in bases if name.rpartition(".")[0] == base]
-        chosen = named or found
+        states = [name for name in self.names if _is_state(name)]
+        chosen = [name for name in states for base in bases if name.rpartition(".")[0] == base] or states
         if len(chosen) > 1:
-            # RLlib leaves the old file in place when it saves in another form, and nothing says which one is newer.
+            # RLlib keeps the old file when it saves in another form, and nothing says which one is newer.
             raise DamagedCheckpointError(
                 f"{self.location} holds the states {', '.join(sorted(chosen))}, which were saved at different times; "
                 "remove all but one"
@@ -146,13 +142,6 @@ class RLlibDirectory:
         if not chosen:
             raise CheckpointNotFoundError(f"{self.location}: there is no file of a state here")
         return chosen[0]
-
-    def _read_metadata(self) -> dict[str, Any]:
-        for name in _METADATA:
-            if name in self.names:
-                found = read_json(self.location / name)
-                return found if isinstance(found, dict) else {}
-        return {}
 
 
 def looks_like_rllib(location: Location) -> bool:
@@ -196,5 +185,6 @@ def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
 def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
     """Find the directories ``checkpoint_000012`` that Ray Tune makes of a trial."""
     folders = [location / entry.name for entry in entries if entry.is_directory and _STEP.fullmatch(entry.name)]
-    found = (recognise(one, frozenset(file.name for file in one.entries() if not file.is_directory)) for one in folders)
-    return FoundSteps.of("RLlib", {one.step: one.location for one in found if one is not None and one.step is not None})
+    names = {folder: frozenset(file.name for file in folder.entries() if not file.is_directory) for folder in folders}
+    checkpoints = [checkpoint for folder in folders if (checkpoint := recognise(folder, names[folder])) is not None]
+    return FoundSteps.of("RLlib", {each.step: each.location for each in checkpoints if each.step is not None})

@@ -4,15 +4,16 @@ A file is the length of the header (8 bytes, little endian), the header (a JSON 
 endian and in C order, without gaps (https://huggingface.co/docs/safetensors, "Format").
 
 A tensor's name becomes a path, cut at its dots: ``layers.0.weight`` is the leaf ``layers/0/weight``, with text keys.
-Where the names do not fit into one tree (``a`` beside ``a.b``, or ``a..b``), the tree is one dictionary of whole names.
-A file that holdfast exported notes in its metadata the containers, and the values that are not tensors.
+If the names do not form a tree (``a`` with ``a.b``, or ``a..b``), the tree is one dictionary with the whole names as
+keys. The metadata of a file that holdfast exported describe the containers, and hold the values that are not tensors.
 
 ``HuggingFaceStorageWriter`` of torch.distributed.checkpoint writes files for each process and no index: their metadata
-have the index of the first element of each tensor in the whole one (torch/distributed/checkpoint/_hf_utils.py).
+contain the index of the first element of each part in the whole tensor (torch/distributed/checkpoint/_hf_utils.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -45,8 +46,8 @@ from ...engine.storage import DataReader, Location, Segment
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
-TREE_NOTE = "holdfast.tree"  # the member of the metadata in which an exported file notes its tree
-BARE_LEAF = "value"  # the name of the tensor of a tree that is one bare leaf
+TREE_NOTE = "holdfast.tree"  # the member of the metadata that describes the tree of an exported file
+BARE_LEAF = "value"  # the name of the tensor if the tree is one bare leaf
 _BATCH = 64 << 20  # bytes of leaves that are read together
 _STEP = 1 << 20  # bytes that are written at a time
 _PT = {"format": "pt"}  # metadata that other libraries expect
@@ -55,25 +56,16 @@ _HEADER_LIMIT = 100_000_000  # bytes; the limit of the reference implementation
 _METADATA = "__metadata__"
 _ALIGNMENT = 8  # bytes; the reference implementation aligns the tensors to it
 _LARGEST_SIZE = 1 << 62
-# Names of the files of a folder without an index: the process, the model, the number of the file, how many there are.
+# File names in a folder without an index: the process, the model, the number of the file, and the number of files.
 _NUMBERED = re.compile(r"(?:shard-([0-9]{5,18})-)?(.+)-([0-9]{5,18})-of-([0-9]{5,18})\.safetensors")
-_SHARDING = "DCP_SHARDING_INFO"  # the member of the metadata that has the places of parts
+_SHARDING = "DCP_SHARDING_INFO"  # the member of the metadata that has the offsets of parts
 _OFFSETS = "saved_offsets"
 
 _DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
-    "U8": np.dtype(np.uint8),
-    "I8": np.dtype(np.int8),
-    "U16": np.dtype(np.uint16),
-    "I16": np.dtype(np.int16),
-    "U32": np.dtype(np.uint32),
-    "I32": np.dtype(np.int32),
-    "U64": np.dtype(np.uint64),
-    "I64": np.dtype(np.int64),
-    "F16": np.dtype(np.float16),
+    **{f"{letter}{8 * size}": np.dtype(f"{letter.lower()}{size}") for letter in "UI" for size in (1, 2, 4, 8)},
+    **{f"F{8 * size}": np.dtype(f"f{size}") for size in (2, 4, 8)},
     "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F32": np.dtype(np.float32),
-    "F64": np.dtype(np.float64),
     "C64": np.dtype(np.complex64),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
@@ -82,7 +74,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-# Two numbers in a byte. Neither numpy nor torch computes with them; torch's name for a byte of them is this.
+# Two numbers in a byte, with torch's name for it. Neither numpy nor torch computes with them.
 _PACKED = {"F4": "float4_e2m1fn_x2"}
 
 
@@ -90,16 +82,16 @@ Tensors = Mapping[str, StoredArray]
 
 
 def read_header(reader: DataReader, file: str, begin: int = 0) -> tuple[dict[str, StoredArray], Mapping[str, str]]:
-    """Read the header at a byte of a file: its tensors by name, in order, and the writer's notes, text by name."""
+    """Read the header at a byte of a file: the tensors by name, in order, and the metadata, as text by name."""
     size = reader.size - begin
     length = _header_length(reader.read(begin, min(_LENGTH_BYTES, size)).tobytes(), size)
     content = reader.read(begin + _LENGTH_BYTES, length).tobytes()
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
+        members = dict(pairs)
+        if len(members) != len(pairs):
             raise ValueError("a name occurs twice")
-        return found
+        return members
 
     try:
         document = json.loads(content, object_pairs_hook=unique)
@@ -113,10 +105,10 @@ def read_header(reader: DataReader, file: str, begin: int = 0) -> tuple[dict[str
     end = begin + _LENGTH_BYTES + length
     tensors = {name: _tensor(name, facts, file, end) for name, facts in document.items()}
     parts = [(tensor.whole(), name) for name, tensor in tensors.items()]
-    for part, name in sorted(parts, key=lambda one: (one[0].offset, one[0].length)):
+    for part, name in sorted(parts, key=lambda pair: (pair[0].offset, pair[0].length)):
         if part.offset != end:
-            what = "overlaps the one before" if part.offset < end else "leaves a gap before it"
-            raise DamagedCheckpointError(f"tensor {name!r:.200} {what}: it begins at byte {part.offset}")
+            problem = "overlaps the one before" if part.offset < end else "leaves a gap before it"
+            raise DamagedCheckpointError(f"tensor {name!r:.200} {problem}: it begins at byte {part.offset}")
         end += part.length
     if end != reader.size:
         raise DamagedCheckpointError(f"the tensors end at byte {end}, the file has {reader.size} bytes")
@@ -138,26 +130,25 @@ def _tensor(name: str, facts: Any, file: str, begin: int) -> StoredArray:
     where = f"tensor {name!r:.200}"
     if not isinstance(facts, dict):
         raise DamagedCheckpointError(f"{where}: the header does not describe it")
-    shape, offsets, kind = facts.get("shape"), facts.get("data_offsets"), facts.get("dtype")
+    shape, offsets, code = facts.get("shape"), facts.get("data_offsets"), facts.get("dtype")
     if not _sizes(shape) or not _sizes(offsets) or len(offsets) != 2 or len(shape) > 64:
         raise DamagedCheckpointError(f"{where}: the header has no shape or no offsets for it")
-    torch_dtype = _PACKED.get(kind) if isinstance(kind, str) else None
-    dtype = _DTYPES.get(kind) if isinstance(kind, str) else None
+    torch_dtype = _PACKED.get(code) if isinstance(code, str) else None
+    dtype = _DTYPES.get(code) if isinstance(code, str) else None
     if torch_dtype is not None:
         dtype = np.dtype(np.uint8)
         if not shape or shape[-1] % 2:
-            raise DamagedCheckpointError(f"{where}: {kind} of shape {shape} does not fill whole bytes")
+            raise DamagedCheckpointError(f"{where}: {code} of shape {shape} does not fill whole bytes")
         shape = [*shape[:-1], shape[-1] // 2]
     if dtype is None:
-        raise DamagedCheckpointError(f"{where} has the dtype {kind!r:.80}, which holdfast does not read")
+        raise DamagedCheckpointError(f"{where} has the dtype {code!r:.80}, which holdfast does not read")
     length = math.prod(shape) * dtype.itemsize
     if offsets[1] - offsets[0] != length or length > _LARGEST_SIZE:
         raise DamagedCheckpointError(
             f"{where}: {dtype}{shape} takes {length} bytes, the header gives it those from {offsets[0]} to {offsets[1]}"
         )
     details = {"kind": "numpy"} if torch_dtype is None else {"kind": "torch", "torch_dtype": torch_dtype}
-    start = (0,) * len(shape)
-    part = StoredPart(start, tuple(shape), file, begin + offsets[0], length, dtype.newbyteorder("<"))
+    part = StoredPart((0,) * len(shape), tuple(shape), file, begin + offsets[0], length, dtype.newbyteorder("<"))
     return StoredArray(dtype, part.shape, details, lambda: [part])
 
 
@@ -185,19 +176,19 @@ def _open(location: Location, files: Mapping[str, Location], weight_map: Mapping
     for path, file in files.items():
         try:
             with naming(file, " is not a whole safetensors file"), file.open_data() as reader:
-                if what := left_by_download(reader):
-                    raise DamagedCheckpointError(f"it is {what}")
-                found, metadata = read_header(reader, path)
+                if download := left_by_download(reader):
+                    raise DamagedCheckpointError(f"it is {download}")
+                in_file, metadata = read_header(reader, path)
                 nbytes += reader.size
         except ObjectNotFoundError as error:
             raise DamagedCheckpointError(f"{file} is missing, although the index of its folder names it") from error
         note = metadata.get(TREE_NOTE)
-        if path and weight_map is None:  # a file that is opened by itself is what it holds, not a part
-            found = _placed(file, found, metadata.get(_SHARDING, "{}"))
-        for name, tensor in found.items():
+        if path and weight_map is None:  # a file that is opened alone is not a part
+            in_file = _placed(file, in_file, metadata.get(_SHARDING, "{}"))
+        for name, tensor in in_file.items():
             if weight_map is None or weight_map.get(name) == path:
                 parts.setdefault(name, []).append(tensor)
-    tensors = {name: _joined(location, name, found) for name, found in parts.items()}
+    tensors = {name: _joined(location, name, in_files) for name, in_files in parts.items()}
     if weight_map is not None:
         missing = sorted(weight_map.keys() - tensors.keys())
         if missing:
@@ -214,7 +205,7 @@ def _open(location: Location, files: Mapping[str, Location], weight_map: Mapping
 
 
 def _are_numbered(location: Location, files: Collection[str]) -> bool:
-    """True if the names say that files are parts of one model; refuse them if one is missing."""
+    """True if the names say that files are parts of one model; raise DamagedCheckpointError if one is missing."""
     matches = [match for name in files if (match := _NUMBERED.fullmatch(name)) is not None]
     if not matches or len(matches) < len(files) or len({match.group(2, 4) for match in matches}) > 1:
         return False
@@ -239,7 +230,7 @@ def _first_missing(numbers: Collection[int]) -> int:
 
 
 def _placed(file: Location, tensors: Tensors, noted: str) -> dict[str, StoredArray]:
-    """Return the tensors of a file at their places in the whole ones, where its metadata has noted these."""
+    """Return the tensors of a file with their offsets in the whole tensors, if its metadata have these."""
     with naming(file, ": the places of its tensors cannot be read"):
         try:
             places = json.loads(noted)
@@ -261,11 +252,11 @@ def _at(tensor: StoredArray, start: Any) -> StoredArray:
 
 
 def _joined(location: Location, name: str, tensors: Sequence[StoredArray]) -> StoredArray:
-    """Return the tensor that is in parts, whose shape is known from them alone."""
+    """Return the tensor that parts form; its shape follows from them."""
     first = tensors[0]
     parts = [tensor.whole() for tensor in tensors]
-    odd = next((one for one in tensors if one.dtype != first.dtype or len(one.shape) != len(first.shape)), None)
-    if odd is not None:
+    odds = [tensor for tensor in tensors if tensor.dtype != first.dtype or len(tensor.shape) != len(first.shape)]
+    for odd in odds:
         raise DamagedCheckpointError(
             f"{location}: the parts of tensor {name!r:.200} do not fit together: {parts[0].file} has "
             f"{first.dtype}{list(first.shape)}, {odd.whole().file} has {odd.dtype}{list(odd.shape)}"
@@ -283,37 +274,33 @@ def _joined(location: Location, name: str, tensors: Sequence[StoredArray]) -> St
 
 
 def tensor_name(leaf_name: str) -> str:
-    """Return the name of the tensor of a leaf: the keys of its path, joined by dots."""
+    """Return the name of a leaf's tensor: the keys of its path, joined by dots."""
     return ".".join(split(leaf_name)) if leaf_name else BARE_LEAF
 
 
 def _indexed(location: Location, index: str) -> tuple[dict[str, Location], dict[str, str]]:
-    """Read the index of a folder; return its files by name, and the file of every tensor."""
-    place = location / index
-    weight_map = read_object(place).get("weight_map")
+    """Read the index of a folder; return the files by name, and the name of the file of every tensor."""
+    index_file = location / index
+    weight_map = read_object(index_file).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise DamagedCheckpointError(f"{place} does not give the file of every tensor")
+        raise DamagedCheckpointError(f"{index_file} does not give the file of every tensor")
     files = {}
     for file in sorted(set(weight_map.values())):
         if "/" in file or "\\" in file or file in ("", ".", "..") or not file.endswith(SUFFIX):
-            raise DamagedCheckpointError(f"{place} names {file!r:.200}, which is not a file of its folder")
+            raise DamagedCheckpointError(f"{index_file} names {file!r:.200}, which is not a file of its folder")
         files[file] = location / file
     return files, weight_map
 
 
 def _looks_right(file: Location) -> bool:
-    """True if the name or the first bytes of a file are those of this format."""
+    """True if a file looks like one of this format, by its name or its first bytes."""
     if file.name.endswith(SUFFIX):
         return True
-    with file.open_data() as reader:
-        if reader.size <= _LENGTH_BYTES:
-            return False
-        begin = reader.read(0, _LENGTH_BYTES + 1).tobytes()
-        try:
-            _header_length(begin[:_LENGTH_BYTES], reader.size)
-        except DamagedCheckpointError:
-            return False
+    with file.open_data() as reader, contextlib.suppress(DamagedCheckpointError):
+        begin = reader.read(0, min(_LENGTH_BYTES + 1, reader.size)).tobytes()
+        _header_length(begin[:_LENGTH_BYTES], reader.size)
         return begin.endswith(b"{")
+    return False
 
 
 def _cut(location: Location, tensors: Tensors, nbytes: int) -> StoredTree:
@@ -329,10 +316,9 @@ def _cut(location: Location, tensors: Tensors, nbytes: int) -> StoredTree:
 
 
 def _noted(location: Location, note: str, tensors: Tensors, nbytes: int) -> StoredTree | None:
-    """Make the tree that an exported file notes; return None where it does not fit the tensors any more."""
+    """Make the tree that an exported file describes; return None if it does not fit the tensors any more."""
     try:
-        document = json.loads(note, parse_constant=_refuse)
-        names, details, tree = from_document(document)
+        names, details, tree = from_document(json.loads(note, parse_constant=_refuse))
     except (ValueError, RecursionError, AttributeError, DamagedCheckpointError):
         return None
     leaves: list[SavedLeaf] = []
@@ -358,7 +344,7 @@ def _refuse(constant: str) -> None:
 def export_safetensors(source: TreeSource, destination: Location, *, overwrite: bool = False) -> None:
     """Write a tree as a safetensors file, atomically and durably; only some of its leaves are in memory at a time.
 
-    Python's numbers become tensors without axes. Text, bytes, None and the containers are noted in the file's metadata,
+    Python's numbers become tensors without axes. Text, bytes, None and the containers become part of the metadata,
     which only holdfast reads.
     """
     check_destination(destination, overwrite=overwrite)
@@ -400,18 +386,16 @@ def write_tensors(
 def _encode_header(
     tensors: Iterable[tuple[str, Any, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, int]:
-    """Return a header with its length in front, and the bytes of all tensors."""
+    """Return the header, preceded by its length, and the number of bytes of all tensors."""
     document: dict[str, Any] = {_METADATA: metadata}
     end = 0
     for name, dtype, shape in tensors:
-        kind = _NAMES.get(dtype.newbyteorder("="))
-        if name == _METADATA or kind is None:
-            what = (
-                f"a tensor of a safetensors file cannot be called {name!r}" if kind else f"safetensors has no {dtype}"
-            )
-            raise UnsupportedLeafError(what)
+        code = _NAMES.get(dtype.newbyteorder("="))
+        if name == _METADATA or code is None:
+            problem = f"a tensor of a safetensors file cannot be called {name!r}"
+            raise UnsupportedLeafError(problem if code else f"safetensors has no {dtype}")
         begin, end = end, end + math.prod(shape) * dtype.itemsize
-        document[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [begin, end]}
+        document[name] = {"dtype": code, "shape": list(shape), "data_offsets": [begin, end]}
     content = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
     content += b" " * (-(_LENGTH_BYTES + len(content)) % _ALIGNMENT)
     if len(content) > _HEADER_LIMIT:
@@ -429,8 +413,8 @@ def _obstacles(leaves: Sequence[SavedLeaf]) -> list[str]:
         name, dtype = tensor_name(leaf.name), leaf.saved.dtype
         other = taken.setdefault(name, leaf.name)
         if other != leaf.name:
-            what = f"its tensor would have the name {name!r} of {format_path(other)}"
-            problems.append(f"{format_path(leaf.name)}: {what}")
+            taken_by = format_path(other)
+            problems.append(f"{format_path(leaf.name)}: its tensor would have the name {name!r} of {taken_by}")
         variant = leaf.saved.details.get("torch_dtype")
         if variant is not None or dtype is None or dtype.newbyteorder("=") not in _NAMES:
             problems.append(f"{format_path(leaf.name)}: safetensors has no {variant or dtype}")

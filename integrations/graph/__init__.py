@@ -20,7 +20,6 @@ from .reader import CheckpointReader, GraphView, checkpoints_iterator, latest_ch
 from .restoration import Restoration, RestoreReport, RestoreStatus
 from .saved import as_list, current_name
 from .slots import Path, format_node_path, parse_path, storage_name
-from .stored import GraphCheckpointHandler, StoredGraph, capture, open_graph
+from .stored import GraphCheckpointHandler, StoredGraph, capture
 from .tracked import Node, Part, TrackedDict, TrackedList, Untracked, Value, stand_for, tracked_attributes
-from .views import Leaf
-from .walk import LiveGraph, LiveNode, check, walk
+from .walk import LiveGraph, LiveNode, walk

@@ -39,7 +39,7 @@ _logger = logging.getLogger("holdfast")
 
 @dataclass(slots=True, eq=False)
 class _CheckpointState(NodeState):
-    managers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # count steps from the last restore
+    managers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # they count steps from the last restore
     reported: Mapping[Path, str] = field(default_factory=dict)  # skipped objects that the last save has logged
     restorations: list[Restoration] = field(default_factory=list)  # restores with values for later objects
     saver: _GraphSaver = field(default_factory=lambda: _GraphSaver())
@@ -76,13 +76,11 @@ class Checkpoint(Node):
     def __init__(self, /, root: Any = None, **objects: Any) -> None:
         stand_for(self, root)
         if root is not None:
-            known = {edge.segment: edge.value for edge in root_view(self).edges}
+            of_root = {edge.segment: edge.value for edge in root_view(self).edges}
             for name, value in objects.items():
-                if known.get(name, value) is not value:
+                if of_root.get(name, value) is not value:
                     raise OptionError(f"{name}= is another object than the root's own {name!r}; choose another name")
         super().__init__(**objects)
-
-    # ---- saving
 
     @property
     def save_counter(self) -> int:
@@ -105,9 +103,9 @@ class Checkpoint(Node):
             StateError: Values of an earlier restore still wait for their objects, or objects for their values.
             SaveFailedError: The background save before this one failed; this one is done nevertheless.
         """
-        place, saver = as_location(prefix, writes=True), self._holdfast.saver
-        number = saver.next_number(place, self.save_counter)
-        location = place.parent / f"{place.name}-{number}"
+        base, saver = as_location(prefix, writes=True), self._holdfast.saver
+        number = saver.next_number(base, self.save_counter)
+        location = base.parent / f"{base.name}-{number}"
         with numbered(self, number) as item:
             return saver.put(location, item, number, background=background, layout=layout)
 
@@ -146,8 +144,6 @@ class Checkpoint(Node):
     def close(self) -> None:
         """Wait for the save that is under way; raise SaveFailedError if it failed."""
         self._holdfast.saver.wait_until_finished()
-
-    # ---- restoring
 
     def restore(
         self,
@@ -223,8 +219,6 @@ class Checkpoint(Node):
         """
         return plain_values(self._open(path))
 
-    # ---- internal
-
     def _open(self, path: Place) -> StoredGraph:
         self._holdfast.saver.join()
         try:
@@ -238,12 +232,12 @@ class Checkpoint(Node):
 
 
 def snapshot(checkpoint: Checkpoint) -> CapturedGraph:
-    """Return what a save writes; raise StateError or UnsupportedLeafError; log skipped objects not logged before."""
+    """Return what a save writes; log skipped objects; raise StateError or UnsupportedLeafError."""
     state = checkpoint._holdfast
     check_restored(state.restorations)
     with collection_paused():
         live = walk(checkpoint)
-        found = capture(live, apart=current_coordinator().process_count > 1)
+        captured = capture(live, apart=current_coordinator().process_count > 1)
     reported = {**live.skipped, **live.notes}
     for path, reason in reported.items():
         if state.reported.get(path) != reason:
@@ -252,17 +246,17 @@ def snapshot(checkpoint: Checkpoint) -> CapturedGraph:
             else:
                 _logger.info("%s: %s", format_node_path(path), reason)
     state.reported = reported
-    return found
+    return captured
 
 
 @contextlib.contextmanager
 def numbered(checkpoint: Checkpoint, number: int) -> Iterator[CapturedGraph]:
-    """Yield the snapshot of a numbered save; the number is taken back if the save cannot begin or fails at once."""
+    """Yield the snapshot of a numbered save; the number becomes free again if the save fails at once."""
     state = checkpoint._holdfast
     before, state.counter = state.counter, number
     try:
         yield snapshot(checkpoint)
-    except SaveFailedError:  # the save before failed; this one is under way, or done
+    except SaveFailedError:  # of the previous save: this one is under way, or done
         raise
     except BaseException:
         state.counter = before
@@ -335,33 +329,30 @@ class _GraphSaver(AsyncCheckpointer):
         layout: Layout | None,
     ) -> str:
         self.join()
-        one = copy.copy(self)  # Another thread, or the handler of a signal, may save meanwhile.
-        one._number, one.background = number, background
-        save = one.save if background else partial(Checkpointer.save, one)
+        saver = copy.copy(self)  # Another thread, or the handler of a signal, may save meanwhile.
+        saver._number, saver.background = number, background
+        save = saver.save if background else partial(Checkpointer.save, saver)
         try:
             save(location, item, force=overwrite, layout=layout)
         except CheckpointExistsError as error:
             if overwrite or not (location / RECORD).exists():
                 raise
-            what = "choose another path, or replace it with write(path, overwrite=True)"
+            advice = "choose another path, or replace it with write(path, overwrite=True)"
             if number is not None:
-                what = "another program has saved under this number since; save again"
-            raise CheckpointExistsError(f"{location}: a checkpoint is there already; {what}") from error
+                advice = "another program has saved under this number since; save again"
+            raise CheckpointExistsError(f"{location}: a checkpoint is there already; {advice}") from error
         if not background:
             self.check_for_errors()
         return str(location)
 
     def join(self) -> None:
-        """Wait for the save that is under way; an error of it is kept."""
+        """Wait for the save that is under way, and keep its error."""
         self._save.join()
 
     def next_number(self, prefix: Location, counter: int) -> int:
         """Return the next free number, the same on all processes."""
-
-        def following() -> int:
-            return max([counter, *numbers_of(prefix.parent, prefix.name)]) + 1
-
-        return int(self._processes.decide(f"number {prefix.url}", following))
+        decide = partial(self._processes.decide, f"number {prefix.url}")
+        return int(decide(lambda: max([counter, *numbers_of(prefix.parent, prefix.name)]) + 1))
 
     def _record(self, items: Mapping[str, ItemRecord]) -> CheckpointRecord:
         record = super()._record(items)

@@ -32,14 +32,11 @@ from .outside import is_actor_class
 from .slots import PartState, Path
 from .tracked import Node, Value
 
-# ---- torch modules and tensors
-
 EXTRA_STATE = "_extra_state"  # the last part of the key of a module's `get_extra_state` in a state_dict()
-_MODULE_TABLES = frozenset({"_parameters", "_buffers", "_modules"})
 
 
 def is_module(value: object) -> bool:
-    """Whether a value is an initialized torch module; one that ``ray.remote`` has made of its class is not."""
+    """True for an initialized torch module: an actor class that ``ray.remote`` made of its class is none."""
     torch = loaded("torch")
     return torch is not None and isinstance(value, torch.nn.Module) and not is_actor_class(type(value))
 
@@ -66,15 +63,13 @@ def module_children(module: Any) -> list[tuple[str, Any]]:
         children.append((EXTRA_STATE, _ExtraState(module, module, (EXTRA_STATE,))))
     if has_own_protocol(module):
         children.append((OWN_STATE, ModuleState(module, module, (OWN_STATE,))))
+    kinds = (torch.nn.Module, torch.nn.Parameter, Node, Value)
     for name, value in vars(module).items():
-        if isinstance(value, Node | Value) or (name not in _MODULE_TABLES and _holds_modules(value, torch)):
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+        holds = any(isinstance(part, kinds) for part in parts) and name not in ("_parameters", "_buffers", "_modules")
+        if holds or isinstance(value, Node | Value):
             children.append((name, value))
     return children
-
-
-def _holds_modules(value: Any, torch: Any) -> bool:
-    children = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return any(isinstance(child, (torch.nn.Module, torch.nn.Parameter, Node, Value)) for child in children)
 
 
 class TensorSlot:
@@ -86,7 +81,7 @@ class TensorSlot:
 
     @property
     def overlaps(self) -> bool:
-        """Whether elements share memory, as after ``expand``, so that they cannot be written one by one."""
+        """True if elements share memory, as after ``expand``, and cannot be written one by one."""
         torch: Any = loaded("torch")
         tensor = self.anchor
         if is_uninitialized(tensor) or tensor.layout != torch.strided:
@@ -94,7 +89,7 @@ class TensorSlot:
         return any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
     def template(self, shape: Iterable[int]) -> Any:
-        """Return the tensor to compare with: the tensor itself, or the one that a lazy parameter would become."""
+        """Return the tensor to compare with: the tensor itself, or what a lazy parameter would become."""
         if not is_uninitialized(self.anchor):
             return self.anchor
         torch: Any = loaded("torch")
@@ -115,13 +110,13 @@ class _ExtraState(PartState):
     """The value of a module's ``get_extra_state``."""
 
     def get(self) -> Any:
-        return pack_tree(encode_state(self.thing.get_extra_state()))
+        return pack_tree(encode_state(self.target.get_extra_state()))
 
     def set(self, value: Any) -> None:
-        self.thing.set_extra_state(decode_state(value))
+        self.target.set_extra_state(decode_state(value))
 
 
-# ---- modules and optimizers that save and restore their state by methods or hooks of their own
+# ---- modules and optimizers with their own methods or hooks for their state
 
 OWN_STATE = "_own_state"  # name of the edge from a module to the part of its state_dict() that the graph lacks
 _MODULE_METHODS = ("state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_state_dict")
@@ -132,7 +127,7 @@ _MODULE_HOOKS = (
     "_load_state_dict_post_hooks",
 )
 _OPTIMIZER_HOOKS = ("_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks")
-# Methods and hooks of these libraries only find or wrap values that the graph has, too.
+# Methods and hooks of these libraries only find or wrap values that are in the graph, too.
 _TRANSPARENT = (
     "torch.nn.",
     "torch.optim",
@@ -143,26 +138,26 @@ _TRANSPARENT = (
 )
 
 
-def has_own_protocol(thing: Any) -> bool:
-    """Return whether the class of a module or optimizer, the object itself or a hook changes what its state is."""
-    methods, tables = (_MODULE_METHODS, _MODULE_HOOKS) if is_module(thing) else (("state_dict",), _OPTIMIZER_HOOKS)
-    hooks = (hook for table in tables for hook in vars(thing).get(table, {}).values())
+def has_own_protocol(target: Any) -> bool:
+    """True if the class of a module or optimizer, the object itself or a hook changes its state dict."""
+    methods, tables = (_MODULE_METHODS, _MODULE_HOOKS) if is_module(target) else (("state_dict",), _OPTIMIZER_HOOKS)
+    hooks = (hook for table in tables for hook in vars(target).get(table, {}).values())
     return (
-        _overrides(type(thing), methods)  # type: ignore[arg-type]  # mypy takes the class for an instance
-        or any(name in vars(thing) for name in methods)
+        _overrides(type(target), methods)  # type: ignore[arg-type]  # mypy takes the class for an instance
+        or any(name in vars(target) for name in methods)
         or any(not _is_transparent(_function(hook)) for hook in hooks)
     )
 
 
 @lru_cache(maxsize=1024)
-def _overrides(kind: Any, methods: tuple[str, ...]) -> bool:
-    bases = [base for base in kind.__mro__ if not _is_transparent(base) or base.__module__.startswith("torch.")]
+def _overrides(cls: Any, methods: tuple[str, ...]) -> bool:
+    bases = [base for base in cls.__mro__ if not _is_transparent(base) or base.__module__.startswith("torch.")]
     owners = (next((base for base in bases if name in vars(base)), object) for name in methods)
     return any(owner is not object and not _is_transparent(owner) for owner in owners)
 
 
-def _is_transparent(thing: Any) -> bool:
-    return str(getattr(thing, "__module__", "")).startswith(_TRANSPARENT)
+def _is_transparent(owner: Any) -> bool:
+    return str(getattr(owner, "__module__", "")).startswith(_TRANSPARENT)
 
 
 def _function(hook: Any) -> Any:
@@ -173,54 +168,54 @@ def _function(hook: Any) -> Any:
 
 
 class ModuleState(PartState):
-    """The part of a module's own ``state_dict()`` that is not parameters of the graph, with that of its children."""
+    """What the ``state_dict()`` of a module, with its children, has besides the parameters in the graph."""
 
-    # Buffers belong to it, because a module may accept them in another shape, or compute them again.
+    # Buffers are part of it, because a module may accept them in another shape, or compute them again.
 
     def get(self) -> Any:
-        state = self.thing.state_dict()
+        state = self.target.state_dict()
         bare = dict(zip(state, joined_names(list(state)), strict=True))
-        found = {bare[name]: state[name] for name in self._beyond(state)}
-        if current_coordinator().process_count == 1 and (own := accumulated(self.thing)):  # Several have a sum each.
-            found[_ACCUMULATED] = own
-        return pack_tree(encode_state(found))
+        beyond = {bare[name]: state[name] for name in self._beyond(state)}
+        if current_coordinator().process_count == 1 and (sums := accumulated(self.target)):  # Several have a sum each.
+            beyond[_ACCUMULATED] = sums
+        return pack_tree(encode_state(beyond))
 
     def set(self, value: Any) -> None:
         torch: Any = loaded("torch")
-        state = copy.copy(self.thing.state_dict())  # copy() keeps the metadata of torch, which is an attribute
+        state = copy.copy(self.target.state_dict())  # copy() keeps the metadata of torch, which is an attribute
         wrapped = dict(zip(joined_names(list(state)), state, strict=True))
         for name in self._beyond(state):
             del state[name]
         decoded = decode_state(value)
         saved = decoded.pop(_ACCUMULATED, None)  # Earlier versions did not save it.
-        known = set(wrapped.values())
-        found = {
-            name if name in known else wrapped.get(unwrapped_name(name), name): one for name, one in decoded.items()
+        names = set(wrapped.values())
+        beyond = {
+            name if name in names else wrapped.get(unwrapped_name(name), name): one for name, one in decoded.items()
         }
-        state.update(found)
-        # The module may give parameters in another form, such as half precision; they keep the values of the graph.
-        names = set(map(unwrapped_name, found))
-        named = self.thing.named_parameters()
-        exact = [(one, one.detach().clone()) for name, one in named if unwrapped_name(name) in names]
-        self.thing.load_state_dict(state)
+        state.update(beyond)
+        # The module may give parameters in another form, such as half precision: they keep the values of the graph.
+        names = set(map(unwrapped_name, beyond))
+        named = self.target.named_parameters()
+        exact = [(parameter, parameter.detach().clone()) for name, parameter in named if unwrapped_name(name) in names]
+        self.target.load_state_dict(state)
         with torch.no_grad():
-            for one, before in exact:
-                one.copy_(before)
-        # One of several processes continues the sum, which they add up; the others begin anew.
+            for parameter, before in exact:
+                parameter.copy_(before)
+        # One of several processes continues the sum; the others start from zero, as all sums are added up.
         if saved is not None and current_coordinator().process_index == 0:
-            set_accumulated(self.thing, saved)
+            set_accumulated(self.target, saved)
 
     def _beyond(self, state: Mapping[str, Any]) -> list[str]:
-        known = {_memory(one) for one in self.thing.parameters()}
-        known |= {_memory(one) for one in self.thing.buffers() if type(one).__name__ == "DTensor"}
+        in_graph = {_memory(tensor) for tensor in self.target.parameters()}
+        in_graph |= {_memory(tensor) for tensor in self.target.buffers() if type(tensor).__name__ == "DTensor"}
         return [
             name
             for name, value in state.items()
-            if not name.endswith(EXTRA_STATE) and not (is_torch_tensor(value) and _memory(value) in known)
+            if not name.endswith(EXTRA_STATE) and not (is_torch_tensor(value) and _memory(value) in in_graph)
         ]
 
 
-_ACCUMULATED = "holdfast.accumulated"  # what a metric of torchmetrics has accumulated, beside its state_dict()
+_ACCUMULATED = "holdfast.accumulated"  # what a metric of torchmetrics has accumulated, which its state_dict() lacks
 
 
 def accumulated(metric: Any) -> dict[str, Any]:
@@ -228,8 +223,7 @@ def accumulated(metric: Any) -> dict[str, Any]:
     torchmetrics: Any = loaded("torchmetrics")
     if torchmetrics is None or not isinstance(metric, torchmetrics.Metric):
         return {}
-    states = {name: getattr(metric, name) for name in metric._defaults}
-    return {"updates": int(metric._update_count), "states": states}
+    return {"updates": int(metric._update_count), "states": {name: getattr(metric, name) for name in metric._defaults}}
 
 
 def set_accumulated(metric: Any, saved: Mapping[str, Any]) -> None:
@@ -240,7 +234,7 @@ def set_accumulated(metric: Any, saved: Mapping[str, Any]) -> None:
 
 
 def is_buffer(module: Any, name: str) -> bool:
-    """Return whether an attribute of a module is a buffer, which its own state includes."""
+    """True if an attribute of a module is a buffer, which its own state includes."""
     return is_module(module) and name in module._buffers and type(module._buffers[name]).__name__ != "DTensor"
 
 
@@ -257,7 +251,7 @@ def _memory(tensor: Any) -> tuple[Any, ...]:
 
 OPTIMIZER_SLOTS = "slots"  # name of the container of a torch optimizer's values, by the paths of the parameters
 GROUPS = "groups"  # name of the edge from a torch optimizer to the options of its groups
-# These options decide how an optimizer computes, not what; they depend on the devices of the program.
+# Options that decide how an optimizer computes, not what: they depend on the devices of the program.
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
@@ -276,7 +270,7 @@ class OptimizerSlot:
         self.trail: Path = (str(id(optimizer)), name)
         self.name = name
         self.group = group
-        self._optimizer = optimizer  # load_state_dict() of an optimizer around it may replace its state meanwhile
+        self._optimizer = optimizer  # its state may be replaced by load_state_dict() of an optimizer around it
         self._key = slot_key(name)
 
     def get(self) -> Any:
@@ -296,9 +290,8 @@ class OptionSlot:
         self._number = number
 
     @property
-    def group(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.anchor.param_groups[self._number]
-        return found
+    def group(self) -> Any:
+        return self.anchor.param_groups[self._number]
 
     @property
     def parameter(self) -> Any:
@@ -328,7 +321,7 @@ def slot_key(name: str) -> Any:
 
 
 def is_single_leaf(value: object) -> bool:
-    """Whether a value of an optimizer is one leaf; a list of tensors, for example, is a tree."""
+    """True if a value of an optimizer is one leaf; a list of tensors, for example, is a tree."""
     return is_torch_tensor(value) or is_python_value(value)
 
 
@@ -351,9 +344,6 @@ def new_optimizer_tensor(slot: OptimizerSlot | OptionSlot, array: Any, strides: 
     return tensor if on_host or device.type in {"cpu", "meta"} else tensor.to(device)
 
 
-# ---- flax nnx
-
-
 def is_nnx_variable(value: object) -> bool:
     nnx = loaded("flax.nnx")
     return nnx is not None and isinstance(value, nnx.Variable)
@@ -364,11 +354,9 @@ def nnx_children(value: Any) -> list[tuple[str, Any]]:
     data = vars(value).get("_pytree__nodes")
     children = []
     for name, child in vars(value).items():
-        is_data = is_nnx_variable(child) or is_nnx(child)
-        if data is not None:
-            is_data = is_data or data.get(name)
-        else:  # this version of flax does not record which attributes are data
-            is_data = is_data or is_jax_array(child) or isinstance(child, np.ndarray | list | dict | tuple)
+        is_array = is_jax_array(child) or isinstance(child, np.ndarray | list | dict | tuple)
+        # Early versions of flax do not record which attributes are data.
+        is_data = is_nnx_variable(child) or is_nnx(child) or (is_array if data is None else data.get(name))
         if is_data and not name.startswith(("_pytree__", "_object__")):
             children.append((name, child))
     return children
@@ -390,7 +378,6 @@ def variable_accessors(variable: Any) -> tuple[Callable[[], Any], Callable[[Any]
 
 LAYER, OPTIMIZER, VARIABLE = "Layer", "Optimizer", "Variable"
 _KINDS = {LAYER, OPTIMIZER, VARIABLE, "Metric", "SeedGenerator"}
-_OWN_METHODS = ("save_own_variables", "load_own_variables")
 
 
 @lru_cache(maxsize=1024)  # many objects have few types
@@ -408,80 +395,78 @@ def _is_of_keras(cls: type) -> bool:
 
 def keras_kind(value: object) -> str | None:
     """Return the kind of an object of Keras whose values are tensors of torch or arrays of jax; None for others."""
-    kind = _kind(value)
-    if kind is None or not all(is_torch_tensor(one) or is_jax_array(one) for one in map(_value, _variables(value))):
+    if (kind := _kind(value)) is None:
         return None
-    return kind
+    arrays = map(_value, _variables(value))
+    return kind if all(is_torch_tensor(array) or is_jax_array(array) for array in arrays) else None
 
 
 def bare_variable(value: Any) -> Any:
-    """Return the parameter of torch that a variable of Keras stands for; any other object as it is."""
-    if _kind(value) == VARIABLE and is_torch_tensor(found := _value(value)):
-        return found
-    return value
+    """Return the torch parameter that a variable of Keras stands for, or any other object itself."""
+    return _value(value) if _kind(value) == VARIABLE and is_torch_tensor(_value(value)) else value
 
 
 def keras_children(value: Any, order: list[int] | None = None, saved: Iterable[str] = ()) -> list[tuple[str, Any]]:
     """Return the variables and parts of an object of Keras by name, with the lists that TensorFlow has ``saved``."""
-    # `order` has a place for each parameter of an optimizer, in which what it keeps for the parameter is listed.
+    # `order` says for each parameter of an optimizer at which index its values are listed.
     pairs = _parts(value)
-    wanted, named, found = {id(one) for _, one in pairs}, list[tuple[str, Any]](), set[int]()
+    wanted, named, listed = {id(part) for _, part in pairs}, list[tuple[str, Any]](), set[int]()
     for name, child in {**vars(value), **vars(value).get("_modules", {})}.items():
         part, held = _held(child, wanted)
         if not held or name == "_layers":  # a Sequential model lists those of the program by number
             continue
         if order is not None and isinstance(part, list) and len(part) == len(order):
-            part = [part[order.index(place)] for place in range(len(order))]
-        found |= held
+            part = [part[order.index(index)] for index in range(len(order))]
+        listed |= held
         public = name.lstrip("_")
         names = [public, name] if isinstance(getattr(type(value), public, None), property) else [name]
-        named += [(one, part) for one in dict.fromkeys(names)]
+        named += [(alias, part) for alias in dict.fromkeys(names)]
     for name in {"_operations", "_functional"}.intersection(saved):
         operations = getattr(getattr(value, "_functional", None) or value, "_operations", [])
-        part = [one if id(one) in wanted else None for one in operations]
+        part = [operation if id(operation) in wanted else None for operation in operations]
         named.append((name, part if name == "_operations" else {"_operations": part}))
-    return _numbered([*named, *(pair for pair in pairs if id(pair[1]) not in found)])
+    return _numbered([*named, *(pair for pair in pairs if id(pair[1]) not in listed)])
 
 
 def numbered_children(value: Any) -> list[tuple[str, Any]]:
-    """Return the same by the names of variables and numbered names of classes, as earlier versions saved them."""
+    """Return them under the names of variables and numbered names of classes, as earlier versions saved them."""
     return _numbered(_parts(value))
 
 
 def _parts(value: Any) -> list[tuple[str, Any]]:
     """Return the variables and the parts of an object of Keras, with the optimizer of a model, by their own names."""
     if _kind(value) == OPTIMIZER:  # the names of its variables contain those of layers, which Keras numbers
-        return [(f"variable_{index}", one) for index, one in enumerate(value.variables)]
+        return [(f"variable_{index}", variable) for index, variable in enumerate(value.variables)]
     if _kind(value) != LAYER:
-        return [(_name(one), one) for one in _variables(value)]
+        return [(_name(variable), variable) for variable in _variables(value)]
     if any(base.__name__ == "TorchModuleWrapper" and _is_of_keras(base) for base in type(value).__mro__):
         return [("module", value.module)]  # its buffers are no variables of Keras
     layers = value._flatten_layers(include_self=False, recursive=False)
-    below = {id(one) for layer in layers for one in layer.variables}
-    pairs = [(_name(one), one) for one in value.variables if id(one) not in below]
-    if _overridden(type(value), _OWN_METHODS):
+    below = {id(variable) for layer in layers for variable in layer.variables}
+    pairs = [(_name(variable), variable) for variable in value.variables if id(variable) not in below]
+    if _overridden(type(value), ("save_own_variables", "load_own_variables")):
         pairs.append((OWN_STATE, _OwnVariables(value, value, (OWN_STATE,))))
     pairs += [(_layer_name(layer), layer) for layer in layers if layer.variables]
     optimizer = getattr(value, "optimizer", None)
     if optimizer is not None:
         if getattr(optimizer, "built", True) is False and value.built:
-            optimizer.build(value.trainable_variables)  # as fit() does before its first step
+            optimizer.build(value.trainable_variables)  # as fit() does before the first step
         pairs.append(("optimizer", optimizer))
     return pairs
 
 
 def _held(child: Any, wanted: set[int]) -> tuple[Any, set[int]]:
-    """Return what an attribute leads to, in lists and dictionaries of Python, and which variables and layers it has."""
+    """Return the content of an attribute in plain lists and dictionaries, and the ids of its variables and layers."""
     if id(child) in wanted:
         return child, {id(child)}
     if _kind(child) not in (None, LAYER, VARIABLE):
         return child, wanted.intersection(map(id, _variables(child)))
-    # Keras makes containers of its own of those of a program; plain ones are its books.
+    # Keras wraps the containers of a program in its own classes; plain containers are its internal records.
     if not isinstance(child, list | tuple | dict) or not (isinstance(child, tuple) or _is_of_keras(type(child))):
         return None, set()
-    parts = [_held(one, wanted) for one in (child.values() if isinstance(child, dict) else child)]
-    found, held = [part for part, _ in parts], set[int]().union(*(ids for _, ids in parts))
-    return dict(zip(child, found, strict=True)) if isinstance(child, dict) else found, held
+    parts = [_held(part, wanted) for part in (child.values() if isinstance(child, dict) else child)]
+    contents, held = [part for part, _ in parts], set[int]().union(*(ids for _, ids in parts))
+    return dict(zip(child, contents, strict=True)) if isinstance(child, dict) else contents, held
 
 
 def why_not_saved(value: Any) -> str | None:
@@ -499,11 +484,11 @@ class _OwnVariables(PartState):
 
     def get(self) -> Any:
         store: dict[str, Any] = {}
-        self.thing.save_own_variables(store)
-        return encode_state({name: _value(one) if _kind(one) == VARIABLE else one for name, one in store.items()})
+        self.target.save_own_variables(store)
+        return encode_state({key: _value(item) if _kind(item) == VARIABLE else item for key, item in store.items()})
 
     def set(self, value: Any) -> None:
-        self.thing.load_own_variables(decode_state(value))
+        self.target.load_own_variables(decode_state(value))
 
 
 def _variables(value: Any) -> list[Any]:
@@ -516,29 +501,29 @@ def _value(variable: Any) -> Any:
 
 
 def _name(variable: Any) -> str:
-    """Return the name of a variable, without a number that Keras gave it."""
+    """Return the name of a variable without a number that Keras appended."""
     return "variable" if re.fullmatch(r"variable_\d+", variable.name) else str(variable.name)
 
 
 def _layer_name(layer: Any) -> str:
-    """Return the name of a layer, without a number that Keras gave it."""
+    """Return the name of a layer without a number that Keras appended."""
     given = re.sub("(.)([A-Z][a-z]+)", r"\1_\2", re.sub(r"\W+", "", type(layer).__name__))
-    given = re.sub("([a-z])([A-Z])", r"\1_\2", given).lower()  # Keras makes names of classes in this way
+    given = re.sub("([a-z])([A-Z])", r"\1_\2", given).lower()  # as Keras makes names of classes
     # A Bidirectional layer adds the direction.
-    found = re.fullmatch(rf"((forward_|backward_)?{re.escape(given)})(_\d+)?", layer.name)
-    return found[1] if found else str(layer.name)
+    match = re.fullmatch(rf"((forward_|backward_)?{re.escape(given)})(_\d+)?", layer.name)
+    return match[1] if match else str(layer.name)
 
 
 def _numbered(pairs: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
     """Make names unique: the first keeps its own, later ones get numbers."""
-    found: dict[str, Any] = {}
+    unique: dict[str, Any] = {}
     for name, value in pairs:
         numbered = (f"{name}_{number}" for number in itertools.count(1))
-        found[next(one for one in itertools.chain([name], numbered) if one not in found)] = value
-    return list(found.items())
+        unique[next(free for free in itertools.chain([name], numbered) if free not in unique)] = value
+    return list(unique.items())
 
 
 def _overridden(cls: type, methods: tuple[str, ...], *, everywhere: bool = False) -> bool:
-    """Whether a class of a program overrides methods of Keras; with ``everywhere``, or a class of Keras does."""
-    owners = [next((base for base in cls.__mro__ if name in vars(base)), None) for name in methods]
-    return any(one is not None and (not _is_of_keras(one) or (everywhere and one.__name__ != LAYER)) for one in owners)
+    """True if a class of the program, or with ``everywhere`` also one of Keras, overrides methods of Keras."""
+    owners = [base for name in methods for base in [b for b in cls.__mro__ if name in vars(b)][:1]]
+    return any(not _is_of_keras(owner) or (everywhere and owner.__name__ != LAYER) for owner in owners)

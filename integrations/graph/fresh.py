@@ -1,4 +1,4 @@
-"""What the objects of a program are before its first step, and which later saves could not be restored into them."""
+"""Descriptions of a program's objects before its first step, to find saves that could not be restored into them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from ...engine.errors import UnsupportedLeafError, difference
 from ...engine.pytree import LeafTemplate, Saved, collection_paused, compare, describe_template, is_python_value
 from .frameworks import OptionSlot, TensorSlot
-from .slots import BoxSlot, PartSlot, Path, Place, StateSlot, format_node_path
+from .slots import Attachment, BoxSlot, Path, StateSlot, format_node_path
 from .tracked import Node
 from .values import MADE_KINDS, NUMBER_VALUES, PLAIN_CONTAINERS, is_plain
 from .views import Leaf
@@ -19,9 +19,9 @@ from .walk import LiveGraph, LiveNode, walk
 
 
 class _Object:
-    """One object without its value, which steps change."""
+    """One object, without the value that steps change."""
 
-    def __init__(self, node: LiveNode, known: tuple[dict[int, bool], dict[int, bool]]) -> None:
+    def __init__(self, node: LiveNode, plain: tuple[dict[int, bool], dict[int, bool]]) -> None:
         view = node.view
         slot = view.slot if isinstance(view, Leaf) else None
         self.edges: dict[str, _Object] = {}
@@ -29,29 +29,29 @@ class _Object:
         self.is_state, self.is_option = isinstance(slot, StateSlot), isinstance(slot, OptionSlot)
         self.is_dict, self.is_sequence = isinstance(node.value, dict), isinstance(node.value, list | tuple | deque)
         self.is_packed = isinstance(view, Leaf) and view.packed is not None
-        # Whether a restore can take the elements as one value, and whether it can make the object where there is none.
+        # True if a restore can take the elements as one value, and if it can make the object itself.
         self.opens = isinstance(view, Leaf) and (node.value is None or view.opened is not None)
         self.template = _template(node)
         is_array = self.template is not None and self.template.kind in MADE_KINDS
         # Whether the program's elements can be replaced at once, without arrays and with them.
-        self.is_plain = is_plain(node.value, known[0]), is_plain(node.value, known[1], arrays=True)
+        self.is_plain = is_plain(node.value, plain[0]), is_plain(node.value, plain[1], arrays=True)
         self.is_made = is_array or self.is_plain[True]
         self.is_tuple, self.is_container = isinstance(node.value, tuple), type(node.value) in PLAIN_CONTAINERS
         self.is_fixed = view.in_place if isinstance(view, Leaf) else not view.functional
 
 
 class FreshObjects:
-    """A description of objects: the edges between them, and the kinds of their values."""
+    """Describes objects: the edges between them, and the types of their values."""
 
     def __init__(self, live: LiveGraph) -> None:
-        known: tuple[dict[int, bool], dict[int, bool]] = {}, {}
-        found = {id(node): _Object(node, known) for node in live.own}
+        plain: tuple[dict[int, bool], dict[int, bool]] = {}, {}
+        objects = {id(node): _Object(node, plain) for node in live.own}
         for node in reversed(live.own):  # what is below an object comes after it
-            one, own = found[id(node)], [pair for pair in node.edges.items() if not pair[1].outside]
-            one.edges = {segment: found[id(child)] for segment, child in own}
-            one.has_values = one.has_values or any(child.has_values for child in one.edges.values())
-            one.is_made = one.is_made or (one.is_container and all(child.is_made for child in one.edges.values()))
-        self._root = found[id(live.nodes[0])]
+            described = objects[id(node)]
+            described.edges = {name: objects[id(child)] for name, child in node.edges.items() if not child.outside}
+            described.has_values |= any(child.has_values for child in described.edges.values())
+            described.is_made |= described.is_container and all(child.is_made for child in described.edges.values())
+        self._root = objects[id(live.nodes[0])]
 
     @classmethod
     @collection_paused()
@@ -60,7 +60,7 @@ class FreshObjects:
         return cls(walk(root))
 
     def refused(self, later: FreshObjects) -> Iterator[str]:
-        """Generate a line for each part of later objects that a restore into these would refuse."""
+        """Generate a line for each part of the later objects that could not be restored into these."""
         queue: list[tuple[_Object, _Object, Path]] = [(self._root, later._root, ())]
         seen, first = set[tuple[int, int]](), dict[int, tuple[int, Path]]()
         for fresh, now, path in queue:
@@ -95,25 +95,25 @@ def _is_replaced(fresh: _Object, now: _Object) -> bool:
 
 
 def _problem(fresh: _Object, now: _Object, path: str) -> str | None:
-    """Return why a value that is restored as a whole does not fit, as the reader of values decides."""
-    wanted, found = fresh.template, now.template
+    """Return why a value that is restored as a whole would not fit."""
+    wanted, saved = fresh.template, now.template
     if wanted is None:
         return None
     if now.is_state:
         return difference(path, wanted, "the state of an object", "the fresh state")
-    if found is None or "none" in (wanted.kind, found.kind) or {wanted.kind, found.kind} <= NUMBER_VALUES:
+    if saved is None or "none" in (wanted.kind, saved.kind) or {wanted.kind, saved.kind} <= NUMBER_VALUES:
         return None
-    details = {"kind": found.kind, "impl": found.variant, "torch_dtype": found.variant}
-    return compare(wanted, Saved(details, found.dtype, found.shape), path)
+    details = {"kind": saved.kind, "impl": saved.variant, "torch_dtype": saved.variant}
+    return compare(wanted, Saved(details, saved.dtype, saved.shape), path)
 
 
 def _template(node: LiveNode) -> LeafTemplate | None:
-    """Return what one array or plain value asks for; None for anything else."""
-    if not (node.has_value and isinstance(node.slot, TensorSlot | Place | PartSlot | BoxSlot)):
+    """Return the template of one array or plain value; None for anything else."""
+    if not (node.has_value and isinstance(node.slot, TensorSlot | Attachment | BoxSlot)):
         return None
     value: Any = node.value if isinstance(node.slot, TensorSlot) or hasattr(node.value, "layout") else node.slot.get()
     if is_python_value(value) or hasattr(value, "dtype"):
         with contextlib.suppress(UnsupportedLeafError):
-            (found,) = describe_template([""], [value])
-            return replace(found, leaf=None, sharding=None, origin="the fresh state")
+            (template,) = describe_template([""], [value])
+            return replace(template, leaf=None, sharding=None, origin="the fresh state")
     return None

@@ -23,7 +23,7 @@ from .restoration import RestoreStatus
 from .stored import GraphCheckpointHandler, StoredGraph
 from .walk import check
 
-_TIMEOUT = 600.0  # seconds that a process waits for the others to agree on that time
+_TIMEOUT = 600.0  # seconds that a process waits for the others to agree on the time below
 _SINCE = "holdfast.since"  # key in the metadata of a step: when the first manager of the directory was made
 
 
@@ -163,12 +163,9 @@ class CheckpointManager:
     @property
     def checkpoints(self) -> list[str]:
         """The paths of the checkpoints from the oldest to the newest, without those that are kept for good."""
-        listed = []
-        for step in self._in_order():
-            why = self._steps.why_kept(step)
-            if "pinned" not in why and not (why and all(map(_is_period, why))):
-                listed.append(self._path(step))
-        return listed
+        why = {step: self._steps.why_kept(step) for step in self._in_order()}
+        for_good = [step for step in why if "pinned" in why[step] or (why[step] and all(map(_is_period, why[step])))]
+        return [self._path(step) for step in why if step not in for_good]
 
     def save(self, checkpoint_number: Any = None, check_interval: bool = True) -> str | None:
         """Save, unless it is too early.
@@ -186,16 +183,21 @@ class CheckpointManager:
             SaveFailedError: The background save before this one failed; this one is done nevertheless.
             OwnershipError: Another run writes to this directory.
         """
-        step = None if self._counter is None else _number(self._counter)
+        step, failed = None if self._counter is None else _number(self._counter), None
         self._forget_failed()
-        if step is not None and self._is_early(step, check_interval):
+        interval = self._interval if check_interval else None
+        if step is not None and self._last is not None and (step == self._last or step < self._last + (interval or 0)):
             return None
         wanted = None if checkpoint_number is None else _number(checkpoint_number)
-        failed = self._awaited() if self._limit is not None else None  # A save under way pushes others off the list.
+        if self._limit is not None:  # A save under way pushes others off the list.
+            try:
+                self._steps.wait_until_finished()
+            except SaveFailedError as error:
+                failed = error
         # Process 0 decides for all: another process may see an older listing of the directory.
         counter, number, left, preserved = self._steps.processes.decide("number", self._next, wanted)
-        for one in preserved:
-            self._steps.pin(one)
+        for preserved_step in preserved:
+            self._steps.pin(preserved_step)
         reason = f"number {number}" if step is None else f"step {step}"
         with numbered(self._checkpoint, counter) as item:
             try:
@@ -243,10 +245,10 @@ class CheckpointManager:
 
     def _note_restore(self, stored: StoredGraph) -> None:
         """Count the interval from a checkpoint that was restored, if it is one of this directory."""
-        place = stored.checkpoint
-        if str(place) != str(self._directory / place.name):
+        location = stored.checkpoint
+        if str(location) != str(self._directory / location.name):
             return
-        _, number = series_and_step(place.name) or ("", 0)
+        _, number = series_and_step(location.name) or ("", 0)
         self._later = {step for step in self._steps.all_steps() if step > number}
         if self._counter is not None:
             self._saving, self._last = None, _number(self._counter)
@@ -265,26 +267,16 @@ class CheckpointManager:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ---- internal
-
     def _since(self, clock: Clock) -> float:
-        """Return when the first manager of the directory was made; 0 if its checkpoints do not say it."""
+        """Return when the first manager of the directory was made; 0 if its checkpoints do not record it."""
         steps = list_steps(self._directory, f"{self._name}-")
-        facts = [one.record.custom_metadata or {} for one in steps if one.record is not None]
+        facts = [entry.record.custom_metadata or {} for entry in steps if entry.record is not None]
         since = float(facts[-1].get(_SINCE, 0)) if facts else clock.now() - 1
         processes = ProcessGroup(f"managers of {self._directory.url}", None, _TIMEOUT)
         return float(processes.decide("the first manager", lambda: since))
 
-    def _awaited(self) -> SaveFailedError | None:
-        """Wait for the save that is under way, and return its error."""
-        try:
-            self._steps.wait_until_finished()
-        except SaveFailedError as error:
-            return error
-        return None
-
     def _next(self, wanted: int | None) -> list[Any]:
-        """Return the next counter, the number to save under, the steps that are left behind, and those to preserve."""
+        """Return the next counter, the number of the save, the steps that are left behind, and those to preserve."""
         steps = self._steps.all_steps()
         if wanted is not None and wanted in steps and wanted not in self._later:
             raise CheckpointExistsError(
@@ -300,7 +292,7 @@ class CheckpointManager:
         return [following, number, left, self._preserved(number)]
 
     def _preserved(self, number: int) -> list[int]:
-        """Return the steps that a save under a number pushes off the list, and that the hours keep for good."""
+        """Return the steps that a save pushes off the list, and that the rule of hours keeps for good."""
         if self._limit is None:
             return []
         steps = [step for step in self._in_order() if step != number]
@@ -310,22 +302,17 @@ class CheckpointManager:
         return [step for step in leaving if "pinned" not in why[step] and any(map(_is_period, why[step]))]
 
     def _in_order(self) -> list[int]:
-        """Return all steps as they were saved: those that a restore left behind come before the newest one."""
+        """Return all steps in the order of their saves: those that a restore left behind come before the newest."""
         newest = self._steps.latest_step() or 0
         return sorted(self._steps.all_steps(), key=lambda step: (step <= newest, step))
 
     def _forget_failed(self) -> None:
-        """Count the interval from the save before if the last one failed, which only a single process knows at once."""
+        """Count the interval from an earlier save if the last one failed, which only a single process knows at once."""
         if self._saving is None or self._steps.is_saving_in_progress() or not self._steps.processes.alone:
             return
         (number, before), self._saving = self._saving, None
         if number not in self._steps.all_steps():
             self._last = before
-
-    def _is_early(self, step: int, check_interval: bool) -> bool:
-        if self._last is None:
-            return False
-        return step == self._last or (check_interval and step < self._last + (self._interval or 0))
 
     def _path(self, number: int) -> str:
         return str(self._directory / f"{self._name}-{number}")

@@ -1,6 +1,6 @@
-"""Match the program's objects with a checkpoint's nodes by walking both graphs together, edge by edge.
+"""Match the objects of the program with the nodes of a checkpoint, by a walk over both graphs at once.
 
-Values and options of torch optimizers follow their parameters, if the program and the checkpoint both have these.
+The values and options of a torch optimizer are matched by its parameters, if both program and checkpoint have these.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...engine.pytree import NUMBERS, is_python_value, is_torch_tensor, unescape
 from .frameworks import GROUPS, OPTIMIZER_SLOTS, OptimizerSlot, OptionSlot, group_options, is_optimizer
 from .outside import is_kin
 from .saved import SavedGraph
-from .slots import Assignment, PartSlot, PartState, Path, Place, Slot, format_node_path
+from .slots import Assignment, Attachment, PartSlot, PartState, Path, Slot, format_node_path
 from .tracked import Node, Part
 from .values import SEQUENCES, SavedValues, is_plain
 from .views import Branch, Edge, Leaf, View, classify, edge_at, root_view, sequence_slot
@@ -34,7 +34,7 @@ class _Visit(NamedTuple):
     value: Any
     view: View
     path: Path
-    place: Slot | None = None  # None for a root
+    slot: Slot | None = None  # None for a root
     within: frozenset[int] = frozenset()  # the immutable containers around it
 
 
@@ -45,38 +45,38 @@ class Matching:
         self.graph = graph
         self.values = values
         self.bindings = Bindings(graph)
-        self.unused: dict[int, Path] = {}  # values in whose place there is an object that cannot take them
-        self.waiting: list[Any] = []  # holders below which values are missing an object
-        self.has_unmatched = False  # whether the program has an object that the checkpoint does not have
-        self._final = final  # arrays in containers are made where the program has none
+        self.unused: dict[int, Path] = {}  # values whose counterparts in the program cannot take them
+        self.waiting: list[Any] = []  # holders that lack an object for a value below them
+        self.has_unmatched = False  # whether the program has an object that the checkpoint lacks
+        self._final = final  # arrays that the program lacks in a container are made
         self._optimizers: dict[int, _LiveOptimizer] = {}
-        self._places: dict[int, Slot] = {}  # by the ids of mutable containers: the first place of each in a pass
+        self._slots: dict[int, Slot] = {}  # in a pass: the first slot of each mutable container, by id
 
     def from_root(self, root: Node | Part) -> Iterator[Assignment]:
         """Generate the values for everything that can be reached from the root."""
         self.bindings.begin()
-        yield from self._match([_Visit(0, root, root_view(root), ())], anew=True)
+        yield from self._match([_Visit(0, root, root_view(root), ())], rebind=True)
         self._optimizers.clear()
         yield from self._optimizer_values(range(len(self.graph.nodes)))
 
     def from_holder(self, holder: Any, key: object = None) -> Iterator[Assignment]:
-        """Generate the values for new objects below a holder that is known already: under one key, or anywhere."""
+        """Generate the values for new objects below a holder that is bound already: under one key, or anywhere."""
         self.bindings.begin()
         # Classifying thousands of children whenever one is added would take minutes.
         edge = None if key is None else edge_at(holder, key)
         for number, binding in self.bindings.of(holder):
             if edge is None:
-                place = Place(holder, (), holder)
-                start = _Visit(number, holder, classify(holder, place), binding.path, place)
-                yield from self._match([start], known=start)
+                slot = Attachment(holder, (), holder)
+                start = _Visit(number, holder, classify(holder, slot), binding.path, slot)
+                yield from self._match([start], start=start)
             elif edge.segment in self.graph.nodes[number].edges:
                 child, path = self.graph.nodes[number].edges[edge.segment], (*binding.path, edge.segment)
-                yield from self._match([_Visit(child, edge.value, edge.view(), path, edge.place)])
+                yield from self._match([_Visit(child, edge.value, classify(edge.value, edge.slot), path, edge.slot)])
         yield from self._optimizer_values(self.bindings.fresh)
 
     @contextlib.contextmanager
     def undone_on_error(self) -> Iterator[None]:
-        """Take back all bindings since the last call of `from_root` or `from_holder` if the block fails."""
+        """Undo all bindings since the last call of `from_root` or `from_holder` if the block fails."""
         try:
             yield
         except BaseException:
@@ -85,25 +85,25 @@ class Matching:
             raise
 
     def _match(
-        self, queue: list[_Visit], *, anew: bool = False, known: _Visit | None = None, last: bool = False
+        self, queue: list[_Visit], *, rebind: bool = False, start: _Visit | None = None, last: bool = False
     ) -> Iterator[Assignment]:
-        """Walk both graphs; unless ``anew``, skip objects below those that are bound already, except ``known``."""
+        """Walk both graphs; without ``rebind``, skip what is below objects that are bound already, except ``start``."""
         seen: set[tuple[int, int]] = set()
         later: list[_Visit] = []
-        self._places.clear()
+        self._slots.clear()
         for visit in queue:  # the queue grows, and keeps all objects alive, so that their ids are unique
             number, value, view = visit.number, visit.value, visit.view
             if isinstance(view, Branch) and view.parameters and not last:
-                later.append(visit)  # what an optimizer keeps is matched by its parameters, which come first
+                later.append(visit)  # the values of an optimizer are matched by its parameters, which come first
                 continue
             if isinstance(view, Leaf) and view.opened is not None and self._is_opened(number, view):
                 view = view.opened()
             if isinstance(view, Leaf):
                 yield from self._leaf(visit, view)
-            # Parts of an immutable container are visited in each place, because each place is rebuilt.
+            # Parts of an immutable container are visited wherever it is attached, because each attachment is rebuilt.
             if not isinstance(view, Branch) or id(value) in visit.within:
                 continue
-            if not anew and visit is not known and any(known == number for known, _ in self.bindings.of(value)):
+            if not rebind and visit is not start and any(bound == number for bound, _ in self.bindings.of(value)):
                 continue
             if not view.functional and (number, id(value)) in seen:
                 continue
@@ -117,10 +117,10 @@ class Matching:
             else:
                 self.unused[number] = visit.path
         if later:
-            yield from self._match(later, anew=anew, known=known, last=True)
+            yield from self._match(later, rebind=rebind, start=start, last=True)
 
     def _is_opened(self, number: int, leaf: Leaf) -> bool:
-        """Whether the checkpoint has an object in parts that is one value in the program."""
+        """True if an object that is one value in the program has several in the checkpoint."""
         if leaf.packed is None:
             return self.graph.nodes[number].value is None
         is_plain = self.graph.nodes[number].type in SEQUENCES and self.values.below(number) is not None
@@ -130,14 +130,9 @@ class Matching:
         if not self.bindings.bind(visit.number, visit.value, visit.path, fixed=leaf.in_place):
             return
         if self.graph.nodes[visit.number].value is not None:
-            slot: Slot = leaf.slot
-            if (
-                self._final
-                and leaf.in_place
-                and visit.place is not None
-                and self.values.kinds.get(visit.number) == "none"
-            ):
-                slot = visit.place  # what changes in place cannot become None
+            slot, is_none = leaf.slot, self.values.kinds.get(visit.number) == "none"
+            if is_none and self._final and leaf.in_place and visit.slot is not None:
+                slot = visit.slot  # what changes in place cannot become None
                 _logger.warning("%s is None in the checkpoint, and becomes None", format_node_path(visit.path))
             yield Assignment(visit.number, slot, visit.path)
         elif visit.value is None or leaf.opened or isinstance(leaf.slot, PartState):  # one in a plain state_dict()
@@ -164,18 +159,18 @@ class Matching:
         within = visit.within | {id(value)} if view.functional else frozenset()
         if not self.has_unmatched:
             new = (edge.value for segment, edge in edges.items() if segment not in saved)
-            self.has_unmatched = any(not is_python_value(one) for one in new)
-        place = visit.place if isinstance(value, dict) and not view.functional else None
+            self.has_unmatched = any(not is_python_value(value) for value in new)
+        owner = visit.slot if isinstance(value, dict) and not view.functional else None
         for segment, child in saved.items():
             below = (*path, segment)
             if segment in edges:
-                found, at = edges[segment].value, edges[segment].place
-                if isinstance(found, list | dict | deque) and not isinstance(at, PartSlot):
-                    at = self._places.setdefault(id(found), at)  # One object has one place, the first that leads to it.
-                queue.append(_Visit(child, found, classify(found, at), below, at, within))
-            elif place is not None and (covers := self.values.below(child, arrays=self._final)) is not None:
+                part, slot = edges[segment].value, edges[segment].slot
+                if isinstance(part, list | dict | deque) and not isinstance(slot, PartSlot):
+                    slot = self._slots.setdefault(id(part), slot)
+                queue.append(_Visit(child, part, classify(part, slot), below, slot, within))
+            elif owner is not None and (covers := self.values.below(child, arrays=self._final)) is not None:
                 add = partial(dict.__setitem__, value, self.values.keys(number).get(segment, unescape_key(segment)))
-                yield Assignment(child, Place(place.anchor, (*place.trail, segment), ..., add), below, covers)
+                yield Assignment(child, Attachment(owner.anchor, (*owner.trail, segment), ..., add), below, covers)
             elif child in self.graph.with_values and (view.optimizer is None or segment != GROUPS):
                 self.waiting.append(value)
 
@@ -191,64 +186,59 @@ class Matching:
         saved = node.groups[0] if node.groups else in_lists
         if not view.parameters or not saved:
             return view.listed(None, node.edges)
-        bound = [{one for one, _ in self.bindings.of(parameter)} for parameter in view.parameters]
+        bound = [{node for node, _ in self.bindings.of(parameter)} for parameter in view.parameters]
         order = [next((index for index, one in enumerate(saved) if one in numbers), -1) for numbers in bound]
         if sorted(order) == list(range(len(saved))):
             return view.listed(order, ())
-        return [edge for edge in view.edges if not isinstance(edge.value, list)]  # other parameters than those saved
-
-    # ---- torch optimizers
+        return [edge for edge in view.edges if not isinstance(edge.value, list)]  # its parameters are not those saved
 
     def _optimizer_values(self, new: Collection[int]) -> Iterator[Assignment]:
-        """Generate the values and options of those optimizers and parameters that are new."""
+        """Generate the values and options of optimizers and parameters that are new."""
         for number, kept in self.graph.optimizers.items():
             due = list(kept) if number in new else [parameter for parameter in new if parameter in kept]
             for optimizer, path in self.bindings.objects(number) if due else ():
                 if is_optimizer(optimizer):
-                    known = self._optimizers.get(id(optimizer))
-                    if known is None or known.outdated(optimizer):
-                        known = self._optimizers[id(optimizer)] = _LiveOptimizer(optimizer, self.graph, number)
-                    yield from self._of_optimizer(optimizer, known, path, due)
+                    live = self._optimizers.get(id(optimizer))
+                    if live is None or live.outdated(optimizer):
+                        live = self._optimizers[id(optimizer)] = _LiveOptimizer(optimizer, self.graph, number)
+                    yield from self._of_optimizer(optimizer, live, path, due)
 
-    def _of_optimizer(self, optimizer: Any, known: _LiveOptimizer, path: Path, due: list[int]) -> Iterator[Assignment]:
+    def _of_optimizer(self, optimizer: Any, live: _LiveOptimizer, path: Path, due: list[int]) -> Iterator[Assignment]:
         """Generate the values of an optimizer for parameters, and the options of the groups of these."""
         groups = optimizer.param_groups
         touched: set[int] = set()
         for saved in due:
-            tensors = ((one, below) for one, below in self.bindings.objects(saved) if is_torch_tensor(one))
+            tensors = ((tensor, path) for tensor, path in self.bindings.objects(saved) if is_torch_tensor(tensor))
             parameter, below = next(tensors, (None, ()))
             if parameter is None:
                 continue
-            index = known.group_of.get(id(parameter))
-            for segment, value in known.kept[saved]:
+            index = live.group_of.get(id(parameter))
+            for segment, value in live.kept[saved]:
                 where, name = (*path, OPTIMIZER_SLOTS, *below, segment), unescape_key(segment)
-                if index is None or not (known.related or name in optimizer.state.get(parameter, {})):
+                if index is None or not (live.related or name in optimizer.state.get(parameter, {})):
                     self.unused[value] = where
                 else:
                     yield Assignment(value, OptimizerSlot(optimizer, groups[index], parameter, name), where)
-            if index is not None and saved in known.saved_group:
-                known.origins.setdefault(index, set()).add(known.saved_group[saved])
+            if index is not None and saved in live.saved_group:
+                live.origins.setdefault(index, set()).add(live.saved_group[saved])
                 touched.add(index)
         for index in sorted(touched):
             # If the parameters were in several groups, the options stay as they are.
-            origin = min(known.origins[index]) if len(known.origins[index]) == 1 else -1
-            for segment, value in known.saved_options.get(origin, {}).items():
+            origin = min(live.origins[index]) if len(live.origins[index]) == 1 else -1
+            for segment, value in live.saved_options.get(origin, {}).items():
                 where, name = (*path, GROUPS, str(index), segment), unescape_key(segment)
-                if known.related or name in groups[index] or name == _SCHEDULED:
+                if live.related or name in groups[index] or name == _SCHEDULED:
                     yield Assignment(value, OptionSlot(optimizer, index, name), where)
                 else:
                     self.unused[value] = where
 
 
 def _slot_of_elements(visit: _Visit, *, arrays: bool = False) -> Slot | None:
-    """Return the slot of all elements of a plain sequence of the program; None for anything else."""
-    value, place = visit.value, visit.place
-    if place is None or not isinstance(value, list | tuple | deque) or not is_plain(value, {}, arrays=arrays):
+    """Return the slot of all elements of the program's plain sequence; None for any other object."""
+    value, slot = visit.value, visit.slot
+    if slot is None or not isinstance(value, list | tuple | deque) or not is_plain(value, {}, arrays=arrays):
         return None
-    return sequence_slot(value, place)
-
-
-# ---- bindings
+    return sequence_slot(value, slot)
 
 
 class Binding(NamedTuple):
@@ -260,16 +250,15 @@ class Binding(NamedTuple):
 
     @property
     def lives(self) -> bool:
-        """Whether the object still exists; an object without weak references counts as if it did."""
+        """True if the object still exists, or cannot have weak references."""
         return self.reference is None or self.reference() is not None
 
 
 class Bindings:
-    """The objects that stand for nodes; the additions of a pass over them can be taken back."""
+    """The objects that stand for nodes; the changes of one pass can be undone."""
 
     def __init__(self, graph: SavedGraph) -> None:
-        # The paths of two different objects that stand for one node.
-        self.conflicts: dict[int, tuple[Path, Path]] = {}
+        self.conflicts: dict[int, tuple[Path, Path]] = {}  # the paths of two objects that stand for one node
         self._graph = graph
         self.by_number: dict[int, list[Binding]] = {}
         self._numbers: dict[int, dict[int, None]] = {}  # candidate nodes of an object, by its identity
@@ -290,26 +279,25 @@ class Bindings:
 
     def objects(self, number: int) -> list[tuple[Any, Path]]:
         """Return the live objects that stand for a node, with their paths."""
-        known = self.by_number.get(number, [])
-        found = [(binding.reference(), binding.path) for binding in known if binding.reference is not None]
-        return [(thing, path) for thing, path in found if thing is not None]
+        references = [(reference, path) for _, path, reference in self.by_number.get(number, []) if reference]
+        return [(target, path) for reference, path in references if (target := reference()) is not None]
 
     def of(self, holder: Any) -> list[tuple[int, Binding]]:
         """Return the nodes that an object stands for."""
         identity = id(_rooted(holder))
-        known = [(number, one) for number in self._numbers.get(identity, ()) for one in self.by_number[number]]
+        pairs = [(number, binding) for number in self._numbers.get(identity, ()) for binding in self.by_number[number]]
         # A new object may have the id of one that is gone.
-        return [(number, one) for number, one in known if one.identity == identity and one.lives]
+        return [(number, binding) for number, binding in pairs if binding.identity == identity and binding.lives]
 
     def bind(self, number: int, value: Any, path: Path, *, fixed: bool) -> bool:
-        """Note that an object stands for a node; return whether no other object does."""
+        """Record that an object stands for a node; return False if another object does."""
         bindings, value = self.by_number.get(number, []), _rooted(value)
         identity = id(value) if fixed else None
-        if any(one.identity == identity and one.path == path and one.lives for one in bindings):
+        if any(binding.identity == identity and binding.path == path and binding.lives for binding in bindings):
             return True
         kept = [binding for binding in bindings if binding.path != path]  # an object at the same path is replaced
-        others = [one for one in kept if one.identity not in (None, identity) and one.lives] if fixed else []
-        if others:
+        others = [binding for binding in kept if binding.identity not in (None, identity) and binding.lives]
+        if fixed and others:
             if self.conflicts.get(number) != (others[0].path, path):
                 _logger.warning(
                     "%s is one object in the checkpoint, but %s and %s are two; only the first of them is restored",
@@ -328,32 +316,32 @@ class Bindings:
 
 
 def _rooted(value: Any) -> Any:
-    """Return the root of a checkpoint object, which is bound in its place; any other object as it is."""
+    """Return the root that a checkpoint object stands for, or any other object itself."""
     root = value.__holdfast_root__() if isinstance(value, Node | Part) else None
     return value if root is None else root
 
 
 class _LiveOptimizer:
-    """An optimizer of the program that stands for one of the checkpoint; groups are known by their parameters."""
+    """An optimizer that stands for one of the checkpoint; groups are identified by their parameters."""
 
     def __init__(self, optimizer: Any, graph: SavedGraph, number: int) -> None:
         node, groups = graph.nodes[number], optimizer.param_groups
         self.kept = graph.optimizers[number]
         self.saved_group = {parameter: index for index, group in enumerate(node.groups) for parameter in group}
-        self.group_of = {id(one): index for index, group in enumerate(groups) for one in group["params"]}
-        self.origins: dict[int, set[int]] = {}  # by group: the groups of the checkpoint that its parameters were in
+        self.group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group["params"]}
+        self.origins: dict[int, set[int]] = {}  # by group: the saved groups of its parameters
         self._reference, self._sizes = weakref.ref(optimizer), [len(group["params"]) for group in groups]
         holder = node.edges.get(GROUPS)
         options = {} if holder is None else graph.nodes[holder].edges
-        self.saved_options = {int(key): graph.nodes[one].edges for key, one in options.items() if key.isdecimal()}
-        # Related are the same class, a base or derived one, and classes of torch with the same options: before torch
-        # 2.7, AdamW was no Adam.
-        kind = type(getattr(optimizer, "optimizer", optimizer))
-        of_torch = node.type.startswith(_TORCH) and kind.__module__.startswith(_TORCH)
+        self.saved_options = {int(key): graph.nodes[child].edges for key, child in options.items() if key.isdecimal()}
+        # Related classes are the same, a base or a derived one, or of torch with the same options: before torch 2.7,
+        # AdamW did not derive from Adam.
+        cls = type(getattr(optimizer, "optimizer", optimizer))
+        of_torch = node.type.startswith(_TORCH) and cls.__module__.startswith(_TORCH)
         alike = of_torch and self.saved_options.get(0, {}).keys() == group_options(groups[0]).keys()
-        self.related = alike or is_kin(kind, node.type)
+        self.related = alike or is_kin(cls, node.type)
 
     def outdated(self, optimizer: Any) -> bool:
-        """Whether this describes another optimizer, or parameters have been added since."""
+        """True if this describes another optimizer, or parameters have been added since."""
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         return self._reference() is not optimizer or self._sizes != sizes

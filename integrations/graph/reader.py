@@ -1,6 +1,6 @@
 """Read checkpoints without the program that wrote them, and find the newest numbered one of a directory.
 
-No file names the newest one: each call lists the directory, which can therefore be moved, copied and cleaned up.
+No file names the newest one: each call lists the directory, so that the directory can be moved, copied and cleaned up.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class GraphView:
         self._graph = graph
 
     def children(self, path: str = "") -> dict[str, str]:
-        """Return the edges of an object, each with the shortest path to the object it leads to.
+        """Return the edges of an object by name, each as the shortest path to the object that it leads to.
 
         Args:
             path: Any path to the object; ``""`` is the root.
@@ -53,24 +53,24 @@ class GraphView:
         }
 
     def slots(self, path: str) -> dict[str, dict[str, str]]:
-        """Return the paths of the values of an optimizer: by the parameter's path, and by name.
+        """Return the paths of the values that an optimizer keeps: by the path of the parameter, and by name.
 
         Args:
             path: Any path to the optimizer.
         """
-        found: dict[str, dict[str, str]] = {}
+        slots: dict[str, dict[str, str]] = {}
         for parameter, name, value in self._graph.nodes[self._find(path)].optimizer_slots:
-            of_parameter = found.setdefault(format_node_path(self._graph.path(parameter)), {})
+            of_parameter = slots.setdefault(format_node_path(self._graph.path(parameter)), {})
             of_parameter[format_node_path((name,))] = format_node_path(self._graph.path(value))
-        return found
+        return slots
 
     def type_of(self, path: str) -> str:
         """Return the name of an object's type; ``""`` for most values."""
         return self._graph.nodes[self._find(path)].type
 
-    def same(self, one: str, other: str) -> bool:
+    def same(self, first: str, other: str) -> bool:
         """Return whether two paths lead to one object."""
-        return self._find(one) == self._find(other)
+        return self._find(first) == self._find(other)
 
     def _find(self, path: str) -> int:
         number = self._graph.find(parse_path(path) if path else ())
@@ -141,7 +141,7 @@ class CheckpointReader:
         return self._stored.load([name])[0]
 
     def _name(self, path: str) -> str | None:
-        """Return the storage name of the value at a path or under a name of TensorFlow's."""
+        """Return the storage name of the value at a path, or with a name of TensorFlow's, or None."""
         if path in self._values or path == "":
             return self._values.get(path)
         tensorflow = path.endswith(_SUFFIX)
@@ -175,15 +175,15 @@ def plain_values(stored: StoredGraph) -> Peek:
     """Read the numbers and texts of a checkpoint, except those of optimizers and of the states of objects."""
     graph = stored.graph
     options = [graph.path(node.edges[GROUPS]) for node in graph.nodes if node.groups and GROUPS in node.edges]
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for number, node in graph.values():
         leaf, path = stored.leaves.get(str(node.value)), graph.path(number)
-        inside = OPTIMIZER_SLOTS in path or any(path[: len(one)] == one for one in options)
+        inside = OPTIMIZER_SLOTS in path or any(path[: len(groups)] == groups for groups in options)
         if leaf is not None and leaf.saved.kind in PLAIN_KINDS and path != (COUNTER,) and not inside:
-            found[format_node_path(path)] = leaf.name
-    values = stored.load(list(found.values()))
+            names[format_node_path(path)] = leaf.name
+    values = stored.load(list(names.values()))
     step = read_record(stored.checkpoint).step if has_record(stored.checkpoint) else None
-    return Peek(step=step, extras=dict(zip(found, values, strict=True)))
+    return Peek(step=step, extras=dict(zip(names, values, strict=True)))
 
 
 def saved_counter(stored: StoredGraph) -> int | None:
@@ -197,7 +197,7 @@ def saved_counter(stored: StoredGraph) -> int | None:
 
 
 def numbers_of(directory: Location, name: str) -> list[int]:
-    """Return the numbers of all entries called ``<name>-<number>``, whether they are checkpoints or not."""
+    """Return the numbers of all entries called ``<name>-<number>``, also of those that are no checkpoints."""
     pattern = re.compile(re.escape(name) + r"-(0|[1-9][0-9]*)")
     return [int(match[1]) for entry in directory.entries() if (match := pattern.fullmatch(entry.name))]
 
@@ -205,8 +205,8 @@ def numbers_of(directory: Location, name: str) -> list[int]:
 def latest_checkpoint(directory: Place) -> str | None:
     """Return the path of the newest numbered checkpoint in a directory, or None.
 
-    Of checkpoints with the same name, that is the one with the highest number; of several names, the one whose newest
-    checkpoint was committed last. Damaged checkpoints are passed over, with a warning.
+    Among checkpoints of one name, the newest has the highest number; among several names, it is the newest of the name
+    whose newest checkpoint was committed last. Damaged checkpoints are passed over, with a warning.
 
     Args:
         directory: Where numbered checkpoints are, of ``Checkpoint.save``, a `CheckpointManager` or another
@@ -223,15 +223,15 @@ def latest_checkpoint(directory: Place) -> str | None:
         newest = steps.newest(whole=True)
         if newest is not None or steps.entries:
             return None if newest is None else str(newest.location)
-        found = recognise(location)  # a directory of TensorFlow may name its newest checkpoint
+        named = recognise(location)  # a directory of TensorFlow may name its newest checkpoint
     except DamagedCheckpointError as error:
         _logger.warning("%s is damaged and passed over: %s", location, error)
         return None
-    return str(found.location) if found is not None and found.location != location else None
+    return str(named.location) if named is not None and named.location != location else None
 
 
 def locate(path: Place) -> Location:
-    """Return the location of a checkpoint; for a directory of numbered ones, that of the newest."""
+    """Return the location of a checkpoint, or of the newest one in a directory of numbered ones."""
     if isinstance(path, int):
         raise OptionError(
             f"{path}: a number alone does not name a checkpoint; give its path, such as "
@@ -267,7 +267,7 @@ def checkpoints_iterator(
     seen: str | None = None
     while True:
         began = time.monotonic()
-        while (found := latest_checkpoint(directory)) is None or found == seen:
+        while (newest := latest_checkpoint(directory)) is None or newest == seen:
             left = float("inf") if timeout is None else began + timeout - time.monotonic()
             if left <= 0:
                 if timeout_fn is None or timeout_fn():
@@ -275,7 +275,7 @@ def checkpoints_iterator(
                 began = time.monotonic()
                 continue
             time.sleep(min(poll_secs, left))
-        seen = found
+        seen = newest
         offered = time.monotonic()
-        yield found
+        yield newest
         time.sleep(max(0.0, offered + min_interval_secs - time.monotonic()))

@@ -1,7 +1,7 @@
-"""Restore objects: validate, read and write their values, at once for existing objects, later for new ones.
+"""Restore objects: compare, read and write their values, at once for existing objects, later for new ones.
 
-A save restores nothing: an object that was built since belongs to the program. :func:`check_restored` refuses a save
-that would lose values of a restore.
+A save restores nothing: an object that was built since then belongs to the program. :func:`check_restored` refuses a
+save that would lose values of a restore.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from ...engine.distributed import current_coordinator
 from ...engine.errors import StateError, UnmatchedObjectsError, shortened
 from ...engine.pytree import KeyProblem, PathFilter, Patterns, collection_paused, is_torch_tensor, key_segments
 from ...engine.sources import Misfits
+from ...engine.stateful import is_stream
 from .frameworks import is_module
 from .matching import Matching
 from .saved import Rename
@@ -40,13 +41,11 @@ from .views import Leaf
 from .walk import LiveGraph, LiveNode, walk
 
 _logger = logging.getLogger("holdfast")
-_NO_OWN_STATE = "keeps its fresh state: the checkpoint is of a version that did not save it"
-_NO_STREAM = "keeps its fresh state: the checkpoint has none of this process"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreReport:
-    """The progress of a restore when the report was made.
+    """The progress of a restore at the time of the report.
 
     A restore of a graph lists values by their paths, such as ``net/l1/weight``. A restore of a tree of components lists
     components by theirs, the root as ``(root)``, and values of restored components as ``learner/p0: net/bias``.
@@ -57,15 +56,15 @@ class RestoreReport:
         missing: Values or components in the program for which the checkpoint has none; they stay as they are.
         missing_values: Values of restored components that the checkpoint does not have.
         pending: Values of the checkpoint that wait for an object.
-        unused: Values of the checkpoint in whose place the program has something that has no such value; or components
-            of the checkpoint that the program does not have.
+        unused: Values of the checkpoint whose counterparts in the program have no such value; or components of the
+            checkpoint that the program does not have.
         unused_values: Values of the checkpoint that a restored component has no place for, or that are not data.
         conflicts: Objects of the checkpoint that are two different objects in the program: the path in the checkpoint,
             and both paths in the program.
         separate: Pairs of components that are one object in the checkpoint, and two in the program. Both were restored,
             but will differ as soon as training continues.
         skipped: Objects in the program that are neither saved nor restored, each with the reason.
-        nontrivial: Whether anything but the root was found in the checkpoint.
+        nontrivial: True if anything but the root was found in the checkpoint.
     """
 
     checkpoint: str = ""
@@ -82,28 +81,26 @@ class RestoreReport:
 
     @property
     def complete(self) -> bool:
-        """Whether program and checkpoint match exactly."""
+        """True if program and checkpoint match exactly."""
         return not self.problems()
 
     def problems(self) -> list[str]:
         """Return a line for each kind of mismatch."""
-        twice = [f"{saved}: {one} and {other}" for saved, one, other in self.conflicts]
+        twice = [f"{saved}: {first} and {second}" for saved, first, second in self.conflicts]
+        twice += [f"{first} and {second}" for first, second in self.separate]
         return [
             *format_section("in the program, not in the checkpoint", (*self.missing, *self.missing_values)),
             *format_section("in the checkpoint, not in the program", self.pending),
             *format_section("in the checkpoint, without a place in the program", (*self.unused, *self.unused_values)),
-            *format_section(
-                "one object in the checkpoint, two in the program",
-                [*twice, *(f"{one} and {other}" for one, other in self.separate)],
-            ),
+            *format_section("one object in the checkpoint, two in the program", twice),
         ]
 
     def _note(self, misfits: Misfits) -> None:
         """Add the differences to ``misfits``."""
         misfits.missing((*self.missing, *self.missing_values))
         misfits.surplus((*self.pending, *self.unused, *self.unused_values))
-        for path, one, other in self.conflicts:
-            misfits.kept.setdefault(path, f"{path}: one object in the checkpoint, but {one} and {other} are two")
+        for path, first, second in self.conflicts:
+            misfits.kept.setdefault(path, f"{path}: one object in the checkpoint, but {first} and {second} are two")
 
     def __str__(self) -> str:
         return "\n".join([f"{self.checkpoint or 'no checkpoint'}: {len(self.restored)} restored", *self.problems()])
@@ -208,26 +205,26 @@ def describe_no_match(report: RestoreReport) -> str:
 
 @dataclass(slots=True)
 class RestoreProgress:
-    """The values of a checkpoint that were restored; it outlives the restore, to warn of the others."""
+    """Tracks which values of a checkpoint were restored; it outlives the restore, to warn of the others."""
 
     wanted: dict[int, Path]  # the nodes of the values to restore, with their paths
     where: str
     restored: set[int] = field(default_factory=set)  # the nodes of the values that were restored
-    partial: bool = True  # whether values may stay unrestored; so they may if the restore fails
+    partial: bool = True  # whether values may stay unrestored, as after a restore that failed
 
     def left(self) -> dict[int, Path]:
         return {number: path for number, path in self.wanted.items() if number not in self.restored}
 
     def end(self) -> None:
-        """Log the values that were never restored, once the checkpoint object is gone."""
+        """Log the values that were never restored, when the checkpoint object is gone."""
         if not self.partial and (left := self.left()):
-            what = "a checkpoint object is gone, and values of %s were never restored; call expect_partial() if that "
+            text = "a checkpoint object is gone, and values of %s were never restored; call expect_partial() if that "
             lines = format_section("not restored", _formatted(left.values()))
-            _logger.warning(f"{what}is intended:\n%s", self.where, "\n".join(lines))
+            _logger.warning(f"{text}is intended:\n%s", self.where, "\n".join(lines))
 
 
 class Restoration:
-    """A restore into a root and everything that can be reached from it; a ``final`` one expects no later objects."""
+    """A restore into everything that can be reached from a root; a ``final`` one does not wait for later objects."""
 
     def __init__(
         self,
@@ -242,7 +239,7 @@ class Restoration:
         ends: Callable[[Any], bool] = lambda _: False,
     ) -> None:
         self._root = weakref.ref(root)
-        self._ends = ends  # where the values that the report lists end
+        self._ends = ends  # objects at which the values of the report end
         self._number = next(restore_numbers)
         graph = stored.graph.unwrapped()
         graph = graph.renamed(rename) if rename else graph
@@ -257,9 +254,9 @@ class Restoration:
         self.progress = RestoreProgress(wanted, str(stored.checkpoint))
         weakref.finalize(self, self.progress.end).atexit = False
         self._settled: set[Path] = set()
-        self._replaced: set[Path] = set()  # containers of plain values, which lose elements that the checkpoint lacks
-        self._fresh: set[Path] = set()  # streams that the checkpoint lacks for this process
-        self.retired = False  # whether a later restore has taken over all that it waits for
+        self._replaced: set[Path] = set()  # containers of plain values: elements that the checkpoint lacks are gone
+        self._fresh: set[Path] = set()  # random streams that the checkpoint does not have for this process
+        self.retired = False  # whether a later restore has all values that this one waits for
         self.reported: set[Path] = set()  # values whose objects a save has found
         self._holders: list[weakref.ref[Any]] = []
         self._keepers: list[Keeper] = []
@@ -272,22 +269,22 @@ class Restoration:
         return root
 
     def retire(self) -> None:
-        """End the restore, because a later one takes over what it waits for."""
+        """End the restore, because a later one has all values that it waits for."""
         self.retired = True
         self.progress.partial = True
         self._stop_waiting()
 
     def advance(self) -> None:
-        """Restore everything that can be reached from the root and was not restored yet."""
+        """Restore all values below the root that were not restored yet."""
         with collection_paused():
             self._write(*self._prepared(self._matching.from_root(self.root)))
 
     def prepare(self, misfits: Misfits | None = None) -> Callable[[], None]:
-        """Read all that `advance` would restore, or all of it that fits; return a function that changes the objects."""
+        """Read what `advance` would restore, or what fits of it; return a function that changes the objects."""
         with collection_paused():
-            values, known = self._prepared(self._matching.from_root(self.root), misfits)
-        self._note(*(one for one, _ in values), *known)  # the report counts them as restored
-        return partial(self._write, values, known)
+            values, settled = self._prepared(self._matching.from_root(self.root), misfits)
+        self._note(*(assignment for assignment, _ in values), *settled)  # the report counts them as restored
+        return partial(self._write, values, settled)
 
     def restore_modes(self) -> list[str]:
         """Restore ``training``, which 0.1.0 did not save, and ``requires_grad``; return the changes by path."""
@@ -295,14 +292,14 @@ class Restoration:
         graph = self._matching.graph
         for number, node in enumerate(graph.nodes):
             saved = self._stored.leaves.get(str(node.value))
-            for thing, path in self._matching.bindings.objects(number):
-                if is_module(thing) and graph.has_own_states and thing.training is not node.training:
-                    thing.training = node.training
+            for target, path in self._matching.bindings.objects(number):
+                if is_module(target) and graph.has_own_states and target.training is not node.training:
+                    target.training = node.training
                     changed.append(f"{format_node_path(path)}.training = {node.training}")
-                elif saved is not None and saved.saved.kind == "torch" and is_torch_tensor(thing) and thing.is_leaf:
+                elif saved is not None and saved.saved.kind == "torch" and is_torch_tensor(target) and target.is_leaf:
                     needed = saved.saved.details.get("requires_grad") is True
-                    if thing.requires_grad is not needed and thing.is_floating_point():
-                        thing.requires_grad_(needed)
+                    if target.requires_grad is not needed and target.is_floating_point():
+                        target.requires_grad_(needed)
                         changed.append(f"{format_node_path(path)}.requires_grad = {needed}")
         return changed
 
@@ -311,10 +308,10 @@ class Restoration:
 
     def awaited(self) -> list[Path]:
         """Return the paths of values that `advance` would restore now, and restore nothing."""
-        due, known = self._sorted(self._matching.from_root(self.root))
-        self._note(*known)
+        due, settled = self._sorted(self._matching.from_root(self.root))
+        self._note(*settled)
         self._wait()
-        return [path for one in due for _, path in one.values()]
+        return [path for assignment in due for _, path in assignment.values()]
 
     def expects_below(self, holder: object, key: object) -> bool:
         try:
@@ -327,7 +324,7 @@ class Restoration:
 
     @property
     def found_anything(self) -> bool:
-        """Whether anything but the root was found in the checkpoint."""
+        """True if anything but the root was found in the checkpoint."""
         graph = self._matching.graph
         return any(
             number in self.progress.wanted or graph.nodes[number].value is None
@@ -348,22 +345,22 @@ class Restoration:
             pending=_formatted(path for number, path in left.items() if number not in unused),
             unused=_formatted(path for number, path in left.items() if number in unused),
             conflicts=tuple(
-                (format_node_path(graph.path(number)), format_node_path(one), format_node_path(other))
-                for number, (one, other) in self._matching.bindings.conflicts.items()
+                (format_node_path(graph.path(number)), format_node_path(first), format_node_path(second))
+                for number, (first, second) in self._matching.bindings.conflicts.items()
             ),
             skipped=tuple((format_node_path(path), reason) for path, reason in live.skipped.items()),
             nontrivial=self.found_anything,
         )
 
     def _divided(self, live: LiveGraph) -> tuple[list[LiveNode], list[LiveNode]]:
-        """Return the values of the program that were restored and that are missing; add others to ``skipped``."""
+        """Return the restored and the missing values of the program; add others to ``skipped``."""
         # holdfast 0.1.0 did not save these.
         too_new = [] if self._matching.graph.has_own_states else live.own_states
         parts = {path[:depth] for path in self._settled for depth in range(1, len(path))}
         restored, missing = [], []
         for node in live.leaves():
             if node.path in self._fresh:
-                live.skipped[node.path] = _NO_STREAM
+                live.skipped[node.path] = "keeps its fresh state: the checkpoint has none of this process"
             elif (
                 node.path in self._settled
                 or last_writer(node.slot) >= self._number
@@ -371,9 +368,9 @@ class Restoration:
             ):
                 restored.append(node)
             elif isinstance(node.view, Leaf) and node.view.opened is not None and node.path in parts:
-                restored.append(node)  # a sequence by its elements, or an optimizer by its groups and parameters
+                restored.append(node)  # a sequence, by its elements, or an optimizer, by its groups and parameters
             elif any(node.path[: len(path)] == path for path in too_new):
-                live.skipped[node.path] = _NO_OWN_STATE
+                live.skipped[node.path] = "keeps its fresh state: the checkpoint is of a version that did not save it"
             elif self._chooses(node.path):
                 missing.append(node)
         return restored, missing
@@ -387,73 +384,67 @@ class Restoration:
         if missing:
             lines = format_section("in the program, not in the checkpoint", missing)
             lines += format_section("in the checkpoint, not in the program", _formatted(self.progress.left().values()))
-            what = "%s has no values for objects of the program, which keep those they have; pass partial=True if that "
-            _logger.warning(f"{what}is intended:\n%s", self.progress.where, "\n".join(lines))
+            text = "%s has no values for objects of the program, which keep those they have; pass partial=True if that "
+            _logger.warning(f"{text}is intended:\n%s", self.progress.where, "\n".join(lines))
 
     def _chooses(self, path: Path) -> bool:
         return path not in self._ignored and self._filter.chooses(path)
 
-    # ---- from values to slots
-
     def _prepared(
-        self, found: Iterable[Assignment], misfits: Misfits | None = None
+        self, assignments: Iterable[Assignment], misfits: Misfits | None = None
     ) -> tuple[list[tuple[Assignment, Any]], list[Assignment]]:
-        """Return all values, read and compared with the program, and the assignments that are done already."""
+        """Read and compare values; return them, and the assignments that are done already."""
         with self._matching.undone_on_error():
-            due, known = self._sorted(found)
+            due, settled = self._sorted(assignments)
             values = self._values.read_values(due, misfits)
-            for one, value in values:
-                if isinstance(one.slot, MemberSlot):
-                    one.slot.member(value)
-        return values, known
+            for assignment, value in values:
+                if isinstance(assignment.slot, MemberSlot):
+                    assignment.slot.member(value)
+        return values, settled
 
     @collection_paused()
-    def _write(self, values: list[tuple[Assignment, Any]], known: list[Assignment]) -> None:
+    def _write(self, values: list[tuple[Assignment, Any]], settled: list[Assignment]) -> None:
         with self._matching.undone_on_error():
-            write_slots([(one.slot, value) for one, value in values])
-        done = [one for one, _ in values]
-        for one in done:
-            note_writer(one.slot, self._number, self._keepers)
-        self._note(*done, *known)
+            write_slots([(assignment.slot, value) for assignment, value in values])
+        for assignment, _ in values:
+            note_writer(assignment.slot, self._number, self._keepers)
+        self._note(*(assignment for assignment, _ in values), *settled)
         self._wait()
 
-    def _sorted(self, found: Iterable[Assignment]) -> tuple[list[Assignment], list[Assignment]]:
-        """Split assignments into those to do, and those that a later restore or another path has done."""
-        due: list[Assignment] = []
-        known: list[Assignment] = []
+    def _sorted(self, assignments: Iterable[Assignment]) -> tuple[list[Assignment], list[Assignment]]:
+        """Split assignments into those that are due, and those that a later restore or another path has done."""
+        due: dict[tuple[int, Path], Assignment] = {}  # by slot
+        settled: list[Assignment] = []
         fresh: list[Path] = []
-        taken: dict[tuple[int, Path], Assignment] = {}
-        for one in found:
-            if one.path in self._settled or not all(
-                number in self.progress.wanted and self._chooses(path) for number, path in one.values()
-            ):
+        for assignment in assignments:
+            slot, values, wanted = assignment.slot, assignment.values(), self.progress.wanted
+            if assignment.path in self._settled or not all(n in wanted and self._chooses(path) for n, path in values):
                 continue
-            if not self._stored.has_own and isinstance(one.slot, StateSlot) and one.slot.is_stream:
-                known.append(one)  # the checkpoint lacks it for this process, which keeps its own
-                fresh.append(one.path)
-                continue
-            place = id(one.slot.anchor), one.slot.trail
-            if last_writer(one.slot) >= self._number or place in taken:
-                known.append(one)
-                if (first := taken.get(place)) and first.saved != one.saved:
-                    what = "%s and %s are one object, and two in the checkpoint; it gets the value of the first"
-                    _logger.warning(what, format_node_path(first.path), format_node_path(one.path))
-                continue
-            taken[place] = one
-            due.append(one)
+            key = id(slot.anchor), slot.trail
+            first = due.get(key)
+            if not self._stored.has_own and type(slot) is StateSlot and is_stream(slot.target):
+                settled.append(assignment)  # the checkpoint has none of this process, which keeps its own
+                fresh.append(assignment.path)
+            elif first is None and last_writer(slot) < self._number:
+                due[key] = assignment
+            else:
+                settled.append(assignment)
+                if first is not None and first.saved != assignment.saved:
+                    message = "%s and %s are one object, and two in the checkpoint; it gets the value of the first"
+                    _logger.warning(message, format_node_path(first.path), format_node_path(assignment.path))
         if fresh:
-            what = "%s has no random streams and places in the data of process %d, which keeps its fresh ones: %s"
+            message = "%s has no random streams and places in the data of process %d, which keeps its fresh ones: %s"
             names = shortened(map(format_node_path, fresh))
-            _logger.warning(what, self.progress.where, current_coordinator().process_index, names)
+            _logger.warning(message, self.progress.where, current_coordinator().process_index, names)
             self._fresh.update(fresh)
-        return due, known
+        return list(due.values()), settled
 
     def _note(self, *done: Assignment) -> None:
-        for one in done:
-            self._settled.add(one.path)
-            if one.covers is not None:
-                self._replaced.add(one.path)
-            for number, path in one.values():
+        for assignment in done:
+            self._settled.add(assignment.path)
+            if assignment.covers is not None:
+                self._replaced.add(assignment.path)
+            for number, path in assignment.values():
                 self.progress.restored.add(number)
                 self._settled.add(path)
                 self._matching.unused.pop(number, None)
@@ -495,8 +486,8 @@ def check_restored(restorations: Sequence[Restoration]) -> None:
             elif new := format_section(
                 "not restored", _formatted(path for path in late if path not in restoration.reported)
             ):
-                what = "objects that were built since the restore from %s keep the values of the program:\n%s"
-                _logger.warning(what, progress.where, "\n".join(new))
+                message = "objects that were built since the restore from %s keep the values of the program:\n%s"
+                _logger.warning(message, progress.where, "\n".join(new))
             restoration.reported.update(late)
         superseded.update(progress.wanted.values())
     if lost or unrestored:

@@ -1,4 +1,4 @@
-"""A graph as a checkpoint describes it: nodes, named edges, and which value belongs to which node."""
+"""The graph that a checkpoint describes: nodes, named edges, and the value of each node."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from .slots import Path, format_node_path, parse_path, storage_name
 OWN_STATES = "own_states"  # key of a document that includes the states that modules and optimizers give by methods
 ATTRIBUTES = "attributes"  # key of a document in which the parts of objects of Keras have the names of attributes
 
-Transform = Callable[[Any], Any]  # takes the saved array, and returns the array to restore
+Transform = Callable[[Any], Any]  # returns the array to restore for a saved one
 
 Rename = Mapping[str, str | tuple[str, Transform]]
-"""Paths in the program by paths in the checkpoint, each alone or with a function of the array. What is below a path
-moves with it."""
+"""Paths in the program by paths in the checkpoint, each alone or with a function of the array. All paths below one move
+with it."""
 
 
 _MOVED = re.compile(r"holdfast\.engine\.(?=(?:graph|components|formats)\.)")
 
 
 def current_name(name: str) -> str:
-    """Return the present name of a class or function, which a checkpoint of 0.1.0 names by its former module."""
+    """Return the current name of a class or function that a checkpoint of 0.1.0 names by its former module."""
     return _MOVED.sub("holdfast.integrations.", name, count=1) if name.startswith("holdfast.") else name
 
 
 @dataclass(slots=True)
 class SavedNode:
     edges: dict[str, int] = field(default_factory=dict)
-    value: str | None = None  # the storage name of its value, or of the container that is its value
+    value: str | None = None  # the storage name of the leaf or container that is its value
     type: str = ""  # the name of the object's type; empty for values, except boxes for numbers
     optimizer_slots: list[tuple[int, str, int]] = field(default_factory=list)  # (parameter, name, value)
     groups: list[list[int]] = field(default_factory=list)  # the parameters of an optimizer's groups
     transform: Transform | None = None  # None restores the value as it is
-    training: bool = True  # whether a module was in the mode of training
+    training: bool = True  # whether a module was in training mode
 
 
 class SavedGraph:
@@ -56,12 +56,12 @@ class SavedGraph:
         numbers_keras: bool = False,
     ) -> None:
         self.nodes = list(nodes)
-        # Whether modules and optimizers gave their states by methods of their own; in holdfast 0.1.0 they did not.
+        # Whether states that modules and optimizers give by their own methods were saved; 0.1.0 did not save them.
         self.has_own_states: bool = has_own_states if before is None else before.has_own_states
         self.numbers_keras: bool = numbers_keras if before is None else before.numbers_keras
         self._before = before
-        # The last edge of the shortest path to each node: where it begins, and its name. Paths are made on demand: in a
-        # forged graph, each may be as long as there are nodes.
+        # The last edge of the shortest path to each node: its start and its name. Paths are made on demand: in a forged
+        # graph, each may be as long as there are nodes.
         self.above: dict[int, tuple[int, str]] = {0: (0, "")}
         self._slots: dict[int, tuple[int, int, str]] = {}
         queue = [0]
@@ -92,7 +92,7 @@ class SavedGraph:
                 yield number, self.nodes[number]
 
     def find(self, path: Path) -> int | None:
-        """Return the node that a path, short or long, leads to, or None."""
+        """Return the node that any path leads to, or None."""
         number: int | None = 0
         for segment in path:
             number = None if number is None else self.nodes[number].edges.get(segment)
@@ -101,17 +101,17 @@ class SavedGraph:
         return number
 
     def container_name(self, number: int) -> str:
-        """Return the storage name of the container that a node was saved as, before it was renamed."""
+        """Return the storage name of the container that a node was saved as, before any renaming."""
         return storage_name(self.path(number)) if self._before is None else self._before.container_name(number)
 
     def unwrapped(self) -> SavedGraph:
-        """Return the graph with the paths that wrapped modules have without their wrappers, besides their own."""
-        nodes, found = list(self.nodes), False
+        """Return the graph in which wrapped modules have the paths without their wrappers, too."""
+        nodes, is_wrapped = list(self.nodes), False
         for number in reversed(self.above):  # inner wrappers first
             for child in wrapped_nodes(nodes[number].type, nodes[number].edges):
                 nodes[number] = replace(nodes[number], edges={**nodes[child].edges, **nodes[number].edges})
-                found = True
-        return SavedGraph(nodes, self) if found else self
+                is_wrapped = True
+        return SavedGraph(nodes, self) if is_wrapped else self
 
     def renamed(self, table: Rename) -> SavedGraph:
         nodes = [replace(node, edges=dict(node.edges)) for node in self.nodes]
@@ -142,46 +142,42 @@ class SavedGraph:
     @cached_property
     def uses(self) -> Counter[int]:
         """How many edges, optimizer groups and optimizer slots lead to each node."""
-        found: Counter[int] = Counter()
-        for node in self.nodes:
-            found.update(node.edges.values())
-            for group in node.groups:
-                found.update(group)
-            for parameter, _, value in node.optimizer_slots:
-                found.update((parameter, value))
-        return found
+        ends = [number for node in self.nodes for number in node.edges.values()]
+        ends += [number for node in self.nodes for group in node.groups for number in group]
+        ends += [number for node in self.nodes for first, _, last in node.optimizer_slots for number in (first, last)]
+        return Counter(ends)
 
     @cached_property
     def optimizers(self) -> dict[int, dict[int, list[tuple[str, int]]]]:
-        """The values that each optimizer keeps: by its node and the parameter's, their names and nodes."""
-        found: dict[int, dict[int, list[tuple[str, int]]]] = {}
+        """The values that optimizers keep, as names and nodes: by the node of the optimizer, and by the parameter's."""
+        kept_by: dict[int, dict[int, list[tuple[str, int]]]] = {}
         for number, node in enumerate(self.nodes):
             kept: dict[int, list[tuple[str, int]]] = {parameter: [] for group in node.groups for parameter in group}
             for parameter, name, value in node.optimizer_slots:
                 kept.setdefault(parameter, []).append((name, value))
             if kept:
-                found[number] = kept
-        return found
+                kept_by[number] = kept
+        return kept_by
 
     @cached_property
     def with_values(self) -> set[int]:
-        """The nodes that have a value, or nodes with values below them."""
+        """The nodes that have a value, or have nodes with values below them."""
         above: dict[int, list[int]] = {}
         for number, node in enumerate(self.nodes):
             for child in node.edges.values():
                 above.setdefault(child, []).append(number)
         queue = [number for number, node in enumerate(self.nodes) if node.value is not None or node.optimizer_slots]
-        found = set(queue)
+        with_values = set(queue)
         for number in queue:
             for holder in above.get(number, ()):
-                if holder not in found:
-                    found.add(holder)
+                if holder not in with_values:
+                    with_values.add(holder)
                     queue.append(holder)
-        return found
+        return with_values
 
     @classmethod
     def of_names(cls, names: Iterable[str], kinds: Mapping[str, str]) -> SavedGraph:
-        """Return the graph of a plain tree, whose containers are the nodes."""
+        """Return the graph of a plain tree, with a node for each container and leaf."""
         nodes = [SavedNode(type=kinds.get("", ""))]
         leaves = dict.fromkeys(names)
         for name in (*leaves, *kinds):
@@ -194,7 +190,7 @@ class SavedGraph:
                     nodes.append(SavedNode(type=kinds.get(".".join(segments[:depth]), "")))
                 number = edges[segment]
             nodes[number].value = name if name in leaves else None
-        # If the keys of a container are themselves paths, as in a flat state_dict, these lead to the same values.
+        # Keys that are themselves paths, as in a flat state_dict, lead to the same values when they are split.
         for number in range(len(nodes)):
             for segment, child in list(nodes[number].edges.items()):
                 *keys, last = segment.split("%2E")
@@ -207,11 +203,11 @@ class SavedGraph:
 
     @classmethod
     def of_document(cls, document: Any, names: Sequence[str], source: str) -> SavedGraph:
-        """Build a graph from a document that is not trusted."""
+        """Build a graph from an untrusted document."""
         nodes = document.get("nodes") if isinstance(document, dict) else None
         if not isinstance(nodes, list) or not nodes:
             raise DamagedCheckpointError(f"{source} has no list of nodes")
-        known = frozenset(names)
+        stored = frozenset(names)
         used: set[str] = set()
         read = []
         for number, node in enumerate(nodes):
@@ -222,9 +218,9 @@ class SavedGraph:
             value = read[-1].value
             if value is None:
                 continue
-            if value not in known or value in used:
-                what = "is the value of another node, too" if value in used else "is not in the checkpoint"
-                raise DamagedCheckpointError(f"{source}: the value of node {number}, {value!r:.100}, {what}")
+            if value not in stored or value in used:
+                problem = "is the value of another node, too" if value in used else "is not in the checkpoint"
+                raise DamagedCheckpointError(f"{source}: the value of node {number}, {value!r:.100}, {problem}")
             used.add(value)
         if read[0].value is not None:
             raise DamagedCheckpointError(f"{source}: its root has a value")
@@ -234,7 +230,7 @@ class SavedGraph:
 
 
 def _walk_down(nodes: list[SavedNode], start: int, path: Sequence[str]) -> int | None:
-    """Return the node at a path, after adding missing nodes; None if the path leads through a value."""
+    """Return the node at a path, and add missing nodes; None if the path leads through a value."""
     for segment in path:
         edges = nodes[start].edges
         if segment not in edges:
@@ -285,7 +281,7 @@ def _segment(value: Any) -> str:
 
 
 def as_list(value: Any, count: int | None = None) -> list[Any]:
-    """Return a value that is not trusted if it is a list, of ``count`` elements."""
+    """Return an untrusted value if it is a list, of ``count`` elements; raise TypeError otherwise."""
     if not isinstance(value, list) or (count is not None and len(value) != count):
         raise TypeError(f"expected a list{'' if count is None else f' of {count}'}, found {value!r:.80}")
     return value

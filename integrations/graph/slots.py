@@ -1,10 +1,10 @@
-"""Slots: places in live objects that hold one value each, which a save reads and a restore writes; and their paths.
+"""Slots, which a save reads and a restore writes: each holds one value of a live object. Also their paths.
 
-Objects that change in place are their own slots (tensors, writable numpy arrays, boxes, objects with a state). Every
+An object that changes in place is its own slot: a tensor, a writable numpy array, a box, an object with a state. Every
 other value is replaced where it is attached: an attribute, an entry, or a part of an immutable container, which is
 rebuilt.
 
-A path is the names of the edges from the root. An edge is named by the escaped form of its key, as in the names of
+A path consists of the names of the edges from the root. The name of an edge is its escaped key, as in the names of
 leaves (:mod:`~holdfast.engine.pytree.names`).
 """
 
@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from ...engine.errors import OptionError, TreeMismatchError, shortened
 from ...engine.pytree import expand, format_path, is_python_value, key_segments, pack_tree, unescape_key
-from ...engine.stateful import begins_epoch, is_stream, restore_state, state_of
+from ...engine.stateful import begins_epoch, restore_state, state_of
 from ..hugging_face import as_start
 
 Path = tuple[str, ...]  # the names of the edges from the root to a node, each escaped
@@ -47,12 +47,9 @@ def parse_path(text: str) -> Path:
     return path
 
 
-def format_section(what: str, names: Sequence[str]) -> list[str]:
-    """Format the line of a report for a list of paths; an empty list has none."""
-    return [f"  {what} ({len(names)}): {shortened(names, 10)}"] if names else []
-
-
-# ---- slots
+def format_section(title: str, names: Sequence[str]) -> list[str]:
+    """Format a list of paths as a line of a report, or as no line if it is empty."""
+    return [f"  {title} ({len(names)}): {shortened(names, 10)}"] if names else []
 
 
 class Slot(Protocol):
@@ -60,20 +57,20 @@ class Slot(Protocol):
     trail: Path  # the path from the anchor to the slot
 
     def get(self) -> Any:
-        """Return the value; ``...`` where the slot is still empty."""
+        """Return the value; ``...`` if the slot is still empty."""
 
     def set(self, value: Any) -> None:
-        """Change the value; it has the kind, dtype and shape of what `get` returns."""
+        """Replace the value by one of the same kind, dtype and shape."""
 
 
 @dataclass(slots=True, eq=False)
-class Place:
-    """The place of a value, in which a restore puts another one."""
+class Attachment:
+    """The attribute or entry that a value is attached to; a restore attaches another one there."""
 
     anchor: Any
     trail: Path
     value: Any
-    change: Callable[[Any], None] | None = None  # None where no other value can be put
+    change: Callable[[Any], None] | None = None  # None if it cannot be replaced
 
     def get(self) -> Any:
         return self.value
@@ -96,31 +93,24 @@ class BoxSlot:
 
 @dataclass(eq=False)
 class StateSlot:
-    """An object with a state of its own (see :mod:`~holdfast.engine.stateful`); its value is a tree."""
+    """An object with methods for its state (see :mod:`~holdfast.engine.stateful`); its value is a tree."""
 
-    thing: Any
+    target: Any
     anchor: Any
     trail: Path
 
-    @property
-    def is_stream(self) -> bool:
-        """Whether each process saves and restores its own state."""
-        return is_stream(self.thing)
-
     def get(self) -> Any:
-        return pack_tree(state_of(self.thing))
+        return pack_tree(state_of(self.target))
 
     def set(self, value: Any) -> None:
-        restore_state(self.thing, value, as_start)
+        restore_state(self.target, value, as_start)
 
 
 class PartState(StateSlot):
-    """A part of the state of an object, saved and restored by the object's own methods; the same on all processes."""
-
-    is_stream = False
+    """A part of an object's state that the object's own methods save and restore; all processes have the same."""
 
 
-class MemberSlot(Place):
+class MemberSlot(Attachment):
     """A member of an enumeration, saved as its name, or as the number or text that it equals."""
 
     def get(self) -> Any:
@@ -131,17 +121,18 @@ class MemberSlot(Place):
 
     def member(self, value: Any) -> Any:
         """Return the member that a saved value stands for; raise TreeMismatchError if there is none."""
-        kind = type(self.value)
+        enumeration = type(self.value)
         try:
-            return kind(value) if is_python_value(self.value) else kind[value]
+            return enumeration(value) if is_python_value(self.value) else enumeration[value]
         except (KeyError, ValueError) as error:
             raise TreeMismatchError(
-                f"{'/'.join(self.trail)}: expected a member of {kind.__qualname__} (program: "
-                f"{shortened([one.name for one in kind])}), found {value!r:.80} (checkpoint); nothing was changed"
+                f"{'/'.join(self.trail)}: expected a member of {enumeration.__qualname__} (program: "
+                f"{shortened(member.name for member in enumeration)}), found {value!r:.80} (checkpoint); nothing was "
+                "changed"
             ) from error
 
 
-class PartSlot(Place):
+class PartSlot(Attachment):
     """A part of an immutable container, which `write_slots` rebuilds once for all of its parts."""
 
     def __init__(self, owner: Slot, below: Path, value: Any) -> None:
@@ -151,12 +142,12 @@ class PartSlot(Place):
 
 @dataclass(slots=True, eq=False)
 class Assignment:
-    """A value of the checkpoint and the slot it belongs in."""
+    """A value of the checkpoint, and the slot that it is restored to."""
 
     saved: int  # the value's node in the checkpoint
     slot: Slot
     path: Path  # the slot's path in the program
-    covers: list[tuple[int, Path]] | None = None  # the values of a container of plain values, by their paths from it
+    covers: list[tuple[int, Path]] | None = None  # for a container of plain values: its values, with their paths
 
     def values(self) -> list[tuple[int, Path]]:
         """Return the values that it restores, each with its path in the program."""
@@ -167,7 +158,10 @@ class Assignment:
 
 def write_slots(changes: list[tuple[Slot, Any]]) -> None:
     parts: dict[tuple[int, Path], tuple[Slot, dict[Path, Any]]] = {}
-    for slot, value in sorted(changes, key=lambda change: not _begins_epoch(change[0])):
+    # Loaders that draw from the global generator come first.
+    for slot, value in sorted(
+        changes, key=lambda change: not (isinstance(change[0], StateSlot) and begins_epoch(change[0].target))
+    ):
         if isinstance(slot, PartSlot):
             owner = (id(slot.owner.anchor), slot.owner.trail)
             parts.setdefault(owner, (slot.owner, {}))[1][slot.below] = value
@@ -175,10 +169,6 @@ def write_slots(changes: list[tuple[Slot, Any]]) -> None:
             slot.set(value)
     for owner_slot, updates in parts.values():
         owner_slot.set(_replaced(owner_slot.get(), updates))
-
-
-def _begins_epoch(slot: Slot) -> bool:
-    return isinstance(slot, StateSlot) and begins_epoch(slot.thing)
 
 
 def _replaced(value: Any, updates: dict[Path, Any]) -> Any:
@@ -198,17 +188,17 @@ def _replaced(value: Any, updates: dict[Path, Any]) -> Any:
     return contents.build(values)
 
 
-# ---- the last writer of each slot: the latest restore wins, regardless of the order in which objects are attached
+# ---- the last writer of each slot: the latest restore wins, whatever the order in which objects are attached
 
 restore_numbers = itertools.count(1)
-_writers: dict[int, dict[Path, int]] = {}  # by the ids of the anchors, which still exist
+_writers: dict[int, dict[Path, int]] = {}  # by the ids of the anchors, which are alive
 
 
+@dataclass(eq=False)
 class Keeper:
     """Keeps an anchor without weak references alive, as long as the restore that has written to it."""
 
-    def __init__(self, anchor: Any) -> None:
-        self.anchor = anchor
+    anchor: Any
 
 
 def last_writer(slot: Slot) -> int:

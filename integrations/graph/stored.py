@@ -1,4 +1,4 @@
-"""Write and open graphs on disk: a tree of values by readable path, and a document of nodes and edges."""
+"""Graphs on disk, written and opened: a tree of values by readable path, and a document of nodes and edges."""
 
 from __future__ import annotations
 
@@ -38,12 +38,9 @@ from .slots import BoxSlot, MemberSlot, StateSlot, format_node_path, storage_nam
 from .views import Branch, Leaf
 from .walk import LiveGraph, LiveNode
 
-# The storage names of values that each process saves for itself begin with this; no other name does.
+# Prefix of the storage names of values that each process saves for itself; no other name begins with it.
 PER_PROCESS = "//"
-_TYPES = {"deque": "collections.deque"}  # names of types, where the kind of the container is another name
-
-
-# ---- live objects, captured for a save
+_TYPES = {"deque": "collections.deque"}  # names of types that differ from the kind of the container
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,31 +87,31 @@ def _stored(node: LiveNode) -> Any:
 
 
 def _nested(node: LiveNode, elsewhere: Collection[int]) -> Any:
-    """Return the containers below a node, with node numbers as values; None for one whose values are elsewhere."""
+    """Return the containers below a node, with node numbers as leaves; None if its values are stored elsewhere."""
     if not isinstance(node.view, Branch):
         return node.number if node.has_value and node.number not in elsewhere else None
-    found: dict[Any, Any] = {}
+    children: dict[Any, Any] = {}
     complete = True
     keys = {edge.segment: edge.key for edge in node.view.edges}
     for segment, child in node.edges.items():
         if child.path != (*node.path, segment) or len(child.path) > MAX_DEPTH:
-            continue  # it is stored under another path, or too deep to hold a value
+            continue  # it is stored under another path, or is too deep to hold a value
         below = _nested(child, elsewhere)
         if below is not None:
-            found[keys.get(segment, segment)] = below
+            children[keys.get(segment, segment)] = below
         elif isinstance(child.view, Branch):
             complete = False
     for _, _, value in node.optimizer_slots:
-        branch = found
+        branch = children
         for segment in value.path[len(node.path) : -1]:
             branch = branch.setdefault(unescape_key(segment), {})
         branch[unescape_key(value.path[-1])] = value.number
     sequence: Any = tuple if node.view.label == "tuple" else list
     if isinstance(node.value, deque):
         sequence = partial(deque, maxlen=node.value.maxlen)
-    if found:
-        is_sequence = node.view.sequence and complete and list(found) == list(range(len(found)))
-        return sequence(found.values()) if is_sequence else found
+    if children:
+        is_sequence = node.view.sequence and complete and list(children) == list(range(len(children)))
+        return sequence(children.values()) if is_sequence else children
     if node.view.edges or len(node.path) == MAX_DEPTH:
         return None
     if node.view.sequence:
@@ -136,17 +133,14 @@ def _node_document(node: LiveNode, names: Mapping[int, str]) -> dict[str, Any]:
     if node.number in names:
         document["value"] = names[node.number]
     if node.optimizer_slots:
-        document[OPTIMIZER_SLOTS] = [[one.number, name, value.number] for one, name, value in node.optimizer_slots]
+        document[OPTIMIZER_SLOTS] = [[key.number, name, value.number] for key, name, value in node.optimizer_slots]
     if node.groups:
         document["groups"] = [[parameter.number for parameter in group] for group in node.groups]
     return document
 
 
-# ---- an item of a checkpoint
-
-
 class GraphCheckpointHandler(PyTreeCheckpointHandler):
-    """Saves graphs of objects as a tree of their values, like any other, and a document of nodes and edges."""
+    """Saves a graph of objects as an ordinary tree of values and a document of nodes and edges."""
 
     shares_reads = True
 
@@ -172,14 +166,14 @@ class GraphCheckpointHandler(PyTreeCheckpointHandler):
         shared: SharedReads | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Open a graph; with a template, let its ``prepare(stored)`` read the values that it takes."""
+        """Open a graph; with a template, return what its ``prepare(stored)`` returns."""
         tree = TreeReader(directory, files)
         stored = StoredGraph(tree, directory.parent, tree.files, shared)
         return stored if item is None else item.prepare(stored)
 
 
 class StoredGraph:
-    """A graph on disk, opened for reading: its structure is read, its values are not."""
+    """A graph on disk, opened for reading: its structure is known, its values are not read."""
 
     def __init__(
         self,
@@ -187,7 +181,7 @@ class StoredGraph:
         checkpoint: Location,
         files: Mapping[str, FileRecord] | None = None,
         shared: SharedReads | None = None,
-        document: Any = None,  # of nodes and edges, if the source has none
+        document: Any = None,  # of nodes and edges, in place of the source's
     ) -> None:
         self.checkpoint = checkpoint
         self._source = source
@@ -195,10 +189,10 @@ class StoredGraph:
         self.location = source.location  # the item's folder
         self.variables = source.variables  # None if the names of values are their paths
         self.leaves: dict[str, SavedLeaf] = {leaf.name: leaf for leaf in source.leaves}  # by storage name
-        own = own_item(files or {})  # the states of objects of this process
-        share = None if own is None else own_share(source.location / own.folder, own.files)
+        item = own_item(files or {})  # the states of objects of this process
+        share = None if item is None else own_share(source.location / item.folder, item.files)
         self._share = None if share is None else TreeReader(share.folder, share.files)
-        # Whether the states of objects are those of this process; one process saves those of process 0.
+        # Whether the states of objects are those of this process: if one process saved, it was process 0.
         self.has_own = current_coordinator().process_index == 0 if share is None else share.is_own
         self.containers = _containers(source.tree.structure, "")  # by storage name
         kinds = {name: _TYPES.get(container.kind, container.kind) for name, container in self.containers.items()}
@@ -210,33 +204,32 @@ class StoredGraph:
         if document is None:
             self.graph = SavedGraph.of_names(self.leaves, kinds)
         else:
-            names = [*self.leaves, *self.containers]
-            self.graph = SavedGraph.of_document(document, names, str(self.location / GRAPH))
+            self.graph = SavedGraph.of_document(document, [*self.leaves, *self.containers], str(self.location / GRAPH))
 
     def read_arrays(self, names: Sequence[str]) -> list[NDArray[Any] | None]:
-        """Read the arrays of leaves; an array that is named twice is copied."""
+        """Read the arrays of leaves; one that is named twice is copied."""
         arrays: dict[str, NDArray[Any] | None] = {}
         for source, per_process in ((self._source, False), (self._share, True)):
             wanted = list(dict.fromkeys(name for name in names if name.startswith(PER_PROCESS) is per_process))
             if source is not None and wanted:
                 arrays.update(zip(wanted, source.read_leaves([self.leaves[name] for name in wanted]), strict=True))
         first = {name: index for index, name in reversed([*enumerate(names)])}
-        found = [arrays[name] for name in names]
-        return [one if one is None or first[names[index]] == index else one.copy() for index, one in enumerate(found)]
+        pairs = [(arrays[name], first[name] == index) for index, name in enumerate(names)]
+        return [array if array is None or is_first else array.copy() for array, is_first in pairs]
 
     def read_parts(self, names: Sequence[str], targets: Sequence[LeafTemplate]) -> tuple[list[Any], dict[int, Any]]:
-        """Read the arrays of leaves for their templates, as `materialize` takes them."""
+        """Read the arrays of leaves for their templates, in the form that `materialize` takes."""
         count = Counter(names)
         once = [index for index, name in enumerate(names) if count[name] == 1 and not name.startswith(PER_PROCESS)]
         leaves = [self.leaves[names[index]] for index in once]
-        found, parts = read_parts(self._source, leaves, [targets[index] for index in once], self._shared)
-        arrays = dict(zip(once, found, strict=True))
+        read, parts = read_parts(self._source, leaves, [targets[index] for index in once], self._shared)
+        arrays = dict(zip(once, read, strict=True))
         others = [index for index in range(len(names)) if index not in arrays]
         arrays.update(zip(others, self.read_arrays([names[index] for index in others]), strict=True))
         return [arrays[index] for index in range(len(names))], {once[index]: part for index, part in parts.items()}
 
     def load(self, names: Sequence[str], *, as_tensors: Collection[str] = ()) -> list[Any]:
-        """Read values without a template; arrays of ``as_tensors`` that were saved from torch become tensors."""
+        """Read values without templates; those in ``as_tensors`` become tensors if they were saved from torch."""
         leaves = [self.leaves_of(name) for name in names]
         every = [leaf for group in leaves for leaf in group]
         arrays = self.read_arrays(every)
@@ -255,7 +248,7 @@ class StoredGraph:
         ]
 
     def leaves_of(self, name: str) -> list[str]:
-        """Return the storage names of the leaves of a container in order, or that of a leaf."""
+        """Return the storage names of the leaves of a container in order; for a leaf, its own name."""
         if name in self.leaves:
             return [name]
         return [leaf for child, _ in self.containers[name].named_children(name) for leaf in self.leaves_of(child)]
@@ -272,7 +265,7 @@ def open_graph(location: Location) -> StoredGraph:
 def _containers(structure: TreeDef | None, name: str) -> dict[str, TreeDef]:
     if structure is None:
         return {}
-    found = {name: structure}
+    containers = {name: structure}
     for below, child in structure.named_children(name):
-        found.update(_containers(child, below))
-    return found
+        containers.update(_containers(child, below))
+    return containers

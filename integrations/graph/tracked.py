@@ -1,4 +1,4 @@
-"""Holders that restore objects which are attached to them after a restore, and boxes for values."""
+"""Holders of objects, which restore what is attached to them after a restore, and boxes for values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Resumable(Protocol):
         """Restore new objects below a holder: under one key, or anywhere."""
 
     def expects_below(self, holder: object, key: object) -> bool:
-        """Whether there are values for objects below a key of a holder."""
+        """True if there are values for objects below a key of a holder."""
 
 
 class Untracked:
@@ -42,12 +42,12 @@ class Untracked:
 
 
 def _forward(operation: Callable[[Any, Any], Any]) -> tuple[Callable[[Value, Any], Any], Callable[[Value, Any], Any]]:
-    """Return an operator of a box and another value or box, and the same for a box on the right."""
+    """Return the operator of a box with another value or box, and its reflected form."""
 
-    def forward(one: Value, other: Any) -> Any:
-        return operation(one.value, other.value if isinstance(other, Value) else other)
+    def forward(box: Value, other: Any) -> Any:
+        return operation(box.value, other.value if isinstance(other, Value) else other)
 
-    return forward, lambda one, other: operation(other, one.value)
+    return forward, lambda box, other: operation(other, box.value)
 
 
 class Value:
@@ -185,7 +185,7 @@ class Node:
         self._holdfast.untracked.discard(name)
 
     def __holdfast_root__(self) -> Any:
-        """Return the object whose edges this node has besides its own, or None."""
+        """Return the object whose edges this node has, too, or None."""
         root = self._holdfast.root
         return unwrapped(root() if isinstance(root, weakref.ref) else root)
 
@@ -204,9 +204,9 @@ class Node:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Part:
-    """A part of a program that is walked as an object with the children that it names."""
+    """A part of a program that is walked by the children that it names."""
 
-    value: Any  # has children as attributes, in which a restore replaces them
+    value: Any  # its attributes are the children, which a restore replaces there
     added: dict[str, Any] = field(default_factory=dict, kw_only=True)  # other children, by name
 
     def __holdfast_children__(self) -> dict[str, Any]:
@@ -214,11 +214,11 @@ class Part:
         return self.added
 
     def __holdfast_root__(self) -> Any:
-        """Return the object whose edges it has besides its children, or None."""
+        """Return the object whose edges it has, too, or None."""
         return None
 
     def add(self, path: Path, child: Any) -> None:
-        """Add a child below parts that are made where they are missing."""
+        """Add a child, and the parts above it that are missing."""
         part = self
         for segment in path[:-1]:
             part = part.added.setdefault(segment, Part(None))
@@ -226,7 +226,7 @@ class Part:
 
 
 def stand_for(node: Node, root: Any) -> None:
-    """Give a node the edges of an object, besides its own; ``root`` may be a weak reference to the object."""
+    """Give a node the edges of an object, too; ``root`` may be a weak reference to the object."""
     node._holdfast.root = root
 
 
@@ -311,7 +311,7 @@ class TrackedDict(dict[Any, Any]):
         return dict, (dict(self),)
 
 
-_registered: set[str] = set()  # frameworks whose pytrees tracked containers are
+_registered: set[str] = set()  # frameworks that know tracked containers as pytrees
 opens_as(TrackedList, "list")
 opens_as(TrackedDict, "dict")
 
@@ -322,25 +322,25 @@ def _register_pytrees() -> None:
         _registered.add("jax")
         util = jax.tree_util
 
-        def keyed(one: Any, keys: Iterable[Any], kind: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
-            return [(kind(key), one[key]) for key in keys], tuple(keys)
+        def keyed(node: Any, keys: Iterable[Any], key_type: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+            return [(key_type(key), node[key]) for key in keys], tuple(keys)
 
-        util.register_pytree_with_keys(TrackedList, lambda one: keyed(one, range(len(one)), util.SequenceKey), _list)
-        util.register_pytree_with_keys(TrackedDict, lambda one: keyed(one, _sorted(one), util.DictKey), _dict)
+        util.register_pytree_with_keys(TrackedList, lambda node: keyed(node, range(len(node)), util.SequenceKey), _list)
+        util.register_pytree_with_keys(TrackedDict, lambda node: keyed(node, _sorted(node), util.DictKey), _dict)
     if "torch" not in _registered and (torch := loaded("torch")) is not None:
         _registered.add("torch")
         register = torch.utils._pytree.register_pytree_node
-        register(TrackedList, lambda one: (list(one), None), lambda children, _: _list(None, children))
+        register(TrackedList, lambda node: (list(node), None), lambda children, _: _list(None, children))
         register(
-            TrackedDict, lambda one: (list(one.values()), tuple(one)), lambda children, keys: _dict(keys, children)
+            TrackedDict, lambda node: (list(node.values()), tuple(node)), lambda children, keys: _dict(keys, children)
         )
 
 
-def _sorted(one: TrackedDict) -> list[Any]:
+def _sorted(entries: TrackedDict) -> list[Any]:
     try:
-        return sorted(one)  # jax sorts the keys of dictionaries, too
+        return sorted(entries)  # jax sorts the keys of dictionaries, too
     except TypeError:
-        return list(one)
+        return list(entries)
 
 
 def _list(_: Any, children: Iterable[Any]) -> TrackedList:
@@ -352,14 +352,14 @@ def _dict(keys: Iterable[Any], children: Iterable[Any]) -> TrackedDict:
 
 
 def tracked_attributes(value: object) -> list[tuple[str, Any]]:
-    """Return an object's attributes without those that its class, or a base, names in ``__untracked__``."""
-    untracked = {name for kind in type(value).__mro__ for name in vars(kind).get("__untracked__", ())}
+    """Return the attributes of an object, without those that its class or a base names in ``__untracked__``."""
+    untracked = {name for cls in type(value).__mro__ for name in vars(cls).get("__untracked__", ())}
     slots = [
         name
         for base in reversed(type(value).__mro__)
         if "__slots__" in vars(base)
-        for name, one in vars(base).items()
-        if isinstance(one, types.MemberDescriptorType) and hasattr(value, name)
+        for name, member in vars(base).items()
+        if isinstance(member, types.MemberDescriptorType) and hasattr(value, name)
     ]
     attributes = {**getattr(value, "__dict__", {}), **{name: getattr(value, name) for name in slots}}
     return [(name, child) for name, child in attributes.items() if name not in untracked]
@@ -369,13 +369,13 @@ def check_origin(container: object, path: Path) -> None:
     """Raise UnsupportedLeafError if the plain container behind a tracked one has been changed."""
     if not isinstance(container, TrackedList | TrackedDict) or container._holdfast_origin is None:
         return
-    origin, contents = container._holdfast_origin  # kept alive, so that their ids stay theirs
+    origin, contents = container._holdfast_origin  # kept alive, so that no other object gets their ids
     if [*map(id, _contents(origin))] != [*map(id, contents)]:
-        kind = type(origin).__name__
+        name = type(origin).__name__
         raise UnsupportedLeafError(
-            f"{format_node_path(path)}: the {kind} that was attached here was changed later through another reference, "
+            f"{format_node_path(path)}: the {name} that was attached here was changed later through another reference, "
             "which the checkpoint does not see; nothing was written. Change it through the object that it was attached "
-            f"to, or attach a Tracked{kind.title()} from the start"
+            f"to, or attach a Tracked{name.title()} from the start"
         )
 
 
@@ -392,7 +392,7 @@ def expect(holder: object, restore: Resumable) -> bool:
 
 
 def forget(holder: object, restore: Resumable) -> None:
-    """End what :func:`expect` began."""
+    """Undo :func:`expect`."""
     if isinstance(holder, Node | TrackedList | TrackedDict) and restore in holder._holdfast_pending:
         holder._holdfast_pending.remove(restore)
 
@@ -408,15 +408,15 @@ def _resume(holder: Node | TrackedList | TrackedDict, key: object, undo: Callabl
 
 
 def _tracked(holder: Node | TrackedList | TrackedDict, key: object, value: Any) -> Any:
-    """Return a tracked container in place of a plain one if values wait for its contents."""
+    """Return a tracked container for a plain one if values wait for its contents, or any other value itself."""
     if type(value) in (list, dict) and any(restore.expects_below(holder, key) for restore in holder._holdfast_pending):
         return TrackedList(value) if type(value) is list else TrackedDict(value)
     return value
 
 
 @cache
-def _reserved(kind: type) -> frozenset[str]:
-    """Return the names that a class derived from `Node` needs for itself."""
-    bases = [base for base in kind.__mro__ if base not in (Node, object)]
+def _reserved(cls: type) -> frozenset[str]:
+    """Return the names that a class derived from `Node` uses itself."""
+    bases = [base for base in cls.__mro__ if base not in (Node, object)]
     names = frozenset(name for base in bases for name in vars(base)).union(Node.__slots__)
     return names - {"__dict__", "__weakref__", "__doc__", "__module__"}

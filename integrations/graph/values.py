@@ -1,7 +1,7 @@
-"""Reads values of a checkpoint in the kind, dtype and placement of the program.
+"""Reads the values of a checkpoint with the types, dtypes and devices of the program.
 
 Arrays are restored in place, so the program must have an array for each. Plain values need no object: a list or
-dictionary of plain values, such as a history of losses, takes all saved values, however many. An empty deque, such as a
+dictionary of plain values, such as a history of losses, takes any number of saved values. An empty deque, such as a
 replay buffer, takes arrays, too.
 """
 
@@ -35,15 +35,15 @@ from ...engine.pytree import (
 from ...engine.sources import Misfits
 from .frameworks import OptimizerSlot, OptionSlot, TensorSlot, divided_like, is_single_leaf, new_optimizer_tensor
 from .saved import SavedGraph, Transform
-from .slots import Assignment, Path, Place, Slot, StateSlot, format_node_path, storage_name
+from .slots import Assignment, Attachment, Path, Slot, StateSlot, format_node_path, storage_name
 from .stored import PER_PROCESS, StoredGraph
 from .tracked import TrackedDict, TrackedList
 
-# Leaves of these kinds need no object of the program.
+# Kinds of leaves that need no object of the program.
 PLAIN_KINDS = NUMBER_KINDS | {NUMBERS, "str", "bytes", "none", "set", "frozenset", "numpy_scalar"}
 NUMBER_VALUES = NUMBER_KINDS | {"numpy_scalar"}
 _NUMBERS = (bool, int, float, complex, np.generic)
-# Arrays of these kinds can be made without an array of the program; those of jax are placed on devices.
+# Kinds of arrays that can be made without an array of the program; those of jax are placed on devices.
 MADE_KINDS = frozenset({"numpy", "torch"})
 
 PLAIN_CONTAINERS = (list, dict, OrderedDict, tuple, deque, TrackedList, TrackedDict)
@@ -53,13 +53,12 @@ SEQUENCES: dict[str, Any] = {
     "collections.deque": deque,
     f"{TrackedList.__module__}.{TrackedList.__name__}": list,
 }
-_KINDS = (list, tuple, deque)
 _ORDERED = "collections.OrderedDict"  # such as a state dict of torch
 _LABELS = frozenset({*SEQUENCES, "dict", _ORDERED, f"{TrackedDict.__module__}.{TrackedDict.__name__}"})
 
 
 class SavedValues:
-    """The values of a checkpoint: which are plain, or containers of nothing else, and all of them for slots."""
+    """Finds plain values and containers of nothing else in a checkpoint, and reads values for slots."""
 
     def __init__(self, stored: StoredGraph, graph: SavedGraph) -> None:
         self._stored = stored
@@ -69,7 +68,7 @@ class SavedValues:
         for number, node in graph.values():
             name = str(node.value)
             leaf = stored.leaves.get(name)
-            # A node with a type is a box for a number, which the program must make, like objects with a state.
+            # A node with a type is a box for a number: the program must make it, like an object with a state.
             if leaf is None or node.type or node.transform is not None or name.startswith(PER_PROCESS):
                 continue
             if leaf.saved.kind in PLAIN_KINDS:
@@ -77,12 +76,12 @@ class SavedValues:
             elif leaf.saved.kind in MADE_KINDS and "sharding" not in leaf.saved.details:
                 self._arrays.add(number)
         self._known: dict[tuple[int, bool], list[tuple[int, Path]] | None] = {}
-        self.sharing: set[int] = set()  # containers with containers that other edges lead to, too; known after `below`
+        self.sharing: set[int] = set()  # containers with inner ones that other edges lead to, too; filled by `below`
         self._keys: dict[int, dict[str, Any]] = {}  # of dictionaries, by the names of their edges
         self._parameter_of = {value: parameter for node in graph.nodes for parameter, _, value in node.optimizer_slots}
 
     def below(self, number: int, *, arrays: bool = False) -> list[tuple[int, Path]] | None:
-        """Return the values in a container and their paths from it; None if it holds anything but plain values."""
+        """Return the values in a container, with their paths from it; None if it holds anything but plain values."""
         # With `arrays`, arrays count as plain values if nothing outside of the container holds them.
         key = number, arrays
         if key not in self._known:
@@ -94,43 +93,44 @@ class SavedValues:
         """Return a container with the values of its nodes, or the value of a node itself."""
         if number in values:
             return values[number]
-        edges, kind = self._graph.nodes[number].edges, self._graph.nodes[number].type
-        if kind in SEQUENCES:
+        edges, label = self._graph.nodes[number].edges, self._graph.nodes[number].type
+        if label in SEQUENCES:
             elements = [self.build(edges[segment], values) for segment in sorted(edges, key=int)]
             stored = self._container(number)
-            is_deque = stored is not None and stored.kind == "deque"  # a stored deque has its maxlen
-            return stored.build(elements) if stored is not None and is_deque else SEQUENCES[kind](elements)
-        known = self.keys(number)
-        order = [segment for segment in {**known, **edges} if segment in edges]
-        made = OrderedDict[Any, Any]() if kind == _ORDERED else {}
-        return made | {known.get(one, unescape_key(one)): self.build(edges[one], values) for one in order}
+            if stored is not None and stored.kind == "deque":
+                return stored.build(elements)  # with its maxlen
+            return SEQUENCES[label](elements)
+        keys = self.keys(number)
+        order = [segment for segment in {**keys, **edges} if segment in edges]
+        empty = OrderedDict[Any, Any]() if label == _ORDERED else {}
+        return empty | {keys.get(name, unescape_key(name)): self.build(edges[name], values) for name in order}
 
     def keys(self, number: int) -> dict[str, Any]:
         """Return the keys of a saved container by the names of its edges."""
         if number not in self._keys:
-            container, self._keys[number] = self._container(number), {}
-            if container is not None:
-                keys = range(len(container.children)) if container.keys is None else container.keys
-                self._keys[number] = dict(zip(container.segments, keys, strict=True))
+            stored = self._container(number)
+            keys = () if stored is None else stored.keys or range(len(stored.children))
+            self._keys[number] = dict(zip(() if stored is None else stored.segments, keys, strict=True))
         return self._keys[number]
 
     def _container(self, number: int) -> TreeDef | None:
         return self._stored.containers.get(self._graph.container_name(number))
 
     def _search(self, number: int, arrays: set[int]) -> list[tuple[int, Path]] | None:
-        found: list[tuple[int, Path]] = []
+        values: list[tuple[int, Path]] = []
         held: Counter[int] = Counter()  # how often the container holds each array
         queue: list[tuple[int, Path]] = [(number, ())]
         for node, path in queue:
             if node in self.kinds or node in arrays:
-                found.append((node, path))
+                values.append((node, path))
                 continue
-            known = self._graph.nodes[node]
-            if known.value is not None or known.type not in _LABELS or known.optimizer_slots or len(path) > MAX_DEPTH:
+            holder = self._graph.nodes[node]
+            is_container = holder.value is None and holder.type in _LABELS and not holder.optimizer_slots
+            if not is_container or len(path) > MAX_DEPTH:
                 return None
-            if known.type in SEQUENCES and not all(edge.isascii() and edge.isdigit() for edge in known.edges):
+            if holder.type in SEQUENCES and not all(edge.isascii() and edge.isdigit() for edge in holder.edges):
                 return None  # rename= has changed keys
-            for segment, child in known.edges.items():
+            for segment, child in holder.edges.items():
                 if child in arrays:
                     held[child] += 1
                     if held[child] > 1:
@@ -140,28 +140,25 @@ class SavedValues:
                 elif self._graph.uses[child] > 1 and child not in self.kinds:
                     self.sharing.add(number)
                 queue.append((child, (*path, segment)))
-        return found if all(self._graph.uses[child] == count for child, count in held.items()) else None
-
-    # ---- reading
+        return values if all(self._graph.uses[child] == count for child, count in held.items()) else None
 
     def read_values(self, due: list[Assignment], misfits: Misfits | None = None) -> list[tuple[Assignment, Any]]:
         """Compare all values with the program, and return them; with ``misfits``, leave out those that do not fit."""
         trees: list[Assignment] = []
         leaves: list[Assignment] = []
-        for one in due:
-            whole = one.covers is not None or isinstance(one.slot, StateSlot)
-            (trees if whole or self._name(one) not in self._stored.leaves else leaves).append(one)
-        saved = [self._stored.leaves[self._name(one)].saved for one in leaves]
+        for assignment in due:
+            whole = assignment.covers is not None or isinstance(assignment.slot, StateSlot)
+            (trees if whole or self._name(assignment) not in self._stored.leaves else leaves).append(assignment)
+        saved = [self._stored.leaves[self._name(assignment)].saved for assignment in leaves]
         arrays = self._transformed(leaves, saved)
-        templates = [_template(one, leaf) for one, leaf in zip(leaves, saved, strict=True)]
-        targets = describe_template([storage_name(one.path) for one in leaves], templates)
-        found = [self._problem(*each) for each in zip(leaves, targets, saved, strict=True)]
-        problems = [(one, line) for one, line in zip(leaves, found, strict=True) if line is not None]
-        values_of_objects = [(one, _without_object(one.slot)) for one in trees if one.covers is None]
+        templates = [_template(assignment, leaf) for assignment, leaf in zip(leaves, saved, strict=True)]
+        targets = describe_template([storage_name(assignment.path) for assignment in leaves], templates)
+        lines = [self._problem(*each) for each in zip(leaves, targets, saved, strict=True)]
+        problems = [(assignment, line) for assignment, line in zip(leaves, lines, strict=True) if line is not None]
         problems += [
-            (one, difference(format_node_path(one.path), what, "the state of an object"))
-            for one, what in values_of_objects
-            if what is not None
+            (assignment, difference(format_node_path(assignment.path), live, "the state of an object"))
+            for assignment in trees
+            if assignment.covers is None and (live := _without_object(assignment.slot)) is not None
         ]
         if problems and misfits is None:
             raise TreeMismatchError(
@@ -170,121 +167,118 @@ class SavedValues:
                 [line for _, line in problems],
             )
         if problems and misfits is not None:
-            misfits.kept |= {format_node_path(one.path): line for one, line in problems}
-            lost = [one for one, _ in problems]
-            # What an optimizer keeps for a parameter is lost with the parameter, and with any of the other values.
-            kept_for = {id(one.slot.anchor) for one in lost if isinstance(one.slot, OptimizerSlot | TensorSlot)}
-            lost += [one for one in due if isinstance(one.slot, OptimizerSlot) and id(one.slot.anchor) in kept_for]
-            gone = set(map(id, lost))
-            return self.read_values([one for one in due if id(one) not in gone])
+            misfits.kept |= {format_node_path(assignment.path): line for assignment, line in problems}
+            lost = {id(assignment) for assignment, _ in problems}
+            # All values that an optimizer keeps for a parameter are lost with the parameter, or with one of them.
+            slots = [assignment.slot for assignment, _ in problems]
+            tensors = {id(slot.anchor) for slot in slots if isinstance(slot, OptimizerSlot | TensorSlot)}
+            lost |= {id(a) for a in due if isinstance(a.slot, OptimizerSlot) and id(a.slot.anchor) in tensors}
+            return self.read_values([assignment for assignment in due if id(assignment) not in lost])
         values = self._read_leaves(leaves, targets, saved, arrays) + self._read_trees(trees)
         return list(zip(leaves + trees, values, strict=True))
 
-    def _name(self, one: Assignment) -> str:
-        return self._graph.nodes[one.saved].value or ""
+    def _name(self, assignment: Assignment) -> str:
+        return self._graph.nodes[assignment.saved].value or ""
 
     def _transformed(self, due: list[Assignment], saved: list[Saved]) -> list[NDArray[Any] | None]:
-        """Return all arrays after the functions of ``rename=``, if there are any; their results change ``saved``."""
-        transforms = [self._graph.nodes[one.saved].transform for one in due]
+        """Return all arrays, transformed, if ``rename=`` has functions, and update ``saved``; else an empty list."""
+        transforms = [self._graph.nodes[assignment.saved].transform for assignment in due]
         if not any(transforms):
             return []
         arrays = self._stored.read_arrays(list(map(self._name, due)))
-        for index, (one, transform) in enumerate(zip(due, transforms, strict=True)):
+        for index, (assignment, transform) in enumerate(zip(due, transforms, strict=True)):
             if transform is not None:
-                arrays[index] = changed = _transformed(transform, arrays[index], one.path)
+                arrays[index] = changed = _transformed(transform, arrays[index], assignment.path)
                 saved[index] = Saved({"kind": "numpy"}, changed.dtype, changed.shape)
         return arrays
 
     def _read_leaves(
-        self,
-        due: list[Assignment],
-        targets: list[LeafTemplate],
-        saved: list[Saved],
-        arrays: list[NDArray[Any] | None],
+        self, due: list[Assignment], targets: list[LeafTemplate], saved: list[Saved], arrays: list[NDArray[Any] | None]
     ) -> list[Any]:
-        """Return the values for leaves, each of the kind that the program has."""
         parts: dict[int, Any] = {}
         if not arrays:
             arrays, parts = self._stored.read_parts(list(map(self._name, due)), targets)
         with naming(self._stored.location):
-            values = materialize(targets, saved, arrays, [storage_name(one.path) for one in due], parts)
-        for index, (one, leaf) in enumerate(zip(due, saved, strict=True)):
-            value, slot = values[index], one.slot
+            values = materialize(targets, saved, arrays, [storage_name(assignment.path) for assignment in due], parts)
+        for index, (assignment, leaf) in enumerate(zip(due, saved, strict=True)):
+            value, slot = values[index], assignment.slot
             is_tensor = leaf.kind == "torch" and not is_torch_tensor(value)
             if is_tensor and isinstance(slot, OptimizerSlot | OptionSlot):
                 values[index] = new_optimizer_tensor(slot, value, leaf.details.get(STRIDES))
             else:
-                values[index] = _like(one, value)
+                values[index] = _like(assignment, value)
         return values
 
     def _read_trees(self, due: list[Assignment]) -> list[Any]:
-        """Return the values for containers of plain values and for objects with a state."""
-        numbers = [[one.saved] if one.covers is None else [number for number, _ in one.covers] for one in due]
+        numbers = [[number for number, _ in assignment.values()] for assignment in due]
         names = [str(self._graph.nodes[number].value) for group in numbers for number in group]
         loaded = iter(self._stored.load(names, as_tensors=names))
-        values = [{number: next(loaded) for number in group} for group in numbers]
-        return [_like(one, self.build(one.saved, found)) for one, found in zip(due, values, strict=True)]
+        built = [
+            self.build(assignment.saved, {number: next(loaded) for number in group})
+            for assignment, group in zip(due, numbers, strict=True)
+        ]
+        return list(map(_like, due, built))
 
-    def _problem(self, one: Assignment, target: LeafTemplate, leaf: Saved) -> str | None:
+    def _problem(self, assignment: Assignment, target: LeafTemplate, leaf: Saved) -> str | None:
         """Return why an object cannot take its value, or why an optimizer's value does not fit its parameter."""
         if compare(target, leaf) is not None:
             return compare(replace(target, origin="program"), leaf)
-        slot = one.slot
+        slot = assignment.slot
         if isinstance(slot, TensorSlot) and slot.overlaps:
-            what = "elements of this tensor share memory, as after expand(); make a copy of it"
-            return f"{format_node_path(one.path)}: {what}"
+            where = format_node_path(assignment.path)
+            return f"{where}: elements of this tensor share memory, as after expand(); make a copy of it"
         if not isinstance(slot, OptimizerSlot) or not leaf.shape or not _is_empty(slot.get()):
             return None
         shape = tuple(TensorSlot(slot.parameter).template(leaf.shape).shape)
-        parameter = self._stored.leaves.get(str(self._graph.nodes[self._parameter_of[one.saved]].value))
+        parameter = self._stored.leaves.get(str(self._graph.nodes[self._parameter_of[assignment.saved]].value))
         if parameter is None or not parameter.saved.shape == leaf.shape != shape:
             return None
-        return difference(format_node_path(one.path), f"shape {list(shape)}", list(leaf.shape), "its parameter")
+        return difference(format_node_path(assignment.path), f"shape {list(shape)}", list(leaf.shape), "its parameter")
 
 
-def is_plain(value: Any, known: dict[int, bool], depth: int = 0, *, arrays: bool = False) -> bool:
-    """Whether a value is plain, or a container of plain values; ``known`` has the answers by the ids of containers."""
+def is_plain(value: Any, plain: dict[int, bool], depth: int = 0, *, arrays: bool = False) -> bool:
+    """True if a value is plain, or holds plain values only; ``plain`` caches the answers by the ids of containers."""
     if is_python_value(value):
         return True
     if arrays and (isinstance(value, np.ndarray) or (is_torch_tensor(value) and not value.requires_grad)):
         return True  # an array without gradients
     if type(value) not in PLAIN_CONTAINERS or depth > MAX_DEPTH:
         return False
-    if id(value) not in known:
-        known[id(value)] = False  # the answer for a container that holds itself
+    if id(value) not in plain:
+        plain[id(value)] = False  # the answer for a container that holds itself
         children = value.values() if isinstance(value, dict) else value
-        known[id(value)] = all(is_plain(child, known, depth + 1, arrays=arrays) for child in children)
-    return known[id(value)]
+        plain[id(value)] = all(is_plain(child, plain, depth + 1, arrays=arrays) for child in children)
+    return plain[id(value)]
 
 
 def _without_object(slot: Slot) -> str | None:
-    """Describe an array or a plain value of the program where it must make the object of a saved state."""
+    """Describe an array or plain value that the program has in place of the object for a saved state."""
     live = None if isinstance(slot, StateSlot) else slot.get()
     if is_torch_tensor(live):
         return "one array"
-    return f"{live!r:.80}" if type(slot) is Place and is_python_value(live) else None
+    return f"{live!r:.80}" if type(slot) is Attachment and is_python_value(live) else None
 
 
 def _is_empty(live: Any) -> bool:
     return live is None or live is ...
 
 
-def _like(one: Assignment, value: Any) -> Any:
-    """Return the elements of a sequence in the kind of sequence that the program has."""
-    live = one.slot.get() if isinstance(value, _KINDS) else None
-    if not isinstance(live, _KINDS):
+def _like(assignment: Assignment, value: Any) -> Any:
+    """Return the elements of a sequence as the type of sequence that the program has."""
+    live = assignment.slot.get() if isinstance(value, list | tuple | deque) else None
+    if not isinstance(live, list | tuple | deque):
         return value
     if isinstance(live, deque):
         if live.maxlen is not None and len(value) > live.maxlen:
-            most, origin = f"at most {live.maxlen} elements", "maxlen of the deque in the program"
-            problem = difference(format_node_path(one.path), most, len(value), origin)
+            most, where = f"at most {live.maxlen} elements", format_node_path(assignment.path)
+            problem = difference(where, most, len(value), "maxlen of the deque in the program")
             raise TreeMismatchError(f"{problem}; nothing was changed")
         return value
     return tuple(value) if isinstance(live, tuple) else list(value)
 
 
 def _transformed(transform: Transform, array: Any, path: Path) -> NDArray[Any]:
-    """Apply a function of the program, and name the value in its error."""
+    """Apply a function of ``rename=``; its error names the value."""
     try:
         changed = np.asarray(transform(array), order="C")
     except Exception as error:
@@ -295,9 +289,9 @@ def _transformed(transform: Transform, array: Any, path: Path) -> NDArray[Any]:
     return changed
 
 
-def _template(one: Assignment, leaf: Saved) -> Any:
+def _template(assignment: Assignment, leaf: Saved) -> Any:
     """Return the template for a value; ``...`` accepts any value."""
-    slot = one.slot
+    slot = assignment.slot
     if isinstance(slot, TensorSlot):
         return slot.template(leaf.shape or ())
     live = slot.get()
@@ -305,8 +299,8 @@ def _template(one: Assignment, leaf: Saved) -> Any:
         if isinstance(slot, OptimizerSlot | OptionSlot) and leaf.kind == "torch":
             return divided_like(slot.parameter, leaf.shape, leaf.dtype)  # the optimizer has yet to create it
         return ...
-    # The saved type comes back where the slot is empty in the checkpoint, or where a float may have begun as the int 0.
-    if leaf.kind == "none" and (is_python_value(live) or type(slot) is Place):
+    # The saved type wins if the checkpoint has None, or for numbers: a float may have begun as the int 0.
+    if leaf.kind == "none" and (is_python_value(live) or type(slot) is Attachment):
         return ...
     if isinstance(live, _NUMBERS) and leaf.kind in NUMBER_VALUES:
         return ...

@@ -1,4 +1,4 @@
-"""Walk over live objects: find every object once, under the shortest path to it."""
+"""A walk over live objects, which finds every object once, under the shortest path to it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...engine.pytree import collection_paused, is_python_value, is_torch_tensor
 from .frameworks import GROUPS, OPTIMIZER_SLOTS, ModuleState, OptimizerSlot, is_buffer, is_module, keras_kind, slot_name
 from .slots import Path, Slot, format_node_path
 from .tracked import Node, Part, check_origin
-from .views import Branch, Edge, Leaf, Unsaved, options_edge, root_view
+from .views import Branch, Edge, Leaf, Unsaved, classify, options_edge, root_view
 
 
 @dataclass(slots=True)
@@ -23,9 +23,9 @@ class LiveNode:
     path: Path  # the shortest path to it
     edges: dict[str, LiveNode] = field(default_factory=dict)
     optimizer_slots: list[tuple[LiveNode, str, LiveNode]] = field(default_factory=list)  # (parameter, name, value)
-    groups: list[list[LiveNode]] = field(default_factory=list)  # the parameters of an optimizer that are in the graph
-    number: int = -1  # in the document of a save
-    outside: bool = False  # a name of an object whose value is saved elsewhere
+    groups: list[list[LiveNode]] = field(default_factory=list)  # parameters in the graph, by group of an optimizer
+    number: int = -1  # of the node in the document of a save
+    outside: bool = False  # the value is saved elsewhere, and the node only names the object
 
     @property
     def has_value(self) -> bool:
@@ -43,31 +43,32 @@ class LiveNode:
 
 @dataclass(slots=True)
 class LiveGraph:
-    nodes: list[LiveNode]  # in the order of their distance from the root; values of optimizers last
+    nodes: list[LiveNode]  # by their distance from the root; values of optimizers come last
     skipped: dict[Path, str]  # objects that are not saved, each with the reason
 
     @property
     def notes(self) -> dict[Path, str]:
-        """Remarks on objects that are saved, by path."""
+        """Notes on objects that are saved, by path."""
         modules = [node for node in self.nodes if is_module(node.value) and keras_kind(node.value) is None]
-        plain = [one for node in modules for one in node.edges.values() if isinstance(one.value, dict | list | tuple)]
-        what = "is a plain {} of modules, which state_dict() does not see"
-        return {one.path: what.format(type(one.value).__name__) for one in plain}
+        children = [child for node in modules for child in node.edges.values()]
+        note = "is a plain {} of modules, which state_dict() does not see"
+        plain = [child for child in children if isinstance(child.value, dict | list | tuple)]
+        return {child.path: note.format(type(child.value).__name__) for child in plain}
 
     @property
     def own_states(self) -> list[Path]:
         """The paths of objects that 0.1.0 did not save: states of modules, enumerations, optimizers in optimizers."""
-        found = [node.path for node in self.nodes if isinstance(node.value, ModuleState | enum.Enum)]
+        paths = [node.path for node in self.nodes if isinstance(node.value, ModuleState | enum.Enum)]
         optimizers = [node for node in self.nodes if node.optimizer is not None]
-        return found + [one.path for node in optimizers for name, one in node.edges.items() if name != GROUPS]
+        return paths + [child.path for node in optimizers for name, child in node.edges.items() if name != GROUPS]
 
     @property
     def own(self) -> list[LiveNode]:
-        """The nodes that are not names of objects outside of the graph."""
+        """The nodes that are not only names of objects outside of the graph."""
         return [node for node in self.nodes if not node.outside]
 
     def without_names(self) -> LiveGraph:
-        """Return the graph without names of parameters if no optimizer needs any."""
+        """Return the graph without the names of parameters outside of it, unless an optimizer needs any."""
         if any(node.groups or node.optimizer_slots for node in self.nodes):
             return self
         for node in self.own:
@@ -82,11 +83,11 @@ def walk(
     root: Node | Part, *, strict: bool = True, ends: Callable[[Any], bool] = lambda _: False, tensors: bool = True
 ) -> LiveGraph:
     """Find all objects; with ``strict``, raise UnsupportedLeafError if one can be neither saved nor restored."""
-    # Objects behind those at which the graph ends are names of parameters for its optimizers.
+    # Objects beyond those at which the graph ends are in it as names of parameters for its optimizers.
     walker = _Walk(ends, tensors)
     nodes = walker.discover(root)
     if strict and walker.problems:
-        lines = "\n".join(f"  {format_node_path(path)}: {what}" for path, what in walker.problems.items())
+        lines = "\n".join(f"  {format_node_path(path)}: {reason}" for path, reason in walker.problems.items())
         raise UnsupportedLeafError(f"these objects cannot be saved, and nothing was written:\n{lines}")
     walker.skipped.update(walker.problems)
     walker.add_optimizer_slots(nodes)
@@ -96,7 +97,7 @@ def walk(
 def check(root: Node | Part) -> None:
     """Raise UnsupportedLeafError if anything that can be reached can be neither saved nor restored."""
     with collection_paused():
-        walk(root, tensors=False)  # which can always be saved
+        walk(root, tensors=False)  # tensors can always be saved
 
 
 class _Walk:
@@ -118,7 +119,7 @@ class _Walk:
             check_origin(node.value, node.path)
             if not isinstance(view, Branch):
                 continue
-            # The state of the outermost module with one of its own includes those of inner modules, and all buffers.
+            # The own state of the outermost module that has one includes all buffers and the states of inner modules.
             gives = covered or any(isinstance(edge.value, ModuleState) for edge in view.edges)
             options = [] if view.optimizer is None else [options_edge(view.optimizer)]
             for edge in [*view.edges, *options]:
@@ -136,7 +137,7 @@ class _Walk:
     def _new(self, edge: Edge, path: Path, outside: bool) -> LiveNode | None:
         if not self._tensors and is_torch_tensor(edge.value):
             return None
-        view = edge.view()
+        view = classify(edge.value, edge.slot)
         if isinstance(view, Unsaved):
             if not view.intended and not outside:
                 self.problems[path] = view.reason
@@ -149,26 +150,25 @@ class _Walk:
         return node
 
     def add_optimizer_slots(self, nodes: list[LiveNode]) -> None:
-        """Add the values that optimizers keep for parameters that are in the graph, too."""
+        """Add the values that optimizers keep for parameters in the graph."""
         by_object = {id(node.value): node for node in nodes if isinstance(node.view, Leaf) and node.view.shared}
-        for node in LiveGraph(nodes, {}).own:
-            known = [by_object.get(id(one)) for one in node.view.parameters] if isinstance(node.view, Branch) else []
-            if known and None not in known:
-                node.groups.append([one for one in known if one is not None])
-            if node.optimizer is None:
+        for node in [node for node in nodes if not node.outside]:
+            view, missing = node.view, 0
+            if not isinstance(view, Branch):
                 continue
-            missing = 0
-            state = node.optimizer.state
-            for group in node.optimizer.param_groups:
+            if view.parameters and all(id(parameter) in by_object for parameter in view.parameters):
+                node.groups.append([by_object[id(parameter)] for parameter in view.parameters])
+            for group in [] if view.optimizer is None else view.optimizer.param_groups:
+                state = view.optimizer.state
                 within = [by_object[id(parameter)] for parameter in group["params"] if id(parameter) in by_object]
                 node.groups.append(within)
-                missing += sum(bool(state.get(one)) for one in group["params"] if id(one) not in by_object)
+                missing += sum(bool(state.get(tensor)) for tensor in group["params"] if id(tensor) not in by_object)
                 for parameter in within:
                     values = state.get(parameter.value, {})
                     names = list(map(slot_name, values))
-                    for segment, name, one in zip(key_segments(names), names, values.values(), strict=True):
-                        leaf = Leaf(OptimizerSlot(node.optimizer, group, parameter.value, name), shared=True)
-                        nodes.append(LiveNode(one, leaf, (*node.path, OPTIMIZER_SLOTS, *parameter.path, segment)))
+                    for segment, name, value in zip(key_segments(names), names, values.values(), strict=True):
+                        leaf = Leaf(OptimizerSlot(view.optimizer, group, parameter.value, name), shared=True)
+                        nodes.append(LiveNode(value, leaf, (*node.path, OPTIMIZER_SLOTS, *parameter.path, segment)))
                         node.optimizer_slots.append((parameter, segment, nodes[-1]))
             if missing:
                 self.skipped[*node.path, OPTIMIZER_SLOTS] = (
@@ -178,7 +178,7 @@ class _Walk:
 
 
 def _is_constant(value: Any, depth: int = 4) -> bool:
-    """Whether a value is a tuple of plain values; Python makes equal constants one object."""
+    """True for a tuple of plain values: Python may make equal constants one object."""
     return type(value) is tuple and all(
         is_python_value(child) or (depth > 0 and _is_constant(child, depth - 1)) for child in value
     )

@@ -1,7 +1,5 @@
 """Checkpoints for PyTorch Lightning: :class:`CheckpointCallback`, for ``lightning`` and for ``pytorch_lightning``."""
 
-from __future__ import annotations
-
 from .callback import CheckpointCallback
 from .io import HoldfastCheckpointIO, load_checkpoint, load_from_checkpoint
 from .stopping import Preempted

@@ -1,6 +1,6 @@
-"""What a module holds beside its state dict: averages over an epoch, metrics, and switches.
+"""State of a module that its state dict lacks: averages over an epoch, metrics, and switched flags.
 
-Lightning's own checkpoints lack them: the mean over an epoch that was resumed is that of its remaining batches.
+Lightning's own checkpoints do not have it: after a resume, the mean over an epoch covers its remaining batches only.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from .strategies import live_names
 
 logger = logging.getLogger("holdfast")
 
-# ---- averages over an epoch, of self.log(..., on_epoch=True) and of torchmetrics
+# ---- averages over an epoch, from self.log(..., on_epoch=True) and torchmetrics
 
 
 def capture_averages(trainer: Any) -> dict[str, Any]:
-    """Return what has been accumulated since the epoch began, and by metrics that no epoch resets."""
+    """Return the values accumulated since the epoch began, and those of metrics that no epoch resets."""
     return {
         "logged": logged_averages(trainer),
         "metrics": {
@@ -49,11 +49,6 @@ def restore_averages(trainer: Any, saved: Mapping[str, Any]) -> None:
     restore_logged(trainer, saved.get("logged", {}), metrics)
 
 
-def without_values(averages: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a process restores that has no share of the averages: the metrics as they are before an update."""
-    return {"metrics": {name: {"updates": 0, "states": {}} for name in averages["metrics"]}}
-
-
 def _metrics(module: Any) -> dict[str, Any]:
     torchmetrics: Any = loaded("torchmetrics")
     if torchmetrics is None:
@@ -61,12 +56,12 @@ def _metrics(module: Any) -> dict[str, Any]:
     parts = dict(module.named_modules())
     for part in parts.values():
         if isinstance(part, torchmetrics.MetricCollection):
-            part.values()  # Metrics that share states get the present ones when they are asked for.
+            part.values()  # Metrics that share their states synchronize them here.
     return {name: part for name, part in parts.items() if isinstance(part, torchmetrics.Metric)}
 
 
 def _grow_trackers(module: Any, names: Collection[str]) -> None:
-    """Give a MetricTracker, which has a metric for each period, as many as it had."""
+    """Give each MetricTracker, which has one metric per period, as many metrics as it had at the save."""
     tracker: Any = getattr(loaded("torchmetrics"), "MetricTracker", None)
     for path, part in list(module.named_modules()) if tracker is not None else ():
         if isinstance(part, tracker):
@@ -79,13 +74,14 @@ def _grow_trackers(module: Any, names: Collection[str]) -> None:
 
 
 _Flags = dict[str, dict[str, bool]]
+"""The values of each flag by the name of the parameter or submodule."""
 
 
 class ModuleSwitches:
-    """Follows the switches of a module: ``requires_grad``, which finetuning sets, and the modes of its parts."""
+    """Tracks the flags of a module: ``requires_grad``, which finetuning sets, and the modes of its submodules."""
 
-    # A program sets some before it trains, and sets them again when it resumes, perhaps to other values. So only those
-    # that have changed since training began, in this process or in an earlier one, are saved.
+    # A program sets some flags before it trains, and again before it resumes, perhaps to other values. Therefore only
+    # flags that have changed since training began, in this process or an earlier one, are saved.
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -93,26 +89,26 @@ class ModuleSwitches:
         self._earlier: _Flags = {}
 
     def switched(self) -> str:
-        """Return the flags that have changed as one leaf of a checkpoint; empty if there are none."""
-        found = {
-            kind: {
-                name: flag
-                for name, flag in flags.items()
-                if self._at_start[kind].get(name) != flag or name in self._earlier.get(kind, ())
+        """Return the flags that have changed as JSON, for one leaf of a checkpoint; empty if there are none."""
+        changed = {
+            flag: {
+                name: value
+                for name, value in values.items()
+                if self._at_start[flag].get(name) != value or name in self._earlier.get(flag, ())
             }
-            for kind, flags in _flags(self._module).items()
+            for flag, values in _flags(self._module).items()
         }
-        return json.dumps(found) if any(found.values()) else ""
+        return json.dumps(changed) if any(changed.values()) else ""
 
     def restore(self, switched: str) -> None:
-        """Set the flags that :meth:`switched` returned, of parts that the module still has."""
+        """Set the flags that :meth:`switched` returned on the parameters and submodules that still exist."""
         self._earlier = json.loads(switched) if switched else {}
         parameters, parts = dict(self._module.named_parameters()), dict(self._module.named_modules())
-        for kind, flags in self._earlier.items():
-            owners: dict[str, Any] = parameters if kind == "requires_grad" else parts
-            for name, live in live_names(flags, owners).items():
+        for flag, values in self._earlier.items():
+            owners: dict[str, Any] = parameters if flag == "requires_grad" else parts
+            for name, live in live_names(values, owners).items():
                 if live in owners:
-                    setattr(owners[live], kind, flags[name])
+                    setattr(owners[live], flag, values[name])
 
 
 def _flags(module: Any) -> _Flags:

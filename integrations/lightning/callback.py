@@ -20,7 +20,7 @@ from ...engine.manager import (
     Mirror,
     SavePolicy,
     described,
-    explains_its_options,
+    explains_options,
     takes_texts_of,
 )
 from ...engine.sources import Misfits, Weights, load_weights
@@ -44,7 +44,7 @@ from ..options import OnInexact, Partial, Reshard, Resume
 from . import private_api
 from .io import ResumePath, ResumingCallback, install, redirect_resume
 from .recorder import FitRecorder
-from .steps import Fit, StepCount
+from .steps import Fit
 from .stopping import Preempted, Signals, leave
 from .store import CallbackArguments, RunStore
 from .strategies import check_strategy, is_sharded
@@ -117,7 +117,7 @@ class CheckpointCallback(ResumingCallback):
     save_weights_only = False
     save_last = True
 
-    @explains_its_options
+    @explains_options
     def __init__(
         self,
         dirpath: Place,
@@ -164,8 +164,7 @@ class CheckpointCallback(ResumingCallback):
         export_best: Place | None = None,
         links: bool = True,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name != "self"}
-        options = CallbackArguments(**given)
+        options = CallbackArguments(**{name: value for name, value in locals().items() if name != "self"})
         self._options = options
         self._store = RunStore(options.dirpath, options)
         self.dirpath = str(self._store.directory)
@@ -175,7 +174,7 @@ class CheckpointCallback(ResumingCallback):
         self._recorder: FitRecorder | None = None
         self._witness: Witness | None = None
         self._has_weights = False
-        self._decides = False  # whether the trainer was given no path, so that the directory decides
+        self._decides = False  # whether the directory decides, because the trainer was given no path
         private_api.follow_choices(CheckpointCallback)
 
     @property
@@ -267,9 +266,9 @@ class CheckpointCallback(ResumingCallback):
         return {self._store.path_of(step): torch.tensor(score) for step, score in scores.items() if score is not None}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy of this callback for the same directory, which has not begun."""
-        anew = {"_preemption": PreemptionSignal(self._options.preemption_signals())}
-        return {**vars(self), "_signals": None, "_evaluation": None, "_recorder": None, "_witness": None, **anew}
+        """Return the state of a fresh callback for the same directory."""
+        fresh = dict.fromkeys(("_signals", "_evaluation", "_recorder", "_witness"))
+        return {**vars(self), **fresh, "_preemption": PreemptionSignal(self._options.preemption_signals())}
 
     # ---- hooks of the trainer
 
@@ -293,8 +292,7 @@ class CheckpointCallback(ResumingCallback):
             return
         check_strategy(trainer)
         directory = self._store.directory
-        ours = [one for one in trainer.callbacks if isinstance(one, CheckpointCallback)]
-        if (count := sum(one._store.directory.url == directory.url for one in ours)) > 1:
+        if (count := sum(callback._store.directory.url == directory.url for callback in _callbacks_of(trainer))) > 1:
             raise OptionError(
                 f"the trainer has {count} callbacks that save to {directory}: leave one of them out, or give each a "
                 "directory of its own"
@@ -309,19 +307,19 @@ class CheckpointCallback(ResumingCallback):
                 f"save_on_exception=True works in one process, and this run has {trainer.world_size}: where one of "
                 "them fails, the others may wait for it and cannot save"
             )
-        # Trainers choose a checkpoint before they ask the module for its callbacks, which may include this one.
+        # A trainer chooses a checkpoint before it asks the module for its callbacks, which may include this one.
         redirect_resume(trainer, lambda path: self._begin_from(trainer, self._chosen(trainer, path)))
         self._store.fetch()
         if self._options.resume == "never" and not self._store.has_saved:
             check_resume("never", self._store.steps(), directory)
         self._store.open()
         if trainer.is_global_zero:
-            self._store.publish(self._options)  # a process that was killed may not have done it
+            self._store.publish(self._options)  # A killed process may not have done so.
         self._signals = Signals(trainer, self._preemption, self._store)
         stop = self._stop(trainer.fit_loop.epoch_loop.val_loop)
         if not isinstance(stop, AgreedStop):
-            self._evaluation = stop  # Several processes agree as soon as training has begun, after the first batch.
-        fit = Fit(trainer, self._store, self._options, self._preemption, StepCount(trainer))
+            self._evaluation = stop  # Several processes can agree only after the first batch.
+        fit = Fit(trainer, self._store, self._options, self._preemption)
         self._recorder = FitRecorder(fit, stop, callback=self)
         self._witness = self._recorder.witness.run
 
@@ -403,16 +401,15 @@ class CheckpointCallback(ResumingCallback):
             return None  # A Tuner finds the same at every start of the program, even if the fit after it resumes.
         if named:
             # The trainer was given no path, and found the newer file of a ModelCheckpoint.
-            ours = [one.ckpt_path for one in trainer.callbacks if isinstance(one, CheckpointCallback)]
-            path = max(filter(None, ours), key=os.path.getmtime, default=None)
-        found = path or self.ckpt_path
-        if found and (decides or path is None) and self._options.resume == "auto":
+            paths = [callback.ckpt_path for callback in _callbacks_of(trainer)]
+            path = max(filter(None, paths), key=os.path.getmtime, default=None)
+        chosen = path or self.ckpt_path
+        if chosen and (decides or path is None) and self._options.resume == "auto":
             self._store.check_module(trainer.lightning_module)
         directory, processes = self._store.directory, self._store.processes
-        mine = {"directory": directory.url, "resume": self._options.resume}
-        processes.compare("the options of the callbacks", mine)
-        agreed = processes.decide("what to begin from", bool, found is not None)
-        return (found or ResumePath(directory)) if agreed else None
+        processes.compare("the options of the callbacks", {"directory": directory.url, "resume": self._options.resume})
+        agreed = processes.decide("what to begin from", bool, chosen is not None)
+        return (chosen or ResumePath(directory)) if agreed else None
 
     def _stop(self, evaluation: Any) -> Stop:
         return stop_of(self._store.processes, self._preemption, lambda: sum(evaluation.max_batches))
@@ -423,18 +420,18 @@ class CheckpointCallback(ResumingCallback):
             leave(trainer, self._preemption)
 
     def _begin_from(self, trainer: Any, path: Any) -> Any:
-        """Load the weights of a fresh start, once; return the path to resume from."""
-        place = self._options.init_from
-        if place is None or self._has_weights:
+        """Load the weights of ``init_from`` into a fresh run, once; return the path to resume from."""
+        source = self._options.init_from
+        if source is None or self._has_weights:
             return path
         if path:
-            logger.info("init_from=%s is ignored, as the run resumes", place)
+            logger.info("init_from=%s is ignored, as the run resumes", source)
         else:
             misfits = None if self._options.partial is None else Misfits()
-            taken = take_weights(trainer, trainer.lightning_module, place, misfits)
+            taken = take_weights(trainer, trainer.lightning_module, source, misfits)
             logger.info("took the weights from %s; everything else starts fresh", taken)
             if trainer.is_global_zero:
-                warn_of_misfits(misfits, f"init_from={str(place)!r}", "weights")
+                warn_of_misfits(misfits, f"init_from={str(source)!r}", "weights")
         self._has_weights = True
         return path
 
@@ -456,7 +453,7 @@ class CheckpointCallback(ResumingCallback):
             recorder.detach(orderly=orderly)
             if orderly:
                 barrier_exit(self._store.processes)
-            recorder.loggers.announce()
+            recorder.announce()
         if has_begun and recorder.has_started:
             ended = "preempted" if isinstance(error, Preempted) else "failed" if error is not None else "finished"
             facts = {"error": described(error)} if ended == "failed" and error is not None else {}
@@ -467,21 +464,25 @@ class CheckpointCallback(ResumingCallback):
                 ending.end(error, shown=trainer.is_global_zero)
             if ended == "finished":
                 self._store.note_finished(trainer.lightning_module)
-            recorder.loggers.announce()
+            recorder.announce()
 
 
 def _tensor(score: float | None) -> torch.Tensor | None:
     return None if score is None else torch.tensor(score)
 
 
-def take_weights(trainer: Any, module: Any, place: Place, misfits: Misfits | None = None) -> Weights:
-    """Load all weights of a checkpoint into a module, or with ``misfits`` those that fit, once everything is read."""
+def _callbacks_of(trainer: Any) -> list[CheckpointCallback]:
+    return [callback for callback in trainer.callbacks if isinstance(callback, CheckpointCallback)]
+
+
+def take_weights(trainer: Any, module: Any, source: Place, misfits: Misfits | None = None) -> Weights:
+    """Read all weights of a checkpoint, or with ``misfits`` those that fit, and load them into a module."""
     if trainer.strategy.restore_checkpoint_after_setup:
         raise OptionError(
-            f"init_from={str(place)!r} does not work with {type(trainer.strategy).__name__}, which shards the module "
+            f"init_from={str(source)!r} does not work with {type(trainer.strategy).__name__}, which shards the module "
             "before weights can be loaded; load them in the module's configure_model"
         )
     state = dict(module.state_dict())
-    weights = load_weights(place, state, misfits=misfits)
+    weights = load_weights(source, state, misfits=misfits)
     module.load_state_dict(weights.tree, strict=True)
     return weights

@@ -1,7 +1,7 @@
 """How a Lightning trainer and its strategy save and load checkpoints of the engine.
 
-``lightning.pytorch`` and ``pytorch_lightning`` are separate copies of the same code: a trainer of the one does not know
-the callbacks of the other. The base classes here derive from those of each package that is installed.
+``lightning.pytorch`` and ``pytorch_lightning`` are separate copies of the same code: a trainer from one package does
+not recognize the callbacks of the other. The base classes here derive from those of each installed package.
 """
 
 from __future__ import annotations
@@ -29,37 +29,36 @@ _PACKAGES = {
 
 
 def _importable() -> list[tuple[Any, Any]]:
-    found: list[tuple[Any, Any]] = []
+    modules: list[tuple[Any, Any]] = []
     errors: list[str] = []
     for callbacks, plugins in _PACKAGES.items():
         try:
-            found.append((importlib.import_module(callbacks), importlib.import_module(plugins)))
+            modules.append((importlib.import_module(callbacks), importlib.import_module(plugins)))
         except ImportError as error:
             errors.append(f"{callbacks}: {error}")
-    if not found:
+    if not modules:
         raise ImportError(
             f"holdfast.integrations.lightning needs Lightning: {install_command('lightning')}. {'; '.join(errors)}"
         )
-    return found
+    return modules
 
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
     from lightning.pytorch.callbacks import OnExceptionCheckpoint
 else:
-    _found = _importable()
-    OnExceptionCheckpoint = types.new_class(
-        "OnExceptionCheckpoint", tuple(one.OnExceptionCheckpoint for one, _ in _found)
-    )
-    CheckpointIO = types.new_class("CheckpointIO", tuple(one.CheckpointIO for _, one in _found))
+    _callbacks, _plugins = zip(*_importable(), strict=True)
+    _bases = tuple(module.OnExceptionCheckpoint for module in _callbacks)
+    OnExceptionCheckpoint = types.new_class("OnExceptionCheckpoint", _bases)
+    CheckpointIO = types.new_class("CheckpointIO", tuple(module.CheckpointIO for module in _plugins))
 
 
 class ResumingCallback(OnExceptionCheckpoint):
     """The only kind of callback that a trainer asks for a checkpoint if ``fit`` got none."""
 
     def __init__(self) -> None:
-        # The base class only stores the file that it would save on an exception. Parsers of arguments (LightningCLI)
-        # resolve ``**unknown`` of a derived class here.
+        # The base class only stores the file to save on an exception. LightningCLI resolves ``**unknown`` of a derived
+        # class here.
         pass
 
 
@@ -70,7 +69,7 @@ class ResumePath(str):
     step: int | None
 
     def __new__(cls, directory: Location, step: int | None = None) -> Self:
-        # A trainer accepts only paths that its own file systems find; messages show the real one.
+        # A trainer accepts only paths that exist in its own file systems; messages show the real location.
         path = super().__new__(cls, os.fspath(directory) if directory.is_local else os.path.dirname(__file__))
         path.directory = directory
         path.step = step
@@ -96,7 +95,10 @@ class HoldfastCheckpointIO(CheckpointIO):
     """
 
     def __init__(self, inner: Any = None) -> None:
-        self.inner = _torch_io() if inner is None else inner
+        if inner is None:
+            package = CheckpointIO.__bases__[0].__module__.rpartition(".")[0]
+            inner = importlib.import_module(f"{package}.torch_io").TorchCheckpointIO()
+        self.inner = inner
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
@@ -118,7 +120,7 @@ class HoldfastCheckpointIO(CheckpointIO):
     def read(
         self, path: str | os.PathLike[str], template: Callable[[], Template] = lambda: None
     ) -> dict[str, Any] | None:
-        """Load a checkpoint of the engine, with templates for some entries; None if it is not one."""
+        """Load a checkpoint of the engine, with templates for some entries; return None for other files."""
         return read_checkpoint(path, with_position=False, template=template()) if is_checkpoint(path) else None
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -131,7 +133,7 @@ class HoldfastCheckpointIO(CheckpointIO):
 
 
 class EngineCheckpointIO(HoldfastCheckpointIO):
-    """Saves and loads the steps of a run, reads other checkpoints of the engine, and leaves all else to ``inner``."""
+    """Saves and loads the steps of a run, reads other checkpoints of the engine, and leaves the rest to ``inner``."""
 
     def __init__(self, store: RunStore, strategy: Any) -> None:
         super().__init__(strategy.checkpoint_io)
@@ -150,7 +152,7 @@ class EngineCheckpointIO(HoldfastCheckpointIO):
     def read(
         self, path: str | os.PathLike[str], template: Callable[[], Template] = lambda: None
     ) -> dict[str, Any] | None:
-        """Load a checkpoint with the names that the module has now: a part of it may be compiled, or not any more."""
+        """Load a checkpoint with the present names of the module: parts may be compiled now, or no longer."""
         store = self.store
         if isinstance(path, ResumePath) and path.directory != store.directory:
             return None
@@ -176,8 +178,8 @@ class EngineCheckpointIO(HoldfastCheckpointIO):
         super().teardown()
         self.store.at_teardown.close()
 
-    # ---- wrappers of methods of a trainer and its strategy, so that all processes save, delete and load a step
-    # together: Lightning would ask the plugin on one of them, or on none
+    # ---- wrappers of methods of a trainer and its strategy, with which all processes save, delete and load a step
+    # together: Lightning would call the plugin in one of them, or in none
 
     def save_together(
         self, trainer: Any, original: Any, filepath: Any, weights_only: Any = None, storage_options: Any = None
@@ -198,17 +200,12 @@ class EngineCheckpointIO(HoldfastCheckpointIO):
         remove(filepath)
 
     def load_in_place(self, original: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load into the module and the optimizers, where a strategy does that itself."""
+        """Load into the module and the optimizers, if the strategy itself does that."""
         state = ShardedState(self._strategy)
         if (checkpoint := self.read(path, state.template)) is None:
             return original(path, *args, **kwargs)
         state.load(checkpoint, strict=self._strategy.lightning_module.strict_loading)
         return checkpoint
-
-
-def _torch_io() -> Any:
-    package = CheckpointIO.__bases__[0].__module__.rpartition(".")[0]
-    return importlib.import_module(f"{package}.torch_io").TorchCheckpointIO()
 
 
 def install(trainer: Any, store: RunStore) -> None:
@@ -220,7 +217,7 @@ def install(trainer: Any, store: RunStore) -> None:
             return
         plugin = plugin.inner
     plugin = strategy.checkpoint_io = EngineCheckpointIO(store, strategy)
-    hooks = LoopHooks()  # stay as long as the plugin
+    hooks = LoopHooks()  # They stay as long as the plugin.
     if can_save(strategy) and (strategy.world_size > 1 or is_sharded(strategy)):
         hooks.place(trainer, "save_checkpoint", partial(plugin.save_together, trainer))
         hooks.place(strategy, "save_checkpoint", plugin.save_given)
@@ -230,7 +227,7 @@ def install(trainer: Any, store: RunStore) -> None:
 
 
 def redirect_resume(trainer: Any, choose: Callable[[Any], Any]) -> None:
-    """Let ``choose`` replace the path that a trainer begins from; called at the latest in a callback's ``setup``."""
+    """Let ``choose`` replace the path that a trainer resumes from; call this in ``setup`` of a callback or earlier."""
     function, hooks = trainer.state.fn, LoopHooks()
 
     def resume_start(original: Callable[..., None], checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -242,7 +239,7 @@ def redirect_resume(trainer: Any, choose: Callable[[Any], Any]) -> None:
     hooks.place(checkpoint_connector(trainer), "resume_start", resume_start)
 
 
-# ---- modules made from checkpoints, and steps for trainers without our callback
+# ---- reading checkpoints without a trainer
 
 
 Step = int | Literal["best", "latest"] | None
@@ -272,7 +269,7 @@ def load_checkpoint(path: Place, step: Step = None) -> dict[str, Any]:
         NoWholeCheckpointError: It is a directory of steps, and all of them are damaged.
         StateError: It was not saved from a Lightning trainer.
     """
-    return read_checkpoint(_place(as_location(path), step), with_position=False)
+    return read_checkpoint(_location_of(path, step), with_position=False)
 
 
 def load_from_checkpoint(
@@ -305,15 +302,16 @@ def load_from_checkpoint(
     """
     if (package := package_of(kind)) is None:
         raise TypeError(f"{kind!r} is neither a LightningModule nor a LightningDataModule")
-    place = _place(as_location(path), step)
-    checkpoint = read_checkpoint(place, with_position=False)
-    loaded: T = made_from(package, kind, checkpoint, str(place), strict, arguments)
+    location = _location_of(path, step)
+    checkpoint = read_checkpoint(location, with_position=False)
+    loaded: T = made_from(package, kind, checkpoint, str(location), strict, arguments)
     return loaded
 
 
-def _place(location: Location, step: Step) -> Location:
+def _location_of(path: Place, step: Step) -> Location:
+    location = as_location(path)
     if step is None or step == "latest":
         return location
     number = best_step_in(location) if step == "best" else step
-    found = newest_step(entry for entry in list_steps(location) if entry.step == number)
-    return location / str(number) if found is None else found.location
+    entry = newest_step(entry for entry in list_steps(location) if entry.step == number)
+    return location / str(number) if entry is None else entry.location

@@ -1,4 +1,4 @@
-"""The state of the data loaders of a trainer: their places, what they have drawn ahead, and random generators."""
+"""The state of a trainer's data loaders: their positions, batches drawn ahead, and random generators."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ logger = logging.getLogger("holdfast")
 
 # ---- data loaders
 
-_FINISHED = "_iterator_finished"  # in a state of torchdata's loader: its next iterator begins an epoch
-_STREAM = {"examples_iterable", "epoch"}  # the keys of a state of an iterable dataset of Hugging Face
+_FINISHED = "_iterator_finished"  # key in the state of a torchdata loader: the next iterator begins an epoch
+_STREAM = {"examples_iterable", "epoch"}  # the keys in the state of an iterable dataset of Hugging Face
 
 
 def loader_states(loaders: Sequence[object]) -> list[Any]:
-    """Return copies of the states of the loaders that carry one, in order."""
+    """Return copies of the states of the stateful loaders, in order."""
     return [_copied(get()) for _, get, _ in _stateful(loaders)]
 
 
@@ -41,7 +41,7 @@ def cut_short(loaders: Sequence[Any], limit: float) -> list[str]:
 
 
 def replicated_states(loaders: Sequence[object], names: Collection[str] = ()) -> list[int]:
-    """Return which loaders have a state of all processes: they declare it, or ``names`` has them (``loaders/0``)."""
+    """Return which stateful loaders are replicated: they declare it, or ``names`` lists them (``loaders/0``)."""
     stateful = _stateful(loaders)
     named = {name: range(len(stateful)) for name in names if name == "loaders"}
     named |= {name: range(len(stateful))[int(name[8:]) :][:1] for name in names if name.startswith("loaders/")}
@@ -55,9 +55,9 @@ def replicated_states(loaders: Sequence[object], names: Collection[str] = ()) ->
 
 
 def load_loader_states(loaders: Sequence[object], saved: Sequence[Any], *, ended: bool = False) -> None:
-    """Restore states: the next iterators continue behind the last batch, or begin an epoch if one has ``ended``."""
-    # Loaders know the end of an epoch from their states, except those of torchdata, if no batch was requested behind
-    # the last one, and streams of Hugging Face.
+    """Restore states: the next iterators continue after the last batch, or begin an epoch if one has ``ended``."""
+    # The state of a loader shows that the epoch has ended, with two exceptions: torchdata, if no batch was requested
+    # after the last one, and streams of Hugging Face.
     stateful = _stateful(loaders)
     if len(stateful) != len(saved):
         raise other_loaders(loaders, saved)
@@ -68,15 +68,15 @@ def load_loader_states(loaders: Sequence[object], saved: Sequence[Any], *, ended
             warn_of_samplers(loader)
         if ended and is_torchdata_loader(loader):
             load(as_start(loader, _copied({**state, _FINISHED: True})))
-            loader.state_dict()  # It applies its state now, before its generators are restored.
+            loader.state_dict()  # This applies the state now, before the generators are restored.
         elif ended and isinstance(state, dict) and state.keys() == _STREAM:
-            loader.set_epoch(state["epoch"])  # Restored at its end, it would have no batch.
+            loader.set_epoch(state["epoch"])  # A stream restored at its end would yield no batch.
         else:
             load(as_start(loader, _copied(state)))
 
 
 def other_loaders(loaders: Sequence[object], saved: Sequence[Any]) -> StateError:
-    """Return the error for loaders that are not those of the save."""
+    """Return the error for loaders that differ from those of the save."""
     return StateError(
         f"the checkpoint holds the state of {len(saved)} training data loaders, but {len(_stateful(loaders))} of this "
         "run's loaders have state_dict and load_state_dict: use the loaders that the checkpoint was saved with"
@@ -84,19 +84,19 @@ def other_loaders(loaders: Sequence[object], saved: Sequence[Any]) -> StateError
 
 
 def all_stateful(loaders: Sequence[object]) -> bool:
-    """Return whether every loader saves its own position, so that no batch need be drawn again."""
+    """Return whether every loader saves its own position, so that no batch is drawn again."""
     return len(_stateful(loaders)) == len(loaders)
 
 
 def set_sampler_epoch(loaders: Sequence[object], epoch: int) -> None:
     """Set the epoch of the samplers, as Lightning does, but before their iterators are made."""
-    for sampler in {id(one): one for loader in loaders for one in samplers_of(loader)}.values():
+    for sampler in {id(sampler): sampler for loader in loaders for sampler in samplers_of(loader)}.values():
         if callable(method := getattr(sampler, "set_epoch", None)):
             method(epoch)
 
 
 def skip_batches(fetcher: Any, count: int, before: Callable[[int], None]) -> None:
-    """Draw the batches that this epoch has trained on already, calling ``before`` with the number drawn so far."""
+    """Draw the batches that this epoch has trained on already; call ``before`` with the number drawn so far."""
     ahead = draws_ahead(fetcher)
     source = fetcher if ahead else fetcher.iterator
     for drawn in range(count):
@@ -117,18 +117,18 @@ def keeps_iterator(loader: Any) -> bool:
 
 def start_workers(loaders: Sequence[Any], indices: Collection[int]) -> None:
     """Start the workers of some loaders that keep them, as earlier epochs have done."""
-    for loader in [one for index, one in enumerate(loaders) if index in indices]:
-        if keeps_iterator(loader) and loader._iterator is None:
+    for index, loader in enumerate(loaders):
+        if index in indices and keeps_iterator(loader) and loader._iterator is None:
             iter(loader)
 
 
 def marks(iterators: Sequence[Any]) -> list[tuple[Any, int]]:
-    """Return what :func:`has_restarted` compares at the next batch."""
+    """Return the positions that :func:`has_restarted` compares at the next batch."""
     return [(iterator, getattr(iterator, "_num_yielded", 0)) for iterator in iterators]
 
 
 def has_restarted(before: Sequence[tuple[Any, int]], after: Sequence[tuple[Any, int]]) -> bool:
-    """Return whether one of the iterators was replaced, or was reset and counts from 0 again."""
+    """Return whether an iterator was replaced, or was reset and counts from 0 again."""
     return any(
         new is not old or (count and count <= counted)
         for (old, counted), (new, count) in zip(before, after, strict=True)
@@ -137,29 +137,29 @@ def has_restarted(before: Sequence[tuple[Any, int]], after: Sequence[tuple[Any, 
 
 def _stateful(loaders: Sequence[Any]) -> list[tuple[Any, Callable[[], Any], Callable[[Any], object]]]:
     """Return the loaders that have a state, each with the methods that get and set it."""
-    found = []
+    stateful = []
     for loader in loaders:
-        # Others with get_state and set_state, such as iterators of Grain, count batches as before.
-        kinds = [("state_dict", "load_state_dict"), *([("get_state", "set_state")] if is_replicated(loader) else [])]
-        pairs = ([getattr(loader, name, None) for name in names] for names in kinds)
+        # get_state and set_state count only if the loader is replicated; otherwise, as with Grain, batches are counted.
+        protocols = [("state_dict", "load_state_dict"), *[("get_state", "set_state")] * is_replicated(loader)]
+        pairs = ([getattr(loader, name, None) for name in names] for names in protocols)
         if (methods := next((pair for pair in pairs if all(map(callable, pair))), None)) is not None:
-            found.append((loader, *methods))
-    return found
+            stateful.append((loader, *methods))
+    return stateful
 
 
 def _copied(state: Any) -> Any:
-    """Return a copy of a state, because loaders may change what they returned, and what they got."""
+    """Return a copy of a state, because a loader may change what it returned or was given."""
     try:
         return copy.deepcopy(state)
-    except Exception:  # Objects may refuse to be copied in any way. The save decides whether it can hold them.
+    except Exception:  # An object may fail to copy in any way. The save decides whether it can hold it.
         return state
 
 
 class DrawnAhead:
-    """The batch that Lightning draws ahead of training, to detect the last one of data without a length."""
+    """The batch that Lightning draws ahead of training to detect the end of data without a length."""
 
-    # Loaders whose states belong to all processes are saved as they were before it, as each number of processes
-    # divides it otherwise.
+    # Replicated loaders are saved as they were before this batch, because another number of processes would divide it
+    # differently.
 
     def __init__(self) -> None:
         self._loaders: Sequence[object] = ()
@@ -168,35 +168,35 @@ class DrawnAhead:
         self._has_warned = False
 
     def begin(self, loaders: Sequence[object], replicated: Collection[str]) -> None:
-        """Begin an epoch of some loaders, with the names of state that belongs to all processes."""
+        """Begin an epoch of some loaders; ``replicated`` names state that is the same in all processes."""
         self._loaders = loaders
         declared = replicated_states(loaders, replicated)
         self._is_for_all = all_stateful(loaders) and len(declared) == len(loaders)
 
     def note(self, fetcher: Any) -> None:
-        """Note the states of loaders before a batch is trained on, which draws the next one."""
+        """Note the states of the loaders before training on a batch draws the next one."""
         if self._is_for_all and fetcher.length is None:
             self._before = loader_states(self._loaders), have_ended(fetcher.combined_loader)
 
     def capture(self, fetcher: Any) -> dict[str, Any]:
-        """Return what a position has of the batch that was drawn ahead, and of loaders that have ended."""
+        """Return the entries of a position for the batch drawn ahead and for loaders that have ended."""
         batches = list(getattr(fetcher, "batches", ()))
         if batches and self._is_for_all:
             return {"loaders": self._before[0], "ended": self._before[1]}
         ended = have_ended(fetcher.combined_loader)
-        found: dict[str, Any] = {"ended": ended} if any(ended) else {}
+        position: dict[str, Any] = {"ended": ended} if any(ended) else {}
         if batches and is_plain_tree(batches):
-            found["ahead"] = {"batches": batches, "done": fetcher.done}
+            position["ahead"] = {"batches": batches, "done": fetcher.done}
         elif batches and not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "the training data has no length, so Lightning draws one batch ahead. This batch cannot be saved, as "
                 "it is not a tree of tensors: a resumed run leaves it out"
             )
-        return found
+        return position
 
     def begin_within(self, fetcher: Any, position: Mapping[str, Any]) -> None:
-        """Make the iterator of a fetcher within an epoch, as a position has it."""
+        """Make the iterator of a fetcher within an epoch, as a saved position describes it."""
         ahead, ended = position.get("ahead"), position.get("ended", [])
         if ahead is None:
             iter(fetcher)
@@ -217,10 +217,10 @@ def capture_generators(loaders: Sequence[object]) -> dict[str, Any]:
 
 
 def restore_generators(state: dict[str, Any], device: torch.device, loaders: Sequence[object]) -> None:
-    """Restore the states from :func:`capture_generators` of those generators that exist."""
+    """Restore the states from :func:`capture_generators` for the generators that exist."""
     restore(state)
     restore_loader_generators(state.get("loaders", {}), loaders)
-    saved = state.get("device")  # the first version saved the generator of one device
+    saved = state.get("device")  # The first version saved the generator of one device.
     if saved is not None and saved["type"] == device.type:
         getattr(torch, device.type).set_rng_state(saved["state"])
 
@@ -237,29 +237,29 @@ def restore_loader_generators(states: Mapping[str, Any], loaders: Sequence[objec
 
 def _generators(loaders: Sequence[object]) -> dict[str, Any]:
     """Return the generator of each loader and sampler, once, by a name such as ``0.sampler.generator``."""
-    # A loader with a state restores its own generator, except one of torchdata, which draws the seeds of its workers.
-    found: dict[int, tuple[str, Any]] = {}
+    # A loader with a state restores its own generator, except in torchdata, which draws the seeds of workers from it.
+    by_id: dict[int, tuple[str, Any]] = {}
     for index, loader in enumerate(loaders):
         if not _stateful([loader]) or is_torchdata_loader(loader):
             for name, generator in generators_of(loader).items():
-                found.setdefault(id(generator), (f"{index}.{name}", generator))
-    return dict(found.values())
+                by_id.setdefault(id(generator), (f"{index}.{name}", generator))
+    return dict(by_id.values())
 
 
-# ---- the sizes of batches, where another number of processes continues
+# ---- batch sizes, if another number of processes continues
 
 
 def batch_sizes(loaders: Sequence[Any]) -> list[int | None]:
-    """Return how many samples a batch of each loader has in this process; None where that is not known."""
-    found = (
+    """Return how many samples a batch of each loader has in this process; None if unknown."""
+    sizes = (
         getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
         for loader in loaders
     )
-    return [size if isinstance(size, int) else None for size in found]
+    return [size if isinstance(size, int) else None for size in sizes]
 
 
 def batch_size_ratio(saved: Sequence[int | None] | None, loaders: Sequence[Any]) -> Fraction:
-    """Return how many batches have as many samples as one of the save, or 1; StateError where the loaders differ."""
+    """Return the ratio of saved to present batch size, 1 if unknown; StateError if it differs between loaders."""
     sizes = batch_sizes(loaders)
     if saved is None or len(saved) != len(sizes):
         return Fraction(1)

@@ -1,12 +1,12 @@
-"""The names of Lightning that are not public and that the callback needs, and how it wraps methods of Lightning.
+"""The private names of Lightning that the callback needs, and the wrappers around methods of Lightning.
 
 Lightning calls the hooks of callbacks before its loops have done their bookkeeping: after ``on_train_batch_end`` it
 calls the module's own hook, validates and steps the schedulers, and after ``on_train_epoch_end`` it does the same for
-the epoch. A checkpoint saved from a hook lacks the results. :class:`LoopHooks` therefore wraps the methods of the loops
-that enclose all of that, on the objects of one trainer and for one run.
+the epoch. A checkpoint saved from a hook would lack the results. Therefore :class:`LoopHooks` wraps the methods of the
+loops that enclose all of that, on the objects of one trainer and for one run.
 
-A trainer chooses its checkpoint before it calls any hook. So :func:`follow_choices` wraps one method on its class, when
-the first callback is made.
+A trainer chooses its checkpoint before it calls any hook. Therefore :func:`follow_choices` wraps one method on its
+class when the first callback is made.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from ...engine.errors import StateError
 
 logger = logging.getLogger("holdfast")
 
-# ---- the undocumented names, which `check_version` looks for
+# ---- the private names, which `check_version` looks for
 
-NAMES = {  # by the object of a trainer that has them
+NAMES = {  # by the attribute of the trainer that has them
     "": ("_accelerator_connector", "_checkpoint_connector", "_logger_connector", "_signal_connector"),
     "_checkpoint_connector": (
         *("_hpc_resume_path", "_loaded_checkpoint", "_parse_ckpt_path", "dump_checkpoint"),
@@ -51,14 +51,14 @@ NAMES = {  # by the object of a trainer that has them
         *("_combined_loader", "_has_run", "_last_val_dl_reload_epoch", "batch_progress", "restarting", "setup_data"),
     ),
 }
-NAMES_OF_CLASSES = {  # of the strategy and the callbacks of a trainer, by the class
+NAMES_OF_CLASSES = {  # by the class of a strategy or a callback
     "DDPStrategy": ("_ddp_comm_state", "_ddp_kwargs"),
     "ModelParallelStrategy": ("_save_distributed_checkpoint",),
     "LearningRateFinder": ("_early_exit",),
     "BatchSizeFinder": ("_early_exit",),
 }
 _CONNECTOR = "trainer.connectors.checkpoint_connector"
-NAMES_IN_MODULES = {  # of the package, by the module; for attributes of a class, those that its constructor sets
+NAMES_IN_MODULES = {  # by the module of the package; attributes of a class that its constructor sets
     "core.saving": ("_load_state", "_pl_migrate_checkpoint"),
     "utilities.combined_loader": (
         *("CombinedLoader.flattened", "CombinedLoader._iterator"),
@@ -71,14 +71,14 @@ NAMES_IN_MODULES = {  # of the package, by the module; for attributes of a class
         *("_Metadata.metric_attribute", "_Metadata.sync", "_Sync.group", "_Sync.should"),
     ),
 }
-_GIVEN = "holdfast_given_path"  # the attribute of a connector that notes the ``ckpt_path`` of the call
+_GIVEN = "holdfast_given_path"  # attribute of a connector with the ``ckpt_path`` that the call was given
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
-# The processes of trainers that have ended. Python would warn of processes that are collected while they run.
+# The processes of trainers that have ended: Python would warn if they were collected while they run.
 _released: list[subprocess.Popen[bytes]] = []
 
-# Trainers find a callback that resumes automatically as ``ckpt_path="last"``. Lightning then warns about a model that
-# was not given, and in a first run about a missing "last", although the user has not requested it.
+# A trainer treats a callback that resumes automatically as ``ckpt_path="last"``. Lightning then warns about a missing
+# model, and in a first run about a missing "last", although the user has requested neither.
 _MISLEADING = (
     r"`\.fit\(ckpt_path=None\)` was called without a model\.",
     r'\.fit\(ckpt_path="last"\) is set, but there is no last checkpoint available\.',
@@ -86,16 +86,16 @@ _MISLEADING = (
 
 
 def missing_names(trainer: Any) -> list[str]:
-    """Return the names of the tables above that a trainer does not have, such as ``trainer.fit_loop.run``."""
+    """Return the names in the tables above that a trainer lacks, such as ``trainer.fit_loop.run``."""
     missing = []
-    for place, names in NAMES.items():
+    for path, names in NAMES.items():
         owner: Any = trainer
-        for part in filter(None, place.split(".")):
+        for part in filter(None, path.split(".")):
             owner = getattr(owner, part, None)
-        missing += [".".join(filter(None, ("trainer", place, name))) for name in names if not _has(owner, name)]
-    for one in (trainer.strategy, *trainer.callbacks):
-        kinds = kinds_of(one) & NAMES_OF_CLASSES.keys()
-        missing += [f"{kind}.{name}" for kind in kinds for name in NAMES_OF_CLASSES[kind] if not _has(one, name)]
+        missing += [".".join(filter(None, ("trainer", path, name))) for name in names if not _has(owner, name)]
+    for owner in (trainer.strategy, *trainer.callbacks):
+        for base in class_names(owner) & NAMES_OF_CLASSES.keys():
+            missing += [f"{base}.{name}" for name in NAMES_OF_CLASSES[base] if not _has(owner, name)]
     for path, names in NAMES_IN_MODULES.items():
         module = importlib.import_module(f"{_package(trainer)}.{path}")
         missing += [f"{module.__name__}.{name}" for name in names if not _has_path(module, name)]
@@ -107,15 +107,15 @@ def _has(owner: Any, name: str) -> bool:
 
 
 def _has_path(module: Any, name: str) -> bool:
-    kind, _, attribute = name.rpartition(".")
-    if not kind:
+    class_name, _, attribute = name.rpartition(".")
+    if not class_name:
         return hasattr(module, name)
-    owner = getattr(module, kind, None)
+    owner = getattr(module, class_name, None)
     return owner is not None and (hasattr(owner, attribute) or attribute in owner.__init__.__code__.co_names)
 
 
 def check_version(trainer: Any) -> None:
-    """Raise StateError, with all missing names, unless a trainer is built like those that the callback knows."""
+    """Raise StateError with all missing names unless a trainer has the private names that the callback needs."""
     if missing := missing_names(trainer):
         raise StateError(
             f"{_package(trainer)} is built differently from the versions that holdfast supports (2.5 and 2.6); it has "
@@ -124,13 +124,13 @@ def check_version(trainer: Any) -> None:
 
 
 def _package(trainer: Any) -> str:
-    """Return the name of the package of a trainer, whose class may be derived from that of Lightning."""
-    names = (kind.__module__ for kind in type(trainer).__mro__)
+    """Return the package of the trainer class that the class of a trainer derives from."""
+    names = (base.__module__ for base in type(trainer).__mro__)
     return next(package for name in names for package in _PACKAGES if name.startswith(f"{package}."))
 
 
 def follow_choices(callback: type) -> None:
-    """Note in every trainer which path ``fit`` was given, and keep it from files that Lightning has requeued with."""
+    """Note in every trainer which path ``fit`` was given, and keep it from Lightning's files for requeueing."""
     for package in _PACKAGES:
         connector: Any = getattr(sys.modules.get(f"{package}.{_CONNECTOR}"), "_CheckpointConnector", None)
         choose = getattr(connector, "_parse_ckpt_path", None)  # `check_version` names what a trainer lacks
@@ -145,10 +145,10 @@ def _follow(connector: Any, callback: type) -> None:
     def parse(self: Any, state_fn: Any, ckpt_path: Any, model_provided: bool, model_connected: bool) -> Any:
         vars(self)[_GIVEN] = ckpt_path
         models = {"model_provided": model_provided, "model_connected": model_connected}
-        if not any(isinstance(one, callback) for one in self.trainer.callbacks):
+        if not any(isinstance(present, callback) for present in self.trainer.callbacks):
             return original(self, state_fn, ckpt_path, **models)
         if ckpt_path is None and _is_in_slurm() and is_left_alone(self.trainer, self._hpc_resume_path):
-            # A trainer does the same where there is no such file.
+            # A trainer does the same if there is no such file.
             if state_fn != "fit" and model_provided:
                 return None
             ckpt_path = "last" if state_fn == "fit" else "best"
@@ -161,19 +161,18 @@ def _follow(connector: Any, callback: type) -> None:
 
 
 def was_given_no_path(trainer: Any) -> bool:
-    """Return whether the trainer was given no ``ckpt_path`` for the run that begins."""
     return vars(trainer._checkpoint_connector).get(_GIVEN, "") is None
 
 
 def forget_choice(trainer: Any) -> None:
-    """Forget at the end of a run what its trainer was given, as the next run may begin without choosing."""
+    """Forget the path of a run at its end, because the next run may begin without choosing one."""
     vars(trainer._checkpoint_connector).pop(_GIVEN, None)
 
 
 def is_left_alone(trainer: Any, path: Any) -> bool:
-    """Return whether Lightning itself chose a path, that of a file for requeueing, and log that it is left alone."""
+    """Return whether a path is a file for requeueing that Lightning itself chose; log that it is left alone."""
     connector = trainer._checkpoint_connector
-    # If the module makes the first callback of the process, the trainer has chosen before anything was noted.
+    # If the module makes the first callback of the process, the trainer has chosen its path before one was noted.
     was_chosen = path and _is_in_slurm() and vars(connector).get(_GIVEN) is None
     if not was_chosen or path != connector._hpc_resume_path:
         return False
@@ -207,7 +206,7 @@ class LoopHooks:
         setattr(owner, name, method)
 
     def remove(self) -> None:
-        """Remove all wrappers. A wrapper that another one wraps stays, and only calls the original method."""
+        """Remove all wrappers. One that is wrapped in turn stays, and only calls the original method."""
         self._active = False
         for owner, name, before, method in reversed(self._placed):
             if vars(owner).get(name) is not method:
@@ -221,8 +220,8 @@ class LoopHooks:
 
 def clear_restart(loop: Any) -> None:
     """Make a loop, and the loops inside it, forget that their counters were restored."""
-    # A restored loop guesses from the counters at which hook it was saved, then counts steps, skips validations and
-    # leaves schedulers out to make up for it. After a save between batches there is nothing to make up for.
+    # A restored loop infers from the counters at which hook it was saved, and then counts steps, and skips validations
+    # and schedulers, to compensate. After a save between batches, there is nothing to compensate.
     loop.on_iteration_done()
     for child in vars(loop).values():
         if hasattr(child, "on_iteration_done"):
@@ -230,13 +229,13 @@ def clear_restart(loop: Any) -> None:
 
 
 def finish_epoch(progress: Any) -> None:
-    """Set the counters of a loop that was saved between two epochs to those of a finished epoch."""
+    """Set the counters of a loop that was saved between two epochs as after a finished epoch."""
     for tracker in (progress.total, progress.current):
         tracker.ready = tracker.started = tracker.completed = tracker.processed
 
 
 def end_epoch(progress: Any) -> None:
-    """Count the epoch of a loop that was saved within it, where the run has ended there."""
+    """Count an epoch within which the run has ended."""
     for tracker in (progress.total, progress.current):
         tracker.processed = tracker.ready
     finish_epoch(progress)
@@ -245,29 +244,28 @@ def end_epoch(progress: Any) -> None:
 # ---- parts of trainers, loops and strategies
 
 
-LOADERS_MADE = "_load_combined_loader_states"  # the method of the fit loop between its loaders and their iterators
+LOADERS_MADE = "_load_combined_loader_states"  # method of the fit loop, called between making loaders and iterators
 
-# Parts of a trainer: what chooses, saves and restores checkpoints, and the dictionary that it restores, perhaps empty.
+# Parts of a trainer: the connector that chooses, saves and restores checkpoints, and the dictionary that it restores.
 checkpoint_connector = attrgetter("_checkpoint_connector")
 loaded_checkpoint = attrgetter("_checkpoint_connector._loaded_checkpoint")
 signal_connector = attrgetter("_signal_connector")
 cluster_environment = attrgetter("_accelerator_connector.cluster_environment")
-# The present iterator over all loaders of a loop.
-iterator_of = attrgetter("_iterator")
+iterator_of = attrgetter("_iterator")  # of a combined loader: the present iterator over all loaders
 
 
-def kinds_of(thing: Any) -> set[str]:
+def class_names(instance: Any) -> set[str]:
     """Return the names of the class of an object and of its bases."""
-    return {kind.__name__ for kind in type(thing).__mro__}
+    return {base.__name__ for base in type(instance).__mro__}
 
 
 def callbacks_of(trainer: Any, *names: str) -> list[Any]:
     """Return the callbacks of a trainer whose class, or a base of it, has one of the names."""
-    return [one for one in trainer.callbacks if not kinds_of(one).isdisjoint(names)]
+    return [callback for callback in trainer.callbacks if not class_names(callback).isdisjoint(names)]
 
 
 def handler_before_lightnings(connector: Any, number: signal.Signals) -> Any:
-    """Return the handler of a signal that a trainer has replaced by its own; None if there was none."""
+    """Return the handler that a trainer has replaced by its own; None if there was none."""
     return connector._original_handlers.get(number)
 
 
@@ -276,13 +274,12 @@ def is_lightnings_handler(handler: Any) -> bool:
 
 
 def dump_checkpoint(trainer: Any, *, weights_only: bool = False) -> dict[str, Any]:
-    """Return Lightning's dictionary of a run as it is now."""
-    found: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=weights_only)
-    return found
+    dumped: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=weights_only)
+    return dumped
 
 
 def loaders_of(loop: Any) -> list[Any]:
-    """Return the data loaders of a loop, none before it has set them up."""
+    """Return the data loaders of a loop; none before it has set them up."""
     return list(loop._combined_loader.flattened) if has_loaders(loop) else []
 
 
@@ -291,18 +288,18 @@ def has_loaders(loop: Any) -> bool:
 
 
 def have_ended(combined: Any) -> list[bool]:
-    """Return which loaders have ended in this epoch, where each begins again until all have."""
+    """Return which loaders have ended in this epoch, if each begins again until all have ended."""
     return list(getattr(combined._iterator, "_consumed", ()))
 
 
 def set_ended(combined: Any, ended: Sequence[bool]) -> None:
-    """Restore what :func:`have_ended` returned; a batch that was drawn since then may have ended others."""
+    """Restore what :func:`have_ended` returned; a batch drawn since then may have ended more loaders."""
     if hasattr(combined._iterator, "_consumed") and ended:
-        combined._iterator._consumed = [one or now for one, now in zip(ended, have_ended(combined), strict=True)]
+        combined._iterator._consumed = [saved or now for saved, now in zip(ended, have_ended(combined), strict=True)]
 
 
 def draws_ahead(fetcher: Any) -> bool:
-    """Return whether a fetcher draws a batch ahead, to detect the last one of data without a length."""
+    """Return whether a fetcher draws a batch ahead to detect the end of data without a length."""
     return fetcher.length is None and hasattr(fetcher, "batches")
 
 
@@ -320,17 +317,16 @@ def _reload_name(loop: Any) -> str:
 
 
 def is_accumulating(fit: Any) -> bool:
-    """Return whether gradients of this batch are still to be accumulated with those of later ones."""
+    """Return whether later batches add to the gradients before the next update."""
     return bool(fit.epoch_loop._should_accumulate())
 
 
 def has_done_all_batches(fit: Any) -> bool:
-    """Return whether the epoch has no batch left."""
     return bool(fit.epoch_loop._num_ready_batches_reached())
 
 
 def is_over(fit: Any) -> bool:
-    """Return whether the run ends here; ``fit.done``, which is the same, logs a message."""
+    """Return whether the run ends here, as ``fit.done`` does, which logs a message."""
     return (
         _reached(fit.epoch_loop.global_step, fit.max_steps)
         or _reached(fit.epoch_progress.current.processed, fit.max_epochs)
@@ -343,17 +339,16 @@ def _reached(count: int, limit: int | None) -> bool:
 
 
 def skip_sanity_check(fit: Any) -> None:
-    """Keep a trainer from its sanity check, as in a validation that goes on; :func:`clear_restart` ends that."""
+    """Let a trainer skip its sanity check, as if a validation continued; :func:`clear_restart` ends that."""
     fit.epoch_loop.val_loop.restarting = True
 
 
 def validates_next(fit: Any, fetcher: Any) -> bool:
-    """Return whether a validation follows the batch."""
     return bool(fit.epoch_loop._should_check_val_fx(fetcher))
 
 
 def restart_in_validation(fit: Any) -> None:
-    """Let the loop run although the batch is done, and validate, without what an earlier process has counted of it."""
+    """Let the loop run again after a finished batch, and validate; discard the counts of an unfinished validation."""
     progress = fit.epoch_loop.val_loop.batch_progress
     for name, done in vars(progress.current).items():
         setattr(progress.total, name, max(0, getattr(progress.total, name) - done))
@@ -363,7 +358,6 @@ def restart_in_validation(fit: Any) -> None:
 
 
 def gathers_in_one_process(strategy: Any) -> bool:
-    """Return whether a strategy that divides parameters is to save them in one file."""
     return not strategy._save_distributed_checkpoint
 
 
@@ -371,37 +365,43 @@ def averages_models(strategy: Any) -> bool:
     return type(getattr(strategy, "_ddp_comm_state", None)).__name__ == "PostLocalSGDState"
 
 
-def broadcasts_buffers(strategy: Any) -> bool:
-    """Return whether the processes synchronize their buffers with process 0."""
-    return bool(getattr(strategy, "_ddp_kwargs", {"broadcast_buffers": False}).get("broadcast_buffers", True))
+def keeps_own_buffers(strategy: Any) -> bool:
+    """Return whether the buffers of each process are independent of process 0."""
+    options = getattr(strategy, "_ddp_kwargs", {"broadcast_buffers": False})
+    return strategy.world_size > 1 and not options.get("broadcast_buffers", True)
 
 
 def release_children(trainer: Any) -> None:
-    """Keep a trainer from killing the processes that it has started, when one ends with another status than 0."""
+    """Keep a trainer from killing the processes that it has started when one ends with a status other than 0."""
     processes = getattr(trainer.strategy.launcher, "procs", None)
     if isinstance(processes, list):
         _released.extend(processes)
         processes.clear()
 
 
-def package_of(kind: type) -> str | None:
-    """Return the package of whose ``LightningModule`` or ``LightningDataModule`` a class is derived."""
-    names = {f"{base.__module__}.{base.__name__}" for base in kind.__mro__}
-    modules = ("core.module.LightningModule", "core.datamodule.LightningDataModule")
-    return next((package for package in _PACKAGES if any(f"{package}.{one}" in names for one in modules)), None)
+def package_of(module_class: type) -> str | None:
+    """Return the package whose ``LightningModule`` or ``LightningDataModule`` a class derives from."""
+    names = {f"{base.__module__}.{base.__name__}" for base in module_class.__mro__}
+    bases = ("core.module.LightningModule", "core.datamodule.LightningDataModule")
+    return next((package for package in _PACKAGES if any(f"{package}.{base}" in names for base in bases)), None)
 
 
 def made_from(
-    package: str, kind: Any, checkpoint: dict[str, Any], place: str, strict: bool | None, given: Mapping[str, Any]
+    package: str,
+    module_class: Any,
+    checkpoint: dict[str, Any],
+    path: str,
+    strict: bool | None,
+    given: Mapping[str, Any],
 ) -> Any:
     """Make a module of ``package`` from Lightning's dictionary; ``given`` has arguments that replace saved ones."""
     saving = importlib.import_module(f"{package}.core.saving")
-    checkpoint = saving._pl_migrate_checkpoint(checkpoint, place)
+    checkpoint = saving._pl_migrate_checkpoint(checkpoint, path)
     checkpoint.setdefault("hyper_parameters", {}).update(given)
-    return saving._load_state(kind, checkpoint, strict, **given)
+    return saving._load_state(module_class, checkpoint, strict, **given)
 
 
-# ---- what `self.log(..., on_epoch=True)` has accumulated in an epoch
+# ---- the values that `self.log(..., on_epoch=True)` has accumulated in an epoch
 
 
 _FACTS = (
@@ -411,7 +411,7 @@ _FACTS = (
 
 
 def logged_averages(trainer: Any) -> dict[str, Any]:
-    """Return what the module has logged since the epoch began, by key."""
+    """Return the averages that the module has logged since the epoch began, by key."""
     logged = trainer.fit_loop.epoch_loop._results
     return {key: _entry(metric) for key, metric in logged.items() if _is_kept(metric)}
 
@@ -422,7 +422,7 @@ def restore_logged(trainer: Any, saved: Mapping[str, Any], metrics: Mapping[str,
     for key, entry in saved.items():
         attribute = entry["metric_attribute"]
         if attribute is not None and attribute not in metrics:
-            continue  # the module has changed
+            continue  # The module has changed.
         logged = torch.zeros((), device=trainer.strategy.root_device) if attribute is None else metrics[attribute]
         results.log(
             **{name: entry[name] for name in _FACTS},
@@ -468,24 +468,18 @@ def _entry(metric: Any) -> dict[str, Any]:
 
 # ---- Lightning's searches for a learning rate and a batch size
 #
-# ``LearningRateFinder`` and ``BatchSizeFinder`` search in ``on_fit_start``. Where a trainer resumes, that would replace
+# ``LearningRateFinder`` and ``BatchSizeFinder`` search in ``on_fit_start``. If a trainer resumes, that would replace
 # the checkpoint that it has begun to load by the file that the search restores after its trials.
 
 
-_FINDERS = ("LearningRateFinder", "BatchSizeFinder")
-_FILES = (".lr_find", ".scale_batch_size")
+FINDERS = ("LearningRateFinder", "BatchSizeFinder")
 
 
 def is_search_file(path: object) -> bool:
-    """Return whether a path is that of a file that a search restores after its trials."""
-    return os.path.basename(str(path)).startswith(_FILES)
-
-
-def finders_of(trainer: Any) -> list[Any]:
-    """Return the callbacks that search in ``on_fit_start``."""
-    return callbacks_of(trainer, *_FINDERS)
+    """Return whether a search restores the file at a path after its trials."""
+    return os.path.basename(str(path)).startswith((".lr_find", ".scale_batch_size"))
 
 
 def only_searches(trainer: Any) -> bool:
-    """Return whether a ``Tuner`` has started the trainer, to search and do nothing else."""
-    return any(finder._early_exit for finder in finders_of(trainer))
+    """Return whether a ``Tuner`` has started the trainer only to search."""
+    return any(finder._early_exit for finder in callbacks_of(trainer, *FINDERS))

@@ -1,4 +1,4 @@
-"""One ``fit``: how it begins, resumes, and ends, and the points at which its state is consistent."""
+"""One ``fit``: how it begins, resumes and ends, and the points at which its state is consistent."""
 
 from __future__ import annotations
 
@@ -31,36 +31,37 @@ class Stage(Enum):
     """How far a ``fit`` has come."""
 
     SET_UP = 0
-    LOADED = 1  # It resumes from a checkpoint.
+    LOADED = 1  # from a checkpoint
     TRAINING = 2
 
 
 class FitRecorder:
-    """Watches one ``fit`` from ``setup`` to its end, and considers saves after each batch and each epoch."""
+    """Watches one ``fit`` from ``setup`` to its end, and considers a save after each batch and each epoch."""
 
-    # A batch ends with everything that belongs to it (the module's own hook, the validation, the schedulers), unless
-    # gradients are still being accumulated: its point is where the next batch begins, or the epoch ends. After the
-    # last batch of an epoch, the end of the epoch is the next point. After a signal, a step is saved before a
-    # validation as well, which the resumed run begins with.
+    # The state is consistent after a batch and everything that belongs to it (the module's own hook, the validation,
+    # the schedulers), unless gradients are still being accumulated. This point is reached when the next batch begins,
+    # or the epoch ends. After the last batch of an epoch, the next point is the end of the epoch. After a signal, a
+    # step is also saved before a validation, and the resumed run begins with that validation.
 
     def __init__(self, fit: Fit, stop: Stop, callback: Any) -> None:
         self.fit = fit
         self._stage = Stage.SET_UP
         self._stop = FitStop(fit, stop, StepsAfterSignal(fit.options, fit.store.manager, fit.preemption))
-        self.loggers = Loggers(fit, callback)
-        # The tuner takes all callbacks away for its trials in the same loops.
-        self._hooks = LoopHooks(lambda: any(one is callback for one in fit.trainer.callbacks))
+        self._callback = weakref.proxy(callback)
+        self._log = guarded(_log_event, "that passes events to the trainer's loggers")
+        # The tuner removes all callbacks during its trials in the same loops.
+        self._hooks = LoopHooks(lambda: any(present is callback for present in fit.trainer.callbacks))
         misfits = None if fit.options.partial is None else Misfits()
         self.witness = FitWitness(fit, misfits)
         self._replay = EpochReplay(fit, self._hooks, self.witness.resume)
         self.fitting = Fitting(fit.trainer, misfits, fit.options.hyperparameters, self._hooks)
         self.writer = StepWriter(fit, self._replay, self.fitting, self.witness)
-        self._considered: int = fit.step  # the last step that was considered for a save
-        self._in_batch = False  # whether a batch has begun whose point has not been reached
+        self._considered = fit.step  # the last step that was considered for a save
+        self._in_batch = False  # whether a batch has begun, and its consistent point is not reached
         self._hooks.place(fit.trainer.fit_loop.epoch_loop, "advance", self._batch)
         self._hooks.place(fit.trainer.fit_loop, "on_advance_end", self._epoch_ends)
         self._hooks.place(private_api.checkpoint_connector(fit.trainer), "restore_training_state", self._restore_state)
-        for finder in private_api.finders_of(fit.trainer):
+        for finder in private_api.callbacks_of(fit.trainer, *private_api.FINDERS):
             self._hooks.place(finder, "on_fit_start", self._search)
 
     @property
@@ -87,23 +88,20 @@ class FitRecorder:
         self.witness.begin()
 
     def finish(self) -> None:
-        """Announce that there was nothing left to do, if so, and give the trainer the metrics of the run's end."""
+        """If nothing was left to do, announce it, and give the trainer the metrics of the last step."""
         self._replay.fit_ends()
         if self._stage is not Stage.LOADED:
             return
         self._warn_of_misfits()
         step = self.fit.step
-        why = (
-            "; it was asked to stop there, and continues with fit(ckpt_path=...)"
-            if self.fit.trainer.should_stop
-            else ""
-        )
+        asked = "; it was asked to stop there, and continues with fit(ckpt_path=...)"
+        why = asked if self.fit.trainer.should_stop else ""
         self.fit.say("nothing left to do after step %d in %s%s", step, self.fit.store.directory, why)
-        stored = self.writer.stored_metrics(step)
+        stored = self.writer.stored_metrics(step) or {}
         self.fit.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in stored.items()})
 
     def detach(self, *, orderly: bool) -> None:
-        """Stop watching; ``orderly`` is False when training ends with an exception."""
+        """Stop watching; ``orderly`` is False if training ends with an exception."""
         self.witness.run.close()
         self._hooks.remove()
         self._stop.points.end(orderly=orderly)
@@ -111,7 +109,7 @@ class FitRecorder:
     # ---- resuming from a checkpoint
 
     def resume_from(self, checkpoint: dict[str, Any]) -> None:
-        """Take the position out of Lightning's dictionary after it was loaded."""
+        """Resume from Lightning's dictionary, and take the position out of it."""
         path = self.fit.trainer.ckpt_path
         saved = checkpoint.pop(POSITION, None) or {}
         step = int(checkpoint["global_step"]) + saved.get("batches_as_steps", 0)
@@ -125,13 +123,13 @@ class FitRecorder:
         self.fit.say("resumed from step %d in %s", step, format(path))
 
     def _restore_state(self, original: Callable[[], None]) -> None:
-        """Restore loops, optimizers and schedulers, also for a ``fit`` with fewer epochs than the run has done."""
-        # The first of two calls in one program is such a fit, when the program is started again during the second.
-        loop, checkpoint = self.fit.trainer.fit_loop, private_api.loaded_checkpoint(self.fit.trainer)
-        limit = loop.max_epochs
+        """Restore loops, optimizers and schedulers, even for a ``fit`` with fewer epochs than the run has done."""
+        # That happens if a program calls fit twice, and is started again during the second call.
         if private_api.is_search_file(self.fit.trainer.ckpt_path):
             original()
             return
+        loop, checkpoint = self.fit.trainer.fit_loop, private_api.loaded_checkpoint(self.fit.trainer)
+        limit = loop.max_epochs
         if isinstance(self.fit.trainer.ckpt_path, ResumePath):
             loop.max_epochs = -1
         try:
@@ -142,7 +140,7 @@ class FitRecorder:
         self._replay.state_restored()
 
     def _search(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Let a run search for a learning rate or a batch size unless it begins with a checkpoint."""
+        """Search for a learning rate or a batch size, unless the run resumes."""
         if self._stage is not Stage.LOADED:
             original(*args, **kwargs)
             return
@@ -155,7 +153,6 @@ class FitRecorder:
     # ---- the points at which the state is consistent
 
     def begin_batch(self, batch: Any) -> None:
-        """Note that a step begins, and its batch if the witness compares it."""
         self._stop.steps.note_step()
         self.witness.begin_batch(batch)
 
@@ -167,7 +164,7 @@ class FitRecorder:
             self._before_validation()
 
     def _batch_ends(self) -> None:
-        """Consider a save after a batch and everything that belongs to it, unless that has been done."""
+        """Consider a save after a batch and everything that belongs to it, once."""
         if not self._in_batch:
             return
         self._in_batch = False
@@ -183,7 +180,7 @@ class FitRecorder:
             return
         if stop and self.writer.newest.is_complete(step):
             self._leave()
-        holds_gradients = private_api.is_accumulating(loop) or self._replay.steps.holds_gradients
+        holds_gradients = private_api.is_accumulating(loop) or self.fit.holds_gradients
         if holds_gradients or private_api.has_done_all_batches(loop):
             return
         self._considered = step
@@ -195,7 +192,7 @@ class FitRecorder:
             self._leave()
         complete = private_api.has_done_all_batches(self.fit.trainer.fit_loop) or self._replay.fetcher.done
         if self.writer.newest.is_cut_off and not complete:
-            # Only the ends were left to do: the next start leaves them out.
+            # Only the end of the epoch was left to do: the next start skips it.
             self.writer.save(self.fit.step, "batch", "at the end")
         original()
         step, stop = self.fit.step, self._stop.points.after_batch()
@@ -221,15 +218,15 @@ class FitRecorder:
 
     def during_validation(self) -> None:
         """Leave a validation if the process is to end; nothing can be saved within it."""
-        # Callbacks may have put an average in the place of the weights, and modules count, cache and switch modes.
-        # While gradients are being accumulated, the validation runs to its end, and the next update is saved.
+        # Callbacks may have replaced the weights by an average, and modules count, cache and switch modes. While
+        # gradients are being accumulated, the validation runs to its end, and the next update is saved.
         if not self._stop.points.in_validation():
             return
         step, newest = self.fit.step, self.writer.newest
         if not newest.holds(step):
             if private_api.is_accumulating(self.fit.trainer.fit_loop):
                 return
-            if not self.writer.holds_copy:  # Else it is saved as after an exception.
+            if self.writer.held is None:  # Otherwise the step is saved as after an exception.
                 logger.warning(
                     "preempted in the validation after step %d, which is not saved: the run resumes from step %s",
                     step,
@@ -238,14 +235,14 @@ class FitRecorder:
         self._leave()
 
     def _consider(self, step: int, point: Point, *, stop: bool, ended: bool) -> None:
-        self.loggers.announce()
+        self.announce()
         if stop:
             self._save_at_signal(step, point)
         else:
             self.writer.consider(step, point, ended=ended)
 
     def _save_at_signal(self, step: int, point: Point) -> None:
-        """Save a step, and leave, at once or after some batches that are only recorded."""
+        """Save a step, and end the run, at once or after some batches that are only recorded."""
         try:
             self.writer.save(step, point, PREEMPTED)
         except SaveFailedError:
@@ -263,28 +260,21 @@ class FitRecorder:
         if self.fit.trainer.is_global_zero:
             warn_of_misfits(self.fitting.misfits, f"step {self.fit.step}", "state")
 
-
-class Loggers:
-    """Passes the events of a run to the loggers of its trainer."""
-
-    def __init__(self, fit: Fit, callback: Any) -> None:
-        self._fit = fit
-        self._callback = weakref.proxy(callback)
-        self._log = guarded(_log_event, "that passes events to the trainer's loggers")
+    # ---- the loggers of the trainer
 
     def announce(self) -> None:
-        """Pass on new events and committed checkpoints, from the trainer's thread."""
-        events = self._fit.store.take_events()
-        if not self._fit.trainer.is_global_zero:
+        """Pass new events and committed checkpoints to the loggers; called in the thread of the trainer."""
+        events = self.fit.store.take_events()
+        if not self.fit.trainer.is_global_zero:
             return
         for event in events:
-            for listener in self._fit.trainer.loggers:
+            for listener in self.fit.trainer.loggers:
                 self._log((listener, event))
         names = {event["event"] for event in events}
         if names & {"saved", "metrics"}:
-            self._fit.store.publish(self._fit.options)
+            self.fit.store.publish(self.fit.options)
         if "saved" in names:
-            for listener in self._fit.trainer.loggers:
+            for listener in self.fit.trainer.loggers:
                 listener.after_save_checkpoint(self._callback)
 
 

@@ -1,13 +1,13 @@
-"""The place of a ``fit`` in its epochs: what a checkpoint has of it, and how a new process returns to it.
+"""The position of a ``fit`` in its epochs: what a checkpoint records of it, and how a new process returns to it.
 
 The order of the batches of an epoch depends on the generators at four points: when the program makes the data loaders,
 when a loader makes its iterator (it seeds the workers, which begin to load), at the first batch (samplers without
-workers are seeded), and at each batch after that, as the model draws from the same generators. To restore a loader
+workers are seeded), and at each later batch, because the model draws from the same generators. To restore a loader
 without a state, a resume repeats the first three with the saved states of the generators, and draws the earlier batches
 again. A loader with a state restores itself.
 
-:class:`EpochReplay` is a state machine. It follows the run, or has a saved position, at the end of an epoch or within
-one, to which it returns. The loops of Lightning cause the events, in this order:
+:class:`EpochReplay` is a state machine. Either it follows the run, or it has a saved position, at the end of an epoch
+or within one, to which it returns. The loops of Lightning cause the events, in this order:
 
 ==============  ======================  ================================  ====================================
 event           no position             a position after an epoch         a position within an epoch
@@ -18,12 +18,12 @@ loaders made    notes their generators  the same                          begins
 epoch begins    notes the generators    restores all, and follows         silences a warning
 batches begin   notes the generators                                      restores all, and follows if no
                                                                           validation is due
-batch           counts it                                                 leaves it out, and follows
+batch           counts it                                                 skips it, and follows
 fit ends                                restores the end                  restores the end
 ==============  ======================  ================================  ====================================
 
-The batch that is left out was done before the save: its validation follows. Where nothing was left to do, no epoch
-begins, and the end of the ``fit`` is the next event.
+The skipped batch was done before the save: its validation follows. If nothing was left to do, no epoch begins, and the
+end of the ``fit`` is the next event.
 """
 
 from __future__ import annotations
@@ -46,56 +46,56 @@ from .averages import ModuleSwitches, capture_averages, restore_averages
 from .private_api import LoopHooks
 from .resharding import SavedPosition, check_same_place, share_of
 from .steps import Fit
-from .strategies import keeps_own_buffers, live_names, own_buffers, replicas
+from .strategies import live_names, own_buffers, replicas
 
 logger = logging.getLogger("holdfast")
 
 Point = Literal["batch", "validation", "epoch"]
 """After a batch and all that belongs to it, before the validation that follows a batch, or after an epoch."""
 
-# These callbacks of Lightning set the trainer up when an epoch starts, and can do so again in the middle of it.
-# Other callbacks have seen the epoch start, and are not called again.
+# These callbacks of Lightning set up the trainer when an epoch starts, and can do so again in the middle of it. Other
+# callbacks have seen the start of the epoch, and are not called again.
 _SET_UP_EPOCHS = ("GradientAccumulationScheduler", "StochasticWeightAveraging")
 
-# Lightning warns of this, but here the data is brought to the right position.
+# Lightning warns of this, but here the data returns to the right position.
 _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
 
 
 class EpochReplay:
-    """Follows one ``fit`` through its epochs, and takes it to where a checkpoint was saved; see the table above."""
+    """Follows one ``fit`` through its epochs, and returns it to a saved position; see the table above."""
 
     def __init__(self, fit: Fit, hooks: LoopHooks, restored: Callable[[], None]) -> None:
+        self._fit = fit
         self._trainer = fit.trainer
-        self._fit = fit.trainer.fit_loop
-        self._restored = restored  # called when everything is as it was at the save
+        self._loop = fit.trainer.fit_loop
+        self._restored = restored  # called when everything is restored
         self._options = fit.options
         self._saved: SavedPosition | None = None  # None while this follows the run
         self._switches = ModuleSwitches(fit.trainer.lightning_module)
-        self._made: dict[str, Any] = {}  # the generators when the program made the loaders, if it makes them again
+        self._made: dict[str, Any] = {}  # the generators before the program made the loaders, if it makes them again
         self._start: dict[str, Any] = {}  # the generators and loaders when the epoch began
-        self._ended: list[Any] | None = None  # states of loaders at the end of an epoch, which a resume has left
+        self._ended: list[Any] | None = None  # restored states of loaders at the end of an epoch
         self._ahead = loaders.DrawnAhead()
         self.fetcher: Any = None  # the data fetcher of the present epoch
-        self.steps = fit.steps
-        hooks.place(self._fit, private_api.LOADERS_MADE, self._loaders_made)
-        hooks.place(self._fit, "on_advance_start", self._epoch_begins)
-        hooks.place(self._fit.epoch_loop, "on_run_start", self._batches_begin)
-        hooks.place(self._fit.epoch_loop, "advance", self._batch)
+        hooks.place(self._loop, private_api.LOADERS_MADE, self._loaders_made)
+        hooks.place(self._loop, "on_advance_start", self._epoch_begins)
+        hooks.place(self._loop.epoch_loop, "on_run_start", self._batches_begin)
+        hooks.place(self._loop.epoch_loop, "advance", self._batch)
 
     def begin(self) -> None:
-        """Note the switches of the module when training begins; warn of data that an epoch does not use up."""
+        """Note the flags of the module when training begins; warn of data that an epoch does not exhaust."""
         self._switches = ModuleSwitches(self._trainer.lightning_module)
-        if (names := loaders.cut_short(self._loaders(), self._fit.max_batches)) and self._trainer.is_global_zero:
+        if (names := loaders.cut_short(self._loaders(), self._loop.max_batches)) and self._trainer.is_global_zero:
             logger.warning(
                 "the trainer ends an epoch after %s batches, and the data of %s last longer: a run that resumes at the "
                 "end of an epoch continues behind them, where a run without a stop begins the data again. Leave "
                 "limit_train_batches out, or give the loader an epoch of this length",
-                self._fit.max_batches,
+                self._loop.max_batches,
                 ", ".join(names),
             )
 
     def capture(self, point: Point, *, is_cut_off: bool = False) -> dict[str, Any]:
-        """Return the position as a tree; ``is_cut_off`` if the process ends here although something follows."""
+        """Return the position as a tree; ``is_cut_off`` if the process ends before what follows the batch."""
         parts, averages = self._loaders(), capture_averages(self._trainer)
         position: dict[str, Any] = {
             "point": point,
@@ -105,13 +105,13 @@ class EpochReplay:
             "loaders": loaders.loader_states(parts),
             "callback_metrics": dict(self._trainer.callback_metrics),
             "should_stop": bool(self._trainer.should_stop),
-            "reloaded_at_epoch": private_api.reloaded_at_epoch(self._fit),
+            "reloaded_at_epoch": private_api.reloaded_at_epoch(self._loop),
         }
-        count, keeps_buffers = replicas(self._trainer.strategy), keeps_own_buffers(self._trainer.strategy)
+        count, keeps_buffers = replicas(self._trainer.strategy), private_api.keeps_own_buffers(self._trainer.strategy)
         others = {
             "loaders_made": self._made,
             "is_cut_off": is_cut_off,
-            "batches_as_steps": self.steps.batches,
+            "batches_as_steps": self._fit.batches,
             "replicas": count if count > 1 else 0,
             "buffers": own_buffers(self._trainer.lightning_module) if keeps_buffers else {},
             "replicated": loaders.replicated_states(parts, self._options.replicated),
@@ -120,7 +120,7 @@ class EpochReplay:
         if point != "epoch" or averages["metrics"]:
             position["averages"] = averages
         if point != "epoch":
-            ahead = list(getattr(self.fetcher, "batches", ()))  # one for data without a length, to detect the last one
+            ahead = getattr(self.fetcher, "batches", ())  # one batch for data without a length
             position["fetched"] = self.fetcher.fetched
             position["consumed"] = self.fetcher.fetched - len(ahead)
             if not loaders.all_stateful(parts):
@@ -131,32 +131,32 @@ class EpochReplay:
         return position
 
     def resume(self, saved: dict[str, Any], processes: ProcessGroup) -> bool:
-        """Resume from what :meth:`capture` returned, before the loops run; return whether the save was cut off."""
+        """Resume from the result of :meth:`capture`, before the loops run; return whether the save was cut off."""
         self._saved = share_of(saved, self._trainer, self._options.replicated, self._options.reshard, processes)
-        self.steps.batches = saved.get("batches_as_steps", 0)
+        self._fit.batches = saved.get("batches_as_steps", 0)
         return self._saved.is_cut_off
 
     # ---- the events
 
     def state_restored(self) -> None:
-        """Prepare the loops, whose counters are restored; the program makes its data loaders next."""
-        saved, makes = self._saved, not private_api.has_loaders(self._fit)
+        """Prepare the loops after their counters are restored, and before the program makes its data loaders."""
+        saved, makes = self._saved, not private_api.has_loaders(self._loop)
         if saved is None:
             self._made = self._before_loaders() if makes else {}
             return
-        private_api.skip_sanity_check(self._fit)  # Its hooks would change the restored state.
+        private_api.skip_sanity_check(self._loop)  # Its hooks would change the restored state.
         self._made = saved.tree.get("loaders_made", {})
         if self._made and makes:
-            progress = self._fit.epoch_progress.current
+            progress = self._loop.epoch_progress.current
             saved.until_loaders.callback(setattr, progress, "completed", progress.completed)
-            progress.completed = saved.tree["reloaded_at_epoch"]  # which the program may ask for
+            progress.completed = saved.tree["reloaded_at_epoch"]  # The program may read it.
             if not saved.keeps_random:
                 restore(self._made)
         if not saved.is_cut_off:
             self._stop_if_asked(saved)
-        elif 0 <= (limit := self._fit.epoch_loop.max_steps) <= self._trainer.global_step:
-            saved.until_batches.callback(setattr, self._fit.epoch_loop, "max_steps", limit)
-            self._fit.epoch_loop.max_steps = -1
+        elif 0 <= (limit := self._loop.epoch_loop.max_steps) <= self._trainer.global_step:
+            saved.until_batches.callback(setattr, self._loop.epoch_loop, "max_steps", limit)
+            self._loop.epoch_loop.max_steps = -1
 
     def _loaders_made(self, original: Callable[[], None]) -> None:
         original()
@@ -175,9 +175,9 @@ class EpochReplay:
         if self._saved is not None and self._saved.tree["point"] == "epoch":
             self._go_to_epoch(self._saved)
             self._saved = None
-        before, made = private_api.reloaded_at_epoch(self._fit), self._before_loaders()
+        before, made = private_api.reloaded_at_epoch(self._loop), self._before_loaders()
         original()
-        if private_api.reloaded_at_epoch(self._fit) != before:
+        if private_api.reloaded_at_epoch(self._loop) != before:
             self._made = made
         if self._saved is not None:
             self._saved.until_batches.enter_context(warnings.catch_warnings())
@@ -200,24 +200,24 @@ class EpochReplay:
 
     def _batch(self, original: Callable[[Any], None], fetcher: Any) -> None:
         if self._saved is not None:
-            private_api.clear_restart(self._fit.epoch_loop)
+            private_api.clear_restart(self._loop.epoch_loop)
             self._stop_if_asked(self._saved)
             self._saved = None
             return
         self._ahead.note(fetcher)
         parts = self._loaders()
         if len(parts) == 1 or loaders.all_stateful(parts):
-            self.steps.count(original, fetcher)
+            self._fit.count(original, fetcher)
             return
-        # Where there are several loaders, shorter ones begin again, and are seeded, in the middle of an epoch.
+        # Of several loaders, shorter ones begin again, and are seeded, in the middle of an epoch.
         before, drawn = self._random(), fetcher.fetched
         marks = loaders.marks(private_api.iterator_of(fetcher.combined_loader).iterators)
-        self.steps.count(original, fetcher)
+        self._fit.count(original, fetcher)
         if loaders.has_restarted(marks, loaders.marks(private_api.iterator_of(fetcher.combined_loader).iterators)):
             self._start.setdefault("restarts", {})[drawn] = before
 
     def fit_ends(self) -> None:
-        """Restore what the program continues with, if nothing was left to do."""
+        """If nothing was left to do, restore the state with which the program continues."""
         if (saved := self._saved) is None:
             return
         self._saved = None
@@ -225,7 +225,7 @@ class EpochReplay:
         saved.until_batches.close()
         self._go_to_end(saved)
         for callback in private_api.callbacks_of(self._trainer, "WeightAveraging"):
-            # This puts the average in place of the weights.
+            # This replaces the weights by the average.
             callback.on_train_end(self._trainer, self._trainer.lightning_module)
 
     # ---- returning to where a checkpoint was saved
@@ -233,9 +233,9 @@ class EpochReplay:
     def _go_to_epoch(self, saved: SavedPosition) -> None:
         self._restore_module(saved)
         self._warn(saved)
-        private_api.clear_restart(self._fit)
-        private_api.finish_epoch(self._fit.epoch_progress)
-        private_api.set_reloaded_at_epoch(self._fit, saved.tree["reloaded_at_epoch"])
+        private_api.clear_restart(self._loop)
+        private_api.finish_epoch(self._loop.epoch_progress)
+        private_api.set_reloaded_at_epoch(self._loop, saved.tree["reloaded_at_epoch"])
         restore_averages(self._trainer, saved.tree.get("averages", {}))
         self._ended = saved.tree["loaders"]
         loaders.load_loader_states(self._loaders(), self._ended, ended=True)
@@ -248,14 +248,14 @@ class EpochReplay:
             self._go_to_epoch(saved)
             return
         self._restore_module(saved)
-        private_api.clear_restart(self._fit)
-        if self._fit.max_epochs in (None, -1) or self._fit.epoch_progress.current.processed < self._fit.max_epochs:
-            private_api.end_epoch(self._fit.epoch_progress)  # The run has ended within this epoch.
+        private_api.clear_restart(self._loop)
+        if self._loop.max_epochs in (None, -1) or self._loop.epoch_progress.current.processed < self._loop.max_epochs:
+            private_api.end_epoch(self._loop.epoch_progress)  # The run has ended within this epoch.
         self._restore_random(saved, saved.tree["random"])
 
     def _begin_again(self, saved: SavedPosition) -> None:
-        """Take loaders to the start of an epoch whose batches are drawn again; Lightning makes their iterators next."""
-        parts, now = self._loaders(), self._fit.epoch_progress.current.processed
+        """Return the loaders to the start of an epoch to draw its batches again; Lightning makes the iterators next."""
+        parts, now = self._loaders(), self._loop.epoch_progress.current.processed
         if (start := saved.tree.get("epoch")) is None:  # All loaders had a state.
             raise loaders.other_loaders(parts, saved.tree["loaders"])
         loaders.set_sampler_epoch(parts, now)
@@ -270,7 +270,7 @@ class EpochReplay:
         self._start = start = tree.get("epoch", {})
         self._set_up_epoch()
         if loaders.all_stateful(parts):
-            is_over = tree["point"] == "validation" and private_api.has_done_all_batches(self._fit)
+            is_over = tree["point"] == "validation" and private_api.has_done_all_batches(self._loop)
             loaders.load_loader_states(parts, tree["loaders"], ended=is_over)
             if is_over:
                 fetcher.reset()
@@ -303,11 +303,11 @@ class EpochReplay:
         self._restore_module(saved)
         self._warn(saved)
         fetcher.fetched = saved.tree["fetched"]
-        private_api.set_reloaded_at_epoch(self._fit, saved.tree["reloaded_at_epoch"])
+        private_api.set_reloaded_at_epoch(self._loop, saved.tree["reloaded_at_epoch"])
         restore_averages(self._trainer, saved.tree["averages"])
-        private_api.clear_restart(self._fit)
+        private_api.clear_restart(self._loop)
         if saved.tree["point"] == "validation":
-            private_api.restart_in_validation(self._fit)  # The next batch is left out, and the position with it.
+            private_api.restart_in_validation(self._loop)  # The event of the next batch clears the position.
         else:
             self._stop_if_asked(saved)
             self._saved = None
@@ -319,12 +319,12 @@ class EpochReplay:
         self._restored()
 
     def _stop_if_asked(self, saved: SavedPosition) -> None:
-        """Let the run stop as it was asked to, unless the program itself has chosen the step to resume from."""
+        """Stop the run if it was asked to stop, unless the program itself chose the step to resume from."""
         if saved.tree.get("automatic", False) and saved.tree["should_stop"]:
             self._trainer.should_stop = True
 
     def _warn(self, saved: SavedPosition) -> None:
-        """Warn of workers that cannot be restored, and of what a step of an earlier version holds beyond a resume."""
+        """Warn of workers that cannot be restored, and of state from earlier versions that is no longer restored."""
         if not self._trainer.is_global_zero:
             return
         tree, parts = saved.tree, self._loaders()
@@ -334,7 +334,7 @@ class EpochReplay:
             warn_of_new_workers(renewed[0])
         random, measured = tree["random"], tree.get("validation", {}).get("generators", {})
         generators = random.get("loaders", {}).keys() - loaders.loader_generators(parts).keys()
-        measuring = private_api.loaders_of(self._fit.epoch_loop.val_loop)
+        measuring = private_api.loaders_of(self._loop.epoch_loop.val_loop)
         others = measured.keys() - loaders.loader_generators(measuring).keys()
         ended = any(tree.get("ended", ())) and not private_api.have_ended(self.fetcher.combined_loader)
         unknown = {
@@ -344,7 +344,7 @@ class EpochReplay:
             "data loaders that have ended": ["their iterators"] if ended else [],
             "results of searches": sorted(tree.get("found", ())),
         }
-        if listed := [f"{what} ({shortened(names)})" for what, names in unknown.items() if names]:
+        if listed := [f"{state} ({shortened(names)})" for state, names in unknown.items() if names]:
             logger.warning(
                 "the step was saved by an earlier version of holdfast, and has more than a resume restores now: %s. If "
                 "the batches depend on that, they differ from those of a run without a stop: let state_dict() of the "
@@ -369,7 +369,7 @@ class EpochReplay:
                 consumed,
             )
         tree["consumed"], tree["fetched"] = consumed, consumed + ahead
-        current = self._fit.epoch_loop.batch_progress.current
+        current = self._loop.epoch_loop.batch_progress.current
         current.ready = current.started = current.processed = current.completed = consumed
 
     def _restore_module(self, saved: SavedPosition) -> None:
@@ -384,8 +384,8 @@ class EpochReplay:
             self._restore_validation_loaders(saved, validation)
 
     def _validation_loaders(self) -> dict[str, Any]:
-        """Return what later validations depend on: generators, and which loaders keep workers that have a seed."""
-        loop = self._fit.epoch_loop.val_loop
+        """Return the state that later validations depend on: generators, and which loaders have seeded workers."""
+        loop = self._loop.epoch_loop.val_loop
         parts = private_api.loaders_of(loop)
         kept = [i for i, loader in enumerate(parts) if loaders.keeps_iterator(loader) and loader._iterator is not None]
         generators = loaders.loader_generators(parts)
@@ -393,7 +393,7 @@ class EpochReplay:
         return position if kept or generators else {}
 
     def _restore_validation_loaders(self, saved: SavedPosition, validation: dict[str, Any]) -> None:
-        loop = self._fit.epoch_loop.val_loop
+        loop = self._loop.epoch_loop.val_loop
         if not private_api.has_loaders(loop):
             self._trainer.validating = True
             loop.setup_data()
@@ -404,10 +404,10 @@ class EpochReplay:
         if not saved.is_new:
             loaders.restore_loader_generators(validation["generators"], parts)
 
-    # ---- loaders and generators as they are now
+    # ---- the present loaders and generators
 
     def _loaders(self) -> list[Any]:
-        return private_api.loaders_of(self._fit)
+        return private_api.loaders_of(self._loop)
 
     def _before_loaders(self) -> dict[str, Any]:
         return as_tree(capture()) if self._trainer.reload_dataloaders_every_n_epochs else {}
@@ -424,5 +424,5 @@ class EpochReplay:
 
     def _restore_random(self, saved: SavedPosition, state: dict[str, Any]) -> None:
         if not saved.keeps_random:
-            own = [] if saved.is_new else self._loaders()
-            loaders.restore_generators(state, self._trainer.strategy.root_device, own)
+            parts = [] if saved.is_new else self._loaders()
+            loaders.restore_generators(state, self._trainer.strategy.root_device, parts)

@@ -1,4 +1,4 @@
-"""The position of a run in its data, where another number of processes continues."""
+"""The position of a run in its data, if another number of processes continues."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from ...engine.distributed import ProcessGroup
 from ...engine.errors import StateError
 from ...engine.generators import differing_parts, same_state
 from ..options import Reshard
-from .averages import without_values
 from .loader_states import loader_states
 from .store import GLOBAL_GENERATORS
 from .strategies import replicas
@@ -23,24 +22,24 @@ logger = logging.getLogger("holdfast")
 
 @dataclass(frozen=True)
 class SavedPosition:
-    """A saved position in the data, as this process continues from it."""
+    """A saved position in the data, as this process resumes from it."""
 
     tree: dict[str, Any]
-    is_new: bool = False  # whether it belongs to another process, as more continue than have saved
-    keeps_random: bool = False  # whether this process keeps the global generators that the program has seeded
+    is_new: bool = False  # whether another process saved it, because more processes continue than saved
+    keeps_random: bool = False  # whether this process keeps the global generators as the program seeded them
     until_loaders: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # to undo when loaders are made
     until_batches: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # to undo before the first batch
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether the process ended before what follows the last batch, such as its validation."""
+        """Whether the process ended before something that follows the last batch, such as a validation."""
         return bool(self.tree.get("is_cut_off", self.tree["point"] == "validation"))
 
 
 def share_of(
     saved: dict[str, Any], trainer: Any, replicated: Collection[str], reshard: Reshard | None, processes: ProcessGroup
 ) -> SavedPosition:
-    """Return what this process continues from; StateError if nothing tells how to divide the data anew."""
+    """Return what this process resumes from; StateError if it is unknown how to divide the data among the processes."""
     shares = saved.pop("shares", None)
     is_new = shares is not None and processes.index >= len(shares)
     draws_alike = GLOBAL_GENERATORS in replicated
@@ -54,7 +53,8 @@ def share_of(
         saved["point"] = "batch"
         saved["rescaled"] = Fraction(before, now)
     if is_new and "averages" in saved:
-        saved["averages"] = without_values(saved["averages"])
+        empty = {"updates": 0, "states": {}}
+        saved["averages"] = {"metrics": dict.fromkeys(saved["averages"]["metrics"], empty)}
     if before != now and trainer.is_global_zero:
         order = "; a loader that shuffles has another order in one process than in several"
         samples = f"the epoch continues after as many samples{order if 1 in (before, now) else ''}"
@@ -70,7 +70,7 @@ def share_of(
 
 
 def check_replicated(saved: dict[str, Any], shares: Sequence[dict[str, Any]] | None) -> bool:
-    """Return whether all data loaders declared one state for all processes; refuse states that differ."""
+    """Return whether all data loaders are declared as replicated; refuse states that differ."""
     replicated = saved.get("replicated", [])
     if any(len(share["loaders"]) <= max(replicated, default=-1) for share in shares or [saved]):
         raise StateError(
@@ -80,8 +80,7 @@ def check_replicated(saved: dict[str, Any], shares: Sequence[dict[str, Any]] | N
         )
     for index in replicated:
         states = [share["loaders"][index] for share in shares or [saved]]
-        other = next((state for state in states if not same_state(state, states[0])), None)
-        if other is not None:
+        if (other := next((state for state in states if not same_state(state, states[0])), None)) is not None:
             raise StateError(
                 f"the data loader of loaders/{index} declares that its state is the same in all processes "
                 f"(replicated_state), and {len(states)} processes saved different ones: {states[0]!r:.80} and "
@@ -93,9 +92,9 @@ def check_replicated(saved: dict[str, Any], shares: Sequence[dict[str, Any]] | N
 
 
 def check_drawn_alike(shares: Sequence[dict[str, Any]]) -> None:
-    """Refuse global generators that are declared to be those of all processes, and that differ."""
-    own = ("loaders", "attributes")
-    states = [{name: one for name, one in share["random"].items() if name not in own} for share in shares]
+    """Refuse global generators that are declared as replicated, but differ."""
+    of_loaders = {"loaders", "attributes"}
+    states = [{name: state for name, state in share["random"].items() if name not in of_loaders} for share in shares]
     for state in states:
         if differing := [name for name in states[0] if not same_state(state.get(name), states[0][name])]:
             raise StateError(
@@ -106,7 +105,7 @@ def check_drawn_alike(shares: Sequence[dict[str, Any]]) -> None:
 
 
 def check_same_place(saved: dict[str, Any], loaders: Sequence[Any]) -> None:
-    """Raise StateError where the batches drawn again took a loader with a position of all processes elsewhere."""
+    """Raise StateError if the batches drawn again took a replicated loader to another position."""
     declared = saved.get("replicated", ())
     for index, (state, before) in enumerate(zip(loader_states(loaders), saved["loaders"], strict=True)):
         if index not in declared or same_state(state, before):
@@ -124,17 +123,17 @@ def check_same_place(saved: dict[str, Any], loaders: Sequence[Any]) -> None:
 def reshard_states(
     saved: dict[str, Any], shares: Sequence[dict[str, Any]] | None, reshard: Reshard | None, processes: ProcessGroup
 ) -> None:
-    """Replace the saved states of data loaders by those that ``reshard`` makes for this process."""
+    """Replace the saved states of data loaders by the states that ``reshard`` makes for this process."""
     owners = {"": saved, "epoch/": saved.get("epoch", {})}  # at the save, and at the start of the epoch
-    replicated = saved.get("replicated", ())  # those are the same in all processes
-    places = [
+    replicated = saved.get("replicated", ())
+    divided = [
         (prefix, index)
-        for prefix, one in owners.items()
-        for index in range(len(one.get("loaders", ())))
+        for prefix, owner in owners.items()
+        for index in range(len(owner.get("loaders", ())))
         if index not in replicated
     ]
     has_ahead = any("ahead" in share for share in shares or [saved])
-    names = [f"{prefix}loaders/{index}" for prefix, index in places] + ["ahead"] * has_ahead
+    names = [f"{prefix}loaders/{index}" for prefix, index in divided] + ["ahead"] * has_ahead
     if not names:
         return
     if shares is None or reshard is None:
@@ -150,7 +149,7 @@ def reshard_states(
             "data of one process each, and nothing says which belong to other processes. Use data loaders without a "
             f"state, whose batches are counted, from the start of a run; or {way}"
         )
-    for prefix, index in places:
+    for prefix, index in divided:
         states = [(share["epoch"] if prefix else share)["loaders"][index] for share in shares]
         mine = reshard(f"{prefix}loaders/{index}", states, processes.index, processes.count)
         owners[prefix]["loaders"] = [*owners[prefix]["loaders"][:index], mine, *owners[prefix]["loaders"][index + 1 :]]
@@ -160,7 +159,7 @@ def reshard_states(
 
 def describe_left(before: int, now: int, draws_alike: bool) -> str:
     """Describe what happens to state that belongs to single processes."""
-    what = "averages over the epoch" if draws_alike else "random generators and averages over the epoch"
+    state = "averages over the epoch" if draws_alike else "random generators and averages over the epoch"
     if now > before:
-        return f"Processes from {before} on begin with fresh {what}"
-    return f"The {what} that processes from {now} on had are left" if now < before else ""
+        return f"Processes from {before} on begin with fresh {state}"
+    return f"The {state} that processes from {now} on had are left" if now < before else ""

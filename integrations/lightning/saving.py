@@ -1,4 +1,4 @@
-"""How a ``fit`` saves: when a step is due, what a checkpoint holds of it, and the metrics that belong to it."""
+"""How a ``fit`` saves: when a save is due, what the checkpoint holds, and which metrics belong to the step."""
 
 from __future__ import annotations
 
@@ -30,28 +30,30 @@ PREEMPTED = "preempted"
 
 @dataclass(frozen=True)
 class Newest:
-    """The newest checkpoint of a run; before the first save of a fresh run, the step that it begins with."""
+    """The newest checkpoint of a run; the first step of a fresh run that has saved nothing."""
 
     step: int
     metrics: Mapping[str, float] | None = None  # None unless the directory holds the checkpoint
-    is_cut_off: bool = False  # whether something follows the last batch of the step, such as its validation
+    is_cut_off: bool = (
+        False  # whether something that follows the last batch of the step is missing, such as a validation
+    )
 
     def is_complete(self, step: int) -> bool:
-        """Return True if a step is saved with everything that belongs to it."""
+        """Return whether a step is saved with everything that belongs to it."""
         return step == self.step and not self.is_cut_off
 
     def holds(self, step: int) -> bool:
-        """Return True if a resume would continue after a step, or with what follows its last batch."""
+        """Return whether a resume would continue after a step, or with what follows its last batch."""
         return step == self.step and (self.metrics is not None or not self.is_cut_off)
 
 
 @dataclass(frozen=True)
 class Held:
-    """A copy of a step in host memory, with the metadata of its checkpoint."""
+    """A copy of a step in host memory."""
 
     step: int
     checkpoint: dict[str, Any]
-    facts: Mapping[str, Any] | None
+    facts: Mapping[str, Any] | None  # the metadata of the checkpoint
 
 
 class StepWriter:
@@ -66,7 +68,7 @@ class StepWriter:
         self._has_news = False  # whether a validation or an epoch has ended since a save was last considered
         self._outdated: set[int] = set()  # the steps of an earlier run that this one replaces
         self._copies = Copies() if fit.options.save_on_exception else None
-        self._held: Held | None = None
+        self.held: Held | None = None  # what an exception would save
         self._has_warned = False  # of ModelPruning
         self.newest = Newest(fit.step)
 
@@ -74,17 +76,17 @@ class StepWriter:
         """Continue after a checkpoint, with the metrics that were logged before it."""
         self._ledger.observe(-1, earlier)  # They belong to an earlier step.
         self._outdated = set(note_resume(self._fit.store.manager, step))
-        metrics = self.stored_metrics(step) if step in self._fit.store.manager.all_steps() else None
-        self.newest = Newest(step, metrics, is_cut_off)
+        self.newest = Newest(step, self.stored_metrics(step), is_cut_off)
 
-    def stored_metrics(self, step: int) -> dict[str, float]:
-        """Return the numbers among the metrics of a checkpoint, or nothing if the directory lacks the step."""
+    def stored_metrics(self, step: int) -> dict[str, float] | None:
+        """Return the numbers among the metrics of a checkpoint; None if the directory lacks the step."""
         manager = self._fit.store.manager
-        stored = manager.metrics(step) if step in manager.all_steps() else None
-        return {name: value for name, value in (stored or {}).items() if isinstance(value, int | float)}
+        if step not in manager.all_steps():
+            return None
+        return {name: value for name, value in (manager.metrics(step) or {}).items() if isinstance(value, int | float)}
 
     def note_metrics(self, step: int) -> None:
-        """Observe metrics that may be new, and store those that were logged after their step was saved."""
+        """Observe metrics that may be new, and store the ones that were logged after their step was saved."""
         self._ledger.observe(step, self._fit.trainer.callback_metrics)
         self._has_news = True
         if self.newest.metrics is None or step != self.newest.step:
@@ -150,20 +152,15 @@ class StepWriter:
     def hold(self, step: int, point: Point) -> None:
         """Keep a copy of the state at this point, in case of an exception before the next one."""
         if self._copies is None or self.newest.is_complete(step):
-            self._held = None
+            self.held = None
             return
         self._ledger.observe(step, self._fit.trainer.callback_metrics)
-        self._held = Held(step, self._copies.of(self._dump(point, is_cut_off=True)), self._fitting.facts())
-
-    @property
-    def holds_copy(self) -> bool:
-        """Whether there is a copy that an exception would save."""
-        return self._held is not None
+        self.held = Held(step, self._copies.of(self._dump(point, is_cut_off=True)), self._fitting.facts())
 
     def save_after(self, exception: BaseException) -> None:
-        """Save the last point between two batches, if it is not saved: the present state may be half an update."""
-        held, self._held = self._held, None
-        if held is None or self.newest.is_complete(held.step) or self._witness.run.refuses:
+        """Save the last point between two batches, as the present state may be in the middle of an update."""
+        held, self.held = self.held, None
+        if held is None or self.newest.is_complete(held.step) or self._witness.run.error is not None:
             return
         metrics, reason = self._ledger.of(held.step), f"after {type(exception).__name__}"
         strategy, facts = self._fit.trainer.strategy, held.facts
@@ -199,14 +196,14 @@ class StepWriter:
 class MetricsLedger:
     """Notes the step at which each value of a metric appeared in ``trainer.callback_metrics``."""
 
-    # These hold the last value of every metric that was ever logged: 50 steps after a validation its ``val_loss`` is
-    # still there. Ranked by it, the later checkpoint would look as good as the one that was validated.
+    # ``trainer.callback_metrics`` holds the last value of every metric that was ever logged: 50 steps after a
+    # validation, its ``val_loss`` is still there. Ranked by it, the later checkpoint would look as good as the
+    # validated one.
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[Any, int]] = {}
 
     def observe(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Note which of ``trainer.callback_metrics`` are new."""
         for name, value in metrics.items():
             seen = self._seen.get(name)
             if seen is None or not _same_value(seen[0], value):
@@ -221,23 +218,23 @@ class MetricsLedger:
         return {name: value for name, (value, at) in self._seen.items() if at == step}
 
 
-def _same_value(one: Any, other: Any) -> bool:
-    """Return whether this is the same logged value: the same memory, not the same number."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        # Lightning returns a new view at every access. The ledger keeps the old one, so its memory is not reused.
-        return one.data_ptr() == other.data_ptr()
-    return one is other
+def _same_value(seen: Any, value: Any) -> bool:
+    """Return whether two objects are the same logged value: the same memory, not the same number."""
+    if isinstance(seen, torch.Tensor) and isinstance(value, torch.Tensor):
+        # Lightning returns a new view at every access. The ledger keeps the old view, so its memory is not reused.
+        return seen.data_ptr() == value.data_ptr()
+    return seen is value
 
 
-def _same(known: Mapping[str, float], name: str, value: float) -> bool:
-    return name in known and (known[name] == value or (math.isnan(known[name]) and math.isnan(value)))
+def _same(saved: Mapping[str, float], name: str, value: float) -> bool:
+    return name in saved and (saved[name] == value or (math.isnan(saved[name]) and math.isnan(value)))
 
 
-# ---- copies of a checkpoint in memory that is reused
+# ---- copies of checkpoints in reused memory
 
 
 class Copies:
-    """Copies Lightning's dictionaries, one after the other, into the same host memory, as fresh memory costs more."""
+    """Copies Lightning's dictionaries into the same host memory each time, because fresh memory costs more."""
 
     def __init__(self) -> None:
         self._memory: dict[Path, torch.Tensor] = {}
@@ -254,7 +251,7 @@ class Copies:
         if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
             return tensor.clone()
         memory = self._memory.get(path)
-        like = torch.empty_like(tensor, device="meta")  # It is dense, with the tensor's order of axes.
+        like = torch.empty_like(tensor, device="meta")  # dense, with the order of axes of the tensor
         facts = like.shape, like.dtype, like.stride()
         if memory is None or (memory.shape, memory.dtype, memory.stride()) != facts:
             memory = self._memory[path] = torch.empty_like(tensor, device="cpu")

@@ -1,7 +1,7 @@
 """How a run ends after a signal.
 
-The handlers of signals replace those of Lightning. A run saves at its next point between two batches, or before the
-next validation; a validation is left at once.
+Our signal handlers replace Lightning's. The run saves at its next point between two batches, or before the next
+validation; it leaves a validation at once.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from .store import RunStore
 
 
 class Preempted(SystemExit):
-    """Ends the process after the run was asked to end and has saved: as the signal would, or with 75 if requeued."""
+    """Ends the process after a signal and a save: with the exit status of the signal, or 75 if the job is requeued."""
 
     def __init__(self, code: int = 128 + signal.SIGTERM) -> None:
         super().__init__(code)
 
 
 def leave(trainer: Any, preemption: PreemptionSignal) -> NoReturn:
-    """End a run after a signal, when nothing is left to save."""
+    """End the process after a signal, when nothing is left to save."""
     private_api.release_children(trainer)
     raise Preempted(preemption.exit_status)
 
 
 @dataclass(frozen=True)
 class FitStop:
-    """Ends one ``fit`` after a signal: at its next consistent point, or some steps later, which are only recorded."""
+    """Ends one ``fit`` after a signal: at its next consistent point, or after more steps that are only recorded."""
 
     fit: Fit
     points: Stop
     steps: StepsAfterSignal
 
     def let_steps_follow(self) -> bool:
-        """Wait until the save is durable, and return whether further steps are to be recorded."""
+        """Wait until the save is durable; return whether to record further steps."""
         self.steps.finish_saves()
         loop = self.fit.trainer.fit_loop
         left = loop.max_batches - loop.epoch_loop.batch_idx - 2  # A validation may follow the last batch.
@@ -66,7 +66,7 @@ class FitStop:
 
 
 class Signals:
-    """The signals of one call of a trainer; Lightning's handlers would end it while gradients are being accumulated."""
+    """Handles the signals of one call of a trainer; Lightning's handlers would end it amid gradient accumulation."""
 
     def __init__(self, trainer: Any, preemption: PreemptionSignal, store: RunStore) -> None:
         self._connector = private_api.signal_connector(trainer)
@@ -99,7 +99,7 @@ class Signals:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
     def end(self, error: object = None) -> None:
-        """End the handling of signals; ``error`` is the exception that ends the run, if any."""
+        """Restore the previous handlers; ``error`` is the exception that ends the run, if any."""
         self._preemption.restore()
         self._hooks.remove()
         if isinstance(error, Preempted) and self._preemption.number == self._requeue_signal:
@@ -109,21 +109,21 @@ class Signals:
 # ---- SLURM: the requeue signal saves a step of the run, and Lightning's own files for requeueing are left alone
 #
 # At that signal, Lightning saves ``hpc_ckpt_N.ckpt`` inside the handler, perhaps in the middle of a batch, and asks
-# SLURM to requeue the job. Later calls of ``fit``, ``validate``, ``test`` and ``predict`` begin with the file that has
-# the highest number, before any hook of a callback.
+# SLURM to requeue the job. Later calls of ``fit``, ``validate``, ``test`` and ``predict`` load the file with the
+# highest number, before any hook of a callback.
 
 
 logger = logging.getLogger("holdfast")
 
-_PATIENCE = 120.0  # The other processes wait so many seconds for ``scontrol``.
+_PATIENCE = 120.0  # seconds that the other processes wait for ``scontrol``
 
-_OURS = "holdfast_requeues"  # The attribute of an environment that notes that this integration requeues its job.
+_OURS = "holdfast_requeues"  # attribute of an environment that marks that this integration requeues its job
 
 
 def take_over_requeue(trainer: Any) -> signal.Signals | None:
     """Take the requeue signal from Lightning; return it, or None if the job is not to be requeued."""
     environment = private_api.cluster_environment(trainer)
-    if "SLURMEnvironment" not in private_api.kinds_of(environment):
+    if "SLURMEnvironment" not in private_api.class_names(environment):
         return None
     if environment.auto_requeue:
         environment.auto_requeue = False

@@ -45,7 +45,7 @@ from .trees import POSITION, from_tree, to_tree
 
 GLOBAL_GENERATORS = "global_generators"
 REPLICATED = re.compile(rf"{GLOBAL_GENERATORS}|loaders(/\d+)?")
-"""The names of state of a trainer that may be declared as that of all processes."""
+"""The state of a trainer that ``replicated`` may name."""
 
 _EXPORTS = (".safetensors", ".ckpt")
 
@@ -80,7 +80,6 @@ class CallbackArguments(ProgramOptions):
 
     @property
     def export_place(self) -> Location:
-        """The file of ``export_best``."""
         assert self.export_best is not None
         text = str(self.export_best)
         is_relative = "://" not in text and not text.startswith(("/", "~"))
@@ -91,27 +90,27 @@ class CallbackArguments(ProgramOptions):
         options = super().manager_options()
         if has_triggers(self) or self.every_n_epochs is None:
             return options
-        # Without any trigger, the manager would save every step.
+        # Without a trigger, the manager would save every step.
         return replace(options, save_interval_steps=sys.maxsize, save_interval_secs=None)
 
 
 PROCESS = "process"
 """The item with the position of each of several processes."""
 
-_OF_EVERY = {"every": True}  # This restores the positions of all processes where another number of them has saved.
+_OF_EVERY = {"every": True}  # restores the positions of all processes if another number of them saved
 
 Template = Mapping[str, Any] | None
 """Templates by entry of Lightning's dictionary."""
 
 FINISHED: dict[Location, weakref.ref[Any]] = {}
-"""The modules of the runs that this process has finished, by directory: nothing but the process connects the runs of a
+"""The modules of the runs that this process has finished, by directory: only the process connects the runs of a
 cross-validation."""
 
 logger = logging.getLogger("holdfast")
 
 
 class RunStore:
-    """A directory of steps: open for writing while a model is fitted, and for reading at any time."""
+    """A directory of steps: open for writing during a ``fit``, and for reading at any time."""
 
     def __init__(self, directory: Place, options: ProgramOptions) -> None:
         self.observer = process_observer()
@@ -120,7 +119,7 @@ class RunStore:
         self._options = options.manager_options()
         self._series = series_of(options.step_prefix)
         self._saves = AsyncCheckpointer(StateHandler(compression=options.compression))
-        self._own = AsyncCheckpointer(PerProcessCheckpointHandler(options.tree_handler()))
+        self._positions = AsyncCheckpointer(PerProcessCheckpointHandler(options.tree_handler()))
         self._manager: CheckpointManager | None = None
         self.is_open = False
         self.has_saved = False
@@ -128,7 +127,7 @@ class RunStore:
         self._has_fetched = False
         self._exported: int | None = None  # the step whose weights are in the file of ``export_best``
         self._reported: set[str] = set()
-        self.at_teardown = contextlib.ExitStack()  # called when the trainer tears its strategy down
+        self.at_teardown = contextlib.ExitStack()  # closed when the trainer tears down its strategy
         self._events: list[dict[str, Any]] = []  # the events since the last :meth:`take_events`
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -136,18 +135,17 @@ class RunStore:
 
     @property
     def manager(self) -> CheckpointManager:
-        """The manager that writes, or wrote last in this process; without one, a manager that only reads."""
+        """The manager that writes, or was the last to write in this process; otherwise one that only reads."""
         if self._manager is None:
             return self._make(replace(self._options, read_only=True))
         return self._manager
 
     @property
     def processes(self) -> ProcessGroup:
-        """The processes that save together."""
         return ProcessGroup(self.directory.url, None, seconds(self._options.barrier_timeout_secs))
 
     def open(self) -> None:
-        """Take ownership of the directory, in which the run then writes."""
+        """Acquire the directory for writing."""
         self.close()
         manager = self._make(self._options)
         manager.acquire()
@@ -165,11 +163,10 @@ class RunStore:
             self._manager.close()
 
     def note_finished(self, module: Any) -> None:
-        """Note that training of a module has finished."""
         FINISHED[self.directory] = weakref.ref(module)
 
     def check_module(self, module: Any) -> None:
-        """Refuse to resume a run that this process has finished with another module: most likely, it is another run."""
+        """Refuse to resume a run that this process has finished with another module, probably in another run."""
         finished = FINISHED.get(self.directory)
         if finished is not None and finished() is not module:
             raise StateError(
@@ -181,22 +178,22 @@ class RunStore:
     def take_events(self) -> list[dict[str, Any]]:
         """Return the events since the last call; only process 0 has any."""
         events = self._events[:]
-        del self._events[: len(events)]  # a save in the background may have added others meanwhile
+        del self._events[: len(events)]  # A background save may have added more.
         return events
 
     @property
     def may_fetch(self) -> bool:
-        """Whether a mirror may have a newer step, which :meth:`fetch` fetches."""
+        """Whether a mirror may have a newer step, which :meth:`fetch` would copy."""
         return self._options.mirror is not None and not self._has_fetched
 
     def fetch(self) -> None:
-        """Fetch the newest step of the mirror, if it is newer than all in the directory; all processes call it."""
+        """Fetch the newest step of the mirror if the directory has no newer one; all processes call this."""
         if self.may_fetch:
             self._make(replace(self._options, local=None)).close()
             self._has_fetched = True
 
     def steps(self) -> list[int]:
-        """Return the steps in the directory, and that which the hosts have when a fit begins."""
+        """Return the steps in the directory and, during a ``fit``, the local step of the hosts."""
         return all_steps(self.directory, self._options.step_prefix, self._manager if self.is_open else None)
 
     def path_of(self, step: int) -> str:
@@ -212,24 +209,24 @@ class RunStore:
         return named[1] if named is not None and named[0] == self._series else None
 
     def score(self, step: int | None) -> float | None:
-        """Return the metric that checkpoints are ranked by, or None when there is none."""
+        """Return the metric that ranks the checkpoints; None if a step lacks it."""
         metric = self._options.best_fn
         if metric is None or step is None:
             return None
         try:
             return metric_value(self.manager.metrics(step), metric)
-        except CheckpointNotFoundError:  # Its save has not been committed yet.
+        except CheckpointNotFoundError:  # The save is not committed yet.
             return None
 
     def awaited_metric(
         self, newest: int, saved: Mapping[str, float] | None, metrics: Callable[[], Mapping[str, float]]
     ) -> str | None:
-        """Return the name of the metric that ranks checkpoints if the newest step lacks it, unlike ``metrics``."""
+        """Return the name of the metric that ranks checkpoints if the newest step lacks it and ``metrics`` has it."""
         metric = self._options.best_fn
         if metric is None or self._options.save_on_best:  # ``save_on_best`` has decided about this step.
             return None
 
-        # An interval seldom ends at a validation: its checkpoints would never be ranked.
+        # An interval seldom ends at a validation, so its checkpoints would never be ranked.
         def awaited() -> str | None:
             lacks = saved is not None and metric_value(saved, metric) is None and self.score(newest) is None
             return metric_name(metric) if lacks and metric_value(metrics(), metric) is not None else None
@@ -238,20 +235,20 @@ class RunStore:
         return name
 
     def publish(self, options: CallbackArguments) -> None:
-        """Update the links and the file of the best weights; a failure is only logged, as nothing depends on them."""
+        """Update the links and the file of the best weights; only log a failure, because nothing depends on them."""
         manager, links = self.manager, options.links and self.directory.is_local
         steps = manager.all_steps() if links or options.export_best is not None else []
         best = manager.best_step() if steps and options.best_fn is not None else None
         for name, step in {"last": steps[-1], "best": best}.items() if links and steps else ():
             if step is not None:
-                _link(self.directory.path / name, step_location(self.manager, step).name)
+                _link(self.directory.path / name, step_location(manager, step).name)
         if options.export_best is None or best is None or best == self._exported:
             return
-        place = options.export_place
+        target = options.export_place
         try:
-            export_weights(step_location(self.manager, best), place)
+            export_weights(step_location(manager, best), target)
         except (HoldfastError, OSError) as error:
-            logger.warning("step %d is the best, but %s could not be written: %s", best, place, error)
+            logger.warning("step %d is the best, but %s could not be written: %s", best, target, error)
         else:
             self._exported = best
 
@@ -271,7 +268,7 @@ class RunStore:
             items = self._tree(dump())
         else:
             shared, processes = SharedState(strategy), self.processes
-            with processes.together(f"{self.directory.url}: what step {step} saves"):  # one that fails stops all
+            with processes.together(f"{self.directory.url}: what step {step} saves"):  # A failure in one stops all.
                 items = self._items(dump(), shared, processes)
             shared.fill()
         with self._writing() as manager:
@@ -290,15 +287,15 @@ class RunStore:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[CheckpointManager]:
-        """Give the manager of the run or, outside of a fit, one for a single call."""
-        alone = replace(self._options, local=None)
-        with contextlib.nullcontext(self.manager) if self.is_open else self._make(alone) as manager:
+        """Yield the manager of the run or, outside of a ``fit``, one for a single call."""
+        without_local = replace(self._options, local=None)
+        with contextlib.nullcontext(self.manager) if self.is_open else self._make(without_local) as manager:
             if self._manager is not None:
                 self._manager = manager
             yield manager
 
     def load(self, step: int | None, *, with_position: bool, template: Template = None) -> dict[str, Any]:
-        """Return a step, or the newest whole one, as Lightning's dictionary, perhaps with positions of processes."""
+        """Return a step, or the newest whole one, as Lightning's dictionary; optionally with positions of processes."""
         manager = self.manager
         wanted: Any = template
         if self._has_positions:
@@ -312,20 +309,15 @@ class RunStore:
         return _checkpoint(restored.items, self.path_of(restored.step))
 
     def _make(self, options: CheckpointManagerOptions) -> CheckpointManager:
-        """Make a manager; it has two items if processes have positions of their own, now or in a saved step."""
+        """Make a manager; it has a second item if each process has its own position, now or in a saved step."""
+        entries = list_steps(self.directory, self._series)
         self._has_positions = not self.processes.alone or any(
-            PROCESS in entry.record.items
-            for entry in list_steps(self.directory, self._series)
-            if entry.record is not None
+            entry.record is not None and PROCESS in entry.record.items for entry in entries
         )
-        items = {ITEM: self._saves, PROCESS: self._own} if self._has_positions else self._saves
+        items = {ITEM: self._saves, PROCESS: self._positions} if self._has_positions else self._saves
+        metadata, clock = self._arguments.metadata, self._arguments.clock
         manager = CheckpointManager(
-            self.directory,
-            items,
-            options,
-            metadata=self._arguments.metadata,
-            clock=self._arguments.clock,
-            observer=self.observer,
+            self.directory, items, options, metadata=metadata, clock=clock, observer=self.observer
         )
         manager.events.has_callback = True
         return manager
@@ -364,11 +356,11 @@ def _read(location: Location, record: CheckpointRecord, with_position: bool, tem
     item = record.items.get(ITEM)
     if item is None or item.kind != StateHandler.kind:
         return _checkpoint(load(location), location)
-    found = {ITEM: StateHandler().restore(location / item.folder, template, files=item.files)}
-    if with_position and PROCESS in record.items:
-        own = record.items[PROCESS]
-        found[PROCESS] = PerProcessCheckpointHandler().restore(location / own.folder, files=own.files, **_OF_EVERY)
-    return _checkpoint(found, location)
+    items = {ITEM: StateHandler().restore(location / item.folder, template, files=item.files)}
+    if with_position and (position := record.items.get(PROCESS)) is not None:
+        folder = location / position.folder
+        items[PROCESS] = PerProcessCheckpointHandler().restore(folder, files=position.files, **_OF_EVERY)
+    return _checkpoint(items, location)
 
 
 def is_checkpoint(path: Place) -> bool:
@@ -377,33 +369,33 @@ def is_checkpoint(path: Place) -> bool:
     except InvalidLocationError:
         return False
     if location.name.endswith(".ckpt") or not location.is_directory():
-        return False  # A file of Lightning may be on a network, and is not searched.
+        return False  # A file of Lightning may be on a network file system, and is not opened.
     return (location / RECORD).exists() or bool(list_steps(location))
 
 
-def _checkpoint(found: Any, place: Place) -> dict[str, Any]:
+def _checkpoint(restored: Any, place: Place) -> dict[str, Any]:
     """Return restored items as Lightning's dictionary with the position of this process."""
-    # If another number of processes has saved, the position also has those of all of them, as ``shares``; a process
-    # without a position of its own gets that of process 0.
-    tree, own = found, None
-    if isinstance(found, dict) and "state_dict" not in found and ITEM in found:
-        tree, own = found[ITEM], found.get(PROCESS)
+    # If another number of processes saved, the position also has the positions of all of them, as ``shares``. A process
+    # that had no position gets the one of process 0.
+    tree, position = restored, None
+    if isinstance(restored, dict) and "state_dict" not in restored and ITEM in restored:
+        tree, position = restored[ITEM], restored.get(PROCESS)
     if not isinstance(tree, dict) or not {"state_dict", "pytorch-lightning_version"} <= tree.keys():
         raise StateError(
             f"{place} was not saved from a Lightning trainer; load it with hf.load, or with the callback that saved it"
         )
     checkpoint, processes = from_tree(tree, place), current_coordinator()
-    if isinstance(own, SavedShares):
-        shares = [from_tree(share, place)[POSITION] for share in own.trees]
-    elif own is None and POSITION in checkpoint and processes.process_count > 1:
+    if isinstance(position, SavedShares):
+        shares = [from_tree(share, place)[POSITION] for share in position.trees]
+    elif position is None and POSITION in checkpoint and processes.process_count > 1:
         shares = [checkpoint[POSITION]]
     else:
-        return {**checkpoint, **from_tree(own or {}, place)}
-    of = processes.process_index if processes.process_index < len(shares) else 0
-    return {**checkpoint, POSITION: {**shares[of], "shares": shares}}
+        return {**checkpoint, **from_tree(position or {}, place)}
+    share = shares[processes.process_index if processes.process_index < len(shares) else 0]
+    return {**checkpoint, POSITION: {**share, "shares": shares}}
 
 
-# ---- files beside the steps of a run: links to the newest and the best, and the best weights
+# ---- other files in the directory of a run: links to the newest and the best step, and the best weights
 
 
 def _link(link: Path, folder: str) -> None:
@@ -413,24 +405,29 @@ def _link(link: Path, folder: str) -> None:
     try:
         partial.symlink_to(folder, target_is_directory=True)
         partial.replace(link)
-    except OSError as error:  # The disk has no links.
+    except OSError as error:  # The file system has no links.
         logger.debug("%s is not kept as a link: %s", link, error)
         with contextlib.suppress(OSError):
             partial.unlink()
 
 
-def export_weights(step: Location, place: Location) -> None:
+def export_weights(step: Location, target: Location) -> None:
     """Write the weights of a step into a file, atomically; a ``.ckpt`` file also has plain hyper-parameters."""
-    if place.name.endswith(".safetensors"):
-        _export_safetensors(step, place)
+    if target.name.endswith(".safetensors"):
+        from ..formats.safetensors import write_tensors
+
+        state = _entries(step, {"state_dict"}).get("state_dict", {}).items()
+        arrays = {name: np.asarray(value) for name, value in state if isinstance(value, np.ndarray | np.generic)}
+        tensors = [(name, array.dtype, array.shape) for name, array in arrays.items()]
+        write_tensors(target, tensors, {"step": step.name}, arrays.values)
         return
     buffer = io.BytesIO()
     torch.save(from_tree(_entries(step, _OF_THE_MODEL), step), buffer)
-    place.parent.make_directory()
-    place.write_bytes(buffer.getvalue())
+    target.parent.make_directory()
+    target.write_bytes(buffer.getvalue())
 
 
-_OF_THE_MODEL = {  # not the types of values that are no plain data
+_OF_THE_MODEL = {  # without ``value_types``: values of other types stay plain data
     *("state_dict", "state_dict_versions", "tree_version", "epoch", "global_step", "pytorch-lightning_version"),
     *("hyper_parameters", "hparams_name", "hparams_type"),
     *("datamodule_hyper_parameters", "datamodule_hparams_name", "datamodule_hparams_type"),
@@ -438,19 +435,10 @@ _OF_THE_MODEL = {  # not the types of values that are no plain data
 
 
 def _entries(step: Location, names: Collection[str]) -> dict[str, Any]:
-    """Read those entries of Lightning's dictionary that exist."""
+    """Read the entries of Lightning's dictionary that exist."""
     record = read_record(step).items[ITEM]
     handler, folder = PyTreeCheckpointHandler(), step / record.folder
     outline = handler.structure(folder, files=record.files)
     chosen = [f"{name}/**" for name, value in outline.items() if name in names and flatten(value).values]
-    found: dict[str, Any] = handler.restore(folder, files=record.files, select=chosen)
-    return found
-
-
-def _export_safetensors(step: Location, place: Location) -> None:
-    from ..formats.safetensors import write_tensors
-
-    state = _entries(step, {"state_dict"}).get("state_dict", {})
-    arrays = {name: np.asarray(value) for name, value in state.items() if isinstance(value, np.ndarray | np.generic)}
-    tensors = [(name, array.dtype, array.shape) for name, array in arrays.items()]
-    write_tensors(place, tensors, {"step": step.name}, arrays.values)
+    entries: dict[str, Any] = handler.restore(folder, files=record.files, select=chosen)
+    return entries

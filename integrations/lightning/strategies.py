@@ -1,9 +1,9 @@
 """The strategies of Lightning that the callback supports, and how several processes save and load one checkpoint.
 
-Under DDP, parameters and optimizer states are the same in every process; under FSDP2 and tensor parallelism each
-process holds its part of them as DTensors. So each process saves these from its own memory. Everything else, such as
-buffers, callbacks and hyper-parameters, may differ between processes. As in Lightning's own checkpoints, process 0
-saves it.
+Under DDP, parameters and optimizer states are the same in every process; under FSDP2 and tensor parallelism, each
+process holds its shard of them as DTensors. Therefore each process saves them from its own memory. Everything else,
+such as buffers, callbacks and hyper-parameters, may differ between processes: process 0 saves it, as in Lightning's own
+checkpoints.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import glob
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,15 +26,14 @@ from ...engine.format import FileRecord
 from ...engine.handlers import PyTreeCheckpointHandler
 from ...engine.pytree import flatten, unwrapped_name
 from ...engine.storage import Location
-from .private_api import averages_models, broadcasts_buffers, gathers_in_one_process, kinds_of
+from .private_api import averages_models, class_names, gathers_in_one_process
 
 _SAVE_BY_THEMSELVES = {"FSDPStrategy", "DeepSpeedStrategy"}
-_OWN_PROCESSES = {"XLAStrategy"}  # It is derived from DDPStrategy, but torch.distributed does not connect it.
-
+_OWN_PROCESSES = {"XLAStrategy"}  # It derives from DDPStrategy, but torch.distributed does not connect it.
 _SHARDED = "ModelParallelStrategy"
 
 _OPTIMIZERS = "optimizer_states"
-_LARGE = 1 << 20  # bytes, from which on process 0 broadcasts a tensor instead of sending it through the store
+_LARGE = 1 << 20  # bytes; from this size on, process 0 broadcasts a tensor instead of sending it through the store
 
 Path = tuple[Any, ...]
 
@@ -62,20 +62,15 @@ def check_strategy(trainer: Any) -> None:
 
 def can_save(strategy: Any) -> bool:
     """Return whether the callback supports the way in which a strategy divides its state among processes."""
-    kinds = kinds_of(strategy)
-    if kinds & _SAVE_BY_THEMSELVES:
+    names = class_names(strategy)
+    if names & _SAVE_BY_THEMSELVES:
         return False
-    return strategy.world_size == 1 or bool(kinds & {"DDPStrategy", _SHARDED} and not kinds & _OWN_PROCESSES)
+    return strategy.world_size == 1 or bool(names & {"DDPStrategy", _SHARDED} and not names & _OWN_PROCESSES)
 
 
 def is_sharded(strategy: Any) -> bool:
     """Return whether parameters are DTensors, which the strategy itself saves and loads."""
-    return _SHARDED in kinds_of(strategy)
-
-
-def keeps_own_buffers(strategy: Any) -> bool:
-    """Return whether each process keeps buffers of its own, which are not synchronized with process 0."""
-    return strategy.world_size > 1 and not broadcasts_buffers(strategy)
+    return _SHARDED in class_names(strategy)
 
 
 def own_buffers(module: Any) -> dict[str, Any]:
@@ -84,16 +79,16 @@ def own_buffers(module: Any) -> dict[str, Any]:
 
 
 def live_names(saved: Iterable[str], live: Iterable[str]) -> dict[str, str]:
-    """Return the present name of each saved one: a part of the module may be compiled now, or be so no longer."""
+    """Return the present name for each saved name: parts of the module may be compiled now, or no longer."""
     before, now = list(saved), list(live)
     names = {unwrapped_name(name): name for name in now}
     if len(names) != len(now) or len({*map(unwrapped_name, before)}) != len(before):
-        return {name: name for name in before}  # The program itself has named modules as wrappers do.
+        return {name: name for name in before}  # The program itself uses the names that wrappers have.
     return {name: names.get(unwrapped_name(name), name) for name in before}
 
 
 def named_as(module: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return Lightning's dictionary with the names that the state of a module has now."""
+    """Return Lightning's dictionary with the present names of the state of a module."""
     for entry in {"state_dict", "current_model_state"} & checkpoint.keys():
         state = checkpoint[entry]
         names = live_names(state, module.state_dict(keep_vars=True))
@@ -109,16 +104,14 @@ def named_as(module: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 def replicas(strategy: Any) -> int:
     """Return the number of processes that the training data is divided among."""
-    if strategy.world_size == 1:
-        return 1
-    return int(strategy.distributed_sampler_kwargs["num_replicas"])
+    return 1 if strategy.world_size == 1 else int(strategy.distributed_sampler_kwargs["num_replicas"])
 
 
 # ---- saving together
 
 
 @dataclass(frozen=True, slots=True)
-class _Own:
+class _FromMemory:
     """A placeholder for a tensor that each process takes from its own memory."""
 
 
@@ -131,7 +124,7 @@ class _Sent:
 
 
 class SharedState:
-    """Brings the tree of process 0 to the other processes of a strategy, so that all save the same leaves."""
+    """Sends the tree of process 0 to the other processes of a strategy, so that all save the same leaves."""
 
     def __init__(self, strategy: Any) -> None:
         module = strategy.lightning_module
@@ -139,7 +132,7 @@ class SharedState:
         self._channel = torch.device("cpu") if gloo else strategy.root_device
         self._large: list[torch.Tensor] = []
         self._parameters = {unwrapped_name(name) for name, _ in module.named_parameters(remove_duplicate=False)}
-        # An optimizer that itself shards its state returns all of it on process 0, and nothing on the others.
+        # An optimizer that shards its own state returns all of it on process 0, and nothing on the others.
         self._optimizers = {
             index
             for index, optimizer in enumerate(strategy.optimizers)
@@ -149,7 +142,7 @@ class SharedState:
     def tree(
         self, processes: ProcessGroup, checkpoint: dict[str, Any], make: Callable[[], dict[str, Any]]
     ) -> dict[str, Any]:
-        """Return the tree that this process saves; its large tensors have values once all have called ``fill``."""
+        """Return the tree that this process saves; its large tensors get their values when all call ``fill``."""
         group = processes.rendezvous("what process 0 saves")
         assert group is not None
         with contextlib.closing(group):
@@ -162,53 +155,53 @@ class SharedState:
         return filled
 
     def fill(self) -> None:
-        """Bring the large tensors of process 0 to the others, by operations that no process may enter alone."""
+        """Broadcast the large tensors of process 0; all processes call this together."""
         for tensor in self._large:
             torch.distributed.broadcast(tensor.view(-1).view(torch.uint8), 0)
 
-    def _is_own(self, path: Path, value: torch.Tensor) -> bool:
-        if hasattr(value, "placements"):  # It is a DTensor, of which each process has its part.
+    def _is_in_every_process(self, path: Path, value: torch.Tensor) -> bool:
+        if hasattr(value, "placements"):  # a DTensor, of which each process has its shard
             return True
         if path[0] == "state_dict":
             return len(path) == 2 and unwrapped_name(path[1]) in self._parameters
         return path[0] == _OPTIMIZERS and len(path) > 1 and path[1] in self._optimizers
 
     def _sent(self, value: Any, path: Path, _: Any) -> Any:
-        """Return a leaf of process 0, or a placeholder for a tensor that is large, or that the others have."""
+        """Return a leaf of process 0, or a placeholder if the tensor is large or the other processes have it."""
         if not isinstance(value, torch.Tensor):
             return value
-        if self._is_own(path, value):
-            return _Own()
+        if self._is_in_every_process(path, value):
+            return _FromMemory()
         if value.nbytes < _LARGE:
             return value.cpu().clone()  # Pickle would write the whole storage of a view.
         self._large.append(value.detach().to(self._channel).contiguous())
         return _Sent(tuple(value.shape), value.dtype)
 
-    def _filled(self, value: Any, path: Path, own: Any) -> Any:
-        """Return the leaf of this process for one that process 0 has sent."""
+    def _filled(self, value: Any, path: Path, here: Any) -> Any:
+        """Return the leaf of this process for a leaf that process 0 has sent; ``here`` is in its memory."""
         if isinstance(value, _Sent):
             self._large.append(torch.empty(value.shape, dtype=value.dtype, device=self._channel))
             return self._large[-1]
-        if not isinstance(value, _Own):
+        if not isinstance(value, _FromMemory):
             return value
-        if not isinstance(own, torch.Tensor):
+        if not isinstance(here, torch.Tensor):
             raise StateError(
-                f"{'/'.join(map(str, path))}: process 0 saves a tensor, and this process has {type(own).__qualname__} "
+                f"{'/'.join(map(str, path))}: process 0 saves a tensor, and this process has {type(here).__qualname__} "
                 "there; under this strategy all processes must hold the same parameters and optimizer states"
             )
-        return own.detach()
+        return here.detach()
 
 
 def mapped(function: Callable[[Any, Path, Any], Any], tree: Any, other: Any, path: Path = ()) -> Any:
-    """Return a tree with the results of a function, which gets a leaf, its path, and what another tree has there."""
+    """Map a function over a tree; it gets each leaf, its path, and the value of another tree at that path."""
     if isinstance(tree, dict):
         others = other if isinstance(other, dict) else {}
         made = copy.copy(tree)  # This keeps the attributes of a state dict, such as the versions of modules.
-        made.update({key: mapped(function, one, others.get(key), (*path, key)) for key, one in tree.items()})
+        made.update({key: mapped(function, child, others.get(key), (*path, key)) for key, child in tree.items()})
         return made
     if type(tree) in (list, tuple):
         parts = other if isinstance(other, list | tuple) and len(other) == len(tree) else [None] * len(tree)
-        return type(tree)([mapped(function, one, parts[index], (*path, index)) for index, one in enumerate(tree)])
+        return type(tree)([mapped(function, child, parts[index], (*path, index)) for index, child in enumerate(tree)])
     return function(tree, path, other)
 
 
@@ -216,7 +209,7 @@ def mapped(function: Callable[[Any, Path, Any], Any], tree: Any, other: Any, pat
 
 
 class StateHandler(PyTreeCheckpointHandler):
-    """Restores some entries of a tree with templates, and the others as they were saved."""
+    """Restores some entries of a tree with templates, and the rest as saved."""
 
     shares_reads = True
 
@@ -229,31 +222,31 @@ class StateHandler(PyTreeCheckpointHandler):
         shared: SharedReads | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Read a tree with templates by entry, without entries whose template is None; None reads all without any."""
+        """Read a tree with templates by entry; an entry with the template None is left out. ``item=None`` reads all."""
         if item is None:
             return super().restore(directory, files=files, shared=shared, **kwargs)
         outline = super().structure(directory, files=files)
         rest = {name: value for name, value in outline.items() if name not in item}
         chosen = _patterns(name for name, value in rest.items() if flatten(value).values)
-        found = super().restore(directory, files=files, select=chosen, shared=shared)
+        as_they_are = super().restore(directory, files=files, select=chosen, shared=shared)
         wanted = {name: template for name, template in item.items() if template is not None}
         names = _names_by_index(wanted.get(_OPTIMIZERS) or (), outline.get(_OPTIMIZERS) or ())
         if names:
-            indices = [{name: index for index, name in one.items()} for one in names]
+            indices = [{name: index for index, name in by_index.items()} for by_index in names]
             wanted[_OPTIMIZERS] = _renamed(wanted[_OPTIMIZERS], indices)
         parts = super().restore(directory, wanted, files=files, select=_patterns(wanted), shared=shared)
         if names:
             parts[_OPTIMIZERS] = _renamed(parts[_OPTIMIZERS], names)
         # A selection leaves out containers without leaves.
-        return {**mapped(lambda _one, _path, leaf: leaf, rest, found), **parts}
+        return {**mapped(lambda _leaf, _path, saved: saved, rest, as_they_are), **parts}
 
 
 class ShardedState:
-    """The state that a strategy, when its module and optimizers are set up, divides among its processes."""
+    """The state of the module and the optimizers that a strategy shards among its processes."""
 
     def __init__(self, strategy: Any) -> None:
         self._module = strategy.model
-        self._optimizers = [getattr(one, "_optimizer", one) for one in strategy.optimizers]
+        self._optimizers = [getattr(optimizer, "_optimizer", optimizer) for optimizer in strategy.optimizers]
 
     def template(self) -> dict[str, Any]:
         from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
@@ -262,7 +255,7 @@ class ShardedState:
         return {"state_dict": get_model_state_dict(self._module), _OPTIMIZERS: states or None}
 
     def load(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
-        """Load a checkpoint that was restored with the template into module and optimizers."""
+        """Load a checkpoint that was restored with the template into the module and the optimizers."""
         from torch.distributed.checkpoint.state_dict import (
             StateDictOptions,
             set_model_state_dict,
@@ -280,13 +273,12 @@ class ShardedState:
 
 
 def as_saved(loaded: Any, saved: Any) -> Any:
-    """Return what an optimizer has loaded in the dtypes that it had: torch casts it to the dtypes of the parameters."""
+    """Return the loaded state of an optimizer in its saved dtypes: torch casts it to the dtypes of the parameters."""
     if isinstance(loaded, torch.Tensor) and isinstance(saved, torch.Tensor):
-        is_cast = loaded.dtype != saved.dtype and loaded.shape == saved.shape
-        moved = saved.to(loaded.device) if is_cast else loaded
-        return (
-            moved if is_cast and bool((moved.to(loaded.dtype) == loaded).logical_or(loaded != loaded).all()) else loaded
-        )
+        if loaded.dtype == saved.dtype or loaded.shape != saved.shape:
+            return loaded
+        moved = saved.to(loaded.device)
+        return moved if bool((moved.to(loaded.dtype) == loaded).logical_or(loaded != loaded).all()) else loaded
     if isinstance(loaded, dict) and isinstance(saved, dict):
         return {key: as_saved(value, saved.get(key)) for key, value in loaded.items()}
     if type(loaded) in (list, tuple) and isinstance(saved, list | tuple) and len(loaded) == len(saved):
@@ -295,22 +287,24 @@ def as_saved(loaded: Any, saved: Any) -> Any:
 
 
 def _names_by_index(templates: Sequence[Any], saved: Sequence[Any]) -> list[dict[int, str]]:
-    """Return the name of each parameter by its index, for optimizers that were saved by index; otherwise nothing."""
-    if not templates or not any(isinstance(key, int) for one in saved for key in one["state"]):
+    """Return the parameter names of each optimizer by index, if the optimizers were saved by index; otherwise []."""
+    if not templates or not any(isinstance(key, int) for state in saved for key in state["state"]):
         return []
-    return [dict(enumerate(name for group in one["param_groups"] for name in group["params"])) for one in templates]
+    return [
+        dict(enumerate(chain.from_iterable(group["params"] for group in state["param_groups"]))) for state in templates
+    ]
 
 
 def _renamed(states: Sequence[Any], keys: Sequence[Mapping[Any, Any]]) -> list[Any]:
     """Return the states of optimizers with other keys for their parameters."""
     return [
         {
-            "state": {key[name]: moments for name, moments in one["state"].items()},
+            "state": {key[name]: moments for name, moments in state["state"].items()},
             "param_groups": [
-                {**group, "params": [key[name] for name in group["params"]]} for group in one["param_groups"]
+                {**group, "params": [key[name] for name in group["params"]]} for group in state["param_groups"]
             ],
         }
-        for one, key in zip(states, keys, strict=True)
+        for state, key in zip(states, keys, strict=True)
     ]
 
 

@@ -1,8 +1,8 @@
 """Conversion of a Lightning checkpoint to a tree of arrays and plain values, and back, without pickle.
 
-The tree has the keys of the dictionary that Lightning makes: ``state_dict``, ``optimizer_states``, ``lr_schedulers``,
-``loops``, ``callbacks``, ``hyper_parameters`` and what modules and plugins add. Arrays are loaded as tensors, as nearly
-all of them are. The entry ``value_types`` lists the values of other types, such as numpy arrays, paths, namespaces.
+The tree has the keys of Lightning's dictionary: ``state_dict``, ``optimizer_states``, ``lr_schedulers``, ``loops``,
+``callbacks``, ``hyper_parameters``, and those that modules and plugins add. Arrays are loaded as tensors. The entry
+``value_types`` lists the values of other types, such as numpy arrays, paths and namespaces.
 """
 
 from __future__ import annotations
@@ -37,42 +37,41 @@ from ...engine.pytree import (
 )
 
 POSITION = "holdfast"
-"""The entry for the state that Lightning's own checkpoints lack: the position in the data, and random generators."""
+"""The entry for state that Lightning's own checkpoints lack: the position in the data, and random generators."""
 
 VERSION = 1
-"""The version of these trees. It is raised where the version of holdfast before could not read what is new."""
+"""The version of these trees. It increases when earlier versions of holdfast cannot read new trees."""
 
 _VERSION = "tree_version"  # trees of version 0.1.0 have none
 _VERSIONS = "state_dict_versions"
 _NUMPY = "numpy.ndarray"
-_TYPES = "value_types"  # the types of values that are saved as plain data: pairs of the keys of a value and its type
+_TYPES = "value_types"  # the types of values that are saved as plain data: pairs of a path and a type
 _FIRST = ("state_dict", "optimizer_states", "lr_schedulers")  # entries that a listing shows first
 _REQUIRED = ("state_dict", "optimizer_states", "loops", POSITION)
 _Keys = tuple[str | int, ...]
 
 
 class _LeftError(Exception):
-    """A value cannot be saved, of the type that is named."""
+    """A value of the named type cannot be saved."""
 
     def __init__(self, value: object) -> None:
         super().__init__(class_name(value))
 
 
 def to_tree(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return a checkpoint of Lightning as a tree that the engine saves, and a line for each entry that was left out."""
+    """Convert a checkpoint of Lightning to a tree that the engine saves; also return a line for each omitted entry."""
     plain = _Plain()
     first = [name for name in _FIRST if name in checkpoint]
     order = [*first, *(name for name in checkpoint if name not in first)]
     tree = plain.entries({name: checkpoint[name] for name in order}, ())
-    lost = [line for line in plain.left if line.partition("/")[0].partition(" ")[0] in _REQUIRED]
-    if lost:
+    if lost := [line for line in plain.left if line.partition("/")[0].partition(" ")[0] in _REQUIRED]:
         raise UnsupportedLeafError(
             "the run could not be resumed without these parts of its state, which are neither arrays nor plain data: "
             f"{', '.join(lost)}. Change what the module, the optimizer or the data loader returns as its state"
         )
     versions = getattr(checkpoint.get("state_dict"), "_metadata", None)
     if versions:
-        # Modules may need their versions to load older states. All are in one leaf, as there are many modules.
+        # Modules may need their versions to load older states. One leaf holds all of them, as there are many modules.
         tree[_VERSIONS] = json.dumps({name: facts.get("version") for name, facts in versions.items()})
     if plain.types:
         tree[_TYPES] = json.dumps(plain.types)
@@ -88,14 +87,14 @@ def from_tree(tree: dict[str, Any], place: object = "this checkpoint") -> dict[s
             f"{place}: the state of its Lightning run has version {version!r:.20}, and this version of holdfast reads "
             f"versions up to {VERSION}; install the one that wrote it, or a newer one"
         )
-    types = {tuple(keys): kind for keys, kind in json.loads(tree.get(_TYPES, "[]"))}
+    types = {tuple(keys): type_name for keys, type_name in json.loads(tree.get(_TYPES, "[]"))}
     checkpoint: dict[str, Any] = {
         name: _value(value, (name,), types) for name, value in tree.items() if name not in (_VERSION, _VERSIONS, _TYPES)
     }
     versions = tree.get(_VERSIONS)
     if versions is not None:
         state = OrderedDict(checkpoint["state_dict"])
-        state._metadata = {  # type: ignore[attr-defined] # where torch looks for it
+        state._metadata = {  # type: ignore[attr-defined] # torch reads it
             name: {} if version is None else {"version": version} for name, version in json.loads(versions).items()
         }
         checkpoint["state_dict"] = state
@@ -103,14 +102,14 @@ def from_tree(tree: dict[str, Any], place: object = "this checkpoint") -> dict[s
 
 
 def is_plain_tree(value: Any) -> bool:
-    """Return whether a value would be saved in full."""
+    """Return whether a value would be saved completely."""
     plain = _Plain()
     plain.entries({"": value}, ())
     return not plain.left
 
 
 class _Plain:
-    """Converts values to plain data and arrays, and notes values of other types and those that are left out."""
+    """Converts values to plain data and arrays; records the types of converted values, and omitted entries."""
 
     def __init__(self) -> None:
         self.left: list[str] = []
@@ -136,25 +135,24 @@ class _Plain:
 
     def value(self, value: Any, keys: _Keys) -> Any:
         """Return a value as plain data and arrays; _LeftError refuses others."""
-        kind = type(value)
-        if kind in PLAIN:
+        value_type = type(value)
+        if value_type in PLAIN:
             return value
         if isinstance(value, torch.Tensor):
-            unusual = value.layout != torch.strided or value.is_quantized or value.is_meta
-            if unusual:
+            if value.layout != torch.strided or value.is_quantized or value.is_meta:
                 raise _LeftError(value)
             if not hasattr(value, "placements") and not value.is_contiguous():
                 strides = list(value.stride())
-                if is_permuted(value.shape, strides):  # The rounding of the next steps may depend on it.
+                if is_permuted(value.shape, strides):  # The rounding of later steps may depend on the strides.
                     self.types.append((keys, f"{STRIDES} {json.dumps(strides)}"))
             return value.detach()
         if isinstance(value, dict):
             return self.entries(value, keys)
-        if kind in (set, frozenset) and not all(type(item) in PLAIN for item in value):
+        if value_type in (set, frozenset) and not all(type(item) in PLAIN for item in value):
             raise _LeftError(value)
-        if kind in (list, tuple, set, frozenset):
-            # Leaving out one element would move the others, so the whole entry is left out.
-            return kind([self.value(item, (*keys, index)) for index, item in enumerate(value)])
+        if value_type in (list, tuple, set, frozenset):
+            # Omitting one element would shift the others, so the whole entry is omitted.
+            return value_type([self.value(item, (*keys, index)) for index, item in enumerate(value)])
         if isinstance(value, np.ndarray | np.generic):
             if value.dtype.hasobject or value.dtype.names:
                 raise _LeftError(value)
@@ -163,38 +161,37 @@ class _Plain:
             return value
         if isinstance(value, str) and not isinstance(value, Enum):
             return str(value)
-        if (other := as_plain(value)) is None:
+        if (converted := as_plain(value)) is None:
             raise _LeftError(value)
-        data, name = other
-        found = self.value(data, keys)
-        self.types.append((keys, name))
-        return found
+        data = self.value(converted[0], keys)
+        self.types.append((keys, converted[1]))
+        return data
 
 
 def _value(value: Any, keys: _Keys, types: Mapping[_Keys, str]) -> Any:
-    kind = types.get(keys)
-    if kind == _NUMPY and isinstance(value, np.ndarray):
+    type_name = types.get(keys)
+    if type_name == _NUMPY and isinstance(value, np.ndarray):
         return value
-    if kind is not None and kind.startswith(f"{STRIDES} "):
-        strides = json.loads(kind.removeprefix(STRIDES))
+    if type_name is not None and type_name.startswith(f"{STRIDES} "):
+        strides = json.loads(type_name.removeprefix(STRIDES))
         return with_strides(tensor_of(value, copy=False), strides) if isinstance(value, np.ndarray) else value
     if isinstance(value, np.ndarray):
         value = tensor_of(value, copy=False)
     elif isinstance(value, dict) and value.keys() == {_NUMPY} and isinstance(value[_NUMPY], np.ndarray):
-        value = value[_NUMPY]  # Version 0.1.0 saved arrays so.
+        value = value[_NUMPY]  # Version 0.1.0 saved arrays in this form.
     elif isinstance(value, dict):
         entries = {key: _value(item, (*keys, key), types) for key, item in value.items()}
         value = OrderedDict(entries) if isinstance(value, OrderedDict) else entries
     elif isinstance(value, list | tuple):
         value = type(value)(_value(item, (*keys, index), types) for index, item in enumerate(value))
-    return value if kind is None else from_plain(value, kind)
+    return value if type_name is None else from_plain(value, type_name)
 
 
-# ---- values of other types, which hyper-parameters hold beside numbers and strings
+# ---- values of other types, such as those in hyper-parameters
 #
-# A path is saved as a string, a namespace as a dictionary, a dtype by its name: every reader can use that. The names of
-# the types are saved beside them, so that Lightning gets the original values. Only the constructors in this table are
-# called for that; a class of the program is only used if the program has loaded it.
+# A path is saved as a string, a namespace as a dictionary, a dtype as its name, which every reader can use. The names
+# of the types are saved as well, so that Lightning gets the original values. Only the constructors in this table are
+# called for that; a class of the program is used only if the program has loaded it.
 
 
 logger = logging.getLogger("holdfast")
@@ -202,64 +199,65 @@ logger = logging.getLogger("holdfast")
 _TORCH_NAMES = (torch.dtype, torch.layout, torch.memory_format)
 _LIBRARIES = ("numpy", "torch", "omegaconf", "builtins")  # libraries whose classes are saved by name
 
-# By the name of the type that is saved: the type, what makes plain data of a value, and what makes the value of it.
-_KNOWN: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
+# By the saved name of a type: the type, and the functions that convert a value to plain data and back.
+_CONVERTED: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "pathlib.Path": (pathlib.Path, str, pathlib.Path),
     "pathlib.PurePosixPath": (pathlib.PurePosixPath, str, pathlib.PurePosixPath),
     "pathlib.PureWindowsPath": (pathlib.PureWindowsPath, str, pathlib.PureWindowsPath),
-    "argparse.Namespace": (argparse.Namespace, vars, lambda one: argparse.Namespace(**one)),
-    "types.SimpleNamespace": (types.SimpleNamespace, vars, lambda one: types.SimpleNamespace(**one)),
+    "argparse.Namespace": (argparse.Namespace, vars, lambda entries: argparse.Namespace(**entries)),
+    "types.SimpleNamespace": (types.SimpleNamespace, vars, lambda entries: types.SimpleNamespace(**entries)),
     "torch.Size": (torch.Size, list, torch.Size),
     "torch.device": (torch.device, str, torch.device),
-    "numpy.dtype": (np.dtype, lambda one: one.str, np.dtype),
+    "numpy.dtype": (np.dtype, lambda dtype: dtype.str, np.dtype),
 }
 
 
 def as_plain(value: Any) -> tuple[Any, str] | None:
-    """Return a value as plain data, which may contain further such values, and its type; None for unknown types."""
-    kind = type(value)
+    """Return a value as plain data, which may contain more such values, and its type; None for unknown types."""
+    path = import_path(type(value))
     if isinstance(value, np.dtype) and (value.hasobject or value.names):
         return None
-    for name, (its_type, plain, _) in _KNOWN.items():
-        if isinstance(value, its_type):
+    for name, (value_type, plain, _) in _CONVERTED.items():
+        if isinstance(value, value_type):
             return plain(value), name
     if isinstance(value, _TORCH_NAMES):
         return str(value), "torch"
     if isinstance(value, Enum):
-        return (value.name, f"enum {import_path(kind)}") if value.name in kind.__members__ else None
+        return (value.name, f"enum {path}") if value.name in type(value).__members__ else None
     if isinstance(value, type):
-        known = value.__module__.partition(".")[0] in _LIBRARIES and loaded_object(import_path(value)) is value
-        return (import_path(value).replace(":", "."), f"class {import_path(value)}") if known else None
+        name = import_path(value)
+        is_found = value.__module__.partition(".")[0] in _LIBRARIES and loaded_object(name) is value
+        return (name.replace(":", "."), f"class {name}") if is_found else None
     if dataclasses.is_dataclass(value) and not isinstance(value, torch.nn.Module):
         entries = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return entries, f"dataclass {import_path(kind)}"
-    if kind.__module__.partition(".")[0] == "omegaconf":
+        return entries, f"dataclass {path}"
+    if type(value).__module__.partition(".")[0] == "omegaconf":
         return sys.modules["omegaconf"].OmegaConf.to_container(value, resolve=False), "omegaconf"
     return None
 
 
-def from_plain(plain: Any, kind: str) -> Any:
-    """Return the value that :func:`as_plain` was given; the plain data if its class does not exist any more."""
+def from_plain(plain: Any, type_name: str) -> Any:
+    """Return the value that :func:`as_plain` was given; the plain data if its class no longer exists."""
     try:
-        if kind in _KNOWN:
-            return _KNOWN[kind][2](plain)
-        if kind == "torch":
+        if type_name in _CONVERTED:
+            return _CONVERTED[type_name][2](plain)
+        if type_name == "torch":
             named: Any = getattr(torch, str(plain).removeprefix("torch."), plain)
             return named if isinstance(named, _TORCH_NAMES) else plain
-        if kind == "omegaconf":
+        if type_name == "omegaconf":
             return importlib.import_module("omegaconf").OmegaConf.create(plain)
-        family, _, name = kind.partition(" ")
-        found = loaded_object(name)
-        if not isinstance(found, type):
+        family, _, name = type_name.partition(" ")
+        value_type = loaded_object(name)
+        if not isinstance(value_type, type):
             raise LookupError(f"the program has not loaded {name}")
         if family == "class" and name.partition(".")[0].partition(":")[0] in _LIBRARIES:
-            return found
-        if family == "enum" and issubclass(found, Enum):
-            return found[plain]
-        made = instance_of(found, plain) if family == "dataclass" else None
+            return value_type
+        if family == "enum" and issubclass(value_type, Enum):
+            return value_type[plain]
+        made = instance_of(value_type, plain) if family == "dataclass" else None
         if made is None:
             raise LookupError(f"{name} is something else now")
         return made
     except Exception as error:
-        logger.warning("left as plain data instead of %s: %s", kind, error)
+        logger.warning("left as plain data instead of %s: %s", type_name, error)
         return plain

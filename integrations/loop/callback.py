@@ -1,6 +1,6 @@
 """The callback of a training loop: saves, keeps, resumes.
 
-:class:`CheckpointCallback` knows no framework: a :class:`StateAdapter`, which the state chooses, knows the states.
+:class:`CheckpointCallback` knows no framework. The type of the state chooses a :class:`StateAdapter`, which does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ...engine.manager import (
     Peek,
     SavePolicy,
     described,
-    explains_its_options,
+    explains_options,
     has_triggers,
     shown_call,
     takes_texts_of,
@@ -94,9 +94,6 @@ class StepOutcome:
             "on_step returns an outcome, which is neither true nor false: ask for on_step(...).should_stop to leave "
             "the loop, or for on_step(...).saved"
         )
-
-
-_NOTHING_DUE = StepOutcome(saved=False, reason="nothing is due", should_stop=False)
 
 
 @takes_texts_of(CheckpointManagerOptions)
@@ -239,7 +236,7 @@ class CheckpointCallback:
         OptionError: The value of an option is invalid.
     """
 
-    @explains_its_options
+    @explains_options
     def __init__(
         self,
         directory: Place,
@@ -306,7 +303,7 @@ class CheckpointCallback:
         if options.grace_secs is not None:
             self._manager.events.add_listener(grace_check(seconds(options.grace_secs)))
         self._witness = Witness(self._manager, enabled=options.witness, on_inexact=options.on_inexact)
-        self._adapter: StateAdapter | None = None  # which the first state chooses
+        self._adapter: StateAdapter | None = None  # chosen by the first state
         self._saver: StepSaver | None = None  # once the state before the first step is known
         self._stop: Stop | None = None  # once the processes of the run are connected
         self._preemption = self._signal(options.preemption_signals())
@@ -410,10 +407,67 @@ class CheckpointCallback:
                 'restore_or_initialize takes one state: restore_or_initialize({"model": model, "optimizer": '
                 "optimizer}). Extras, such as the place in the data, have names: data=loader"
             )
-        processes = self._manager.processes
+        processes, resume, source = self._manager.processes, self._options.resume, self._options.init_from
         with processes.together("restore_or_initialize"):
-            processes.compare("the options of the callbacks", {"resume": self._options.resume})
-            return self._restore_or_initialize(state, like, extras)
+            processes.compare("the options of the callbacks", {"resume": resume})
+            initial = InitialState(state, like)
+            adapter = self._adapt(initial.template)
+            check_extras(extras)
+            given = self._with_generators(extras)
+            check_replicated(self._options.replicated, given, "restore_or_initialize")
+            adapter.note_fresh(initial.template)
+            typed = templates_of(extras)
+            fresh = fresh_types(typed, list(typed)) if typed else None
+            if resume in ("must", "never"):
+                self._check_resume(resume)
+            if resume == "never" or self._manager.latest_step() is None:
+                initial.check_fresh(adapter)
+            self._begin()
+            self._saver = None  # After an error, the loop cannot continue without the values that it has not restored.
+            self._manager.acquire()
+            self._names = frozenset(extras)
+            restored = None if resume == "never" else restore(self._manager, adapter, initial, given, self._options)
+            if restored is None:
+                return self._start_fresh(adapter, initial, extras, fresh), 0
+            if source is not None:
+                logger.info("init_from=%s is ignored, as the run resumes", source)
+            self.extras = {name: restored.extras[name] for name in extras}
+            self._restored = restored.step
+            state = initial.completed(adapter, restored.state)
+            facts = self._manager.custom_metadata(restored.step) or {}
+            offset: int | None = self._options.step_offset
+            if offset is None:
+                offset = int(facts.get("step_offset", 0))
+                if not (restored.is_own or offset):
+                    warn_of_index(restored.step, adapter.to_tree(state))
+            began = facts.get(HYPERPARAMETERS, {}) if self._options.hyperparameters == "saved" else {}
+            self._begin_steps(adapter, state, extras, restored.step, offset=offset, fresh=fresh, began=began)
+            shown = Report(restored.step, state, extras=self._with_generators(self.extras)).seen({})
+            self._witness.resume(restored.step, shown, why_not_comparable(self._options, adapter.misfits))
+            return state, restored.step + offset
+
+    def _start_fresh(
+        self, adapter: StateAdapter, initial: InitialState, extras: dict[str, Any], fresh: FreshTypes | None
+    ) -> Any:
+        directory, source = self._manager.directory, self._options.init_from
+        self._announce("started fresh: no checkpoint in %s%s", directory, unfinished_neighbour(directory))
+        self.extras = dict(extras)
+        state = initial.make()
+        if source is not None:
+            state, taken = adapter.with_weights(state, source)
+            logger.info("took the weights from %s; everything else starts fresh", taken)
+            warn_of_misfits(adapter.misfits, f"init_from={str(source)!r}", "weights")
+        offset = self._options.step_offset or 0
+        self._begin_steps(adapter, state, extras, -offset, offset=offset, fresh=fresh)
+        self._witness.begin(Report(0, state, extras=self._with_generators(extras)).seen({}))
+        if not has_triggers(self._options):
+            minutes = seconds(self._options.DEFAULT_TRIGGER["save_interval_secs"]) / 60
+            end = " or at the end" if self._options.save_at_end else ""
+            text = (
+                "no save_interval_steps= or other trigger is set: the first save is in %g minutes%s, or at a preemption"
+            )
+            self._announce(text, minutes, end)
+        return state
 
     def peek(self) -> Peek | None:
         """Return what ``restore_or_initialize`` will restore, before the state is built.
@@ -448,7 +502,7 @@ class CheckpointCallback:
     ) -> StepOutcome:
         """Report that an update is done, and save if a save is due. Call it after every update.
 
-        When nothing is due it takes some tens of microseconds, most of them to take the state of the global generators,
+        When nothing is due it takes some hundred microseconds, most of them to take the state of the global generators,
         and never waits for the device.
 
         Args:
@@ -493,7 +547,7 @@ class CheckpointCallback:
             return self._on_preemption(saver, report, decision.save, decision.reason)
         if not decision.save:
             saver.save_locally()
-            return _NOTHING_DUE
+            return StepOutcome(False, "nothing is due", should_stop=False)
         saver.save(decision.reason, reported=True)
         return StepOutcome(True, decision.reason, should_stop=False)
 
@@ -544,7 +598,7 @@ class CheckpointCallback:
             try:
                 # Perhaps only one of several processes has received the signal after the last step.
                 preempted = self._preemption.received and not isinstance(self._stop, AgreedStop)
-                saves = (self._options.save_at_end or preempted) and not self._witness.refuses
+                saves = (self._options.save_at_end or preempted) and self._witness.error is None
                 if saver is not None and not saver.is_saved and saves:
                     saver.save_at_end()
             finally:
@@ -560,7 +614,7 @@ class CheckpointCallback:
             self._hand_on()
 
     def _hand_on(self) -> None:
-        """End the program, as the loop has ended by itself in the steps after a preemption: none may follow."""
+        """End the program, as the loop has ended by itself in the steps after a preemption: no code may follow."""
         self._preemption.hand_on()
         raise SystemExit(self.exit_status)
 
@@ -589,7 +643,7 @@ class CheckpointCallback:
             self._manager.finish_mirror(WITHOUT_GRACE)
             self._manager.close()
         except Exception:
-            # The exception under way matters more, so this one must not replace it.
+            # The exception of the loop matters more, so this one must not replace it.
             logger.exception("a save failed while the training loop was ending with %s", type(error).__name__)
         finally:
             self._end(orderly=False, error=error)
@@ -604,58 +658,6 @@ class CheckpointCallback:
         if orderly and isinstance(self._stop, AgreedStop):
             barrier_exit(self._manager.processes)
 
-    def _restore_or_initialize(self, state: Any, like: Any, extras: dict[str, Any]) -> tuple[Any, int]:
-        resume, place = self._options.resume, self._options.init_from
-        initial = InitialState(state, like)
-        template = initial.template
-        adapter = self._adapt(template)
-        check_extras(extras)
-        check_replicated(self._options.replicated, self._with_generators(extras), "restore_or_initialize")
-        adapter.note_fresh(template)
-        typed = templates_of(extras)
-        fresh = fresh_types(typed, list(typed)) if typed else None
-        if resume in ("must", "never"):
-            self._check_resume(resume)
-        if resume == "never" or self._manager.latest_step() is None:
-            initial.check_fresh(adapter)
-        self._begin()
-        self._saver = None  # After an error, the loop cannot continue without the values that it has not restored.
-        self._manager.acquire()
-        self._names = frozenset(extras)
-        restored = None
-        if resume != "never":
-            restored = restore(self._manager, adapter, initial, self._with_generators(extras), self._options)
-        offset: int | None = self._options.step_offset
-        if restored is None:
-            directory = self._manager.directory
-            self._announce("started fresh: no checkpoint in %s%s", directory, unfinished_neighbour(directory))
-            self.extras = dict(extras)
-            state = initial.make()
-            if place is not None:
-                state, taken = adapter.with_weights(state, place)
-                logger.info("took the weights from %s; everything else starts fresh", taken)
-                warn_of_misfits(adapter.misfits, f"init_from={str(place)!r}", "weights")
-            offset = offset or 0
-            self._begin_steps(adapter, state, extras, -offset, offset=offset, fresh=fresh)
-            self._witness.begin(Report(0, state, extras=self._with_generators(extras)).seen({}))
-            self._announce_first_save()
-            return state, 0
-        if place is not None:
-            logger.info("init_from=%s is ignored, as the run resumes", place)
-        self.extras = {name: restored.extras[name] for name in extras}
-        self._restored = restored.step
-        state = initial.completed(adapter, restored.state)
-        facts = self._manager.custom_metadata(restored.step) or {}
-        if offset is None:
-            offset = int(facts.get("step_offset", 0))
-            if not (restored.is_own or offset):
-                warn_of_index(restored.step, adapter.to_tree(state))
-        began = facts.get(HYPERPARAMETERS, {}) if self._options.hyperparameters == "saved" else {}
-        self._begin_steps(adapter, state, extras, restored.step, offset=offset, fresh=fresh, began=began)
-        shown = Report(restored.step, state, extras=self._with_generators(self.extras)).seen({})
-        self._witness.resume(restored.step, shown, why_not_comparable(self._options, adapter.misfits))
-        return state, restored.step + offset
-
     def _check_resume(self, resume: Resume) -> None:
         directory = self._manager.directory
         check_resume(resume, all_steps(directory, self._options.step_prefix, self._manager), directory)
@@ -667,7 +669,6 @@ class CheckpointCallback:
         announce(text, *args, shown=self._manager.processes.is_primary)
 
     def _adapt(self, state: Any) -> StateAdapter:
-        """Choose the adapter for the first state."""
         if self._adapter is None:
             check_depth(state)
             self._adapter = adapter_for(state, None if self._options.partial is None else Misfits())
@@ -701,17 +702,8 @@ class CheckpointCallback:
             )
         return operator.index(step)
 
-    def _announce_first_save(self) -> None:
-        """Announce the time of the first save, if the program has set no trigger."""
-        if has_triggers(self._options):
-            return
-        minutes = seconds(self._options.DEFAULT_TRIGGER["save_interval_secs"]) / 60
-        end = " or at the end" if self._options.save_at_end else ""
-        text = "no save_interval_steps= or other trigger is set: the first save is in %g minutes%s, or at a preemption"
-        self._announce(text, minutes, end)
-
     def _with_generators(self, extras: dict[str, Any]) -> dict[str, Any]:
-        """Return the extras with the global generators, last, as a restore of other extras may draw from them."""
+        """Return the extras followed by the global generators, from which a restore of other extras may draw."""
         return extras if self._generators is None else {**extras, GLOBAL_GENERATORS: self._generators}
 
     def _begin_steps(
@@ -725,11 +717,9 @@ class CheckpointCallback:
         fresh: FreshTypes | None,
         began: Mapping[str, Any] = MappingProxyType({}),
     ) -> StepSaver:
-        """Set the global generators, when everything else is restored, and begin to watch the state."""
+        """Begin to watch the state; set the global generators, when everything else is restored."""
         replicated = self._options.replicated
-        saver = self._saver = StepSaver(
-            self._manager, adapter, replicated, self._witness, step_offset=offset, fresh_extras=fresh
-        )
+        saver = self._saver = StepSaver(self._manager, adapter, replicated, self._witness, offset, fresh)
         for loader in loaders_of(extras).values():
             loader.begin_run(self._announce)
         saver.watch(state, extras, last, began, grows=self._has_peeked or self._options.partial is not None)
@@ -785,12 +775,12 @@ class CheckpointCallback:
         self._after_signal.finish_saves()
         self._manager.events.write("preempted", step=saver.step)
         self._ending.end()  # The steps that follow are to be repeated.
-        what = "stopping"
+        next_action = "stopping"
         if self._after_signal.begin(report.left_in_epoch):
             left = self._after_signal.left
-            what += f" after {left} more step{'' if left == 1 else 's'}, which the resume is compared with"
+            next_action += f" after {left} more step{'' if left == 1 else 's'}, which the resume is compared with"
         else:
             self._stop_now(report.extras)
         text = "preempted: step %d is saved in %s; %s"
-        self._announce(text, saver.step, self._manager.directory, what)
+        self._announce(text, saver.step, self._manager.directory, next_action)
         return StepOutcome(save, "preempted", should_stop=self._should_stop)

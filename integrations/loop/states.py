@@ -1,7 +1,7 @@
 """The interface between a callback and the state of a training loop.
 
 A :class:`StateAdapter` converts states to the items of a checkpoint and back: ``trees`` has the adapter for pytrees and
-nnx objects, ``objects`` has those for torch modules, graphs and components.
+nnx objects, ``objects`` has the adapters for torch modules, graphs and components.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class LoopArguments(ProgramOptions):
 class StateAdapter:
     """Saves and restores one kind of state. A callback has its own adapter, which may remember the last state."""
 
-    # What can take weights from another checkpoint, for error messages: its modules, and what a state without one is.
+    # For error messages: the states that can take weights, their modules, and a state without one.
     needs, modules, lacks = "a state with params", "", "a {} without params"
-    is_component_tree = False  # whether the item is one; such a checkpoint has other items only for extras
-    empty: Collection[str] = ()  # where the initial state has empty dictionaries, whose entries come and go
+    is_component_tree = False  # if so, the checkpoint has other items only for extras
+    empty: Collection[str] = ()  # the paths of empty dictionaries in the initial state, whose entries come and go
     is_live = False  # whether a state has objects or tensors of torch, with which earlier versions saved gradients
 
     def __init__(self, misfits: Misfits | None = None) -> None:
@@ -65,7 +65,7 @@ class StateAdapter:
         self.empty = empty_dicts(state)
 
     def refused(self, state: Any) -> list[str]:
-        """Return what a restore of a state into the initial one would refuse, as text for users."""
+        """Return the parts of a state that a restore into the initial one would refuse, as text for users."""
         return []
 
     def check_savable(self, state: Any) -> None:
@@ -80,14 +80,14 @@ class StateAdapter:
         return {}
 
     def from_tree(self, state: Any, restored: Any) -> Any:
-        """Return the state from what the handler has restored; live objects are updated in place."""
+        """Return the state that the handler has restored; live objects are updated in place."""
         return restored
 
     def note_step(self, state: Any) -> None:
         """Remember the state of the step that was just reported."""
 
     def why_lost(self, state: Any) -> str | None:
-        """Return why the state of the last step cannot be saved any more, or None when it can."""
+        """Return why the state of the last step can no longer be saved; None if it can."""
         return None
 
     def is_module(self, value: object) -> bool:
@@ -111,47 +111,36 @@ class StateAdapter:
             weights = load_weights(place, state.params, misfits=self.misfits)
             replace = state._replace if hasattr(state, "_replace") else partial(dataclasses.replace, state)
             return replace(**{_PARAMS: weights.tree}), str(weights)
-        found = f"{len(modules)} {self.modules}" if modules else self.lacks.format(type(state).__name__)
+        given = f"{len(modules)} {self.modules}" if modules else self.lacks.format(type(state).__name__)
         raise OptionError(
-            f"init_from={str(place)!r} needs {self.needs}, and this is {found}; load the weights with hf.load, and put "
+            f"init_from={str(place)!r} needs {self.needs}, and this is {given}; load the weights with hf.load, and put "
             "them where they belong"
         )
 
 
 def located(value: Any, wanted: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:
     """Generate the objects in dicts, lists and tuples, each with its keys joined by dots; open each once."""
-    open_, seen = [("", value)], set[int]()
-    while open_:
-        path, one = open_.pop()
-        if wanted(one):
-            yield path, one
-        elif isinstance(one, (dict, list, tuple)) and id(one) not in seen:
-            seen.add(id(one))
-            below = one.items() if isinstance(one, dict) else enumerate(one)
-            open_ += reversed([(f"{path}.{key}" if path else str(key), item) for key, item in below])
+    pending, seen = [("", value)], set[int]()
+    while pending:
+        path, part = pending.pop()
+        if wanted(part):
+            yield path, part
+        elif isinstance(part, (dict, list, tuple)) and id(part) not in seen:
+            seen.add(id(part))
+            below = part.items() if isinstance(part, dict) else enumerate(part)
+            pending += reversed([(f"{path}.{key}" if path else str(key), item) for key, item in below])
 
 
 def empty_dicts(value: Any) -> set[str]:
-    """Return where the empty dictionaries in dicts, lists and tuples are, as keys joined by dots."""
-    containers = (dict, list, tuple)
-    found, open_, seen = set[str](), [("", value)] if isinstance(value, containers) else [], set[int]()
-    while open_:
-        path, one = open_.pop()
-        if isinstance(one, dict) and not one:
-            found.add(path)
-        if id(one) not in seen:
-            seen.add(id(one))
-            below = one.items() if isinstance(one, dict) else enumerate(one)  # most entries are values
-            inner = [(key, item) for key, item in below if isinstance(item, containers)]
-            open_ += [(f"{path}.{key}" if path else str(key), item) for key, item in inner]
-    return found
+    """Return the paths of the empty dictionaries in dicts, lists and tuples, as keys joined by dots."""
+    return {path for path, _ in located(value, lambda part: isinstance(part, dict) and not part)}
 
 
 def check_depth(tree: Any) -> None:
     """Raise UnsupportedLeafError if containers are nested too deeply, or hold themselves: other code recurses."""
     level = [tree] if isinstance(tree, (dict, list, tuple)) else []
     for _ in range(MAX_DEPTH + 1):
-        items = (item for one in level for item in (one.values() if isinstance(one, dict) else one))
+        items = (item for part in level for item in (part.values() if isinstance(part, dict) else part))
         level = list({id(item): item for item in items if isinstance(item, (dict, list, tuple))}.values())
         if not level:
             return
@@ -159,7 +148,7 @@ def check_depth(tree: Any) -> None:
 
 
 def is_deleted(tree: Any) -> bool:
-    """Return whether an array of the tree is deleted, as its memory was donated to a later step."""
+    """Return whether an array of the tree was deleted, as by a donation to a later step."""
     jax = loaded("jax")
     if jax is None:
         return False

@@ -1,4 +1,4 @@
-"""The last step that a loop has reported, and how it is saved."""
+"""The last step that a loop has reported, and how to save it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Report:
 
     @property
     def epochs(self) -> tuple[int, ...]:
-        """The epochs of the step, as far as the program shows them: another one begins a record of the witness."""
+        """The epochs of the step, as far as the program shows them; the witness records the first step of each."""
         shown = [loader.epoch for loader in loaders_of(self.extras).values()]
         return (*shown, -1 if self.epoch is None else self.epoch)
 
@@ -67,10 +67,10 @@ class Report:
     def left_in_epoch(self) -> int | None:
         """The number of batches left in the epoch, or None if no loader knows it."""
         left = [loader.left for loader in loaders_of(self.extras).values()]
-        return min((one for one in left if one is not None), default=None)
+        return min((count for count in left if count is not None), default=None)
 
     def seen(self, positions: Mapping[str, Any]) -> Seen:
-        """Return what the step shows to the witness; ``positions`` are snapshots of the extras that move."""
+        """Return what the witness sees of the step; ``positions`` are snapshots of the extras that move."""
         extras = self.extras
         generators = {
             name: positions[name] if name in positions else state_of(extra)
@@ -79,10 +79,11 @@ class Report:
         }
         if GLOBAL_GENERATORS in extras:
             generators |= positions.get(GLOBAL_GENERATORS) or capture()
-        moving = {name for name, extra in extras.items() if moves(extra)} - {GLOBAL_GENERATORS}
+        moving = {name for name, extra in extras.items() if moves(extra)}
+        fixed = {name: extra for name, extra in extras.items() if name not in moving}
+        moving -= {GLOBAL_GENERATORS}
         counters = {"step": self.step} | ({} if self.epoch is None else {"epoch": self.epoch})
-        counters |= {name: extra for name, extra in extras.items() if name in ("batch", "epoch") and type(extra) is int}
-        fixed = {name: extra for name, extra in extras.items() if name not in moving and name != GLOBAL_GENERATORS}
+        counters |= {name: extra for name, extra in fixed.items() if name in ("batch", "epoch") and type(extra) is int}
         return Seen(
             step=self.step,
             root={STATE: self.state, **fixed},
@@ -90,7 +91,9 @@ class Report:
             generators=generators,
             positions={name: positions[name] for name in moving if name in positions},
             batch=self.batch,
-            checksums={name: one.checksum for name, one in loaders_of(extras).items() if one.checksum is not None},
+            checksums={
+                name: loader.checksum for name, loader in loaders_of(extras).items() if loader.checksum is not None
+            },
             metrics=self.metrics,
             counters=counters,
         )
@@ -100,7 +103,7 @@ _NO_STEP = Report(step=-1, state=None)
 
 
 class Positions:
-    """Takes the states of the extras that move, such as data iterators, from which a loop may draw before it ends."""
+    """Takes snapshots of the extras that move, such as data iterators, as a loop may draw from them before it ends."""
 
     def __init__(self) -> None:
         self.taken: dict[str, Any] = {}
@@ -116,7 +119,7 @@ class Positions:
             self._passed = passed
             self._moving = {name: _taking(extra) for name, extra in extras.items() if moves(extra)}
             self.watched = [name for name, extra in extras.items() if is_versioned(extra)]
-            # Only the wait for an actor is a cost of the extra: threads of a busy program wait for each other, too.
+            # Elapsed time counts only for actors: in a busy program, other threads delay this one.
             has_actors = any(is_actor(extras[name]) for name in self._moving)
             self._clock = time.perf_counter if has_actors else time.thread_time
         begin = self._clock()
@@ -136,7 +139,7 @@ class Positions:
             )
 
     def tree_of(self, name: str, extra: Any) -> Any:
-        """Return the tree of an extra for a checkpoint, of the state that was taken if it moves."""
+        """Return the tree of an extra for a checkpoint; if the extra moves, from its snapshot."""
         if name not in self.taken:
             return tree_of(extra)
         taken = self.taken[name]
@@ -144,14 +147,14 @@ class Positions:
 
 
 def _taking(extra: Any) -> Callable[[Any], Any]:
-    """Return the function that takes the state of an extra that moves."""
+    """Return the function that takes a snapshot of an extra that moves."""
     if isinstance(extra, GlobalGenerators):
         return lambda _: capture()  # It becomes a tree only if the step is saved.
     return state_of if changes_in_place(extra) else tree_of
 
 
 class StepSaver:
-    """Keeps references to the last arguments of ``on_step``, and saves them, even when the loop has ended."""
+    """Keeps references to the last arguments of ``on_step``, and saves them, even after the loop has ended."""
 
     def __init__(
         self,
@@ -159,7 +162,6 @@ class StepSaver:
         adapter: StateAdapter,
         replicated: Collection[str],
         witness: Witness,
-        *,
         step_offset: int,
         fresh_extras: FreshTypes | None,
     ) -> None:
@@ -167,8 +169,8 @@ class StepSaver:
         self._adapter = adapter
         self._replicated = replicated
         self._witness = witness
-        self._step_offset = step_offset  # updates that are in a state beyond the number of its step
-        self._fresh_extras = fresh_extras  # the types at the start of the run of the extras with templates
+        self._step_offset = step_offset  # the updates in a state, minus the number of its step
+        self._fresh_extras = fresh_extras  # the types of the extras with templates, at the start of the run
         self._templates: list[str] = []  # the names of these extras
         self._report = _NO_STEP
         self._positions = Positions()
@@ -185,24 +187,24 @@ class StepSaver:
 
     @property
     def is_saved(self) -> bool:
-        """Whether the last step is saved, or no step was reported."""
+        """True if the last step is saved, or no step was reported."""
         return self.step is None or self.holds(self.step)
 
     def watch(
         self, state: Any, extras: Mapping[str, Any], last: int | None, began: Mapping[str, Any], *, grows: bool
     ) -> None:
-        """Begin to watch the state after step ``last``, if that is known; ``began`` has what the loop has changed."""
+        """Begin to watch the state after step ``last``, if that is known; ``began`` is what `StartValues` saved."""
         self._start = StartValues(self._adapter, state, extras, began)
         first = self._first_steps = FirstSteps(self._adapter)
         self._templates = [name for name, extra in extras.items() if is_template(extra)]
         self._ask(lambda: first.look_at_start(state, last, extras, grows=grows))
-        self._versions.watch(self._live(state, {name: one for name, one in extras.items() if is_versioned(one)}))
+        self._versions.watch(self._live(state, {name: extra for name, extra in extras.items() if is_versioned(extra)}))
 
     def _live(self, state: Any, extras: Mapping[str, Any]) -> dict[str, Any]:
         return {STATE: state, **extras} if self._adapter.is_live else {**extras}
 
     def _ask(self, look: Callable[[], bool | None]) -> None:
-        """Let the first steps look until they have nothing more to say; another error than theirs ends no run."""
+        """Let the first steps look, until they are done; no error except theirs ends the run."""
         try:
             self._first_steps = None if look() else self._first_steps
         except StateError:
@@ -228,7 +230,7 @@ class StepSaver:
             self._witness.note(lambda: report.seen(self._positions.taken), report.epochs)
 
     def show(self, report: Report) -> None:
-        """Let the witness record a step that is never saved, as it follows the save of a preemption."""
+        """Let the witness record a step that is not saved, as it follows the save of a preemption."""
         positions = {name: _taking(extra)(extra) for name, extra in report.extras.items() if moves(extra)}
         self._witness.note(lambda: report.seen(positions), report.epochs)
 
@@ -240,7 +242,7 @@ class StepSaver:
         return self._manager.decide(step, metrics=self._report.metrics)
 
     def why_lost(self) -> str | None:
-        """Return why the last step, if one was reported, cannot be saved any more, or None when it can."""
+        """Return why the last step, if one was reported, can no longer be saved; None if it can."""
         if (lost := self._versions.why_lost() or self._adapter.why_lost(self._report.state)) is not None:
             return lost
         if is_deleted([extra for name, extra in self._report.extras.items() if name not in self._positions.taken]):
@@ -267,7 +269,7 @@ class StepSaver:
         return True
 
     def _refused(self) -> list[str]:
-        """Return what the next start would refuse of the last step, as it restores into what it begins with."""
+        """Return the parts of the last step that the next start would refuse, as its fresh state lacks them."""
         refused = self._adapter.refused(self._report.state)
         if self._fresh_extras is not None:
             extras = {name: self._report.extras[name] for name in self._templates}
@@ -279,22 +281,21 @@ class StepSaver:
         assert self.step is not None
         if self._manager.local_due(self.step):
             with part_of_save(self._manager, self.step, locally=True):
-                taken = self._taken()
-                self._manager.save_locally(self.step, **taken)
+                self._manager.save_locally(self.step, **self._taken())
 
     def _taken(self, *, reported: bool = False) -> dict[str, Any]:
-        """Show the last step to the witness, and return what is saved of it, as arguments of the manager."""
+        """Show the last step to the witness, and return the arguments with which the manager saves it."""
         report = self._report
         metrics = None if report.metrics is None else host_metrics(report.metrics)
         items = self._items(report)
         arguments: dict[str, Any] = {STATE: self._adapter.save_kwargs()}
         if self._fresh_extras is not None and "extras" in items:
             arguments["extras"] = {"fresh": self._fresh_extras}
-        kept: dict[str, Any] = {"step_offset": self._step_offset} if self._step_offset else {}
+        metadata: dict[str, Any] = {"step_offset": self._step_offset} if self._step_offset else {}
         if self._start is not None and (changed := self._start.changed(report.state)):
-            kept[HYPERPARAMETERS] = changed
+            metadata[HYPERPARAMETERS] = changed
         self._witness.save(report.step, lambda: report.seen(self._positions.taken), reported=reported)
-        return {"items": items, "metrics": metrics, "save_kwargs": arguments, "custom_metadata": kept or None}
+        return {"items": items, "metrics": metrics, "save_kwargs": arguments, "custom_metadata": metadata or None}
 
     def _items(self, report: Report) -> dict[str, Any]:
         """Return the items of a checkpoint; each process has its own extras, except arrays."""
@@ -302,17 +303,17 @@ class StepSaver:
         items = {STATE: self._adapter.to_tree(report.state)}
         extras = {name: self._positions.tree_of(name, extra) for name, extra in given.items()}
         if not self._manager.processes.alone:
-            own = {name: extras.pop(name) for name, one in given.items() if is_own(name, one, self._replicated)}
+            own = {name: extras.pop(name) for name, extra in given.items() if is_own(name, extra, self._replicated)}
             extras = {name: without_generators(given.get(name), tree) for name, tree in extras.items()}
             sums = {name: checksum_of(tree) for name, tree in extras.items() if changes_in_place(given[name])}
-            if sums := {name: found for name, found in sums.items() if found is not None}:
+            if sums := {name: checksum for name, checksum in sums.items() if checksum is not None}:
                 extras[CHECKSUMS] = sums
         if extras or not self._adapter.is_component_tree:
             items["extras"] = extras
         return {**items, "process": own} if own else items
 
     def _check_savable(self) -> None:
-        """Raise OptionError if a replicated extra is missing, UnsupportedLeafError if a save of the step would."""
+        """Raise OptionError if a replicated extra is missing, and UnsupportedLeafError if a save would raise it."""
         check_replicated(self._replicated, self._report.extras, "on_step")
         self._adapter.check_savable(self._report.state)
         check_savable({name: self._positions.tree_of(name, extra) for name, extra in self._report.extras.items()})
@@ -347,7 +348,6 @@ class StepSaver:
 
 
 def check_metrics(metrics: object) -> None:
-    """Raise OptionError if metrics are not a mapping."""
     if not isinstance(metrics, Mapping):
         raise OptionError(
             f"metrics must be a mapping of names to numbers, such as {{'loss': 0.5}}, not {type(metrics).__name__}"
@@ -355,7 +355,6 @@ def check_metrics(metrics: object) -> None:
 
 
 def record_metrics(manager: CheckpointManager, step: int, metrics: Mapping[str, Any]) -> None:
-    """Store metrics with the checkpoint of a step."""
     try:
         manager.record_metrics(step, host_metrics(metrics))
     except CheckpointNotFoundError:
@@ -370,7 +369,7 @@ def host_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(error, RuntimeError):  # The computation failed, or the value was donated.
             logger.warning("the metric %s cannot be read, and is not stored: %s", name, error)
 
-    for _, value in located({**metrics}, lambda one: hasattr(one, "copy_to_host_async")):
+    for _, value in located({**metrics}, lambda metric: hasattr(metric, "copy_to_host_async")):
         with contextlib.suppress(RuntimeError):  # It is reported when the value is read.
             value.copy_to_host_async()  # All copies are started before the first one is awaited.
     return plain_metrics(metrics, omitted=omitted)

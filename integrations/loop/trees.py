@@ -1,6 +1,6 @@
-"""The adapter for states that are trees: pytrees as they are, nnx objects through their variables.
+"""The adapter for states that are trees: pytrees, and nnx objects by their variables.
 
-A loop replaces a pytree and never changes it. This module imports flax only if the state has nnx objects.
+A loop replaces a pytree and never changes it in place. This module imports flax only if the state has nnx objects.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class TreeAdapter(StateAdapter):
 
 
 def refused_by(fresh: FreshTypes, value: Any) -> list[str]:
-    """Return what a restore of a later value into the fresh one would refuse, as text for users."""
+    """Return the parts of a later value that a restore into the fresh one would refuse, as text for users."""
     flat = flatten(to_tree(value))
     objects = tuple(f"{path}." if path else "" for path, _ in located(value, is_nnx))
     new = [name for name in flat.names if name.startswith(objects) and not fresh.covers(name)]
@@ -126,7 +126,7 @@ def is_stream(value: object) -> bool:
 
 
 def to_tree(state: Any) -> Any:
-    """Return the state with nested dicts of variables for nnx objects; shared ones appear under the first object."""
+    """Return the state with each nnx object as nested dicts of its variables; a shared one belongs to the first."""
     objects = _objects(state)
     if not objects:
         return state
@@ -144,16 +144,16 @@ def from_tree(state: Any, tree: Any) -> Any:
         return tree
     from flax import nnx
 
-    found: dict[int, Any] = {}
-    merged = _merge(state, tree, found)
+    restored: dict[int, Any] = {}
+    merged = _merge(state, tree, restored)
     variables = nnx.state(tuple(objects))
-    pure: dict[Any, Any] = {index: found.pop(id(one)) for index, one in enumerate(objects) if id(one) in found}
-    paths = {id(one): path.replace(".", "/") for path, one in located(state, is_nnx)}
-    own = nnx.to_pure_dict(variables)
+    pure: dict[Any, Any] = {n: restored.pop(id(part)) for n, part in enumerate(objects) if id(part) in restored}
+    paths = {id(part): path.replace(".", "/") for path, part in located(state, is_nnx)}
+    fresh = nnx.to_pure_dict(variables)
     if lacking := [
         f"{name}: expected a variable of this name (checkpoint), found none (the fresh state)"
         for index, values in pure.items()
-        for name in _lacking(values, own.get(index, {}), paths[id(objects[index])])
+        for name in _lacking(values, fresh.get(index, {}), paths[id(objects[index])])
     ]:
         raise TreeMismatchError(
             "objects of nnx lack variables that steps have made. Make them before restore_or_initialize, as by a first "
@@ -162,33 +162,33 @@ def from_tree(state: Any, tree: Any) -> Any:
         )
     # A value may be a dictionary itself, and replace_by_pure_dict() would look for variables in it.
     new: dict[Any, Any] = {}
-    for path, one in nnx.to_flat_state(variables):
+    for path, variable in nnx.to_flat_state(variables):
         value: Any = pure
         for key in path:
             value = value.get(key, value.get(str(key), ...)) if isinstance(value, dict) else ...
         if value is not ...:
-            new[path] = one.replace(value) if hasattr(one, "replace") else value
+            new[path] = variable.replace(value) if hasattr(variable, "replace") else value
     nnx.update(tuple(objects), nnx.from_flat_state(new))
     return merged
 
 
-def _lacking(values: Any, own: Any, path: str) -> Iterator[str]:
-    """Generate the paths of variables that nested dictionaries have beside those of others."""
-    for key, value in values.items() if isinstance(values, dict) and isinstance(own, dict) else ():
+def _lacking(values: Any, others: Any, path: str) -> Iterator[str]:
+    """Generate the paths of variables that only the first of two nested dictionaries has."""
+    for key, value in values.items() if isinstance(values, dict) and isinstance(others, dict) else ():
         name = f"{path}/{key}" if path else str(key)
-        if key in own:
-            yield from _lacking(value, own[key], name)
+        if key in others:
+            yield from _lacking(value, others[key], name)
         else:
             yield name
 
 
 def _optimizer_in(state: Any) -> Callable[[Any], Any] | None:
-    """Return what takes the ``nnx.Optimizer`` out of a state like this one, or None if there is none."""
+    """Return a function that takes the ``nnx.Optimizer`` out of a state like this one, or None if there is none."""
     kind = getattr(loaded("flax.nnx"), "Optimizer", ())
     if isinstance(state, kind):
-        return lambda one: one
+        return lambda optimizer: optimizer
     items = state.items() if type(state) is dict else enumerate(state) if type(state) in (list, tuple) else ()
-    return next((itemgetter(place) for place, item in items if isinstance(item, kind)), None)
+    return next((itemgetter(key) for key, item in items if isinstance(item, kind)), None)
 
 
 def _has_changed(before: Any, now: Any) -> bool:
@@ -199,7 +199,7 @@ def _has_changed(before: Any, now: Any) -> bool:
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a value with other ones for the nnx objects in its dicts, lists and tuples, in their order."""
+    """Return a value with the nnx objects in its dicts, lists and tuples replaced, in order."""
     if is_nnx(value):
         return change(value)
     if type(value) is dict:
@@ -210,29 +210,29 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _objects(state: Any) -> list[Any]:
-    found: list[Any] = []
+    objects: list[Any] = []
     if loaded("flax.nnx") is not None:
-        _mapped(state, found.append)
-    return found
+        _mapped(state, objects.append)
+    return objects
 
 
-def _merge(value: Any, tree: Any, found: dict[int, Any]) -> Any:
-    """Put the objects of the state into the restored tree; ``found`` gets the variables of each object, once."""
+def _merge(value: Any, tree: Any, restored: dict[int, Any]) -> Any:
+    """Put the objects of the state into the restored tree; ``restored`` gets the variables of each object, once."""
     if is_nnx(value):
         if tree:
-            found.setdefault(id(value), tree)
+            restored.setdefault(id(value), tree)
         return value
     if type(value) is dict and type(tree) is dict:
-        return {key: _merge(value.get(key), item, found) for key, item in tree.items()}
+        return {key: _merge(value.get(key), item, restored) for key, item in tree.items()}
     if type(value) in (list, tuple) and type(tree) is type(value):
-        return type(tree)([_merge(item, part, found) for item, part in zip_longest(value[: len(tree)], tree)])
+        return type(tree)([_merge(item, part, restored) for item, part in zip_longest(value[: len(tree)], tree)])
     return tree
 
 
 # ---- partial restores: leaves of the same path, even if a chain of optimizers has grown
 
 
-_Place = tuple[str, TreeDef | None]  # the name of a container or leaf, and its definition; None for a leaf
+_Node = tuple[str, TreeDef | None]  # the name of a container or leaf, and its definition; None for a leaf
 
 
 class FittingHandler(PyTreeCheckpointHandler):
@@ -255,36 +255,38 @@ class FittingHandler(PyTreeCheckpointHandler):
             return load_fitting(reader, flat, pairs, self._misfits)[0]
 
 
-def _pairs(saved: _Place, wanted: _Place) -> Iterator[tuple[str, str]]:
+def _pairs(saved: _Node, wanted: _Node) -> Iterator[tuple[str, str]]:
     """Generate the names of corresponding leaves of two trees."""
     # Entries of dictionaries and attributes correspond by their keys. Chains of optimizers are tuples that may have
-    # grown and may be nested differently: the states in them correspond by their order and the names of their classes.
-    if _is_chain(saved) or _is_chain(wanted):
-        ours, theirs = list(_parts(saved)), list(_parts(wanted))
-        kinds = [_kind(part, len(saved[0])) for part in ours]
-        others = [_kind(part, len(wanted[0])) for part in theirs]
-        for mine, yours, count in SequenceMatcher(None, kinds, others, autojunk=False).get_matching_blocks():
-            for index in range(count):
-                yield from _entries(ours[mine + index], theirs[yours + index])
-    else:
+    # grown, or be nested differently: their states correspond by order and by the names of their classes.
+    if not (_is_chain(saved) or _is_chain(wanted)):
         yield from _entries(saved, wanted)
+        return
+    parts, others = list(_parts(saved)), list(_parts(wanted))
+    classes = [_class_of(part, len(saved[0])) for part in parts]
+    other_classes = [_class_of(part, len(wanted[0])) for part in others]
+    for start, other_start, count in SequenceMatcher(
+        None, classes, other_classes, autojunk=False
+    ).get_matching_blocks():
+        for index in range(count):
+            yield from _entries(parts[start + index], others[other_start + index])
 
 
-def _entries(saved: _Place, wanted: _Place) -> Iterator[tuple[str, str]]:
-    (name, one), (other_name, other) = saved, wanted
-    if one is None or other is None:
-        if one is other:
+def _entries(saved: _Node, wanted: _Node) -> Iterator[tuple[str, str]]:
+    (name, node), (other_name, other) = saved, wanted
+    if node is None or other is None:
+        if node is other:
             yield name, other_name
-    elif _optax(one) == _optax(other):  # Otherwise they are states of two different transformations.
-        found = dict(zip(one.segments, one.named_children(name), strict=True))
+    elif _optax(node) == _optax(other):  # Otherwise they are states of two different transformations.
+        children = dict(zip(node.segments, node.named_children(name), strict=True))
         for segment, child in zip(other.segments, other.named_children(other_name), strict=True):
-            if segment in found:
-                yield from _pairs(found[segment], child)
+            if segment in children:
+                yield from _pairs(children[segment], child)
 
 
-def _is_chain(place: _Place) -> bool:
-    """Whether a container is a tuple, or one in an optimizer of nnx, of which its state is a dictionary by index."""
-    name, node = place
+def _is_chain(part: _Node) -> bool:
+    """Return whether a container is a tuple, or the state of an nnx optimizer: a dictionary instead of a tuple."""
+    name, node = part
     if node is None:
         return False
     is_indexed = node.keys is not None and all(isinstance(key, int) for key in node.keys)
@@ -294,22 +296,18 @@ def _is_chain(place: _Place) -> bool:
 _OF_NNX = re.compile(r"(^|\.)opt_state(\.\d+)*$")
 
 
-def _parts(place: _Place) -> Iterator[_Place]:
-    """Generate the parts of a tuple and of tuples in it, without those that hold no leaf."""
-    name, node = place
-    if node is not None and _is_chain(place):
+def _parts(part: _Node) -> Iterator[_Node]:
+    """Generate the parts of a tuple and of the tuples in it, as far as they have leaves."""
+    name, node = part
+    if node is not None and _is_chain(part):
         for child in node.named_children(name):
             yield from _parts(child)
-    elif node is None or _has_leaves(node):
-        yield place
+    elif node is None or node.has_leaves:
+        yield part
 
 
-def _has_leaves(node: TreeDef) -> bool:
-    return any(child is None or _has_leaves(child) for child in node.children)
-
-
-def _kind(part: _Place, prefix: int) -> str:
-    """Return the class of a part of a chain; in an optimizer of nnx, which does not tell it, the keys."""
+def _class_of(part: _Node, prefix: int) -> str:
+    """Return the class of a part of a chain; in an nnx optimizer, which does not store the class, the keys."""
     name, node = part
     if node is not None and _OF_NNX.search(name):
         return ", ".join(sorted(map(str, node.keys or ())))

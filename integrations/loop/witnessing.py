@@ -1,4 +1,4 @@
-"""The witness of a run: takes records of its steps, compares those of a resume, and says what the comparison shows."""
+"""The witness of a run: records its steps, compares the steps of a resume, and reports what differs."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ class Proof:
 
 
 class HandingOver(NamedTuple):
-    """How the program of an integration hands over what a resume lacks: endings of advice."""
+    """Advice on how a program of an integration passes on the state that a resume lacks."""
 
     data: str
     generator: str
     counter: str
     attribute: str
-    state: Callable[[Seen | None], str]  # a whole advice, for what the program shows
+    state: Callable[[Seen | None], str]  # all of the advice, given what the program shows
 
 
 IN_LOOPS = HandingOver(
@@ -95,7 +95,7 @@ IN_TRAINERS = HandingOver(
 
 
 class Witness:
-    """Follows one run of a manager, if ``enabled``: each report of a step, each save, and a resume at the start."""
+    """Observes one run of a manager, if ``enabled``: each report of a step, each save, and a resume at the start."""
 
     def __init__(
         self, manager: CheckpointManager, *, enabled: bool, on_inexact: OnInexact, handing_over: HandingOver = IN_LOOPS
@@ -108,9 +108,9 @@ class Witness:
         self._enabled = enabled
         self._key: Mapping[str, Any] = {}
         self._recorder: Recorder | None = None
-        self._k = 0  # reports since the last save
+        self._k = 0  # the number of reports since the last save
         self._mark: Any = None  # the epoch at the last report
-        self._last: Pending | None = None  # the record of the present report
+        self._last: Pending | None = None  # the record of the current report
         self._file: RecordFile | None = None
         self._earlier: list[RecordFile] = []  # files of earlier saves that may lack records
         self._records = Records()  # of the step that the run has resumed from
@@ -119,61 +119,54 @@ class Witness:
         self._layers: dict[str, str] = {}  # the layers that agreed, in words
         self._compares = False  # whether the steps since a resume are compared
         self._has_said = True  # whether the line about them was printed
-        self._error: StateError | None = None
+        self.error: StateError | None = None  # after which nothing may be saved, as the resume is not exact
         if enabled:
             on_commit(manager, self._committed)
 
     @property
     def watches(self) -> bool:
-        """Whether there is a save whose next steps are recorded, or a resume whose first steps are compared."""
+        """True if there is a save whose next steps are recorded, or a resume whose first steps are compared."""
         return self._file is not None or self._compares
-
-    @property
-    def refuses(self) -> bool:
-        """Whether nothing may be saved any more, as the resume is not exact."""
-        return self._error is not None
 
     # ---- in the order of a run
 
     def begin(self, seen: Seen) -> None:
         """Begin without a checkpoint."""
-        if self._enabled:
-            with self._only_logged():
+        with self._only_logged():
+            if self._enabled:
                 self._key = key_of(self._processes.count)
                 self._recorder = Recorder(seen)
 
     def resume(self, step: int, seen: Seen, why_not: str = "") -> None:
-        """Compare what a program shows right after a restore with the record of the save; ``why_not`` forbids more."""
+        """Compare the program right after a restore with the record of the save; ``why_not`` forbids comparing more."""
         with self._only_logged():
-            if self._enabled:
-                self._begin_from(step, seen, why_not)
-
-    def _begin_from(self, step: int, seen: Seen, why_not: str) -> None:
-        self._key, self._resumed = key_of(self._processes.count), step
-        found = whole_step(self._manager, step)
-        records = Records(why="the step is not in the directory of the run")
-        if found is not None:
-            records = read_records(found[0], self._processes.index, found[1].fingerprint)
-        self._recorder = Recorder(seen, None if records.why or why_not else records.names)
-        now = self._recorder.take(0, seen)
-        key = {**self._key, "devices": now.samples.devices(len(now.names))}
-        why = records.why or why_not or not_comparable(records.key, key)
-        self.proof = Proof(why=why)
-        if found is None or why:
-            if not records.why:
-                text = "not witnessed: %s, so the steps after step %d are not comparable with those before"
-                self._say(text, why, step)
-            return
-        self._records, self._compares, self._has_said = records, True, False
-        self._file = RecordFile(step, self._processes.index, records.key, None, records)
-        self._compare_restored(records.by_k.get(0, {}), now.finish())
+            if not self._enabled:
+                return
+            self._key, self._resumed = key_of(self._processes.count), step
+            saved = whole_step(self._manager, step)
+            records = Records(why="the step is not in the directory of the run")
+            if saved is not None:
+                records = read_records(saved[0], self._processes.index, saved[1].fingerprint)
+            self._recorder = Recorder(seen, None if records.why or why_not else records.names)
+            now = self._recorder.take(0, seen)
+            key = {**self._key, "devices": now.samples.devices(len(now.names))}
+            why = records.why or why_not or not_comparable(records.key, key)
+            self.proof = Proof(why=why)
+            if why:
+                if not records.why:
+                    text = "not witnessed: %s, so the steps after step %d are not comparable with those before"
+                    self._say(text, why, step)
+                return
+            self._records, self._compares, self._has_said = records, True, False
+            self._file = RecordFile(step, self._processes.index, records.key, None, records)
+            self._compare_restored(records.by_k.get(0, {}), now.finish())
 
     def note(self, look: Callable[[], Seen], mark: Any = None) -> None:
         """Note the report of a step before a save of it is decided; raise StateError if ``on_inexact`` asks for it."""
-        # The program is looked at only if the step is recorded or compared. ``mark`` has the epoch or epochs of the
-        # step: the first step with another one is recorded as well.
-        if self._error is not None:
-            raise self._error
+        # ``look`` is called only if the step is recorded or compared. ``mark`` has the epoch or epochs of the step: the
+        # first step with another mark is recorded as well.
+        if self.error is not None:
+            raise self.error
         self._k += 1
         k, self._last = self._k, None
         is_new, self._mark = mark != self._mark and self._mark is not None, mark
@@ -193,14 +186,14 @@ class Witness:
         self._last = self._recorder.take(self._k, seen)
         if self._compares and self._k in self._records.by_k:
             self._waiting.append(self._last)
-        # Other steps than those before the stop do not belong to the save that the run has resumed from.
+        # Steps that differ from those before the stop do not belong to the save that the run has resumed from.
         if self._file is not None and (self.proof.exact is not False or self._file.step != self._resumed):
             self._file.add(self._last)
         return self._last
 
     def save(self, step: int, look: Callable[[], Seen], *, reported: bool = False) -> None:
-        """Note the save of a step, the last to be compared with the save before; raise StateError as :meth:`note`."""
-        # If it was just ``reported``, nothing has changed since, and the record of the report serves again.
+        """Note the save of a step, the last step that is compared; raise StateError as :meth:`note`."""
+        # If the step was just ``reported``, nothing has changed since, and the record of the report is used again.
         with self._only_logged():
             if self._recorder is None:
                 return
@@ -240,11 +233,11 @@ class Witness:
 
     @contextlib.contextmanager
     def _only_logged(self) -> Iterator[None]:
-        """End the witness at an error of its own, or of code of the program that it runs: training goes on."""
+        """End the witness, but not the training, at an error of its own or of code of the program that it runs."""
         try:
             yield
         except Exception as error:
-            if error is self._error:
+            if error is self.error:
                 raise
             self._recorder, self._file, self._compares, self._has_said = None, None, False, True
             self._waiting.clear()
@@ -295,11 +288,11 @@ class Witness:
             self._found(int(now["step"]), k, same, differs, look)
 
     def _rounding(self, k: int, saved: Record, now: Record, differs: Mapping[str, str]) -> float | None:
-        """Return the size of a difference that another processor explains, or None."""
+        """Return the size of a difference if another processor explains it, or None."""
         bitwise = {"batch", "generators", "counters"}
         is_other = self._records.key.get("processor") != self._key.get("processor")
-        devices = str(self._records.key.get("devices") or "cpu")  # A state of numpy alone has none.
-        on_cpu = all(one.startswith("cpu") for one in devices.split(", "))
+        devices = str(self._records.key.get("devices") or "cpu")  # A state with only numpy arrays has none.
+        on_cpu = all(device.startswith("cpu") for device in devices.split(", "))
         if k != 1 or bitwise & differs.keys() or (on_cpu and not is_other) or 0 not in self._records.by_k:
             return None
         return is_rounding(saved, now, self._records.by_k[0])
@@ -307,7 +300,7 @@ class Witness:
     def _found(
         self, step: int, k: int, same: list[str], differs: Mapping[str, str], look: Callable[[], Seen] | None
     ) -> None:
-        """Say that a step differs from before the stop; of several, the first."""
+        """Report the first step that differs from before the stop."""
         is_first = self.proof.exact is not False
         layers = tuple(dict.fromkeys([*self.proof.differs, *differs]))
         self.proof = dataclasses.replace(self.proof, exact=False, differs=layers)
@@ -315,20 +308,20 @@ class Witness:
             return
         self._compares, self._has_said = False, True
         self._event(layers)
-        what = "; ".join(
-            f"{layer} ({text})" if layer != "batch" else f"the batch differs{text}" for layer, text in differs.items()
+        parts = (
+            f"the batch differs{why}" if layer == "batch" else f"{layer} ({why})" for layer, why in differs.items()
         )
         where = f"not exact from step {step} on" if k else f"not exact: step {step} was not restored as it was saved"
         agrees = f". The same as before the stop: {', '.join(same)}" if same else ""
-        text = f"{where}: {what}{agrees}. {advice(differs, look, self._handing_over)}"
+        text = f"{where}: {'; '.join(parts)}{agrees}. {advice(differs, look, self._handing_over)}"
         if self._on_inexact == "raise":
-            self._error = StateError(f"{text} (on_inexact='raise': nothing is saved after this)")
-            raise self._error
+            self.error = StateError(f"{text} (on_inexact='raise': nothing is saved after this)")
+            raise self.error
         if self._on_inexact == "warn":
             logger.warning("%s", text)
 
     def _conclude(self) -> None:
-        """Say in one line what was compared, once."""
+        """Report in one line what was compared, once."""
         if self._has_said:
             return
         self._has_said = True
@@ -364,8 +357,8 @@ class Witness:
 
 
 def advice(differs: Mapping[str, str], look: Callable[[], Seen] | None, how: HandingOver) -> str:
-    """Return the likely cause of a difference and what to hand over, with what the program holds in reach."""
-    from ...engine.fingerprints import not_handed_over  # It imports what few runs need.
+    """Return the likely cause of a difference, what to pass on, and what else the program can reach."""
+    from ...engine.fingerprints import not_handed_over  # Imported lazily: few runs need it.
 
     if "batch" in differs:
         cause = f"The data does not continue where it stopped: {how.data}"
@@ -380,11 +373,11 @@ def advice(differs: Mapping[str, str], look: Callable[[], Seen] | None, how: Han
     return f"{cause}. Or the program or its data have changed.{reach} `holdfast drill` looks for the cause"
 
 
-# ---- what has to be alike in two runs
+# ---- what two runs must have in common
 
 
 def why_not_comparable(options: ProgramOptions, misfits: Misfits | None) -> str:
-    """Return why a program asks for other steps than those before the stop, or an empty text."""
+    """Return why the options of a program ask for other steps than before the stop, or an empty text."""
     if options.resume == "best" or type(options.resume) is int:
         return f"resume={options.resume!r} chose the step"
     if options.hyperparameters == "program":
@@ -395,10 +388,10 @@ def why_not_comparable(options: ProgramOptions, misfits: Misfits | None) -> str:
 
 
 def not_comparable(key: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return what changed between the run that was recorded and this one, so that they cannot be compared, or ""."""
-    for name, what in _KEYS.items():
+    """Return the change since the recorded run because of which this run cannot be compared with it, or ""."""
+    for name, description in _KEYS.items():
         if key.get(name) != now.get(name):
-            return f"{what} changed ({key.get(name)}, now {now.get(name)})"
+            return f"{description} changed ({key.get(name)}, now {now.get(name)})"
     return ""
 
 
@@ -406,10 +399,10 @@ _KEYS = {"processes": "the number of processes", "devices": "the devices", "vers
 
 
 def key_of(processes: int) -> dict[str, Any]:
-    """Return what has to be alike for a comparison, and which processor computes, as that may explain rounding."""
+    """Return what two runs need in common to be compared, and the processor, as it may explain rounding."""
     names = ("torch", "jax", "numpy", "lightning")
-    found = {name: getattr(sys.modules.get(name), "__version__", None) for name in names}
-    versions = [f"{name} {version}" for name, version in found.items() if version]
+    modules = {name: sys.modules[name] for name in names if hasattr(sys.modules.get(name), "__version__")}
+    versions = [f"{name} {module.__version__}" for name, module in modules.items()]
     torch: Any = loaded("torch")
     threads = [os.cpu_count(), None if torch is None else torch.get_num_threads()]
     return {"processes": processes, "versions": ", ".join(versions), "processor": [_processor(), *threads]}

@@ -1,7 +1,5 @@
 """Checkpoints in the workers of Ray Train: :class:`CheckpointCallback` for ``TorchTrainer`` and ``JaxTrainer``."""
 
-from __future__ import annotations
-
 from .callback import CheckpointCallback, PreemptedError
 from .components import RemoteComponent
 from .worker import run_directory

@@ -56,7 +56,7 @@ class CheckpointCallback(LoopCallback):
     """
 
     _worker: Worker | None = None
-    _unreported: int | None = None  # the step that is saved, or is being saved
+    _unreported: int | None = None  # a step that is saved, or being saved
     _reported_step: int | None = None
     _has_stopped = False
 
@@ -83,11 +83,11 @@ class CheckpointCallback(LoopCallback):
                 f"to {self.manager.directory}: TorchTrainer connects its workers; with JaxTrainer on CPUs, call "
                 "jax.distributed.initialize() in every worker first"
             )
-        known = worker.checkpoint()
-        self._fetch(known)
+        reported = worker.checkpoint()
+        self._fetch(reported)
         state, step = super().restore_or_initialize(state, like=like, **extras)
-        place = self._place(step)
-        if place is not None and (known is None or known.url != place.url):
+        location = self._location_of(step)
+        if location is not None and (reported is None or reported.url != location.url):
             self._unreported = step  # The run ended between the save and the report.
         return state, step
 
@@ -138,17 +138,17 @@ class CheckpointCallback(LoopCallback):
         self._worker = current_worker()
         return super()._signal(signals) if self._worker is None else WorkerSignal(signals)
 
-    def _fetch(self, known: Location | None) -> None:
-        """Copy the checkpoint that Ray knows of, if the directory has none."""
+    def _fetch(self, reported: Location | None) -> None:
+        """Copy the checkpoint that Ray has, if the directory has none."""
         directory = self.manager.directory
-        if known is None or known.url.startswith(f"{directory.url}/") or self._options.resume == "never":
+        if reported is None or reported.url.startswith(f"{directory.url}/") or self._options.resume == "never":
             return
         if self.manager.latest_step() is None:
-            logger.info("taking a copy of %s, which Ray has as the last checkpoint", known)
-            copy_checkpoint(known.url, (directory / known.name).url)
+            logger.info("taking a copy of %s, which Ray has as the last checkpoint", reported)
+            copy_checkpoint(reported.url, (directory / reported.name).url)
 
     def _after(self, step: int, outcome: StepOutcome) -> StepOutcome:
-        """Report the saved step before this one, which is durable, as a save waits for the one before it."""
+        """Report the previous saved step, which is durable, because a save waits for the one before it."""
         if self._worker is None:
             return outcome
         if outcome.saved:
@@ -165,14 +165,14 @@ class CheckpointCallback(LoopCallback):
         step, self._unreported = self._unreported, None
         if step is None or self._worker is None:
             return
-        place = self._place(step)
-        metrics = None if place is None else self.manager.metrics(step)
-        # Ray can register checkpoints in its storage that the callback does not delete.
+        location = self._location_of(step)
+        metrics = None if location is None else self.manager.metrics(step)
+        # Ray can register a checkpoint that is in its storage and that the callback does not delete.
         inside = self.manager.directory.url.startswith(f"{self._worker.root().url}/")
-        registered = place if inside and self._options.max_to_keep is None else None
+        registered = location if inside and self._options.max_to_keep is None else None
         self._worker.report({**(metrics or {}), "step": step}, registered)
         self._reported_step = step
 
-    def _place(self, step: int) -> Location | None:
-        steps = list_steps(self.manager.directory, series_of(self._options.step_prefix))
-        return next((one.location for one in steps if one.step == step), None)
+    def _location_of(self, step: int) -> Location | None:
+        entries = list_steps(self.manager.directory, series_of(self._options.step_prefix))
+        return next((entry.location for entry in entries if entry.step == step), None)

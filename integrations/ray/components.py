@@ -43,8 +43,8 @@ class RemoteComponent(Checkpointable):
     def __init__(self, kind: type, *args: Any, options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         import ray
 
-        made: Any = ray.remote(kind)
-        self.actor: Any = made.options(**(options or {})).remote(*args, **kwargs)
+        remote: Any = ray.remote(kind)
+        self.actor: Any = remote.options(**(options or {})).remote(*args, **kwargs)
 
     def get_state(self, components: Any = None, *, not_components: Any = None, **options: Any) -> Any:
         """Return the state of the object in the actor.
@@ -55,8 +55,8 @@ class RemoteComponent(Checkpointable):
             **options: Passed on.
         """
         given = {"components": components, "not_components": not_components}
-        named = {name: names for name, names in given.items() if names is not None}
-        return answer_of_actor(self.actor, self.actor.get_state.remote(**named, **options))
+        options |= {name: names for name, names in given.items() if names is not None}
+        return answer_of_actor(self.actor, self.actor.get_state.remote(**options))
 
     def set_state(self, state: Any) -> None:
         """Set the state of the object in the actor.

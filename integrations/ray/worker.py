@@ -1,6 +1,6 @@
 """This process as a worker of Ray Train: its storage, its reports, and its preemptions.
 
-Only the main thread of the actor of a worker handles SIGTERM; Ray announces nodes that are taken away.
+Only the main thread of the actor of a worker can handle SIGTERM; Ray announces nodes that are taken away.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ..loop import PreemptionSignal
 logger = logging.getLogger("holdfast")
 
 DRAINED = 1000
-"""The number, in place of that of a signal, that says that Ray takes a node away."""
+"""The number that stands for a signal if Ray takes a node away."""
 
 _TIMEOUT = 30.0  # seconds to wait for the main thread of the actor, which Ray keeps free
-_SCHEMES = {"s3": "s3://", "gcs": "gs://", "abfs": "abfs://"}  # by the type of a file system of pyarrow
+_SCHEMES = {"s3": "s3://", "gcs": "gs://", "abfs": "abfs://"}  # by the type of a pyarrow file system
 _CREDENTIALS = ("access_key", "account_key", "access_token", "sas_token", "client_id", "anonymous", "role_arn")
-"""Options of a file system with credentials of its own; those of a URL come from the environment."""
+"""Options with which a file system has credentials of its own; a URL takes credentials from the environment."""
 
-_here: weakref.WeakValueDictionary[int, WorkerSignal] = weakref.WeakValueDictionary()  # An actor's call finds it there.
+_signals: weakref.WeakValueDictionary[int, WorkerSignal] = weakref.WeakValueDictionary()  # `_call` looks them up.
 
 
 def run_directory(name: str = "checkpoints") -> str:
@@ -82,11 +82,11 @@ class Worker:
 
     def checkpoint(self) -> Location | None:
         """Return the directory of the last checkpoint that Ray knows of."""
-        found = self._train.get_checkpoint()
-        return None if found is None else _location(found.filesystem, found.path)
+        checkpoint = self._train.get_checkpoint()
+        return None if checkpoint is None else _location(checkpoint.filesystem, checkpoint.path)
 
     def report(self, metrics: dict[str, Any], step: Location | None) -> None:
-        """Report metrics, and the checkpoint of a step as it lies in the storage; waits for all workers."""
+        """Report metrics, and the checkpoint of a step in the storage without a copy; wait for all workers."""
         checkpoint = None
         if step is not None:
             below = step.url.removeprefix(self.root().url)
@@ -97,30 +97,31 @@ class Worker:
 
 
 def _location(filesystem: Any, path: str) -> Location:
-    """Return the place of a path in a file system of pyarrow: by a URL of a store if that leads to the same place."""
-    kind = filesystem.type_name
-    if kind in _SCHEMES:
-        options = filesystem.__reduce__()[1][0]  # pyarrow shows them to pickle alone
+    """Return the location of a path in a pyarrow file system, with the URL of an object store if both are the same."""
+    type_name = filesystem.type_name
+    if type_name in _SCHEMES:
+        options = filesystem.__reduce__()[1][0]  # pyarrow shows its options only to pickle.
         bucket, _, key = path.partition("/")
-        account = f"@{options['account_name']}" if kind == "abfs" else ""
-        if not any(options.get(name) for name in _CREDENTIALS) and _is_service_of_urls(kind, options):
-            return as_location(f"{_SCHEMES[kind]}{bucket}{account}/{quote(key)}")
+        account = f"@{options['account_name']}" if type_name == "abfs" else ""
+        if not any(options.get(name) for name in _CREDENTIALS) and _is_service_of_urls(type_name, options):
+            return as_location(f"{_SCHEMES[type_name]}{bucket}{account}/{quote(key)}")
     return as_location(path, filesystem=filesystem)
 
 
-def _is_service_of_urls(kind: str, options: Mapping[str, Any]) -> bool:
-    """Return whether a URL of a store is resolved by the service that a file system with these options asks."""
-    if kind == "abfs":
+def _is_service_of_urls(type_name: str, options: Mapping[str, Any]) -> bool:
+    """Return whether a file system with these options uses the service that a URL leads to."""
+    if type_name == "abfs":
         return bool(options.get("blob_storage_authority") == ".blob.core.windows.net")
-    found = options.get("endpoint_override") or None
-    if found is not None and "://" not in found:
-        found = f"{options['scheme']}://{found}"
-    return found == (aws_endpoint() if kind == "s3" else None)
+    endpoint = options.get("endpoint_override") or None
+    if endpoint is not None and "://" not in endpoint:
+        endpoint = f"{options['scheme']}://{endpoint}"
+    return endpoint == (aws_endpoint() if type_name == "s3" else None)
 
 
 def is_drained() -> bool:
     """Return whether Ray has announced that a node of this run will be taken away."""
-    # ``ray.train.get_preemption_info`` is a barrier of all workers, too slow for every step. This is what it agrees on.
+    # ``ray.train.get_preemption_info`` is a barrier of all workers, too slow for every step. This reads its local
+    # value.
     context: Any = sys.modules.get("ray.train.v2._internal.execution.context")
     try:
         return context is not None and context.get_train_context().preemption_context.preemption_info is not None
@@ -133,7 +134,7 @@ class WorkerSignal(PreemptionSignal):
 
     def __init__(self, signals: Sequence[signal.Signals]) -> None:
         super().__init__(signals)
-        _here[id(self)] = self
+        _signals[id(self)] = self
 
     @property
     def is_agreed(self) -> bool:
@@ -163,7 +164,7 @@ class WorkerSignal(PreemptionSignal):
         import ray
 
         try:
-            # An actor of Ray Train runs a function for each holder of its handle, in its main thread.
+            # An actor of Ray Train runs a function for any holder of its handle, in its main thread.
             actor: Any = ray.get_runtime_context().current_actor
             ray.get(actor.execute.remote(_call, id(self), method), timeout=_TIMEOUT)
         except Exception as error:
@@ -183,5 +184,5 @@ class WorkerSignal(PreemptionSignal):
 
 
 def _call(key: int, method: str) -> None:
-    if (found := _here.get(key)) is not None:
-        getattr(PreemptionSignal, method)(found)
+    if (preemption := _signals.get(key)) is not None:
+        getattr(PreemptionSignal, method)(preemption)

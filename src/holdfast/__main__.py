@@ -1,7 +1,5 @@
 """``python -m holdfast``: the command, where its script is not on the path."""
 
-from __future__ import annotations
-
 import sys
 
 from .cli.main import main

@@ -9,7 +9,6 @@ import numpy as np
 
 from .engine.handlers import ArrayRestoreArgs, RestoreArgs, broadcast_prefix
 from .engine.pytree import (
-    NUMBER_KINDS,
     LeafMetadata,
     describe_template,
     flatten,
@@ -23,6 +22,8 @@ from .engine.pytree import (
 )
 
 __all__ = ["construct_restore_args"]
+
+_PLAIN: dict[str, type] = {plain.__name__: plain for plain in (bool, int, float, complex, str)}
 
 
 def construct_restore_args(target: Any, sharding_tree: Any = None, set_global_shape: bool = True) -> Any:
@@ -76,8 +77,7 @@ def _args(value: Any, sharding: Any, set_global_shape: bool) -> RestoreArgs:
         return RestoreArgs(restore_type=type(value), dtype=template.dtype if template.variant is None else None)
     if isinstance(value, np.ndarray):
         return RestoreArgs(restore_type=np.ndarray, dtype=_number(value.dtype))
-    kind = next((kind for kind in (bool, int, float, complex, str) if type(value) is kind), None)
-    return RestoreArgs(restore_type=kind)
+    return RestoreArgs(restore_type=type(value) if type(value) in _PLAIN.values() else None)
 
 
 def _args_of_saved(saved: LeafMetadata, sharding: Any, set_global_shape: bool) -> RestoreArgs:
@@ -92,8 +92,7 @@ def _args_of_saved(saved: LeafMetadata, sharding: Any, set_global_shape: bool) -
         return RestoreArgs(restore_type=torch.Tensor)
     if saved.kind in {"jax", "numpy"}:
         return RestoreArgs(restore_type=np.ndarray, dtype=dtype)
-    plain = {one.__name__: one for one in (bool, int, float, complex, str)}
-    return RestoreArgs(restore_type=plain.get(saved.kind) if saved.kind in NUMBER_KINDS | {"str"} else None)
+    return RestoreArgs(restore_type=_PLAIN.get(saved.kind))
 
 
 def _number(dtype: np.dtype[Any]) -> np.dtype[Any] | None:

@@ -1,7 +1,5 @@
 """Programs of several processes: how they connect and wait for each other, and a check that their trees agree."""
 
-from __future__ import annotations
-
 from .engine.checkpoint import check_replicas
 from .engine.distributed import Alone, Coordinator, ProcessInfo, current_coordinator
 

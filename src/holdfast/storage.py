@@ -1,7 +1,5 @@
 """Locations of checkpoints: a path or URL as a :class:`Location`, with the options of an object store."""
 
-from __future__ import annotations
-
 from .engine.storage import Location, as_location
 
 __all__ = ["Location", "as_location"]

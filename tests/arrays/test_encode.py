@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast as hf
+from holdfast.engine.arrays import encode
 from holdfast.engine.arrays.digests import CHECKSUM_BYTES
 from holdfast.engine.arrays.encode import ChunkToCompress, Source, Sources, segment_parts, write_compressed
 from holdfast.engine.arrays.grid import ArraySpec
@@ -46,7 +47,7 @@ def plan(sources: list[Source], layout: hf.Layout) -> list[PlannedFile]:
 
 
 def parts_of(segment: PlannedSegment, sources: list[Source], checksums: Any) -> Iterator[Any]:
-    return segment_parts(segment, Sources(*zip(*sources, strict=True)), checksums)
+    return segment_parts(segment, Sources(*zip(*sources, strict=True)), checksums, {})
 
 
 def files_of(sources: list[Source], layout: hf.Layout) -> list[bytes]:
@@ -203,9 +204,10 @@ class Files:
 
 
 @pytest.mark.parametrize("group", [1, 3, 4096])
-def test_every_chunk_lies_where_the_result_says(group: int) -> None:
+def test_every_chunk_lies_where_the_result_says(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encode, "_GROUP_CHUNKS", group)
     files = Files()
-    placed, sizes = write_compressed(CHUNKS, SOURCES, LAYOUT, 7, files.write, group_chunks=group)
+    placed, sizes = write_compressed(CHUNKS, SOURCES, LAYOUT, 7, files.write, {})
     assert placed[:, :2].tolist() == [[chunk.array, chunk.number] for chunk in CHUNKS]
     assert len(sizes) > 2
     assert {7 + number: size for number, size in enumerate(sizes)} == {n: len(c) for n, c in files.contents.items()}
@@ -226,19 +228,19 @@ def test_every_chunk_lies_where_the_result_says(group: int) -> None:
 def test_a_file_that_cannot_be_written() -> None:
     before = set(threading.enumerate())
     with pytest.raises(hf.errors.StorageError, match="full"):
-        write_compressed(CHUNKS, SOURCES, LAYOUT, 0, Files(fail_at=1).write)
+        write_compressed(CHUNKS, SOURCES, LAYOUT, 0, Files(fail_at=1).write, {})
     assert not [one for one in threading.enumerate() if one.name.startswith("holdfast") and one not in before]
 
 
 def test_a_chunk_that_cannot_be_read() -> None:
     broken = replace(SOURCES, pieces=[*SOURCES.pieces[:2], [], SOURCES.pieces[3]])
     with pytest.raises(hf.errors.StateError, match=r"this process must write (1000|999) elements"):
-        write_compressed(CHUNKS, broken, LAYOUT, 0, Files().write)
+        write_compressed(CHUNKS, broken, LAYOUT, 0, Files().write, {})
 
 
 def test_files_keep_to_their_size_before_compression() -> None:
     layout = Layout(chunk_bytes=8192, segment_bytes=4096, data_file_bytes=10_000)
-    _, sizes = write_compressed(CHUNKS[:10], SOURCES, layout, 0, Files().write)
+    _, sizes = write_compressed(CHUNKS[:10], SOURCES, layout, 0, Files().write, {})
     assert len(sizes) == 10  # of 8 kB each
 
 

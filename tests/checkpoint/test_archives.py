@@ -22,7 +22,7 @@ from holdfast.engine.checkpoint import copied_step
 from holdfast.engine.distributed import Coordinator
 from holdfast.engine.format import encode_archive
 from holdfast.engine.sources import open_checkpoint
-from holdfast.engine.storage.folders import FolderInMemory
+from holdfast.engine.storage.memory import FolderInMemory
 from holdfast.storage import as_location
 
 W = np.arange(300.0).reshape(30, 10)

@@ -20,7 +20,7 @@ from holdfast.engine.format import (
     crc32c,
     encode_array_metadata,
     encode_document,
-    metadata_key,
+    metadata_keys,
 )
 from holdfast.engine.format.record import VERSION
 
@@ -323,7 +323,7 @@ def forge(
 ) -> None:
     """Replace the index of a checkpoint, and its only data file."""
     rows: list[tuple[bytes, bytes | None, tuple[str, int, int]]] = [(key, None, chunk) for key, chunk in chunks.items()]
-    rows += [(metadata_key(name), text, ("d/0", 0, 0)) for name, text in metadata.items()]
+    rows += [(metadata_keys([name])[0], text, ("d/0", 0, 0)) for name, text in metadata.items()]
     rows.sort()
     paths = sorted({row[2][0] for row in rows})
     manifest, index = encode_entries(
@@ -334,6 +334,7 @@ def forge(
             file_ids=np.array([paths.index(row[2][0]) for row in rows], np.int64),
             offsets=np.array([row[2][1] for row in rows], np.int64),
             lengths=np.array([row[2][2] for row in rows], np.int64),
+            checksums=np.full(len(rows), -1),
         ),
         node_file="d/index",
         database_id=bytes(16),

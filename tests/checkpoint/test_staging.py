@@ -264,9 +264,9 @@ def test_a_copy_that_fails_in_the_second_thread(tmp_path: Path, monkeypatch: pyt
         assert set(manager.restore(2)["a"]) == {1.0}
 
 
-def test_memory_set_aside_is_used() -> None:
+def test_memory_of_a_larger_tree_is_used_again() -> None:
     buffer = StagingBuffer()
-    buffer.prepare(1 << 20)
+    buffer.snapshot(leaves({"a": np.ones(1 << 17)}))
     held = buffer.nbytes
     buffer.snapshot(leaves({"a": np.ones(1000)}))
     assert buffer.nbytes == held

@@ -24,7 +24,7 @@ from holdfast.engine.format import (
     decode_database,
     encode_array_metadata,
     key_order,
-    metadata_key,
+    metadata_keys,
 )
 
 Grid = tuple[int, ...]
@@ -56,7 +56,7 @@ def expected_entries(index: ArrayIndex) -> dict[bytes, tuple[bytes | None, str, 
         for i, key in enumerate(keys)
     }
     for name, content in zip(index.names, index.metadata, strict=True):
-        entries[metadata_key(name)] = (content, "", 0, 0)
+        entries[metadata_keys([name])[0]] = (content, "", 0, 0)
     return entries
 
 
@@ -177,7 +177,8 @@ def test_a_node_that_is_read_again_raises_the_limit_again() -> None:
 def test_finding_keys(known: set[int], wanted: list[int]) -> None:
     keys = sorted(b"%02d" % number for number in known)
     expected = [keys.index(b"%02d" % number) if number in known else -1 for number in wanted]
-    assert Entries(keys).find([b"%02d" % number for number in wanted]) == expected
+    entries = Entries(keys, [], [], *[np.zeros(0, np.int64)] * 4)
+    assert entries.find([b"%02d" % number for number in wanted]) == expected
 
 
 def test_nodes_keep_to_their_limit_with_many_files() -> None:

@@ -38,6 +38,7 @@ def make_entries(values: dict[bytes, Value]) -> Entries:
         file_ids=columns[:, 0],
         offsets=columns[:, 1],
         lengths=columns[:, 2],
+        checksums=np.full(len(items), -1),
     )
 
 
@@ -204,7 +205,7 @@ def test_the_database_id_has_16_bytes() -> None:
 
 def test_zarr_array_opens_as_documented(tmp_path: Path) -> None:
     """The whole path: an array in a data file, its metadata inline, opened by URL on disk."""
-    from holdfast.engine.format import chunk_keys, crc32c, encode_array_metadata, metadata_key
+    from holdfast.engine.format import chunk_keys, crc32c, encode_array_metadata, metadata_keys
 
     array = np.arange(12, dtype="<f4").reshape(3, 4)
     content = array.tobytes() + crc32c(array.tobytes()).to_bytes(4, "little")
@@ -213,7 +214,7 @@ def test_zarr_array_opens_as_documented(tmp_path: Path) -> None:
         make_entries(
             {
                 chunk: ("d/0", 64, len(content)),
-                metadata_key("params.Dense_0.kernel"): encode_array_metadata((3, 4), "float32", (3, 4)),
+                metadata_keys(["params.Dense_0.kernel"])[0]: encode_array_metadata((3, 4), "float32", (3, 4)),
             }
         )
     )

@@ -21,7 +21,7 @@ from holdfast.engine.format import (
     decode_array_metadata,
     dtype_from_name,
     encode_array_metadata,
-    metadata_key,
+    metadata_keys,
     storage_dtype,
 )
 
@@ -41,7 +41,7 @@ def store(name: str, array: np.ndarray[Any, Any], chunk_shape: tuple[int, ...]) 
     data_type, dtype, _ = storage_dtype(array.dtype)
     text = encode_array_metadata(array.shape, data_type, chunk_shape)
     grid = tuple(-(-size // chunk) for size, chunk in zip(array.shape, chunk_shape, strict=True))
-    values = {metadata_key(name): text}
+    values = {metadata_keys([name])[0]: text}
     for key, index in zip(chunk_keys(name, grid), np.ndindex(grid), strict=True):
         chunk = np.zeros(chunk_shape, dtype)
         part = array[tuple(slice(i * n, (i + 1) * n) for i, n in zip(index, chunk_shape, strict=True))]
@@ -116,7 +116,7 @@ def test_chunk_keys(grid: tuple[int, ...], keys: list[bytes]) -> None:
 
 
 def test_metadata_key() -> None:
-    assert metadata_key("params.größe") == "params.größe/zarr.json".encode()
+    assert metadata_keys(["params.größe"])[0] == "params.größe/zarr.json".encode()
 
 
 sizes = st.integers(0, 2**20)

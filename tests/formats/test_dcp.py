@@ -25,7 +25,6 @@ from holdfast.engine.format import compress_chunks
 from holdfast.engine.sources.stored import StoredTree
 from holdfast.engine.storage import as_location
 from holdfast.integrations.formats.torch import dcp as format_module
-from holdfast.integrations.formats.torch import dcp_export
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),  # torch 2.6 says the latter
@@ -163,7 +162,7 @@ def test_an_export_is_loaded_by_torch_whole_and_in_shards(
     tmp_path: Path, size: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if size == "large":
-        monkeypatch.setattr(dcp_export, "_ONE_FILE", 8)
+        monkeypatch.setattr(format_module, "_ONE_FILE", 8)
     state = {**trained(), "model_with_shards": torch.from_numpy(WHOLE)}
     hf.save(tmp_path / "trained", {**state, "rate": 0.1})
     shards = dict.fromkeys(("rows", "columns", "both", "replicated"), WHOLE)

@@ -30,19 +30,14 @@ from ....engine.errors import (
 )
 from ....engine.format import MANIFEST_NAME, Entries, decode_database
 from ....engine.pytree import Box
-from ....engine.storage import (
-    Location,
-    aligned_empty,
-    map_status,
-    shared_context,
-)
+from ....engine.storage import Location, aligned_empty, map_status, shared_context
 
 if TYPE_CHECKING:
     import tensorstore
 
 _CACHE = 64 << 20  # bytes of decoded B+tree nodes, which many arrays share
-_UNDER_WAY = 1 << 30  # bytes of arrays that are being read at one time
-_RATIO = 1 << 16  # bytes that one stored byte can stand for with the compressors in use
+_UNDER_WAY = 1 << 30  # bytes of arrays that are read at the same time
+_RATIO = 1 << 16  # maximum compression ratio of the compressors in use
 _SMALL_CHUNK = 64 << 20  # bytes of chunks that are accepted for arrays of any size
 _UNSTORED = 4 << 30  # bytes of arrays whose chunks need not be stored, as they hold the fill value
 _MANIFEST_LIMIT = 512 << 20  # bytes
@@ -178,12 +173,11 @@ def reason(error: Exception, location: Location) -> str:
     mapped: HoldfastError = map_status(error, location.url, "read")
     if isinstance(mapped, _OF_STORAGE):
         raise mapped from error
-    text = _SPEC.sub("", str(error))
-    return re.sub(r"^[A-Z_]+: ", "", text)
+    return re.sub(r"^[A-Z_]+: ", "", _SPEC.sub("", str(error)))
 
 
 def gather(boxes: Sequence[Box]) -> list[Box]:
-    """Return the regions to read for boxes of an array: one that they fill to at least a half, or else each box."""
+    """Return the regions to read for boxes of an array: one that they fill at least by half, or else each box."""
     # Otherwise, a chunk that several boxes share would be decoded for each of them.
     wanted = list(dict.fromkeys(box for box in boxes if box.size))
     if len(wanted) < 2:
@@ -203,7 +197,7 @@ def cut(box: Box, regions: Sequence[Box], arrays: Sequence[NDArray[Any]], dtype:
 
 
 class ProcessDatabases:
-    """The databases of several processes, each with the parts that one of them saved; nothing joins them."""
+    """The databases of several processes, each with the parts that one of them saved, without a common index."""
 
     def __init__(self, folders: Sequence[Location]) -> None:
         self._first = folders[0]
@@ -221,7 +215,7 @@ class ProcessDatabases:
     def spec(self, name: str) -> dict[str, Any]:
         """Return TensorStore's specification of the directory of an array."""
         begin, end = (bisect.bisect_left(self._keys, f"{name}{mark}") for mark in "/0")  # the mark after / is 0
-        # Without a layer for all keys, TensorStore takes missing parts for read, and returns what was in the memory.
+        # Without a layer for all keys, TensorStore does not report missing parts, and returns uninitialized memory.
         layers: list[dict[str, Any]] = [{"base": {"driver": "ocdbt", "base": directory_spec(self._first)}}]
         layers += [
             {"exact": key, "base": {"driver": "ocdbt", "base": directory_spec(self._folders[key]), "path": key}}
@@ -249,23 +243,23 @@ def missing_files(location: Location, names: Collection[str]) -> dict[str, list[
             ends = needed.setdefault(name, {})
             ends[file] = max(ends.get(file, 0), int(entries.offsets[row]) + int(entries.lengths[row]))
     sizes = {file: _size(location / file) for file in {file for ends in needed.values() for file in ends}}
-    found: dict[str, list[tuple[str, str]]] = {}
+    by_array: dict[str, list[tuple[str, str]]] = {}
     for name, ends in needed.items():
         for file, end in sorted(ends.items()):
             size = sizes[file]
             if isinstance(size, str):
-                found.setdefault(name, []).append((file, size))
+                by_array.setdefault(name, []).append((file, size))
             elif size < end:
-                what = f"it is truncated: expected at least {end} bytes, found {size}"
-                found.setdefault(name, []).append((file, what))
-    return found
+                problem = f"it is truncated: expected at least {end} bytes, found {size}"
+                by_array.setdefault(name, []).append((file, problem))
+    return by_array
 
 
-def _size(place: Location) -> float | str:
-    """Return how many bytes a file has, infinity where only reading it tells, or why it cannot be opened."""
+def _size(file: Location) -> float | str:
+    """Return the size of a file in bytes, infinity if only reading it can show that, or why it cannot be opened."""
     try:
-        with place.open_data() as data:
-            return data.size if place.is_local else math.inf
+        with file.open_data() as data:
+            return data.size if file.is_local else math.inf
     except (HoldfastError, OSError) as error:
         return f"it is missing or cannot be opened ({error})"
 
@@ -275,5 +269,4 @@ def read_database(location: Location) -> Entries:
         with (location / path).open_data() as file:
             return file.read(offset, length).tobytes()
 
-    manifest = (location / MANIFEST_NAME).read_bytes(limit=_MANIFEST_LIMIT)
-    return decode_database(manifest, node, checksums=False)
+    return decode_database((location / MANIFEST_NAME).read_bytes(limit=_MANIFEST_LIMIT), node, checksums=False)

@@ -26,7 +26,7 @@ from ..flax import looks_like_msgpack
 from .tree import AGGREGATE_FILE, ARRAYS_FOLDER, CHECKPOINT_FILE, PROCESS_FOLDER, SHARDING_FILE, TREE_FILE, OrbaxTree
 
 UNFINISHED = ".orbax-checkpoint-tmp"  # part of the names of directories whose save is not finished
-# On Google Cloud Storage, where directories cannot be renamed, the file that marks a finished save.
+# The file that marks a finished save on Google Cloud Storage, where directories cannot be renamed.
 COMMITTED = "commit_success.txt"
 
 _STEP = re.compile(r"(?:(.+)_)?([0-9]{1,18})")
@@ -37,12 +37,12 @@ _KEYS = ("jax_random_key", "np_random_key")
 _ARRAY_HANDLER = "ArrayCheckpointHandler"
 _TREE_HANDLERS = ("PyTree", "Standard", "Array", "RandomKey")
 _BESIDE_ARRAYS = frozenset({TREE_FILE, SHARDING_FILE, ARRAYS_FOLDER})
-# The item in which the managers of checkpoints on the disks of hosts note the devices of every process.
+# The item with the devices of every process, of managers of checkpoints on the disks of hosts.
 _PROCESSES = "process_metadata"
 _PROCESSES_FILE = "global_process_metadata.json"
-RUN_METADATA = "metadata"  # name of the folder beside the steps with the program's facts about the run
+RUN_METADATA = "metadata"  # name of the folder next to the steps with the program's metadata of the run
 RUN_METADATA_FILE = "_ROOT_METADATA"
-_SEARCHED = 32  # directories that are searched for items where no file marks a checkpoint
+_SEARCHED = 32  # directories that are searched for items if no file marks a checkpoint
 _NEVER_ITEMS = frozenset({ARRAYS_FOLDER, "d"})
 
 
@@ -69,21 +69,21 @@ class OrbaxCheckpoint(CheckpointSource):
             only = _item(location, handlers if isinstance(handlers, str) else "", listed=True)
             self._items = {} if only is None else {ITEM: only}
         else:
-            known: Mapping[str, Any] = handlers if isinstance(handlers, dict) else {}
+            handlers_by_item: Mapping[str, Any] = handlers if isinstance(handlers, dict) else {}
             folders = [entry.name for entry in location.entries() if entry.is_directory and _may_be_item(entry.name)]
             # A name in a file may lead elsewhere.
-            noted = {name for name in known if name not in ("", ".", "..") and not {"/", "\0"} & {*name}}
+            noted = {name for name in handlers_by_item if name not in ("", ".", "..") and not {"/", "\0"} & {*name}}
             for name in sorted({*folders, *noted}):
-                item = _item(location / name, str(known.get(name, "")), listed=name in folders)
+                item = _item(location / name, str(handlers_by_item.get(name, "")), listed=name in folders)
                 if item is not None:
                     self._items[name] = item
-        self._processes = 0  # how many saved it, each on the disk of its host
+        self._processes = 0  # the number of processes that saved it, each on the disk of its host
         if self._items.pop(_PROCESSES, None) is not None:
-            place = location / _PROCESSES / _PROCESSES_FILE
-            listed = read_json(place)
+            file = location / _PROCESSES / _PROCESSES_FILE
+            listed = read_json(file)
             if not isinstance(listed, list) or not listed:
-                what = f"expected a list with an entry for each process, found {type(listed).__name__}"
-                raise DamagedCheckpointError(f"{place} is damaged: {what}")
+                problem = f"expected a list with an entry for each process, found {type(listed).__name__}"
+                raise DamagedCheckpointError(f"{file} is damaged: {problem}")
             self._processes = len(listed)
         if not self._items:
             raise DamagedCheckpointError(f"{location}: this Orbax checkpoint has no items: only its directory is left")
@@ -97,33 +97,30 @@ class OrbaxCheckpoint(CheckpointSource):
 
     @cached_property
     def metrics(self) -> Mapping[str, Any] | None:
-        for name, item in self._items.items():
-            if item.kind == METRICS:
-                found = self.value(name)
-                return found if isinstance(found, dict) else None
-        found = self._metadata.get("metrics")
-        return found if isinstance(found, dict) and found else None
+        names = [name for name, item in self._items.items() if item.kind == METRICS]
+        metrics = self.value(names[0]) if names else self._metadata.get("metrics") or None
+        return metrics if isinstance(metrics, dict) else None
 
     @cached_property
     def nbytes(self) -> int:
         return total_bytes(self.location)
 
     def tree(self, item: str) -> TreeSource:
-        found = self._items[item]
+        described = self._items[item]
         typed = False
-        if found.is_key:
-            folder = found.folder.parent / f"{found.folder.name}_metadata"
+        if described.is_key:
+            folder = described.folder.parent / f"{described.folder.name}_metadata"
             typed = read_optional(folder / _JSON_FILES[0]).get("typed") is True
-        return OrbaxTree(found.folder, bare=found.bare, typed_key=typed, processes=self._processes)
+        return OrbaxTree(described.folder, bare=described.bare, typed_key=typed, processes=self._processes)
 
     def value(self, item: str) -> Any:
-        found = self._items[item]
-        if found.kind not in (JSON, METRICS):
+        described = self._items[item]
+        if described.kind not in (JSON, METRICS):
             raise OptionError(
-                f"{self.location}: only Orbax reads item {item!r} ({found.kind}); holdfast reads trees of arrays "
+                f"{self.location}: only Orbax reads item {item!r} ({described.kind}); holdfast reads trees of arrays "
                 "and JSON"
             )
-        return read_json(found.folder / found.file)
+        return read_json(described.folder / described.file)
 
 
 def recognise(location: Location, names: frozenset[str]) -> CheckpointSource | None:
@@ -138,7 +135,7 @@ def recognise(location: Location, names: frozenset[str]) -> CheckpointSource | N
 
 
 def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
-    """Find directories ``<step>`` or ``<prefix>_<step>``; of several prefixes, the one of the most steps counts."""
+    """Find directories ``<step>`` or ``<prefix>_<step>``; of several prefixes, the one with the most steps counts."""
     folders = [entry.name for entry in entries if entry.is_directory]
     named = [(match, location / name) for name in folders if (match := _STEP.fullmatch(name))]
 
@@ -147,21 +144,21 @@ def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
         return bool(names) and _is_checkpoint(named[1], names) and is_finished(named[1], names)
 
     are_steps = parallel_map(is_step, named, max_concurrency(location))
-    found: dict[str, dict[int, Location]] = {}
-    for (match, place), is_one in zip(named, are_steps, strict=True):
+    by_prefix: dict[str, dict[int, Location]] = {}
+    for (match, directory), is_one in zip(named, are_steps, strict=True):
         if is_one:
-            found.setdefault(match[1] or "", {}).setdefault(int(match[2]), place)
-    prefix = max(sorted(found), key=lambda one: len(found[one]), default="")
-    return FoundSteps.of(OrbaxCheckpoint.format, found.get(prefix, {}), metadata=lambda: _run_metadata(location))
+            by_prefix.setdefault(match[1] or "", {}).setdefault(int(match[2]), directory)
+    prefix = max(sorted(by_prefix), key=lambda candidate: len(by_prefix[candidate]), default="")
+    return FoundSteps.of(OrbaxCheckpoint.format, by_prefix.get(prefix, {}), metadata=lambda: _run_metadata(location))
 
 
 def _run_metadata(location: Location) -> Mapping[str, Any] | None:
-    """Return the program's facts about its run: a member of the file's object, or all of it in earlier versions."""
+    """Return the program's metadata of its run: a member of the JSON object, or all of it in earlier versions."""
     folder = location / RUN_METADATA
     for name in (RUN_METADATA_FILE, "metadata"):
         if (folder / name).is_there():
-            found = read_object(folder / name)
-            custom = found.get("custom_metadata") if name == RUN_METADATA_FILE else found
+            document = read_object(folder / name)
+            custom = document.get("custom_metadata") if name == RUN_METADATA_FILE else document
             return custom if isinstance(custom, dict) and custom else None
     return None
 
@@ -180,22 +177,18 @@ def _is_checkpoint(location: Location, names: frozenset[str]) -> bool:
 
 
 def _is_tree(location: Location, names: frozenset[str]) -> bool:
-    """True if a directory is a tree of arrays without items, or was one, as the files beside the arrays show."""
+    """True if a directory is a tree of arrays without items, or was one, as files next to the arrays show."""
     if names & _BESIDE_ARRAYS or any(name.startswith(PROCESS_FOLDER) for name in names):
         return True
-    place = location / AGGREGATE_FILE
-    return AGGREGATE_FILE in names and not place.is_directory() and looks_like_msgpack(place)
+    file = location / AGGREGATE_FILE
+    return AGGREGATE_FILE in names and not file.is_directory() and looks_like_msgpack(file)
 
 
 def _holds_items(location: Location) -> bool:
     """True if a directory without metadata of its own holds items, as early versions wrote them."""
-    looked = 0
-    for name in sorted(entry.name for entry in location.entries() if entry.is_directory):
-        if not _may_be_item(name) or _STEP.fullmatch(name) or "." in name:
-            continue
-        looked += 1
-        if looked > _SEARCHED:
-            return False
+    folders = sorted(entry.name for entry in location.entries() if entry.is_directory)
+    names = [name for name in folders if _may_be_item(name) and not _STEP.fullmatch(name) and "." not in name]
+    for name in names[:_SEARCHED]:
         inside = frozenset(entry.name for entry in (location / name).entries())
         if inside and _is_tree(location / name, inside):
             return True
@@ -221,7 +214,7 @@ def _item(folder: Location, handler: str, *, listed: bool) -> _Item | None:
             return _Item(JSON, folder, file=name)
     if not handler and not entries:
         return None
-    # Orbax notes only items that it saved: reading one whose files are gone names the missing file.
+    # Orbax records only items that it saved: reading one whose files are gone raises an error that names the file.
     if "Json" in handler:
         return _Item(JSON, folder, file=_JSON_FILES[0])
     if any(text in handler for text in _TREE_HANDLERS):

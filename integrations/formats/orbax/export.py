@@ -1,4 +1,4 @@
-"""Checkpoints that Orbax restores: copies of any checkpoint, and holdfast's own made readable in place.
+"""Checkpoints that Orbax restores: copies of any checkpoint, and holdfast's own, made readable in place.
 
 A plan says how Orbax stores a tree: in arrays, and in JSON files beside them.
 """
@@ -57,7 +57,7 @@ class OrbaxPlan:
 
     def __init__(self, source: TreeSource, *, in_place: bool) -> None:
         self.entries: dict[str, Any] = {}  # the member ``tree_metadata`` of ``_METADATA``
-        self.arrays: dict[str, SavedLeaf] = {}  # leaves that are stored as arrays, by the names that Orbax looks for
+        self.arrays: dict[str, SavedLeaf] = {}  # leaves that are stored as arrays, by the names that Orbax uses
         self.strings: dict[str, Any] = {}  # the content of ``_strings.json``
         self.keys: dict[str, str] = {}  # implementations of typed PRNG keys, by the names of their arrays
         self._source = source
@@ -67,7 +67,7 @@ class OrbaxPlan:
         self._problems: list[str] = []
         self._visit(source.tree.structure, ())
         folders = sorted(f"{name}/" for name in self.arrays)
-        inside = [other for one, other in itertools.pairwise(folders) if other.startswith(one)]
+        inside = [inner for folder, inner in itertools.pairwise(folders) if inner.startswith(folder)]
         self._problems += [f"{name[:-1]}: it would lie in the folder of another array" for name in inside]
         if not self.entries:
             self._problems.append("(root): Orbax does not save a tree without leaves")
@@ -77,17 +77,17 @@ class OrbaxPlan:
 
     def files(self) -> dict[str, bytes]:
         """Return the contents of the files by their paths in the item's folder; ``_METADATA`` comes last."""
-        found: dict[str, bytes] = {}
+        contents: dict[str, bytes] = {}
         if self.strings:
-            found[STRINGS_FILE] = json_file(self.strings)
+            contents[STRINGS_FILE] = json_file(self.strings)
         if self.keys:
             arrays = []
             for name, implementation in self.keys.items():
                 shape = list(self.arrays[name].saved.shape or ())
                 array = {"param_name": name, "write_shape": shape, "chunk_shape": shape}
                 arrays.append({"array_metadata": {**array, "ext_metadata": {"random_key_impl": implementation}}})
-            found[f"{ARRAYS_FOLDER}/process_0"] = json_file({"array_metadatas": arrays})
-        found[TREE_FILE] = json_file(
+            contents[f"{ARRAYS_FOLDER}/process_0"] = json_file({"array_metadatas": arrays})
+        contents[TREE_FILE] = json_file(
             {
                 "tree_metadata": self.entries,
                 "use_ocdbt": True,
@@ -96,7 +96,7 @@ class OrbaxPlan:
                 "custom_metadata": None,
             }
         )
-        return found
+        return contents
 
     def _visit(self, node: TreeDef | None, path: _Keys) -> None:
         if node is None:
@@ -105,9 +105,9 @@ class OrbaxPlan:
         if not node.children and path:
             self._entry(path, _EMPTY.get(node.kind, "Dict"), skip=True)
         keys = range(len(node.children)) if node.keys is None else node.keys
-        kind = _SEQUENCE if node.keys is None else _MAPPING
+        key_type = _SEQUENCE if node.keys is None else _MAPPING
         for key, child in zip(keys, node.children, strict=True):
-            self._visit(child, (*path, (str(key), kind)))
+            self._visit(child, (*path, (str(key), key_type)))
 
     def _leaf(self, leaf: SavedLeaf, path: _Keys) -> None:
         name = ".".join(key for key, _ in path)
@@ -137,24 +137,24 @@ class OrbaxPlan:
     def _string(self, leaf: SavedLeaf, name: str) -> None:
         (text,) = materialize([None], [leaf.saved], self._source.read_leaves([leaf]), [leaf.name])
         *outer, last = name.split("/")
-        place = self.strings
+        parent = self.strings
         for key in outer:
-            place = place.setdefault(key, {})
-            if not isinstance(place, dict):
+            parent = parent.setdefault(key, {})
+            if not isinstance(parent, dict):
                 raise UnsupportedLeafError("Orbax would store it inside another text")
-        if "~" in name or "\0" in name or isinstance(place.get(last), dict):
+        if "~" in name or "\0" in name or isinstance(parent.get(last), dict):
             raise UnsupportedLeafError(f"Orbax cannot store a text under the name {name!r}")
         if any("\ud800" <= character <= "\udfff" for character in text):
             raise UnsupportedLeafError("its text has lone surrogates, which JSON files cannot hold")
-        place[last] = text
+        parent[last] = text
 
     def _array(self, leaf: SavedLeaf, name: str) -> SavedLeaf:
         saved = leaf.saved
         if saved.dtype is None:  # an integer that no array holds
             raise UnsupportedLeafError(f"{saved.details.get('value')} does not fit 64 bits")
         if storage_dtype(saved.dtype).extra is not None or "torch_dtype" in saved.details:
-            kind = saved.details.get("torch_dtype", saved.dtype)
-            raise UnsupportedLeafError(f"Orbax cannot read elements of type {kind}")
+            dtype = saved.details.get("torch_dtype", saved.dtype)
+            raise UnsupportedLeafError(f"Orbax cannot read elements of type {dtype}")
         if self._in_place and name != leaf.name:
             raise UnsupportedLeafError(
                 f"it is stored as {leaf.name!r} and Orbax would look for {name!r}; export a copy instead, or save it "
@@ -168,11 +168,10 @@ class OrbaxPlan:
             self.keys[name] = str(saved.details.get("impl"))
         return leaf
 
-    def _entry(self, path: _Keys, kind: str, *, skip: bool = False) -> None:
-        keys = tuple(key for key, _ in path)
-        self.entries[str(keys)] = {
+    def _entry(self, path: _Keys, value_type: str, *, skip: bool = False) -> None:
+        self.entries[str(tuple(key for key, _ in path))] = {
             "key_metadata": [{"key": key, "key_type": key_type} for key, key_type in path],
-            "value_metadata": {"value_type": kind, "skip_deserialize": skip},
+            "value_metadata": {"value_type": value_type, "skip_deserialize": skip},
         }
 
 
@@ -205,7 +204,7 @@ def export_orbax(
     progress: Progress,
     write: WriteArrays,
 ) -> list[tuple[CheckpointSource, Location, int | None, Sequence[TreeSource]]]:
-    """Write copies of checkpoints that Orbax restores; return each with its copy, its step and its trees."""
+    """Write copies of checkpoints for Orbax; return each checkpoint with its copy, its step and its trees."""
     # A single tree becomes a directory for a `StandardCheckpointer`, and steps become one for a `CheckpointManager`.
     # Integer keys become strings, the only keys of Orbax.
     managed = step is not None or is_run(origin)
@@ -215,30 +214,30 @@ def export_orbax(
     elif step is not None:
         entries = {target / str(step): StepEntry(step, find_checkpoint(origin, step))}
     else:
-        found = find_steps(origin)
-        metadata = found.metadata()
-        entries = {target / str(number): entry for number, entry in found.by_step().items()}
+        found_steps = find_steps(origin)
+        metadata = found_steps.metadata()
+        entries = {target / str(number): entry for number, entry in found_steps.by_step().items()}
         if not entries:
-            find_checkpoint(origin)  # It raises an error that names what is missing.
-    for place in entries:
-        _refuse_existing(place)
+            find_checkpoint(origin)  # raises an error that names what is missing
+    for copy in entries:
+        _refuse_existing(copy)
     made: list[Location] = []
     done = []
     with deleted_on_interrupt(target, made):
-        for (place, entry), share in zip(entries.items(), shares_of(progress, [*entries.values()]), strict=True):
-            made.append(place)
+        for (copy, entry), share in zip(entries.items(), shares_of(progress, [*entries.values()]), strict=True):
+            made.append(copy)
             checkpoint = open_at(entry.location)
-            trees = _export(checkpoint, place, item, select, share, write, managed=managed)
-            done.append((checkpoint, place, entry.step if managed else None, trees))
+            trees = _export(checkpoint, copy, item, select, share, write, managed=managed)
+            done.append((checkpoint, copy, entry.step if managed else None, trees))
         if metadata:
             document = {"custom_metadata": dict(metadata)}
             _write_files(target, {f"{RUN_METADATA}/{RUN_METADATA_FILE}": json_file(document)})
     return done
 
 
-def _refuse_existing(place: Location) -> None:
-    if place.exists():
-        raise CheckpointExistsError(f"{place} exists already; choose another destination")
+def _refuse_existing(target: Location) -> None:
+    if target.exists():
+        raise CheckpointExistsError(f"{target} exists already; choose another destination")
 
 
 def add_orbax_metadata(
@@ -271,15 +270,15 @@ def add_orbax_metadata(
 
     def work() -> list[str]:
         if step is not None:
-            places = [find_checkpoint(origin, step)]
+            directories = [find_checkpoint(origin, step)]
         elif (origin / RECORD).exists():
-            places = [origin]
+            directories = [origin]
         else:
-            places = [entry.location for entry in find_steps(origin).entries] or [find_checkpoint(origin)]
-        files = {place: _metadata_files(open_at(place)) for place in places}
-        for place, contents in files.items():
-            _write_files(place, contents)
-        return [place.url for place in places]
+            directories = [entry.location for entry in find_steps(origin).entries] or [find_checkpoint(origin)]
+        files = {directory: _metadata_files(open_at(directory)) for directory in directories}
+        for directory, contents in files.items():
+            _write_files(directory, contents)
+        return [directory.url for directory in directories]
 
     return list(map(as_location, run_on_primary("add_orbax_metadata", [origin.url, step], work, coordinator)))
 
@@ -299,25 +298,25 @@ def _metadata_files(checkpoint: CheckpointSource) -> dict[str, bytes]:
     plans = {
         name: OrbaxPlan(checkpoint.tree(name), in_place=True) for name, saved in items.items() if saved.kind == TREE
     }
-    places = {name: saved.folder for name, saved in items.items() if saved.kind in (TREE, JSON)}
-    return _files(checkpoint, places, plans)
+    folders = {name: saved.folder for name, saved in items.items() if saved.kind in (TREE, JSON)}
+    return _files(checkpoint, folders, plans)
 
 
-def _files(checkpoint: CheckpointSource, places: Mapping[str, str], plans: Mapping[str, OrbaxPlan]) -> dict[str, bytes]:
-    """Return the contents of all files but those of the arrays by their paths; items lie in the folders ``places``."""
+def _files(source: CheckpointSource, folders: Mapping[str, str], plans: Mapping[str, OrbaxPlan]) -> dict[str, bytes]:
+    """Return the contents of all files but those of the arrays by their paths; items are in ``folders``."""
     files: dict[str, bytes] = {}
     handlers: dict[str, str] = {}
-    for name, place in places.items():
+    for name, folder in folders.items():
         if name in plans:
-            files |= {f"{place}/{path}": content for path, content in plans[name].files().items()}
-            handlers[place] = TREE_HANDLER
+            files |= {f"{folder}/{path}": content for path, content in plans[name].files().items()}
+            handlers[folder] = TREE_HANDLER
         else:
-            files[f"{place}/metadata"] = json_file(checkpoint.value(name))
-            handlers[place] = JSON_HANDLER
-    if checkpoint.metrics is not None and METRICS_FOLDER not in handlers:
-        files[f"{METRICS_FOLDER}/{METRICS_FOLDER}"] = json_file(checkpoint.metrics)
+            files[f"{folder}/metadata"] = json_file(source.value(name))
+            handlers[folder] = JSON_HANDLER
+    if source.metrics is not None and METRICS_FOLDER not in handlers:
+        files[f"{METRICS_FOLDER}/{METRICS_FOLDER}"] = json_file(source.metrics)
         handlers[METRICS_FOLDER] = JSON_HANDLER
-    return files | checkpoint_document(handlers, checkpoint.time, checkpoint.custom_metadata)
+    return files | checkpoint_document(handlers, source.time, source.custom_metadata)
 
 
 def _export(
@@ -331,11 +330,11 @@ def _export(
     managed: bool,
 ) -> Sequence[TreeSource]:
     wanted = _wanted(checkpoint, item if select is None else checkpoint.only_tree(item))
-    trees = {name: selected(checkpoint.tree(name), select) for name, kind in wanted.items() if kind == TREE}
+    trees = {name: selected(checkpoint.tree(name), select) for name, item_kind in wanted.items() if item_kind == TREE}
     plans = {name: OrbaxPlan(tree, in_place=False) for name, tree in trees.items()}
     # Items that each process has for itself are called loader/0; the names of Orbax's items have no slash.
-    places = {name: ONLY_ITEM if managed and len(wanted) == 1 else name.replace("/", "_") for name in wanted}
-    if len(set(places.values())) != len(places):
+    folders = {name: ONLY_ITEM if managed and len(wanted) == 1 else name.replace("/", "_") for name in wanted}
+    if len(set(folders.values())) != len(folders):
         raise OptionError(
             f"{checkpoint.location}: two items would have the same name in Orbax; name the item to export"
         )
@@ -344,22 +343,23 @@ def _export(
         (plan,) = plans.values()
         files = plan.files() | checkpoint_document(TREE_HANDLER, checkpoint.time, checkpoint.custom_metadata)
     else:
-        files = _files(checkpoint, places, plans)
+        files = _files(checkpoint, folders, plans)
     share.expect(sum(leaf.nbytes for plan in plans.values() for leaf in plan.arrays.values()))
     with share, _finished(target) as folder:
         for name, plan in plans.items():
-            place = folder if is_one_tree else folder / places[name]
-            place.make_directory()
+            destination = folder if is_one_tree else folder / folders[name]
+            destination.make_directory()
             if plan.arrays:
-                write(place, trees[name], plan.arrays, share.advance)
+                write(destination, trees[name], plan.arrays, share.advance)
         _write_files(folder, files)
     return [*trees.values()]
 
 
 def _wanted(checkpoint: CheckpointSource, item: str | None) -> Mapping[str, str]:
     checkpoint.check_item(item)
-    wanted = {name: kind for name, kind in checkpoint.items.items() if item in (None, name) and kind != METRICS}
-    unknown = sorted(name for name, kind in wanted.items() if kind not in (TREE, JSON))
+    named = checkpoint.items if item is None else {item: checkpoint.items[item]}
+    wanted = {name: item_kind for name, item_kind in named.items() if item_kind != METRICS}
+    unknown = sorted(name for name, item_kind in wanted.items() if item_kind not in (TREE, JSON))
     if unknown or not wanted:
         raise OptionError(
             f"{checkpoint.location}: only trees and JSON can be converted, not {', '.join(unknown) or 'metrics'}; name "
@@ -370,7 +370,7 @@ def _wanted(checkpoint: CheckpointSource, item: str | None) -> Mapping[str, str]
 
 @contextlib.contextmanager
 def _finished(target: Location) -> Iterator[Location]:
-    """Yield a directory to write into, which is renamed once it is complete, as Orbax does it."""
+    """Yield a directory to write to, which is renamed when it is complete, as in Orbax."""
     _refuse_existing(target)
     folder = target.parent / f"{target.name}{UNFINISHED}" if target.is_local else target
     folder.remove_tree()
@@ -388,6 +388,6 @@ def _finished(target: Location) -> Iterator[Location]:
 
 def _write_files(folder: Location, files: Mapping[str, bytes]) -> None:
     for path, content in files.items():
-        place = folder / path
-        place.parent.make_directory()
-        place.write_bytes(content)
+        file = folder / path
+        file.parent.make_directory()
+        file.write_bytes(content)

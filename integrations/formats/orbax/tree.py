@@ -1,6 +1,6 @@
-"""One tree that Orbax saved: its arrays, and the JSON files beside them with the tree, shardings and strings.
+"""One tree that Orbax saved: its arrays, and JSON files with the structure, the shardings and the strings.
 
-A missing member of a file has the value that held before Orbax began to write it. Facts about the format are those of
+If a member of a file is missing, its value is the one of the versions that did not write it yet. The format is that of
 orbax-checkpoint 0.5 to 0.12.
 """
 
@@ -47,7 +47,7 @@ SHARDING_FILE = "_sharding"
 ARRAYS_FOLDER = "array_metadatas"
 PROCESS_FOLDER = "ocdbt.process_"  # the beginning of the name of a database of one process
 
-# Value types of containers without leaves, with what each becomes.
+# Value types of containers without leaves, each with the container that it becomes.
 _EMPTY: dict[str, Any] = {"Dict": {}, "List": [], "Tuple": (), "NamedTuple": {}}
 _EMPTY_TYPES: dict[type, str] = {dict: "Dict", list: "List", tuple: "Tuple"}
 NONE = "None"
@@ -55,11 +55,11 @@ STRING = "string"
 WITHOUT_DATA = "placeholder"
 SCALAR = "scalar"
 _SEQUENCE_KEY = 1
-AGGREGATE_FILE = "checkpoint"  # the msgpack file of early versions: small leaves, and names in place of the others
+AGGREGATE_FILE = "checkpoint"  # the msgpack file of early versions: small leaves, and placeholders for the others
 # Value types of Orbax's own arrays; "unknown" stands for an entry without a type.
 _OWN_TYPES = frozenset({"jax.Array", "np.ndarray", "scalar", "unknown"})
 _NO_ARRAYS = frozenset({NONE, STRING, WITHOUT_DATA})
-_PLACEHOLDERS = ("PLACEHOLDER://", "AGGREGATED://")
+_PLACEHOLDER = re.compile("(?:PLACEHOLDER|AGGREGATED)://(.*)", re.DOTALL)
 _ARRAY_FILES = (".zarray", "zarr.json")
 _ARRAY = b"zarr.json"
 _KEY_KINDS = {2: "threefry2x32", 4: "rbg"}  # by the length of a key's data
@@ -73,7 +73,7 @@ class Parameter(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name under which Orbax stores it; two parameters may have the same one."""
+        """The name that Orbax stores it under; two parameters may have the same one."""
         return ".".join(map(str, self.path))
 
 
@@ -87,36 +87,36 @@ class TreeMetadata(NamedTuple):
 
 
 def read_tree(folder: Location) -> TreeMetadata:
-    place = folder / TREE_FILE
-    document = read_object(place)
+    file = folder / TREE_FILE
+    document = read_object(file)
     entries = document.get("tree_metadata")
     if not isinstance(entries, dict):
-        raise DamagedCheckpointError(f"{place} is damaged: expected the member tree_metadata, found none")
+        raise DamagedCheckpointError(f"{file} is damaged: expected the member tree_metadata, found none")
     parameters = []
     for text, entry in entries.items():
-        kind = _member(entry, "value_metadata", "value_type")
+        value_type = _member(entry, "value_metadata", "value_type")
         path = _path(_member(entry, "key_metadata"), text)
         if path is None:
-            raise DamagedCheckpointError(f"{place} is damaged: the keys of entry {text:.200} are not a path")
-        parameters.append(Parameter(path, kind if isinstance(kind, str) else "unknown"))
+            raise DamagedCheckpointError(f"{file} is damaged: the keys of entry {text:.200} are not a path")
+        parameters.append(Parameter(path, value_type if isinstance(value_type, str) else "unknown"))
     complete = document.get("store_array_data_equal_to_fill_value") is True
     return TreeMetadata(parameters, document.get("use_zarr3") is True, complete, document.get("use_ocdbt") is True)
 
 
 def _member(value: Any, *names: str) -> Any:
-    """Return a member of nested JSON objects; None where one of them is missing, or is no object."""
+    """Return a member of nested JSON objects; None if one of them is missing or is no object."""
     for name in names:
         value = value.get(name) if isinstance(value, dict) else None
     return value
 
 
 def _path(keys: Any, text: str) -> Path | None:
-    """Return the path of an entry: its list of keys, or else its name, which is the text of a tuple."""
+    """Return the path of an entry from its list of keys, or from its name, the text of a tuple; None if invalid."""
     if keys is None:
         with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-            found = ast.literal_eval(text)
-            if isinstance(found, tuple) and all(isinstance(key, str | int) for key in found):
-                return tuple(map(str, found))
+            parsed = ast.literal_eval(text)
+            if isinstance(parsed, tuple) and all(isinstance(key, str | int) for key in parsed):
+                return tuple(map(str, parsed))
         return None
     path: list[str | int] = []
     for key in keys if isinstance(keys, list) else [None]:
@@ -131,47 +131,47 @@ def _path(keys: Any, text: str) -> Path | None:
 def read_key_kinds(folder: Location) -> dict[str, str]:
     """Return the implementations of typed PRNG keys by the names of their arrays."""
     entries = [entry for entry in (folder / ARRAYS_FOLDER).entries() if entry.name.startswith("process_")]
-    found: dict[str, str] = {}
+    kinds: dict[str, str] = {}
     for file in (entry.name for entry in entries if not entry.is_directory):
         listed = read_optional(folder / ARRAYS_FOLDER / file).get("array_metadatas")
         for item in listed if isinstance(listed, list) else ():
-            kind = _member(item, "array_metadata", "ext_metadata", "random_key_impl")
+            implementation = _member(item, "array_metadata", "ext_metadata", "random_key_impl")
             name = _member(item, "array_metadata", "param_name")
-            if isinstance(kind, str) and isinstance(name, str):
-                found[name] = kind
-    return found
+            if isinstance(implementation, str) and isinstance(name, str):
+                kinds[name] = implementation
+    return kinds
 
 
 def read_shardings(folder: Location) -> dict[str, Details]:
-    """Return the shardings of arrays by their names, as far as they can be read; they are only shown to users."""
-    found: dict[str, Details] = {}
+    """Return the readable shardings of arrays by name; they are only shown to users."""
+    shardings: dict[str, Details] = {}
     for encoded, text in read_optional(folder / SHARDING_FILE).items():
         with contextlib.suppress(ValueError, TypeError, RecursionError):
             details = _sharding(json.loads(text))
             if details is not None:
-                found[base64.urlsafe_b64decode(encoded).decode("utf-8")] = details
-    return found
+                shardings[base64.urlsafe_b64decode(encoded).decode("utf-8")] = details
+    return shardings
 
 
 def _sharding(fields: Any) -> Details | None:
-    kind = _member(fields, "sharding_type")
-    if not isinstance(kind, str):
+    sharding_type = _member(fields, "sharding_type")
+    if not isinstance(sharding_type, str):
         return None
-    if kind == "NamedSharding":
+    if sharding_type == "NamedSharding":
         names, sizes, spec = fields.get("axis_names"), fields.get("shape"), fields.get("partition_spec")
         if not isinstance(names, list) or not isinstance(sizes, list) or len(names) != len(sizes):
             return None
         axes = [[str(name), size] for name, size in zip(names, sizes, strict=True)]
-        return {"type": kind, "mesh": {"axes": axes}, "spec": spec}
+        return {"type": sharding_type, "mesh": {"axes": axes}, "spec": spec}
     device = fields.get("device_str")
-    return {"type": kind, "device": device} if isinstance(device, str) else {"type": kind}
+    return {"type": sharding_type, "device": device} if isinstance(device, str) else {"type": sharding_type}
 
 
 class OrbaxTree(OtherTree):
     """A tree in a folder; its namedtuples and other nodes are dictionaries, its tuples lists."""
 
-    # ``bare``: an array alone, which Orbax saves as a tree of one entry. ``processes``: how many processes saved it, if
-    # each of them saved only its own parts, on its own disk; then the folder has those that were copied into it.
+    # ``bare``: a single array, which Orbax saves as a tree of one entry. ``processes``: the number of processes if each
+    # saved only its own parts on its own disk; the folder has the parts that were copied into it.
 
     def __init__(self, location: Location, *, bare: bool = False, typed_key: bool = False, processes: int = 0) -> None:
         self.location = location
@@ -221,28 +221,30 @@ class OrbaxTree(OtherTree):
 
     def read_boxes(self, leaves: Sequence[SavedLeaf], boxes: Sequence[Sequence[Box]]) -> list[list[NDArray[Any]]]:
         regions = [gather(wanted) for wanted in boxes]
-        found = zip(leaves, boxes, regions, super().read_boxes(leaves, regions), strict=True)
-        return [[cut(box, around, parts, leaf.saved.dtype) for box in wanted] for leaf, wanted, around, parts in found]
+        read = zip(leaves, boxes, regions, super().read_boxes(leaves, regions), strict=True)
+        return [[cut(box, around, parts, leaf.saved.dtype) for box in wanted] for leaf, wanted, around, parts in read]
 
     def chunks(self, leaf: SavedLeaf) -> tuple[int, ...]:
-        name = self._names[leaf.name]
-        return super().chunks(leaf) if leaf.name in self._values else self._arrays.chunks(name)
+        return super().chunks(leaf) if leaf.name in self._values else self._arrays.chunks(self._names[leaf.name])
 
     def verify(self, advance: Callable[[int], None] = NULL.advance) -> list[Problem]:
         parts = [(leaf, None) for leaf in self.leaves if leaf.name not in self._foreign]
         return self._read_parts(parts, lambda _index, array: advance(array.nbytes))
 
     def for_template(self, names: Sequence[str]) -> TreeSource:
-        """Leave out what may be empty containers where the template has no leaf."""
+        """Leave out leaves that may be empty containers if the template does not have them."""
         kept = set(names)
         optional = {leaf.name for leaf in self.leaves if OPTIONAL in leaf.saved.details}
         return TreeSource.for_template(without_leaves(self, optional - kept), names)
 
     def _refuse(self, problems: Sequence[Problem]) -> None:
-        if problems and {p.leaf for p in problems} <= set(map(format_path, self._foreign)):
+        if not problems:
+            return
+        lines = [f"{p.leaf}: {p.what}" for p in problems]
+        if {p.leaf for p in problems} <= set(map(format_path, self._foreign)):
             headline = f"{self.location}: these leaves need code of the program; load the others with select=:"
-            raise UnsupportedLeafError(itemized(headline, [f"{p.leaf}: {p.what}" for p in problems]))
-        if problems and self._processes and len(self._present) < self._processes:
+            raise UnsupportedLeafError(itemized(headline, lines))
+        if len(self._present) < self._processes:
             headline = (
                 f"{self.location} has the parts that {len(self._present)} of {self._processes} processes saved "
                 f"({shortened(list(map(str, self._present)))}), and others are missing: each process saved on the disk "
@@ -250,10 +252,8 @@ class OrbaxTree(OtherTree):
                 f"HOST:DIRECTORY/{self.location.parent.name} {self.location.parent.parent}), or load a step of the "
                 "persistent directory"
             )
-            raise DamagedCheckpointError(itemized(headline, [f"{p.leaf}: {p.what}" for p in problems]))
-        if problems:
-            lines = [(p.leaf, f"{p.file}: {p.what}" if p.file else p.what) for p in problems]
-            raise damaged_leaves(self.location, lines)
+            raise DamagedCheckpointError(itemized(headline, lines))
+        raise damaged_leaves(self.location, [(p.leaf, f"{p.file}: {p.what}" if p.file else p.what) for p in problems])
 
     def _read_parts(
         self, parts: Sequence[tuple[SavedLeaf, Box | None]], use: Callable[[int, NDArray[Any]], None]
@@ -272,35 +272,35 @@ class OrbaxTree(OtherTree):
             elif self._names[leaf.name] in self._shared:
                 name = self._names[leaf.name]
                 paths = " and ".join(format_path(other) for other, stored in self._names.items() if stored == name)
-                what = f"{paths} have the same name {name!r} in Orbax's files, so that only one of them was kept, "
-                problems.append(Problem("", format_path(leaf.name), f"{what}and the files do not say which"))
+                problem = f"{paths} have the same name {name!r} in Orbax's files, so that only one of them was kept, "
+                problems.append(Problem("", format_path(leaf.name), f"{problem}and the files do not say which"))
             else:
                 wanted[index] = Wanted(self._names[leaf.name], box)
         self._arrays.check_sizes(wanted.values(), total_bytes(self.location), filled=not self._metadata.complete)
         leaves = {name: parts[index][0].name for index, (name, _) in wanted.items()}
-        for name, what in self._arrays.read(wanted, use):
-            failed[leaves[name]] = what
+        for name, problem in self._arrays.read(wanted, use):
+            failed[leaves[name]] = problem
         is_joined = self._ocdbt and self._databases is None
         missing = missing_files(self.location, {self._names[leaf] for leaf in failed}) if is_joined else {}
-        for leaf_name, what in failed.items():
-            files = missing.get(self._names[leaf_name]) or [("", what)]
+        for leaf_name, problem in failed.items():
+            files = missing.get(self._names[leaf_name]) or [("", problem)]
             problems += [Problem(file, format_path(leaf_name), why) for file, why in files]
         return problems
 
     def _read_structure(self, decoded: Sequence[tuple[Path, Any]] | None, files: set[str]) -> TreeMetadata:
         if TREE_FILE in files:
             metadata = read_tree(self.location)
-            known = {tuple(map(str, path)): value for path, value in decoded or ()}
+            values = {tuple(map(str, path)): value for path, value in decoded or ()}
             for parameter in metadata.parameters:
-                value = known.get(tuple(map(str, parameter.path)))
+                value = values.get(tuple(map(str, parameter.path)))
                 if value is not None and type(value) not in _EMPTY_TYPES and _placeholder(value) is None:
                     self._aggregated[parameter.path] = value
             return metadata
         if decoded is not None:
             return self._from_aggregate(decoded)
         folders = [entry.name for entry in self.location.entries() if entry.is_directory]
-        found = [Parameter(tuple(name.split(".")), "unknown") for name in folders]
-        parameters = [p for p in found if any((self.location / p.name / file).exists() for file in _ARRAY_FILES)]
+        candidates = [Parameter(tuple(name.split(".")), "unknown") for name in folders]
+        parameters = [p for p in candidates if any((self.location / p.name / file).exists() for file in _ARRAY_FILES)]
         if not parameters:
             raise DamagedCheckpointError(
                 f"{self.location / TREE_FILE} is missing: without it, the arrays in this folder have no names"
@@ -347,14 +347,14 @@ class OrbaxTree(OtherTree):
             return SavedLeaf(name, saved)
         return SavedLeaf(name, self._saved(name, self._names[name], parameter.value_type))
 
-    def _saved(self, name: str, stored: str, kind: str) -> Saved:
-        """Describe a leaf by the kind that Orbax notes; one that cannot be read is listed as such."""
-        if kind == NONE:
+    def _saved(self, name: str, stored: str, value_type: str) -> Saved:
+        """Describe a leaf by the value type of Orbax; one that cannot be read is listed as unreadable."""
+        if value_type == NONE:
             # Orbax writes empty namedtuples, such as the states of many optax transformations, in the same way.
             return Saved({"kind": "none", OPTIONAL: True})
-        if kind == WITHOUT_DATA:
+        if value_type == WITHOUT_DATA:
             return Saved({"kind": PLACEHOLDER})
-        if kind == STRING:
+        if value_type == STRING:
             # Orbax uses the name as a JSON pointer.
             text = _member(self._strings, *(key.replace("~1", "/").replace("~0", "~") for key in stored.split("/")))
             if isinstance(text, str):
@@ -362,21 +362,21 @@ class OrbaxTree(OtherTree):
             why = f"{STRINGS_FILE} has no text for leaf {format_path(name)}: it is missing, or another has its name"
             self.unreadable[name] = why
             return not_read("damaged")
-        if stored in self._arrays.failed and kind in _OWN_TYPES:
+        if stored in self._arrays.failed and value_type in _OWN_TYPES:
             self.unreadable[name] = self._arrays.failed[stored]
             return not_read("damaged")
         if stored in self._arrays.failed:
             self._foreign.add(name)
-            what = f"a {kind!r:.40} of the program"
-            self.unreadable[name] = f"{what}, which only its handler reads"
-            return not_read(what)
+            description = f"a {value_type!r:.40} of the program"
+            self.unreadable[name] = f"{description}, which only its handler reads"
+            return not_read(description)
         dtype, shape = self._arrays.dtypes[stored], self._arrays.shapes[stored]
         implementation = self._keys.get(stored)
         if self._typed_key and dtype == np.uint32 and shape and shape[-1] in _KEY_KINDS:
             implementation = _KEY_KINDS[shape[-1]]
-        if implementation is None and kind == SCALAR and shape == ():
+        if implementation is None and value_type == SCALAR and shape == ():
             return Saved({"kind": number_kind(dtype) or "numpy_scalar"}, dtype, shape)
-        details: Details = {"kind": "jax" if kind == "jax.Array" else "numpy"}
+        details: Details = {"kind": "jax" if value_type == "jax.Array" else "numpy"}
         if implementation is not None:
             details = {"kind": "key", "impl": implementation}
         if stored in self._shardings:
@@ -394,12 +394,9 @@ def _entries(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def _placeholder(value: Any) -> str | None:
-    """Return the name in place of a leaf that is stored elsewhere, or None for a leaf that is stored here."""
-    if isinstance(value, str):
-        for prefix in _PLACEHOLDERS:
-            if value.startswith(prefix):
-                return value[len(prefix) :]
-    return None
+    """Return the name of a leaf that is stored elsewhere from its placeholder; None for any other value."""
+    match = _PLACEHOLDER.fullmatch(value) if isinstance(value, str) else None
+    return None if match is None else match[1]
 
 
 def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
@@ -415,8 +412,8 @@ class ArrayFolder(OrbaxTree):
 
     def _read_structure(self, decoded: Sequence[tuple[Path, Any]] | None, files: set[str]) -> TreeMetadata:
         with naming(self.location):
-            keys = read_database(self.location).keys
-            found = [key.removesuffix(_ARRAY).decode(errors="backslashreplace") for key in keys if key.endswith(_ARRAY)]
-        names = [name.removesuffix("/") for name in found if name.endswith("/") or not name]
+            folders = [key.removesuffix(_ARRAY) for key in read_database(self.location).keys if key.endswith(_ARRAY)]
+        decoded_names = [folder.decode(errors="backslashreplace") for folder in folders]
+        names = [name.removesuffix("/") for name in decoded_names if name.endswith("/") or not name]
         parameters = [Parameter((name,), "unknown") for name in names]
         return TreeMetadata(parameters, use_zarr3=True, complete=False, uses_ocdbt=True)

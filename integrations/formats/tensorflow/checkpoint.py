@@ -1,7 +1,7 @@
 """Checkpoints that TensorFlow wrote, found by prefix, by file or by directory.
 
-A checkpoint is named by its prefix, ``dir/ckpt-5``, as TensorFlow itself names it, or by one of its files. TensorFlow
-notes the newest of a directory in the file ``checkpoint``: the message ``CheckpointState`` of
+A checkpoint is named by its prefix, ``dir/ckpt-5``, as in TensorFlow, or by one of its files. TensorFlow records the
+newest one of a directory in the file ``checkpoint``: the message ``CheckpointState`` of
 ``tensorflow/python/training/checkpoint_state.proto`` as text. The paths in it may be those of another machine: only
 their last part counts, as the name of a checkpoint in the same directory.
 """
@@ -32,7 +32,7 @@ _logger = logging.getLogger("holdfast")
 
 
 class CheckpointState(NamedTuple):
-    """The notes of TensorFlow: the newest checkpoint, and the times of checkpoints in seconds since 1970-01-01 UTC."""
+    """The newest checkpoint of a directory, and the times of checkpoints in seconds since 1970-01-01 UTC."""
 
     newest: str | None = None
     times: Mapping[str, float] = {}
@@ -43,11 +43,11 @@ def number_of(prefix: str) -> int | None:
     return None if match is None else int(match[2])
 
 
-def numbered(found: Iterable[str], newest: str | None) -> dict[int, str]:
-    """Return the numbered checkpoints with the prefix of the newest one, or else with the most frequent prefix."""
+def numbered(prefixes: Iterable[str], newest: str | None) -> dict[int, str]:
+    """Return the numbered checkpoints with the prefix of the newest one, or with the most frequent prefix."""
     families: dict[str, dict[int, str]] = {}
     of_newest = ""
-    for prefix in sorted(found):
+    for prefix in sorted(prefixes):
         match = _NUMBERED.fullmatch(prefix)
         if match is not None:
             families.setdefault(match[1], {}).setdefault(int(match[2]), prefix)
@@ -59,35 +59,32 @@ def numbered(found: Iterable[str], newest: str | None) -> dict[int, str]:
 
 
 def read_state(directory: Location) -> CheckpointState:
-    """Read the notes of TensorFlow in a directory; they are empty where they are missing or cannot be read."""
-    place = directory / STATE
+    """Read the state file of a directory; the result is empty if it is missing or cannot be read."""
+    file = directory / STATE
     try:
-        text = place.read_bytes(limit=_STATE_LIMIT).decode("utf-8")
+        text = file.read_bytes(limit=_STATE_LIMIT).decode("utf-8")
     except (DamagedCheckpointError, UnicodeDecodeError) as error:
-        _logger.warning("%s cannot be read; the highest number counts as the newest: %s", place, error)
+        _logger.warning("%s cannot be read; the highest number counts as the newest: %s", file, error)
         return CheckpointState()
     except StorageError:
         return CheckpointState()
-    found: dict[str, list[str]] = {}
+    values: dict[str, list[str]] = {}
     for match in _LINE.finditer(text):
-        quoted = match[3] if match[2] is None else match[2]
-        found.setdefault(match[1], []).append(match[4] or _last_part(quoted or ""))
-    newest = found["model_checkpoint_path"][-1] if "model_checkpoint_path" in found else None
+        quoted = (match[2] or match[3] or "").encode()
+        path = _ESCAPE.sub(_unescaped, quoted).decode("utf-8", "replace").replace("\\", "/")
+        values.setdefault(match[1], []).append(match[4] or path.rpartition("/")[2])
+    newest = values["model_checkpoint_path"][-1] if "model_checkpoint_path" in values else None
     if newest is None:
-        _logger.warning("%s names no checkpoint; the highest number counts as the newest", place)
-    names, times = found.get("all_model_checkpoint_paths", []), found.get("all_model_checkpoint_timestamps", [])
-    known = zip(names, map(_seconds, times), strict=True) if len(names) == len(times) else ()
-    return CheckpointState(newest, {name: time for name, time in known if time > 0})
+        _logger.warning("%s names no checkpoint; the highest number counts as the newest", file)
+    names, times = values.get("all_model_checkpoint_paths", []), values.get("all_model_checkpoint_timestamps", [])
+    pairs = zip(names, map(_seconds, times), strict=True) if len(names) == len(times) else ()
+    return CheckpointState(newest, {name: time for name, time in pairs if time > 0})
 
 
-def _last_part(text: str) -> str:
-    return _ESCAPE.sub(_unescaped, text.encode()).decode("utf-8", "replace").replace("\\", "/").rpartition("/")[2]
-
-
-def _unescaped(found: re.Match[bytes]) -> bytes:
-    if found[1] or found[2]:
-        return bytes([int(found[1] or found[2], 8 if found[1] else 16) & 255])
-    return _LETTERS.get(found[3], found[3])
+def _unescaped(match: re.Match[bytes]) -> bytes:
+    if match[1] or match[2]:
+        return bytes([int(match[1] or match[2], 8 if match[1] else 16) & 255])
+    return _LETTERS.get(match[3], match[3])
 
 
 def _seconds(text: str) -> float:
@@ -115,7 +112,7 @@ def _checkpoint(prefix: Location) -> SingleTree:
 
 
 def _prefix_of(name: str) -> str:
-    """Return the prefix of the checkpoint that a file belongs to by its name; "" for other names."""
+    """Return the prefix of the checkpoint that a file belongs to, or "" for other file names."""
     match = _DATA.fullmatch(name)
     return match[1] if match else name.removesuffix(INDEX) if name.endswith(INDEX) else ""
 
@@ -125,27 +122,27 @@ def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
         return _recognise_prefix(location)
     if _SAVED_MODEL in names:
         return _recognise_prefix(location / "variables" / "variables")
-    found = _prefixes(location, names)
-    newest = _newest(location, names, found)
+    prefixes = _prefixes(location, names)
+    newest = _newest(location, names, prefixes)
     if newest is not None and number_of(newest) is None:
         return _checkpoint(location / newest)
-    if not found or numbered(found, newest):
+    if not prefixes or numbered(prefixes, newest):
         return None
-    if len(found) > 1:
+    if len(prefixes) > 1:
         raise CheckpointNotFoundError(
-            f"{location} holds the TensorFlow checkpoints {', '.join(found[:8])}: give the path of one, "
-            f"such as {location / found[0]}"
+            f"{location} holds the TensorFlow checkpoints {', '.join(prefixes[:8])}: give the path of one, "
+            f"such as {location / prefixes[0]}"
         )
-    return _checkpoint(location / found[0])
+    return _checkpoint(location / prefixes[0])
 
 
 def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
     names = frozenset(entry.name for entry in entries)
-    found = _prefixes(location, names)
-    newest = _newest(location, names, found)
+    prefixes = _prefixes(location, names)
+    newest = _newest(location, names, prefixes)
     if newest is not None and number_of(newest) is None:
         return FoundSteps()
-    steps = {number: location / name for number, name in numbered(found, newest).items()}
+    steps = {number: location / name for number, name in numbered(prefixes, newest).items()}
     return FoundSteps.of(_FORMAT, steps, noted=None if newest is None else number_of(newest))
 
 
@@ -162,14 +159,14 @@ def _recognise_prefix(location: Location) -> SingleTree | None:
     return _checkpoint(folder / prefix) if _prefixes(folder, names, [prefix]) else None
 
 
-def _newest(location: Location, names: frozenset[str], found: list[str]) -> str | None:
-    """Return the checkpoint that TensorFlow noted as the newest, if it exists."""
-    newest = read_state(location).newest if found and STATE in names else None
-    return newest if newest in found else None
+def _newest(location: Location, names: frozenset[str], prefixes: list[str]) -> str | None:
+    """Return the checkpoint that TensorFlow recorded as the newest, if it exists."""
+    newest = read_state(location).newest if prefixes and STATE in names else None
+    return newest if newest in prefixes else None
 
 
 def _prefixes(folder: Location, names: Iterable[str], wanted: Sequence[str] | None = None) -> list[str]:
-    """Return the names of the checkpoints in a directory, including damaged ones that data files reveal."""
+    """Return the names of the checkpoints in a directory, including damaged ones that have data files."""
     names = list(names)
     with_data = {match[1] for name in names if (match := _DATA.fullmatch(name))}
     if wanted is None:
@@ -177,10 +174,10 @@ def _prefixes(folder: Location, names: Iterable[str], wanted: Sequence[str] | No
     return [name for name in wanted if name in with_data or ends_as_table(folder / f"{name}{INDEX}")]
 
 
-def ends_as_table(place: Location) -> bool:
+def ends_as_table(file: Location) -> bool:
     """True if a file ends as the index of a checkpoint does."""
     try:
-        return last_bytes(place, len(MAGIC)) == MAGIC
+        return last_bytes(file, len(MAGIC)) == MAGIC
     except StorageError:
         return False
 
@@ -196,8 +193,7 @@ def refuse_v1(location: Location, names: frozenset[str]) -> None:
     prefix = location
     try:
         if names:
-            is_of_tensorflow = first_bytes(location / STATE, len(_NOTES)) == _NOTES
-            newest = read_state(location).newest if is_of_tensorflow else None
+            newest = read_state(location).newest if first_bytes(location / STATE, len(_NOTES)) == _NOTES else None
             if not newest:
                 return
             prefix = location / newest
@@ -205,10 +201,10 @@ def refuse_v1(location: Location, names: frozenset[str]) -> None:
         # Object stores are not listed for the sake of this error.
         beside = prefix.parent.entries() if names or (prefix.is_local and not prefix.exists()) else ()
         shards = sorted(entry.name for entry in beside if shard.fullmatch(entry.name))
-        for place in (prefix, *(prefix.parent / name for name in shards[:1])):
-            if place.is_there() and _FIRST_ENTRY.match(first_bytes(place, 8)) and ends_as_table(place):
+        for file in (prefix, *(prefix.parent / name for name in shards[:1])):
+            if file.is_there() and _FIRST_ENTRY.match(first_bytes(file, 8)) and ends_as_table(file):
                 raise FormatVersionError(
-                    f"{place} is a TensorFlow checkpoint of the format before TensorFlow 0.12 (V1, a single table), "
+                    f"{file} is a TensorFlow checkpoint of the format before TensorFlow 0.12 (V1, a single table), "
                     "which is not read. Restore it in TensorFlow with tf.compat.v1.train.Saver and save it again: that "
                     "writes the format with .index and .data files"
                 )

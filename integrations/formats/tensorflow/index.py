@@ -31,9 +31,9 @@ FOOTER_BYTES = 48
 MAGIC = bytes.fromhex("57fb808b247547db")  # the last bytes of a table
 _TRAILER_BYTES = 5
 _RAW, _SNAPPY = 0, 1
-_KEYS_AMPLIFICATION = 64  # times the bytes of the file: the most that keys with shared beginnings may come to
-_KEYS_SMALL = 1 << 20  # bytes of keys that are accepted for files of any size
-_RATIO = 24  # bytes that one compressed byte can stand for: a copy of 64 bytes takes three
+_KEYS_AMPLIFICATION = 64  # maximum size of all keys, which share beginnings, relative to the file
+_KEYS_SMALL = 1 << 20  # bytes of keys that are always accepted
+_RATIO = 24  # maximum compression ratio: a copy of 64 bytes takes three
 STRING, VARIANT = 7, 21
 _VERSION = 1  # the version of the format, in the header
 _LARGEST = 1 << 62
@@ -90,40 +90,15 @@ def text(value: Value) -> str:
         raise DamagedCheckpointError(f"a message has bytes that are not text: {error}") from error
 
 
+_DTYPE_NAMES = (  # in the order of the enumeration ``DataType`` of types.proto, which begins at 1
+    *("float32", "float64", "int32", "uint8", "int16", "int8", "", "complex64", "int64", "bool"),
+    *("int8", "uint8", "int32", "bfloat16", "int16", "uint16"),  # quantised, except bfloat16: the scale is elsewhere
+    *("uint16", "complex128", "float16", "", "", "uint32", "uint64", "float8_e5m2", "float8_e4m3fn"),
+    *("float8_e4m3fnuz", "float8_e4m3b11fnuz", "float8_e5m2fnuz"),
+    *("int4", "uint4", "int2", "uint2", "float4_e2m1fn"),  # with a byte for each element
+)
 _DTYPES: dict[int, DType] = {
-    number: np.dtype(getattr(ml_dtypes, name, name))
-    for number, name in {
-        1: "float32",
-        2: "float64",
-        3: "int32",
-        4: "uint8",
-        5: "int16",
-        6: "int8",
-        8: "complex64",
-        9: "int64",
-        10: "bool",
-        11: "int8",  # 11 to 16 except 14 are quantised: numbers whose scale is stored elsewhere
-        12: "uint8",
-        13: "int32",
-        14: "bfloat16",
-        15: "int16",
-        16: "uint16",
-        17: "uint16",
-        18: "complex128",
-        19: "float16",
-        22: "uint32",
-        23: "uint64",
-        24: "float8_e5m2",
-        25: "float8_e4m3fn",
-        26: "float8_e4m3fnuz",
-        27: "float8_e4m3b11fnuz",
-        28: "float8_e5m2fnuz",
-        29: "int4",  # these and the following have a byte for each element
-        30: "uint4",
-        31: "int2",
-        32: "uint2",
-        33: "float4_e2m1fn",
-    }.items()
+    number: np.dtype(getattr(ml_dtypes, name, name)) for number, name in enumerate(_DTYPE_NAMES, 1) if name
 }
 
 
@@ -140,14 +115,14 @@ class BundleSlice(NamedTuple):
     extents: tuple[tuple[int, int] | None, ...]
 
     def box(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the index of its first element in a tensor of a shape, and its own shape."""
+        """Return the index of its first element in a tensor of this shape, and its own shape."""
         if len(self.extents) != len(shape):
             raise DamagedCheckpointError(f"a slice has {len(self.extents)} axes, its tensor {len(shape)}")
-        found = [(0, size) if extent is None else extent for extent, size in zip(self.extents, shape, strict=True)]
-        for (first, length), size in zip(found, shape, strict=True):
+        extents = [(0, size) if extent is None else extent for extent, size in zip(self.extents, shape, strict=True)]
+        for (first, length), size in zip(extents, shape, strict=True):
             if first < 0 or length < 0 or first + length > size:
                 raise DamagedCheckpointError(f"a slice begins at {first} and has {length} of {size}")
-        return tuple(first for first, _ in found), tuple(length for _, length in found)
+        return tuple(first for first, _ in extents), tuple(length for _, length in extents)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,13 +158,13 @@ def decode_header(message: bytes) -> BundleHeader:
 
 def decode_entry(message: bytes, header: BundleHeader) -> BundleEntry:
     values = dict(fields(message))
-    kind, shard, offset, size, checksum = (signed(values.get(number, 0)) for number in (1, 3, 4, 5, 6))
+    number_of_type, shard, offset, size, checksum = (signed(values.get(number, 0)) for number in (1, 3, 4, 5, 6))
     shape = _shape(content(values.get(2, b"")))
     stored = [content(value) for number, value in fields(message) if number == 7] if 7 in values else []
     slices = tuple(
-        BundleSlice(tuple(_extent(content(inner)) for number, inner in fields(one) if number == 1)) for one in stored
+        BundleSlice(tuple(_extent(content(value)) for number, value in fields(part) if number == 1)) for part in stored
     )
-    entry = BundleEntry(kind, shape, shard, offset, size, checksum, slices)
+    entry = BundleEntry(number_of_type, shape, shard, offset, size, checksum, slices)
     if not (0 <= shard < max(header.shards, 1) and 0 <= offset <= _LARGEST and 0 <= size <= _LARGEST):
         raise DamagedCheckpointError(f"it claims {size} bytes at offset {offset} of file {shard} of {header.shards}")
     dtype = entry.dtype
@@ -215,8 +190,7 @@ def slice_key(name: bytes, extents: BundleSlice) -> bytes:
 
 def ordered(number: int) -> bytes:
     """Encode a number with a sign as in the keys of slices: sorted as bytes, shorter for small numbers."""
-    bits = (~number if number < 0 else number).bit_length()
-    length = bits // 7 + 1
+    length = (~number if number < 0 else number).bit_length() // 7 + 1
     marks = ((1 << length) - 1) << (7 * length)  # leading ones, as many as there are bytes
     return ((number & ((1 << 8 * length) - 1)) ^ marks).to_bytes(length, "big")
 
@@ -261,14 +235,14 @@ def uncompress(data: bytes) -> bytes:
     out = bytearray()
     while cursor.remaining:
         tag = cursor.byte()
-        kind, upper = tag & 3, tag >> 2
-        if kind == 0:
+        element, upper = tag & 3, tag >> 2
+        if element == 0:
             out += cursor.take((upper if upper < 60 else _little(cursor, upper - 59)) + 1)
         else:
-            if kind == 1:
+            if element == 1:
                 offset, length = (tag >> 5 << 8) | cursor.byte(), (upper & 7) + 4
             else:
-                offset, length = _little(cursor, 2 if kind == 2 else 4), upper + 1
+                offset, length = _little(cursor, 2 if element == 2 else 4), upper + 1
             if not 1 <= offset <= len(out):
                 raise DamagedCheckpointError("a compressed block copies bytes before its beginning")
             if offset >= length:
@@ -305,7 +279,7 @@ def read_table(content: bytes) -> list[tuple[bytes, bytes]]:
         raise DamagedCheckpointError("its footer is not as TensorFlow writes it")
     _block(content, metaindex, end)
     budget = _KEYS_AMPLIFICATION * len(content) + _KEYS_SMALL
-    found: list[tuple[bytes, bytes]] = []
+    entries: list[tuple[bytes, bytes]] = []
     reached, last = 0, None
     for _, value in _entries(_block(content, index, end)):
         cursor = Cursor(value, "the place of a block")
@@ -313,7 +287,7 @@ def read_table(content: bytes) -> list[tuple[bytes, bytes]]:
         if cursor.remaining or handle.offset < reached:
             raise DamagedCheckpointError(f"the block at byte {handle.offset} overlaps another one")
         reached = handle.offset + handle.size
-        before = len(found)
+        before = len(entries)
         for key, entry in _entries(_block(content, handle, end)):
             if last is not None and key <= last:
                 raise DamagedCheckpointError(f"the keys of the block at byte {handle.offset} are not in order")
@@ -321,10 +295,10 @@ def read_table(content: bytes) -> list[tuple[bytes, bytes]]:
             budget -= len(key)
             if budget < 0:
                 raise DamagedCheckpointError("its keys are far longer than the whole file")
-            found.append((key, entry))
-        if len(found) == before:
+            entries.append((key, entry))
+        if len(entries) == before:
             raise DamagedCheckpointError(f"the block at byte {handle.offset} holds no entry")
-    return found
+    return entries
 
 
 def _handle(cursor: Cursor) -> _Handle:
@@ -338,16 +312,16 @@ def _block(content: bytes, handle: _Handle, end: int) -> bytes:
         raise DamagedCheckpointError(
             f"the block at byte {handle.offset} claims {handle.size} bytes, more than the file has"
         )
-    kind = content[stop]
+    compression = content[stop]
     stored = int.from_bytes(content[stop + 1 : stop + _TRAILER_BYTES], "little")
     if masked(crc32c(content[handle.offset : stop + 1])) != stored:
         raise DamagedCheckpointError(f"the block at byte {handle.offset} does not have the checksum in the file")
     data = content[handle.offset : stop]
-    if kind == _RAW:
+    if compression == _RAW:
         return data
-    if kind == _SNAPPY:
+    if compression == _SNAPPY:
         return uncompress(data)
-    raise DamagedCheckpointError(f"the block at byte {handle.offset} has the unknown compression {kind}")
+    raise DamagedCheckpointError(f"the block at byte {handle.offset} has the unknown compression {compression}")
 
 
 def _entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:

@@ -45,7 +45,7 @@ from .index import (
 
 MOST_LEAVES = 1 << 16  # elements of a tensor that may become leaves of their own
 _CHECKSUM_BYTES = 4
-_PADDING = 4  # times the bytes of the text: the most that an array of elements padded to the longest may take
+_PADDING = 4  # maximum size of an array whose elements are padded to the longest, relative to the text
 _SMALL = 1 << 20  # bytes of such an array that are always accepted
 
 
@@ -65,9 +65,9 @@ def as_leaves(texts: list[bytes], entry: BundleEntry) -> Any:
 
 def as_objects(texts: list[bytes], shape: tuple[int, ...]) -> NDArray[Any]:
     """Return text as an array of objects that are bytes."""
-    found = np.empty(len(texts), object)
-    found[:] = texts
-    return found.reshape(shape)
+    objects = np.empty(len(texts), object)
+    objects[:] = texts
+    return objects.reshape(shape)
 
 
 def _texts(data: bytes, entry: BundleEntry, order: Any) -> list[bytes]:
@@ -86,26 +86,26 @@ def _texts(data: bytes, entry: BundleEntry, order: Any) -> list[bytes]:
         raise DamagedCheckpointError("the lengths of its text do not have the checksum in the file")
     if masked(extend(extend(crc, noted), data[cursor.position :])) != entry.checksum:
         raise DamagedCheckpointError("its text does not have the checksum in the file")
-    found = [cursor.take(length) for length in lengths.tolist()]
+    texts = [cursor.take(length) for length in lengths.tolist()]
     cursor.finish()
-    return found
+    return texts
 
 
 def _variants(data: bytes, entry: BundleEntry, order: Any) -> list[bytes]:
-    """Decode messages, each with its length in front and a checksum of everything so far behind it."""
+    """Decode messages, each after its length and before a checksum of everything so far."""
     cursor, crc = Cursor(data, "its text"), 0
-    found: list[bytes] = []
+    messages: list[bytes] = []
     for _ in range(entry.count):
         length = cursor.varint()
-        found.append(cursor.take(length))
+        messages.append(cursor.take(length))
         noted = cursor.take(_CHECKSUM_BYTES)
-        crc = extend(extend(crc, length.to_bytes(8, order)), found[-1])
+        crc = extend(extend(crc, length.to_bytes(8, order)), messages[-1])
         if masked(crc).to_bytes(_CHECKSUM_BYTES, order) != noted:
             raise DamagedCheckpointError("a variant does not have the checksum in the file")
         crc = extend(crc, noted)
     if cursor.remaining or (data and masked(crc) != entry.checksum):
         raise DamagedCheckpointError("its variants do not have the checksum in the file")
-    return found
+    return messages
 
 
 INDEX = ".index"
@@ -120,9 +120,9 @@ class Bundle:
         self.prefix = prefix
         self.tensors: dict[str, BundleEntry] = {}
         self._slices: dict[bytes, BundleEntry] = {}
-        place = prefix.parent / f"{prefix.name}{INDEX}"
-        content = read_checked(place, None, limit=_INDEX_LIMIT)
-        with naming(place):
+        file = prefix.parent / f"{prefix.name}{INDEX}"
+        content = read_checked(file, None, limit=_INDEX_LIMIT)
+        with naming(file):
             entries = read_table(content)
             if not entries or entries[0][0]:
                 raise DamagedCheckpointError("it has no header")
@@ -184,14 +184,14 @@ class Bundle:
             raise DamagedCheckpointError(f"tensor {key.decode('utf-8', 'replace')!r:.200}: {error}") from error
 
     def _parts(self, name: str, entry: BundleEntry) -> list[StoredPart]:
-        found = [] if entry.slices else [self._part(entry, (0,) * len(entry.shape))]
-        for one in entry.slices:
-            start, shape = one.box(entry.shape)
-            stored = self._slices.get(slice_key(name.encode(), one))
+        parts = [] if entry.slices else [self._part(entry, (0,) * len(entry.shape))]
+        for extents in entry.slices:
+            start, shape = extents.box(entry.shape)
+            stored = self._slices.get(slice_key(name.encode(), extents))
             if stored is None or stored.slices or (stored.kind, stored.shape) != (entry.kind, shape):
                 raise DamagedCheckpointError(f"its slice at {list(start)} of shape {list(shape)} is missing")
-            found.append(self._part(stored, start))
-        return found
+            parts.append(self._part(stored, start))
+        return parts
 
     def _part(self, entry: BundleEntry, start: tuple[int, ...]) -> StoredPart:
         dtype = entry.dtype
@@ -234,17 +234,14 @@ class Bundle:
         return {entry.name: entry_size(folder, entry) for entry in entries}
 
 
-def unknown_type(kind: int) -> str:
-    return f"elements of TensorFlow's type {kind}, which holdfast does not read"
+def unknown_type(number: int) -> str:
+    return f"elements of TensorFlow's type {number}, which holdfast does not read"
 
 
 def _check_bools(elements: NDArray[Any]) -> NDArray[Any]:
     if np.any(elements.view(np.uint8) > 1):
         raise DamagedCheckpointError("its elements are neither true nor false")
     return elements
-
-
-# ---- the values of a checkpoint as a tree
 
 
 GRAPH_KEY = "_CHECKPOINTABLE_OBJECT_GRAPH"  # the name of the tensor that holds the graph
@@ -258,7 +255,7 @@ _ESCAPED = re.compile(r"\.(?:\.|S)")
 
 @dataclass(slots=True)
 class ObjectNode:
-    """One object."""
+    """An object of the graph."""
 
     children: dict[str, int] = field(default_factory=dict)  # the numbers of the objects that it holds, by name
     # Its values: the name of each, and the name of its tensor or the beginning of several names.
@@ -270,7 +267,7 @@ class ObjectNode:
 def decode_objects(message: bytes) -> list[ObjectNode]:
     nodes = [_node(content(value)) for number, value in fields(message) if number == 1]
     for node in nodes:
-        numbers = [*node.children.values(), *(number for one, _, other in node.slots for number in (one, other))]
+        numbers = [*node.children.values(), *(number for first, _, last in node.slots for number in (first, last))]
         if any(not 0 <= number < len(nodes) for number in numbers):
             raise DamagedCheckpointError(
                 f"the graph of objects has an edge to an object that is not among its {len(nodes)}"
@@ -295,11 +292,11 @@ def object_path(key: str) -> tuple[str, ...]:
 
 
 def graph_document(nodes: Sequence[ObjectNode], names: Mapping[str, str]) -> dict[str, Any]:
-    """Return a graph as holdfast documents it: an object that is one value has it, others have ``.ATTRIBUTES``."""
+    """Return a graph as a document of holdfast; objects other than single values have an edge ``.ATTRIBUTES``."""
     keys = sorted(names)
-    found: list[dict[str, Any]] = [{} for _ in nodes]
+    documents: list[dict[str, Any]] = [{} for _ in nodes]
     owners: dict[str, int] = {}
-    same = list(range(len(nodes)))  # an object with the value of another object is that object
+    same = list(range(len(nodes)))  # objects with the same value are one object
     budget = _SHARING * (len(keys) + len(nodes))
     for number, node in enumerate(nodes):
         values = [(key, names[key]) for _, beginning in node.attributes for key in _matching(keys, beginning, budget)]
@@ -307,26 +304,26 @@ def graph_document(nodes: Sequence[ObjectNode], names: Mapping[str, str]) -> dic
         is_value = number > 0 and not node.children and [name for name, _ in node.attributes] == [VALUE]
         if is_value and len(values) == 1:
             same[number] = owner = owners.setdefault(values[0][1], number)
-            found[number] = {"value": values[0][1]} if owner == number else {}
+            documents[number] = {"value": values[0][1]} if owner == number else {}
             continue
-        found[number] = {"edges": {escape_key(name): child for name, child in node.children.items()}}
+        documents[number] = {"edges": {escape_key(name): child for name, child in node.children.items()}}
         inner: dict[str, int] = {}
         for key, value in values:
             if value not in owners:
-                owners[value] = inner[escape_key(key.rpartition(f"/{ATTRIBUTES}/")[2])] = len(found)
-                found.append({"value": value})
+                owners[value] = inner[escape_key(key.rpartition(f"/{ATTRIBUTES}/")[2])] = len(documents)
+                documents.append({"value": value})
         if inner:
-            found[number]["edges"].setdefault(escape_key(ATTRIBUTES), len(found))
-            found.append({"edges": inner})
+            documents[number]["edges"].setdefault(escape_key(ATTRIBUTES), len(documents))
+            documents.append({"edges": inner})
         if node.slots:
-            found[number][_SLOTS] = [[one, escape_key(name), value] for one, name, value in node.slots]
-    same += range(len(same), len(found))
-    for entry in found:
+            documents[number][_SLOTS] = [[variable, escape_key(name), value] for variable, name, value in node.slots]
+    same += range(len(same), len(documents))
+    for entry in documents:
         if "edges" in entry:
             entry["edges"] = {segment: same[child] for segment, child in entry["edges"].items()}
         if _SLOTS in entry:
-            entry[_SLOTS] = [[same[one], segment, same[value]] for one, segment, value in entry[_SLOTS]]
-    return {"nodes": found}
+            entry[_SLOTS] = [[same[variable], segment, same[value]] for variable, segment, value in entry[_SLOTS]]
+    return {"nodes": documents}
 
 
 def _node(message: bytes) -> ObjectNode:
@@ -345,7 +342,7 @@ def _node(message: bytes) -> ObjectNode:
 
 
 def _matching(keys: Sequence[str], beginning: str, limit: int) -> Iterator[str]:
-    """Yield the tensors of an attribute: the one with its name, or, for tables, all whose names begin with it."""
+    """Yield the tensors of an attribute: the one with its name, or for a table all with this prefix."""
     index = bisect_left(keys, beginning)
     if index < len(keys) and keys[index] == beginning:
         yield beginning
@@ -359,7 +356,7 @@ def _matching(keys: Sequence[str], beginning: str, limit: int) -> Iterator[str]:
 
 def _segments(path: str) -> list[str]:
     names = path.split("/") if path else []
-    return [_ESCAPED.sub(lambda found: "." if found[0] == ".." else "/", name) for name in names]
+    return [_ESCAPED.sub(lambda match: "." if match[0] == ".." else "/", name) for name in names]
 
 
 Path = tuple[str, ...]
@@ -379,10 +376,10 @@ class BundleTree(StoredTree, NamedVariables):
         bundle = Bundle(prefix)
         bundle.check_texts()
         objects = _objects(bundle)
-        known = [name for name in bundle.tensors if name != GRAPH_KEY or objects is None]
+        names = [name for name in bundle.tensors if name != GRAPH_KEY or objects is None]
         values: dict[str, Any] = {}
         left_out: list[str] = []
-        for name in known:
+        for name in names:
             try:
                 values[name] = _value(bundle, name)
             except UnsupportedLeafError as error:
@@ -391,13 +388,13 @@ class BundleTree(StoredTree, NamedVariables):
             {name: object_path(name) if objects is not None else tuple(name.split("/")) for name in values}
         )
         tree = nested(((path, values[name]) for name, path in paths.items()), root_is_dict=True, number=str)
-        found = cls.of(prefix, tree, bundle.nbytes, left_out=left_out)
-        found.files_read = bundle.files
-        found._bundle, found._objects = bundle, objects
-        found._tensor_names = {name: join(path) for name, path in paths.items()}
-        found._leaves = {leaf.name: leaf for leaf in found.leaves}
-        found.variables = found
-        return found
+        bundle_tree = cls.of(prefix, tree, bundle.nbytes, left_out=left_out)
+        bundle_tree.files_read = bundle.files
+        bundle_tree._bundle, bundle_tree._objects = bundle, objects
+        bundle_tree._tensor_names = {name: join(path) for name, path in paths.items()}
+        bundle_tree._leaves = {leaf.name: leaf for leaf in bundle_tree.leaves}
+        bundle_tree.variables = bundle_tree
+        return bundle_tree
 
     def shapes(self) -> dict[str, list[int]]:
         return {name: list(entry.shape) for name, entry in self._bundle.tensors.items()}
@@ -443,10 +440,10 @@ def _value(bundle: Bundle, name: str) -> Any:
     try:
         return as_leaves(bundle.texts(name), entry)
     except DamagedCheckpointError as error:
-        what = str(error)
+        problem = str(error)
 
     def refuse() -> Any:
-        raise DamagedCheckpointError(what)
+        raise DamagedCheckpointError(problem)
 
     return StoredArray(np.dtype("S1"), entry.shape, {"kind": "numpy"}, refuse)
 
@@ -454,16 +451,16 @@ def _value(bundle: Bundle, name: str) -> Any:
 def _arranged(paths: Mapping[str, Path]) -> dict[str, Path]:
     """Arrange paths so that no value is below another: TensorFlow 1 calls the slot ``Adam`` of ``w`` ``w/Adam``."""
     values = set(paths.values())
-    found = {name: _beside(path, values) for name, path in paths.items()}
-    taken = set(found.values())
+    arranged = {name: _beside(path, values) for name, path in paths.items()}
+    taken = set(arranged.values())
     is_deep = any(len(path) >= MAX_DEPTH for path in taken)
-    if len(taken) < len(found) or is_deep or any(_beside(path, taken) != path for path in taken):
+    if len(taken) < len(arranged) or is_deep or any(_beside(path, taken) != path for path in taken):
         return {name: (name,) for name in paths}
-    return found
+    return arranged
 
 
 def _beside(path: Path, values: Collection[Path]) -> Path:
-    """Return a path that does not lead through a value: the keys from there on become one."""
+    """Return a path that does not lead through a value: the keys from the value on become one."""
     for length in range(1, min(len(path), MAX_DEPTH)):
         if path[:length] in values:
             return (*path[: length - 1], "/".join(path[length - 1 :]))

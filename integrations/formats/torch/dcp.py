@@ -1,18 +1,20 @@
-"""Folders of torch.distributed.checkpoint: ``.metadata`` and the ``*.distcp`` files beside it, read without torch.
+"""Folders of torch.distributed.checkpoint: ``.metadata`` and ``*.distcp`` files, read without torch, written with it.
 
 ``.metadata`` is a pickle of dataclasses of ``torch.distributed.checkpoint.metadata`` and ``.filesystem``; only their
-names and attributes are read, nothing is imported. Nested keys are restored where the metadata has their paths, as the
-default planner writes them; elsewhere an entry's whole name is one key.
+names and attributes are read, nothing is imported. Nested keys are restored if the metadata have their paths, which the
+default planner writes; otherwise, the whole name of an entry is one key.
 
 Processes that saved without agreeing on a plan (``use_collectives=False``) each wrote ``__<rank>.metadata``, and a copy
-of what all of them had. Their parts together are the tree, and copies must be equal.
+of what all of them had. Together, their parts form the tree, and copies must be equal.
 """
 
 from __future__ import annotations
 
+import inspect
 import io
 import itertools
 import re
+import warnings
 import zlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -22,10 +24,18 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ....engine.arrays import naming
-from ....engine.errors import CheckpointNotFoundError, DamagedCheckpointError, ObjectNotFoundError, UnsupportedLeafError
+from ....engine.arrays import PartialTree, TreeSource, leaf_values, load_tree, naming
+from ....engine.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    ObjectNotFoundError,
+    OptionError,
+    UnsupportedLeafError,
+    itemized,
+)
 from ....engine.format import decompress
-from ....engine.pytree import TorchDType
+from ....engine.pytree import Flattened, TorchDType, TreeDocument
 from ....engine.sources import (
     Bytes,
     Path,
@@ -36,10 +46,11 @@ from ....engine.sources import (
     Unreadable,
     entry_size,
     nested,
+    replacing,
 )
-from ....engine.storage import DataReader, Location
+from ....engine.storage import DataReader, Location, os_errors
 from ..safetensors import read_header
-from .files import NoArchive, TorchArchive, opened, read_object, without_objects
+from .files import NoArchive, TorchArchive, opened, plain, read_object, templates, without_objects
 from .objects import BUILDERS, named_dtype, sizes
 from .pickles import Inert, shown, unpickle
 
@@ -49,11 +60,11 @@ _OF_RANK = re.compile(r"__([0-9]{1,9})\.metadata")
 _METADATA_LIMIT = 1 << 30  # bytes
 _OPEN_FILES = 32
 _LARGEST = 1 << 62
-# Torch's extension ZStandard, in any version that is compatible with the first.
+# Torch's extension ZStandard, in any version that is compatible with 1.
 _ZSTD = re.compile(r"stream\.zstd/1(\..*)?", re.DOTALL)
-_FRAMES = 8  # of an entry: one, and the empty ones that writers add when they are flushed
-_RATIO = 1 << 16  # bytes that a compressed byte can stand for
-_ARCHIVE = 1 << 20  # bytes that an archive of one tensor may have besides the elements
+_FRAMES = 8  # zstd frames of an entry: one, and empty ones that a flush adds
+_RATIO = 1 << 16  # maximum compression ratio
+_ARCHIVE = 1 << 20  # bytes of an archive of one tensor, without the elements
 
 Ints = tuple[int, ...]
 
@@ -72,7 +83,7 @@ Places = Mapping[tuple[str, Ints | None], Extent]
 
 
 class _Tensor(NamedTuple):
-    """A tensor, as far as one file of metadata knows it."""
+    """A tensor as one file of metadata describes it."""
 
     shape: Ints
     dtype: TorchDType
@@ -100,7 +111,7 @@ def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
 
 
 def _files_of_ranks(location: Location, names: frozenset[str]) -> list[str]:
-    """Return the metadata of every process, in their order; refuse them if one is missing."""
+    """Return the metadata files of all processes in order; raise DamagedCheckpointError if one is missing."""
     ranks = {int(match[1]): name for name in names if (match := _OF_RANK.fullmatch(name)) is not None}
     missing = next(rank for rank in itertools.count() if rank not in ranks)
     if missing < len(ranks):
@@ -130,102 +141,101 @@ class _Folder:
                     paths.setdefault(name, path)
                     entries.setdefault(name, []).append(entry)
                     places = entry.parts.values() if isinstance(entry, _Tensor) else [entry]
-                    self.is_compressed |= any(place.is_compressed for place in places)
+                    self.is_compressed |= any(extent.is_compressed for extent in places)
         with naming(self._location):
-            return nested(
-                ((paths[name], self._value(name, found)) for name, found in entries.items()), root_is_dict=True
-            )
+            leaves = ((paths[name], self._value(name, copies)) for name, copies in entries.items())
+            return nested(leaves, root_is_dict=True)
 
     def _value(self, name: str, entries: Sequence[_Tensor | Extent]) -> Any:
-        """Return the value of an entry: a tensor that is not read yet, or another object."""
+        """Return the value of an entry: an unread tensor, or another object."""
         tensors = [entry for entry in entries if isinstance(entry, _Tensor)]
         objects = [entry for entry in entries if not isinstance(entry, _Tensor)]
-        if tensors and not objects and all(one[:2] == tensors[0][:2] for one in tensors):
+        if tensors and not objects and all(entry[:2] == tensors[0][:2] for entry in tensors):
             return self._tensor(name, tensors)
         with naming(self._location, f": entry {name!r:.200}"):
-            if tensors or any(self._checksums(one) != self._checksums(objects[0]) for one in objects[1:]):
+            if tensors or any(self._checksums(entry) != self._checksums(objects[0]) for entry in objects[1:]):
                 return Unreadable(f"a value that differs among the {len(entries)} processes that saved it")
             return self._object(objects[0])
 
     def _tensor(self, name: str, tensors: Sequence[_Tensor]) -> StoredArray:
         copies: dict[tuple[Ints, Ints], list[Extent]] = {}
         for tensor in tensors:
-            for box, place in tensor.parts.items():
-                copies.setdefault(box, []).append(place)
+            for box, extent in tensor.parts.items():
+                copies.setdefault(box, []).append(extent)
         shape, elements, _ = tensors[0]
         pair = (2,) if elements.paired else ()
 
         def stored() -> list[StoredPart]:
-            found = []
-            for (start, size), (place, *others) in copies.items():
-                part = self._part(name, place, elements.dtype, size + pair)
-                found.append(replace(part, start=start + (0,) * len(pair)))
+            parts = []
+            for (start, size), (extent, *others) in copies.items():
+                part = self._part(name, extent, elements.dtype, size + pair)
+                parts.append(replace(part, start=start + (0,) * len(pair)))
                 for other in others:
                     self._part(name, other, elements.dtype, size + pair)
-                    if self._checksums(other) != self._checksums(place):
+                    if self._checksums(other) != self._checksums(extent):
                         raise UnsupportedLeafError(
                             f"{self._location}: tensor {name!r:.200} in {other.file} differs from that in "
-                            f"{place.file}: each process saved its own, and holdfast cannot tell which one is meant; "
+                            f"{extent.file}: each process saved its own, and holdfast cannot tell which one is meant; "
                             "load the others with select=, or this one with torch.distributed.checkpoint in as many "
                             "processes"
                         )
-            return found
+            return parts
 
         return StoredArray(elements.dtype, shape + pair, elements.details, stored)
 
-    def _part(self, name: str, place: Extent, dtype: np.dtype[Any], shape: Ints) -> StoredPart:
-        """Find a tensor in the file that begins at a place: an archive, or a safetensors file that several share."""
-        if place.is_compressed:
-            return self._compressed_part(name, place, dtype, shape)
-        tensors = self._headers.get((place.file, place.offset))
+    def _part(self, name: str, extent: Extent, dtype: np.dtype[Any], shape: Ints) -> StoredPart:
+        """Find a tensor in the file at an extent: an archive, or a safetensors file that several tensors share."""
+        if extent.is_compressed:
+            return self._compressed_part(name, extent, dtype, shape)
+        tensors = self._headers.get((extent.file, extent.offset))
         if tensors is None:
             try:
-                return _checked(name, read_object(self._archive(place), place.file), place, dtype, shape)
+                return _checked(name, read_object(self._archive(extent), extent.file), extent, dtype, shape)
             except NoArchive:
-                tensors, _ = read_header(self._reader(place.file), place.file, place.offset)
-                self._headers[place.file, place.offset] = tensors
-        return _checked(name, tensors.get(name), place, dtype, shape)
+                tensors, _ = read_header(self._reader(extent.file), extent.file, extent.offset)
+                self._headers[extent.file, extent.offset] = tensors
+        return _checked(name, tensors.get(name), extent, dtype, shape)
 
-    def _compressed_part(self, name: str, place: Extent, dtype: np.dtype[Any], shape: Ints) -> StoredPart:
+    def _compressed_part(self, name: str, extent: Extent, dtype: np.dtype[Any], shape: Ints) -> StoredPart:
         limit = int(np.prod(shape, dtype=object)) * dtype.itemsize + _ARCHIVE
 
         def decode(data: Bytes) -> NDArray[Any]:
             content = decompress(data, limit, frames=_FRAMES)
-            part = _checked(name, read_object(TorchArchive(io.BytesIO(content))), place, dtype, shape)
+            part = _checked(name, read_object(TorchArchive(io.BytesIO(content))), extent, dtype, shape)
             return part.array(_bytes_of(part, content))
 
-        start = (0,) * len(shape)
-        return StoredPart(start, shape, place.file, place.offset, place.length, dtype, decode=decode)
+        return StoredPart((0,) * len(shape), shape, extent.file, extent.offset, extent.length, dtype, decode=decode)
 
-    def _object(self, place: Extent) -> Any:
-        if not place.is_compressed:
-            archive = self._archive(place)
-            return without_objects(read_object(archive, place.file), [], len(archive.pickle))
-        content = decompress(self._bytes(place), _METADATA_LIMIT, frames=_FRAMES)
+    def _object(self, extent: Extent) -> Any:
+        if not extent.is_compressed:
+            archive = self._archive(extent)
+            return without_objects(read_object(archive, extent.file), [], len(archive.pickle))
+        content = decompress(self._bytes(extent), _METADATA_LIMIT, frames=_FRAMES)
         archive = TorchArchive(io.BytesIO(content))
         return _in_memory(without_objects(read_object(archive), [], len(archive.pickle)), content)
 
-    def _archive(self, place: Extent) -> TorchArchive:
-        return TorchArchive(opened(self._whole(place), place.offset, place.length), place.offset)
+    def _archive(self, extent: Extent) -> TorchArchive:
+        return TorchArchive(opened(self._whole(extent), extent.offset, extent.length), extent.offset)
 
-    def _bytes(self, place: Extent) -> Bytes:
-        return self._whole(place).read(place.offset, place.length)
+    def _bytes(self, extent: Extent) -> Bytes:
+        return self._whole(extent).read(extent.offset, extent.length)
 
-    def _checksums(self, place: Extent) -> Any:
-        """Return the checksums of what was saved at a place, which copies have in common."""
-        if not place.is_compressed and (place.file, place.offset) not in self._headers:
-            records = self._archive(place).records
+    def _checksums(self, extent: Extent) -> Any:
+        """Return checksums of the content of an extent, which are equal for copies."""
+        if not extent.is_compressed and (extent.file, extent.offset) not in self._headers:
+            records = self._archive(extent).records
             data = {name: record[1:] for name, record in records.items() if name.startswith("data")}
             if all(checksum is not None for _, checksum in data.values()):
                 return data
-        return zlib.crc32(self._bytes(place).data)
+        return zlib.crc32(self._bytes(extent).data)
 
-    def _whole(self, place: Extent) -> DataReader:
-        """Open the file of a place, which must not be cut off."""
-        reader = self._reader(place.file)
-        if place.offset + place.length > reader.size:
+    def _whole(self, extent: Extent) -> DataReader:
+        """Open the file of an extent; raise DamagedCheckpointError if it is too short."""
+        reader = self._reader(extent.file)
+        if extent.offset + extent.length > reader.size:
             raise DamagedCheckpointError(
-                f"{place.file} is cut off: expected {place.length} bytes at offset {place.offset}, found {reader.size}"
+                f"{extent.file} is cut off: expected {extent.length} bytes at offset {extent.offset}, found "
+                f"{reader.size}"
             )
         return reader
 
@@ -243,23 +253,23 @@ class _Folder:
 
 
 def _read_metadata(content: bytes) -> list[tuple[str, Path, _Tensor | Extent]]:
-    """Return the name and the path of every entry, and its tensor or the extent of another object."""
+    """Return the name, the path, and the tensor or the extent of another object, for every entry."""
     metadata = _attributes(unpickle(content, BUILDERS), "Metadata")
     entries = _dict(metadata.get("state_dict_metadata"), "entries")
     places = _places(_dict(metadata.get("storage_data"), "places"))
     planned = metadata.get("planner_data")
     paths = planned if isinstance(planned, dict) else {}
-    found: list[tuple[str, Path, _Tensor | Extent]] = []
+    described: list[tuple[str, Path, _Tensor | Extent]] = []
     for name, entry in entries.items():
         if type(name) is not str:
             raise DamagedCheckpointError(f"{shown(name)} is not the name of an entry")
-        kind = entry.name.attribute if isinstance(entry, Inert) else ""
-        if kind not in ("TensorStorageMetadata", "BytesStorageMetadata"):
-            raise DamagedCheckpointError(f"entry {shown(name)} is of the unknown kind {kind:.100}")
-        is_tensor = kind == "TensorStorageMetadata"
-        value = _read_tensor(name, _attributes(entry, kind), places) if is_tensor else _place(places, name, None)
-        found.append((name, _path(name, paths.get(name)), value))
-    return found
+        class_name = entry.name.attribute if isinstance(entry, Inert) else ""
+        if class_name not in ("TensorStorageMetadata", "BytesStorageMetadata"):
+            raise DamagedCheckpointError(f"entry {shown(name)} is of the unknown kind {class_name:.100}")
+        is_tensor = class_name == "TensorStorageMetadata"
+        value = _read_tensor(name, _attributes(entry, class_name), places) if is_tensor else _place(places, name, None)
+        described.append((name, _path(name, paths.get(name)), value))
+    return described
 
 
 def _read_tensor(name: str, facts: Mapping[str, Any], places: Places) -> _Tensor:
@@ -276,21 +286,21 @@ def _read_tensor(name: str, facts: Mapping[str, Any], places: Places) -> _Tensor
         if len(start) != len(shape) or len(size) != len(shape):
             raise DamagedCheckpointError(f"a part of entry {shown(name)} does not fit its shape {shape}")
         if 0 in size:
-            continue  # Processes without elements of the tensor may all name the same place.
-        if start in parts:  # A pickle repeats a part in two bytes, and each would be looked up in its file.
+            continue  # processes without elements of the tensor may all name the same extent
+        if start in parts:  # a pickle repeats a part in two bytes, and each would be read from its file
             raise DamagedCheckpointError(f"entry {shown(name)} has two parts at {start}")
         parts[start] = size, _place(places, name, start)
-    return _Tensor(shape, named_dtype(dtype), {(start, size): place for start, (size, place) in parts.items()})
+    return _Tensor(shape, named_dtype(dtype), {(start, size): extent for start, (size, extent) in parts.items()})
 
 
-def _checked(name: str, stored: Any, place: Extent, dtype: np.dtype[Any], shape: Ints) -> StoredPart:
-    """Return the stretch of the tensor that was found at a place, which must be the one in the metadata."""
+def _checked(name: str, stored: Any, extent: Extent, dtype: np.dtype[Any], shape: Ints) -> StoredPart:
+    """Return the part of the file with the tensor of an extent; its dtype and shape must be those in the metadata."""
     if not isinstance(stored, StoredArray):
-        raise DamagedCheckpointError(f"{place.file} does not hold the tensor {name!r:.200}")
+        raise DamagedCheckpointError(f"{extent.file} does not hold the tensor {name!r:.200}")
     part = stored.whole()
     if part.shape != shape or part.dtype.newbyteorder("=") != dtype:
         raise DamagedCheckpointError(
-            f"{place.file}: expected {dtype}{list(shape)}, found {part.dtype}{list(part.shape)}"
+            f"{extent.file}: expected {dtype}{list(shape)}, found {part.dtype}{list(part.shape)}"
         )
     return part
 
@@ -310,7 +320,7 @@ def _in_memory(value: Any, content: bytes) -> Any:
 
 
 def _places(data: Mapping[Any, Any]) -> Places:
-    found = {}
+    places = {}
     for index, info in data.items():
         key, facts = _attributes(index, "MetadataIndex"), _attributes(info, "_StorageInfo")
         name, offset = key.get("fqn"), key.get("offset")
@@ -327,39 +337,99 @@ def _places(data: Mapping[Any, Any]) -> Places:
             raise DamagedCheckpointError(f"entry {shown(name)} is in {shown(file)}, which is not a file of its folder")
         if type(begin) is not int or type(length) is not int or not 0 <= begin <= _LARGEST or length < 0:
             raise DamagedCheckpointError(f"entry {shown(name)} has an offset or size that {file} cannot have")
-        found[shown(name) if type(name) is not str else name, None if offset is None else sizes(offset)] = Extent(
+        places[shown(name) if type(name) is not str else name, None if offset is None else sizes(offset)] = Extent(
             file, begin, length, is_compressed
         )
-    return found
+    return places
 
 
 def _place(places: Places, name: str, start: Ints | None) -> Extent:
-    found = places.get((name, start))
-    if found is None:
+    extent = places.get((name, start))
+    if extent is None:
         at = "" if start is None else f" at {start}"
         raise DamagedCheckpointError(f"the metadata has no location of entry {shown(name)}{at}")
-    return found
+    return extent
 
 
 def _path(name: str, planned: Any) -> Path:
     if planned is None:
         return (name,)
-    if (
-        not isinstance(planned, tuple)
-        or not planned
-        or not all(type(key) is str or (type(key) is int and 0 <= key <= _LARGEST) for key in planned)
-    ):
+    keys = planned if isinstance(planned, tuple) else ()
+    if not keys or not all(type(key) is str or (type(key) is int and 0 <= key <= _LARGEST) for key in keys):
         raise DamagedCheckpointError(f"{shown(planned)} is not the path of an entry")
-    return planned
+    return keys
 
 
-def _attributes(value: Any, kind: str) -> Mapping[str, Any]:
-    if not isinstance(value, Inert) or value.name.attribute != kind or not isinstance(value.state, dict):
-        raise DamagedCheckpointError(f"expected a {kind}, found another object")
+def _attributes(value: Any, class_name: str) -> Mapping[str, Any]:
+    if not isinstance(value, Inert) or value.name.attribute != class_name or not isinstance(value.state, dict):
+        raise DamagedCheckpointError(f"expected a {class_name}, found another object")
     return value.state
 
 
-def _dict(value: Any, what: str) -> dict[Any, Any]:
+def _dict(value: Any, label: str) -> dict[Any, Any]:
     if not isinstance(value, dict):
-        raise DamagedCheckpointError(f"it has no {what}")
+        raise DamagedCheckpointError(f"it has no {label}")
     return value
+
+
+# ---- folders written by torch, and read back to verify them
+#
+# The plan is made of tensors without memory, and the planner reads an array when torch asks for its data. Torch keeps
+# the arrays of a file until it has written all of it, so only a small tree becomes one file. In a large tree, each
+# array has its own file: then, at most two arrays are in memory.
+
+_ONE_FILE = 256 << 20  # bytes of the arrays of one file, at most
+
+
+def export_dcp(source: TreeSource, destination: Location) -> None:
+    """Write a tree with ``torch.distributed.checkpoint.save``, in this process alone; it appears when it is whole."""
+    if destination.exists():
+        raise CheckpointExistsError(f"{destination} exists already; choose another destination")
+    if not destination.is_local:
+        raise OptionError(f"{destination}: torch writes its checkpoints to local directories only; copy it from there")
+    try:
+        import torch
+        import torch.distributed.checkpoint
+    except ImportError as error:
+        raise OptionError("exporting for torch.distributed.checkpoint needs torch: pip install torch") from error
+    library: Any = torch.distributed.checkpoint
+    options = {}
+    if "no_dist" in inspect.signature(library.save).parameters:
+        options["no_dist"] = True
+    elif torch.distributed.is_initialized():
+        raise OptionError("this version of torch would wait for all processes: export with the holdfast command")
+    structure = source.tree.structure
+    if structure is None or structure.keys is None:
+        raise UnsupportedLeafError(f"{source.location}: torch.distributed.checkpoint stores dictionaries only")
+    values = templates(source)
+    leaves = {id(value): leaf for value, leaf in zip(values, source.leaves, strict=True) if value is not ...}
+    plain_leaves = [leaf for value, leaf in zip(values, source.leaves, strict=True) if value is ...]
+    others = iter(leaf_values(source, plain_leaves))
+    tree = plain(torch, source.tree.build([next(others) if value is ... else value for value in values]))
+
+    class Planner(library.DefaultSavePlanner):  # type: ignore[misc]  # the module does not list its names
+        def lookup_object(self, index: Any) -> Any:
+            template = super().lookup_object(index)
+            leaf = leaves.get(id(template))
+            if leaf is None:
+                return template
+            like = Flattened([leaf.name], [template], None)
+            return load_tree(PartialTree(source, {leaf.name: leaf}, TreeDocument(None)), like=like)
+
+    with replacing(destination) as partial, os_errors(str(destination), "write"):
+        is_small = sum(leaf.nbytes for leaf in source.leaves) <= _ONE_FILE
+        writer = library.FileSystemWriter(partial.path, single_file_per_rank=is_small, per_thread_copy_ahead=0)
+        try:
+            with warnings.catch_warnings(action="ignore"):  # torch warns that it saves without other processes
+                library.save(tree, storage_writer=writer, planner=Planner(), **options)
+        except library.CheckpointException as error:
+            cause = next(iter(error.failures.values()))[0]
+            # Closing torch's archive hides the error of the file.
+            raise (cause.__context__ if isinstance(cause.__context__, OSError) else cause) from error
+        written = recognise(partial, frozenset(entry.name for entry in partial.entries()))
+        problems = ["it is not recognised"] if written is None else written.source.verify()
+        if problems:
+            raise DamagedCheckpointError(
+                itemized(f"{destination} does not read as it was written:", list(map(str, problems)))
+            )
+        partial.sync_directory()

@@ -1,6 +1,6 @@
 """Files of ``torch.save``, such as Lightning's ``.ckpt``: written with torch, read without torch or running anything.
 
-They are zip archives with records that are not compressed, one for the pickle (``data.pkl``) and one for each storage
+They are zip archives of uncompressed records, one for the pickle (``data.pkl``) and one for each storage
 (``data/0``, ...), below a folder whose name does not matter (``torch.serialization`` describes them).
 
 Containers come back as they are, tensors as arrays; a module's state dict keeps its keys, such as ``layers.0.weight``,
@@ -46,13 +46,13 @@ ZIP_MAGIC = b"PK\x03\x04"
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _LIGHTNING_VERSION = "pytorch-lightning_version"
 _NEEDED = ("state_dict", "optimizer_states")  # the members of a Lightning checkpoint that are never pruned
-_VISITS = 200_000  # nodes of a tree, besides one for each byte of its pickle: shared containers count each time
+_VISITS = 200_000  # nodes of a tree, plus one for each byte of its pickle: shared containers count each time
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 _GONE = object()
 _PICKLE = "data.pkl"
 _PICKLE_LIMIT = 512 << 20  # bytes
 _RECORDS_LIMIT = 1 << 22
-_BLOCK = 256 << 10  # bytes that a small read fetches, as the next one is likely to be near
+_BLOCK = 256 << 10  # bytes that a small read fetches, because the next one is likely to be near
 _STEP = 16 << 20
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 
@@ -62,7 +62,7 @@ class NoArchive(DamagedCheckpointError):  # noqa: N818 - a kind of damage, unles
 
 
 class TorchArchive:
-    """An archive; its records are at places in the file in which the archive begins at ``offset``."""
+    """An archive; its records have offsets in the file, in which the archive begins at ``offset``."""
 
     def __init__(self, file: BinaryIO, offset: int = 0) -> None:
         self._offset = offset
@@ -72,24 +72,24 @@ class TorchArchive:
             raise NoArchive("it does not begin as an archive of torch.save does")
         try:
             with zipfile.ZipFile(file) as archive:
-                found = archive.infolist()
+                members = archive.infolist()
         except (zipfile.BadZipFile, struct.error, ValueError, NotImplementedError, UnicodeDecodeError) as error:
             raise DamagedCheckpointError(f"it is not a whole zip archive: {error}") from error
-        if len(found) > _RECORDS_LIMIT or sum(one.file_size for one in found) > self._size:
+        if len(members) > _RECORDS_LIMIT or sum(member.file_size for member in members) > self._size:
             raise DamagedCheckpointError("its records claim more bytes than the archive has")
-        if any(one.filename.endswith("/constants.pkl") or "/code/" in one.filename for one in found):
+        if any(member.filename.endswith("/constants.pkl") or "/code/" in member.filename for member in members):
             raise DamagedCheckpointError("it is a TorchScript archive, which holds code; save its state_dict() instead")
         self.records: dict[str, Record] = {}  # by their names, without the folder
-        for one in found:
-            _, _, name = one.filename.partition("/")
-            if one.compress_type != zipfile.ZIP_STORED or one.flag_bits & 1 or one.compress_size != one.file_size:
-                raise DamagedCheckpointError(f"record {one.filename!r:.200} is compressed or encrypted")
+        for info in members:
+            _, _, name = info.filename.partition("/")
+            if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 or info.compress_size != info.file_size:
+                raise DamagedCheckpointError(f"record {info.filename!r:.200} is compressed or encrypted")
             if name in self.records:
-                raise DamagedCheckpointError(f"record {one.filename!r:.200} occurs twice")
-            self.records[name] = self._record(file, one)
+                raise DamagedCheckpointError(f"record {info.filename!r:.200} occurs twice")
+            self.records[name] = self._record(file, info)
         if _PICKLE not in self.records:
             raise DamagedCheckpointError(
-                f"it is a zip archive of {shortened([one.filename for one in found], 4) or 'nothing'}, without the "
+                f"it is a zip archive of {shortened((info.filename for info in members), 4) or 'nothing'}, without the "
                 f"{_PICKLE} of torch.save"
             )
         self.pickle = self._small(file, _PICKLE, _PICKLE_LIMIT)
@@ -107,7 +107,7 @@ class TorchArchive:
         return content
 
     def _record(self, file: BinaryIO, info: zipfile.ZipInfo) -> Record:
-        """Locate the bytes of a record; they follow a header, and only that header gives its length."""
+        """Locate the bytes of a record, which follow a header of variable length."""
         file.seek(max(0, info.header_offset))
         header = file.read(_LOCAL_HEADER.size)
         if info.header_offset < 0 or len(header) < _LOCAL_HEADER.size or not header.startswith(ZIP_MAGIC):
@@ -116,11 +116,11 @@ class TorchArchive:
         begin = info.header_offset + _LOCAL_HEADER.size + name + extra
         if begin + info.file_size > self._size:
             raise DamagedCheckpointError(f"record {info.filename!r:.200} ends after the archive")
-        # Writers that compute no checksums, to save time, leave a zero.
+        # a writer that computes no checksums leaves a zero
         return Record(self._offset + begin, info.file_size, info.CRC or None)
 
     def damage(self, reader: DataReader) -> Iterator[tuple[str, str]]:
-        """Compare every record with its checksum; yield the names of records that differ, with the reason."""
+        """Verify the checksums of all records; yield the names of damaged ones, each with the reason."""
         for name, record in self.records.items():
             checksum = 0
             try:
@@ -135,7 +135,7 @@ class TorchArchive:
 
 
 class _Extent(io.RawIOBase):
-    """An extent of a file, which is read like a file."""
+    """An extent of a file, readable as a file."""
 
     def __init__(self, reader: DataReader, offset: int, size: int) -> None:
         self._reader = reader
@@ -164,7 +164,7 @@ class _Extent(io.RawIOBase):
 
 
 def opened(reader: DataReader, offset: int, size: int) -> BinaryIO:
-    """Open an extent of a file for libraries that read files of Python; small reads fetch a whole block."""
+    """Open an extent of a file as a Python file; small reads fetch a whole block."""
     if offset + size > reader.size:
         raise DamagedCheckpointError(f"it is cut off: expected {offset + size} bytes, found {reader.size}")
     if size <= _BLOCK:
@@ -193,7 +193,7 @@ def recognise(location: Location, names: frozenset[str]) -> SingleTree | None:
 
     def check() -> list[Problem]:
         with location.open_data() as reader:
-            return [Problem(location.name, "", f"{name}: {what}") for name, what in archive.damage(reader)]
+            return [Problem(location.name, "", f"{name}: {problem}") for name, problem in archive.damage(reader)]
 
     source = StoredTree.of(location, tree, size, check=check, left_out=left)
     step = tree.get("global_step") if is_lightning else None
@@ -207,27 +207,27 @@ _DISTRIBUTED = ".metadata"  # name of the file in the directory that several pro
 
 
 def recognise_steps(location: Location, entries: Sequence[Entry]) -> FoundSteps:
-    """Find the ``.ckpt`` files of a Lightning run: by the step in the name, or else by that in the file."""
-    found: dict[int, tuple[bool, int, str]] = {}
+    """Find the ``.ckpt`` files of a Lightning run, by the step in the name or in the file."""
+    files: dict[int, tuple[bool, int, str]] = {}
     for entry in entries:
         if not entry.name.endswith(_LIGHTNING_FILE):
             continue
-        place, step = location / entry.name, None
+        file, step = location / entry.name, None
         match = _STEP_IN_NAME.fullmatch(entry.name)
         if match is not None and entry.is_directory:
-            step = int(match[1]) if (place / _DISTRIBUTED).is_there() else None
+            step = int(match[1]) if (file / _DISTRIBUTED).is_there() else None
         elif match is not None:
-            begin = first_bytes(place, len(_LEGACY_MAGIC))
+            begin = first_bytes(file, len(_LEGACY_MAGIC))
             step = int(match[1]) if begin.startswith((ZIP_MAGIC, _LEGACY_MAGIC)) else None
         elif not entry.is_directory:
-            with contextlib.suppress(DamagedCheckpointError):  # The step of a damaged file is unknown.
-                checkpoint = recognise(place, frozenset())
+            with contextlib.suppress(DamagedCheckpointError):  # the step of a damaged file is unknown
+                checkpoint = recognise(file, frozenset())
                 step = None if checkpoint is None else checkpoint.step
         if step is not None:
             # A name with the step wins over `last.ckpt`; Lightning adds `-v1` to a name that is taken.
             candidate = (match is not None, len(entry.name), entry.name)
-            found[step] = max(candidate, found.get(step, candidate))
-    return FoundSteps.of("Lightning", {step: location / name for step, (_, _, name) in found.items()})
+            files[step] = max(candidate, files.get(step, candidate))
+    return FoundSteps.of("Lightning", {step: location / name for step, (_, _, name) in files.items()})
 
 
 def read_object(archive: TorchArchive, file: str = "") -> Any:
@@ -238,22 +238,22 @@ def read_object(archive: TorchArchive, file: str = "") -> Any:
 def without_objects(
     tree: Any, left_out: list[str], pickle_bytes: int, needed: tuple[str, ...] | None = None, *, none: bool = False
 ) -> Any:
-    """Replace objects that are not data by `Unreadable`; outside of the needed members, leaves them out.
+    """Replace objects that are not data by `Unreadable`, or leave them out if only ``needed`` members must be complete.
 
-    With ``none``, None is a key, as in a dictionary that is never stored as a tree.
+    With ``none``, None is allowed as a key, as in a dictionary that is never stored as a tree.
     """
     walk = _Walk(left_out, _VISITS + pickle_bytes, none)
     if needed is None or not isinstance(tree, dict):
         return walk.visit(tree, "", 0)
-    found = {}
+    pruned = {}
     for key, value in tree.items():
         if not walk.is_key(key):
             left_out.append(f"an entry with the key {shown(key)}")
         elif key in needed:
-            found[key] = walk.visit(value, str(key), 1)
+            pruned[key] = walk.visit(value, str(key), 1)
         elif (kept := walk.prune(walk.visit(value, str(key), 1), str(key))) is not _GONE:
-            found[key] = kept
-    return found
+            pruned[key] = kept
+    return pruned
 
 
 @dataclass
@@ -266,19 +266,17 @@ class _Walk:
         self.visits -= 1
         if depth > MAX_DEPTH or self.visits < 0:
             raise DamagedCheckpointError(f"the tree is nested too deeply, or repeats itself too often, at {path:.200}")
-        kind = type(value)
-        if kind in _SCALARS or kind is StoredArray:
+        cls = type(value)
+        if cls in _SCALARS or cls is StoredArray or isinstance(value, np.generic):
             return value
-        if kind is dict or kind is OrderedDict:
+        if cls is dict or cls is OrderedDict:
             for odd in (key for key in value if not self.is_key(key)):
                 return Unreadable(f"a dictionary with the key {shown(odd)}")
-            return kind((key, self.visit(item, f"{path}/{key}", depth + 1)) for key, item in value.items())
-        if kind in (list, tuple):
-            return kind([self.visit(item, f"{path}/{index}", depth + 1) for index, item in enumerate(value)])
-        if kind in (set, frozenset):
+            return cls((key, self.visit(item, f"{path}/{key}", depth + 1)) for key, item in value.items())
+        if cls in (list, tuple):
+            return cls([self.visit(item, f"{path}/{index}", depth + 1) for index, item in enumerate(value)])
+        if cls in (set, frozenset):
             return value if all(type(item) in _SCALARS for item in value) else Unreadable("a set of objects")
-        if isinstance(value, np.generic):
-            return value
         return _leaf(plain_array(value))
 
     def is_key(self, key: Any) -> bool:
@@ -287,15 +285,15 @@ class _Walk:
         return type(key) in (str, bool) or (type(key) is int and -(1 << 63) <= key < 1 << 63)
 
     def prune(self, value: Any, path: str) -> Any:
-        """Leave out entries of dictionaries that are, or hold, objects; a sequence is left out as a whole."""
+        """Leave out objects in dictionaries, and sequences that hold objects."""
         if isinstance(value, Unreadable):
             self.left_out.append(f"{path.lstrip('/')} ({value.what})")
             return _GONE
         if isinstance(value, dict):
             pairs = ((key, self.prune(item, f"{path}/{key}")) for key, item in value.items())
             return type(value)((key, item) for key, item in pairs if item is not _GONE)
-        if isinstance(value, list | tuple) and (what := _object_in(value)) is not None:
-            self.left_out.append(f"{path.lstrip('/')} (it holds {what})")
+        if isinstance(value, list | tuple) and (reason := _object_in(value)) is not None:
+            self.left_out.append(f"{path.lstrip('/')} (it holds {reason})")
             return _GONE
         return value
 
@@ -304,7 +302,7 @@ def _object_in(value: Any) -> str | None:
     if isinstance(value, Unreadable):
         return value.what
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return next((what for item in inner if (what := _object_in(item)) is not None), None)
+    return next((reason for item in inner if (reason := _object_in(item)) is not None), None)
 
 
 def _leaf(value: Any) -> Any:
@@ -346,29 +344,29 @@ def export_torch(source: TreeSource, destination: Location, *, overwrite: bool =
 
 def templates(source: TreeSource) -> list[Any]:
     """Return a tensor without memory for every array, and ``...`` for every other leaf."""
-    found: list[Any] = []
+    tensors: list[Any] = []
     problems = []
     for leaf in source.leaves:
         saved = leaf.saved
         is_array = saved.dtype is not None and saved.kind not in (*NUMBER_KINDS, "str", "bytes", "key", NUMBERS)
-        found.append(tensor_like(saved) if is_array else ...)
-        if found[-1] is None:
+        tensors.append(tensor_like(saved) if is_array else ...)
+        if tensors[-1] is None:
             name = saved.details.get("torch_dtype") or np.dtype(saved.dtype).newbyteorder("=").name
             problems.append(f"{format_path(leaf.name)}: torch cannot store elements of type {name}")
     refuse_leaves(source, "a file of torch", problems)
-    return found
+    return tensors
 
 
 def plain(torch: Any, value: Any) -> Any:
-    """Replace what ``weights_only`` refuses: factories of dictionaries, deques, and what is numpy's."""
+    """Replace what ``weights_only`` refuses: dictionaries with factories, deques, arrays and scalars of numpy."""
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value)  # The data of random keys is an array of numpy.
     if isinstance(value, np.generic):
         return value.item()  # A packed sequence holds numpy's scalars.
     if isinstance(value, dict):
-        kind: Any = dict if isinstance(value, defaultdict) else type(value)
-        return kind({key: plain(torch, item) for key, item in value.items()})
+        container: Any = dict if isinstance(value, defaultdict) else type(value)
+        return container({key: plain(torch, item) for key, item in value.items()})
     if isinstance(value, list | tuple | deque):
-        kind = list if isinstance(value, deque) else type(value)
-        return kind([plain(torch, item) for item in value])
+        container = list if isinstance(value, deque) else type(value)
+        return container([plain(torch, item) for item in value])
     return value

@@ -24,7 +24,7 @@ from .pickles import Builder, Inert, Name, Stateful, shown
 ByteOrder = Literal["<", ">"]
 _LARGEST = 1 << 62
 _AXES = 64
-# Names of dtypes; the last ones are packed elements, read as bytes, with which torch does not compute either.
+# Names of dtypes; the last ones are packed elements, which are read as bytes.
 _DTYPES = COMMON_DTYPES | {
     *("complex32", "bfloat16"),
     *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
@@ -58,7 +58,7 @@ def named_dtype(dtype: object) -> TorchDType:
 
 
 class Record(NamedTuple):
-    """One record of an archive: its first byte in the file, its size in bytes, its checksum if it has one."""
+    """One record of an archive: its offset in the file, its number of bytes, and its checksum if it has one."""
 
     offset: int
     length: int
@@ -85,7 +85,7 @@ class Storage:
         *,
         elements: TorchDType | None = None,
     ) -> StoredArray:
-        """Return a tensor that is a view of this memory, with all numbers checked."""
+        """Return a tensor that is a view of this storage, after checking all numbers."""
         elements = elements or self.elements
         shape, strides = sizes(size), sizes(stride)
         if len(shape) != len(strides) or type(offset) is not int or not 0 <= offset <= _LARGEST:
@@ -125,11 +125,11 @@ def storage_finder(records: Mapping[str, Record], file: str, byte_order: ByteOrd
     def find(identity: Any) -> Storage:
         if type(identity) is not tuple or len(identity) < 5 or identity[0] != "storage":
             raise DamagedCheckpointError("the pickle refers to an object that is not a storage")
-        _, kind, key, _, count = identity[:5]
+        _, storage_type, key, _, count = identity[:5]
         record = records.get(f"data/{key}") if type(key) is str else None
         if record is None:
             raise DamagedCheckpointError(f"storage {shown(key)} is missing")
-        name = _STORAGES.get(kind.attribute) if isinstance(kind, Name) else None
+        name = _STORAGES.get(storage_type.attribute) if isinstance(storage_type, Name) else None
         elements = torch_dtype(name or "uint8")
         if type(count) is not int or (name and count * elements.dtype.itemsize > record.length):
             raise DamagedCheckpointError(
@@ -140,12 +140,6 @@ def storage_finder(records: Mapping[str, Record], file: str, byte_order: ByteOrd
     return find
 
 
-def _typed_tensor(
-    storage: Storage, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *more: Any
-) -> StoredArray:
-    return storage.tensor(offset, size, stride, grad, hooks, *more, elements=named_dtype(dtype))
-
-
 def _parameter(data: Any, requires_grad: Any, *_: Any) -> Any:
     if isinstance(data, StoredArray):
         details = {key: value for key, value in data.details.items() if key != "requires_grad"}
@@ -154,22 +148,22 @@ def _parameter(data: Any, requires_grad: Any, *_: Any) -> Any:
 
 
 def sizes(value: Any) -> tuple[int, ...]:
-    found = tuple(value) if isinstance(value, tuple | list) else None
-    if found is None or len(found) > _AXES or any(type(one) is not int or not 0 <= one <= _LARGEST for one in found):
+    numbers = tuple(value) if isinstance(value, tuple | list) else None
+    if numbers is None or len(numbers) > _AXES or any(type(n) is not int or not 0 <= n <= _LARGEST for n in numbers):
         raise DamagedCheckpointError(f"{shown(value)} is not a shape or an offset")
-    return found
+    return numbers
 
 
 def _finish(metadata: Any) -> Callable[[NDArray[Any]], NDArray[Any]] | None:
-    """Return the function for elements that torch stores conjugated or negated, or None."""
+    """Return the function that converts elements stored conjugated or negated, or None."""
     marks = metadata if isinstance(metadata, dict) else {}
     conjugate, negate = marks.get("conj") is True, marks.get("neg") is True
     if not conjugate and not negate:
         return None
 
     def finish(array: NDArray[Any]) -> NDArray[Any]:
-        found = np.conjugate(array) if conjugate else array
-        return -found if negate else found
+        elements = np.conjugate(array) if conjugate else array
+        return -elements if negate else elements
 
     return finish
 
@@ -235,25 +229,21 @@ def plain_array(value: Any) -> Any:
     return value
 
 
-def _attributes(_state: Any = None, **_: Any) -> dict[str, Any]:
-    return {}
-
-
 def _text(value: Any) -> str:
     if type(value) is not str:
         raise ValueError(f"{shown(value)} is not text")
     return value
 
 
-def _device(kind: Any, index: Any = None) -> str:
-    return _text(kind) if index is None else f"{_text(kind)}:{shown(index)}"
+def _device(device_type: Any, index: Any = None) -> str:
+    return _text(device_type) if index is None else f"{_text(device_type)}:{shown(index)}"
 
 
-def _typed(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
+def _typed(function: Any, tensor_type: Any, arguments: Any, state: Any) -> Any:
     """A tensor with attributes: plain tensor types lose them, other types stay inert."""
     builder = BUILDERS.get(function) if isinstance(function, Name) else None
-    if builder is None or kind not in _TENSOR_TYPES:
-        return Inert(kind if isinstance(kind, Name) else Name("torch", "Tensor"), (arguments, state))
+    if builder is None or tensor_type not in _TENSOR_TYPES:
+        return Inert(tensor_type if isinstance(tensor_type, Name) else Name("torch", "Tensor"), (arguments, state))
     return builder(*arguments)
 
 
@@ -261,13 +251,15 @@ _TENSOR_TYPES = {Name("torch", "Tensor"), Name("torch.nn.parameter", "Parameter"
 BUILDERS: Mapping[Name, Builder] = {
     Name("torch._utils", "_rebuild_tensor"): Storage.tensor,
     Name("torch._utils", "_rebuild_tensor_v2"): Storage.tensor,
-    Name("torch._utils", "_rebuild_tensor_v3"): _typed_tensor,
+    Name("torch._utils", "_rebuild_tensor_v3"): lambda storage, offset, size, stride, grad, hooks, dtype, *more: (
+        storage.tensor(offset, size, stride, grad, hooks, *more, elements=named_dtype(dtype))
+    ),
     Name("torch._utils", "_rebuild_parameter"): _parameter,
     Name("torch._utils", "_rebuild_parameter_with_state"): _parameter,
     Name("torch._tensor", "_rebuild_from_type_v2"): _typed,
     Name("torch", "Size"): lambda numbers=(): sizes(numbers),
     Name("torch", "device"): _device,
-    Name("torch.serialization", "_get_layout"): lambda name: _text(name),
+    Name("torch.serialization", "_get_layout"): _text,
     Name("collections", "OrderedDict"): lambda pairs=(): OrderedDict(_pairs(pairs)),
     Name("collections", "defaultdict"): lambda *_: {},
     Name("builtins", "dict"): lambda pairs=(): dict(_pairs(pairs)),
@@ -282,7 +274,7 @@ BUILDERS: Mapping[Name, Builder] = {
     **dict.fromkeys(_ARRAY_CONSTRUCTORS, _Array),
     **dict.fromkeys(_SCALAR_CONSTRUCTORS, _scalar),
     **{
-        Name(module, "AttributeDict"): _attributes
+        Name(module, "AttributeDict"): lambda *_: {}
         for module in (
             "lightning.fabric.utilities.data",
             "lightning_fabric.utilities.data",
@@ -302,7 +294,7 @@ def _pairs(value: Any) -> list[tuple[Any, Any]]:
 
 
 def _scalars(items: Any) -> list[Any]:
-    found = list(items) if isinstance(items, list | tuple | set | frozenset) else None
-    if found is None or any(isinstance(one, tuple | frozenset) for one in found):
+    values = list(items) if isinstance(items, list | tuple | set | frozenset) else None
+    if values is None or any(isinstance(value, tuple | frozenset) for value in values):
         raise ValueError("a key or element is a container")
-    return found
+    return values

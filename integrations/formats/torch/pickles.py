@@ -41,8 +41,6 @@ class Inert:
 class Stateful(abc.ABC):
     """Base of objects of builders that take the state of ``BUILD``."""
 
-    __slots__ = ()
-
     @abc.abstractmethod
     def set_state(self, state: Any) -> None:
         """Take the state, which must not be trusted; may raise ValueError."""
@@ -58,8 +56,8 @@ def shown(value: Any) -> str:
 _LONGEST_INT = 1 << 23  # bits; Python turns longer ones into text for minutes
 
 Builder = Callable[..., Any]
-"""Makes the object for one name from the arguments in the pickle, which must not be trusted. ValueError, TypeError and
-the like become DamagedCheckpointError."""
+"""Makes the object of a name from untrusted arguments; ValueError, TypeError and the like become
+DamagedCheckpointError."""
 
 _MARK = object()  # the start of a group of values on the stack
 
@@ -87,7 +85,7 @@ def unpickle(
 
 
 class _Machine:
-    """The stack, the memo, and what the opcodes do with them."""
+    """The stack, the memo, and the operations of the opcodes."""
 
     def __init__(self, builders: Mapping[Name, Builder], persistent: Callable[[Any], Any] | None) -> None:
         self.stack: list[Any] = []
@@ -95,17 +93,15 @@ class _Machine:
         self.builders = builders
         self.persistent = persistent
 
-    # ---- the stack
-
     def top(self) -> Any:
         if not self.stack or self.stack[-1] is _MARK:
             raise ValueError("an opcode finds the stack empty")
         return self.stack[-1]
 
     def pop(self) -> Any:
-        found = self.top()
+        value = self.top()
         del self.stack[-1]
-        return found
+        return value
 
     def pop_mark(self) -> list[Any]:
         stack = self.stack
@@ -114,16 +110,16 @@ class _Machine:
             start -= 1
         if start < 0:
             raise ValueError("an opcode finds no mark on the stack")
-        found = stack[start + 1 :]
+        values = stack[start + 1 :]
         del stack[start:]
-        return found
+        return values
 
     def pop_last(self, count: int) -> list[Any]:
-        found = self.stack[-count:]
-        if len(found) < count or any(value is _MARK for value in found):
+        values = self.stack[-count:]
+        if len(values) < count or any(value is _MARK for value in values):
             raise ValueError("an opcode finds the stack empty")
         del self.stack[-count:]
-        return found
+        return values
 
     def recall(self, key: int) -> None:
         if key not in self.memo:
@@ -132,8 +128,6 @@ class _Machine:
 
     def memoize(self, key: int | None) -> None:
         self.memo[len(self.memo) if key is None else key] = self.top()
-
-    # ---- objects
 
     def integer(self, value: int) -> None:
         if value.bit_length() > _LONGEST_INT:
@@ -211,7 +205,7 @@ class _Machine:
 _PUSHED = frozenset({"BININT", "BININT1", "BININT2", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"}) | {
     *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8")
 }
-# By the names of the others, what each does with its argument; the STOP at the end leaves its value on the stack.
+# The operations of the other opcodes on their arguments; the STOP at the end leaves its value on the stack.
 _ACTIONS: dict[str, Callable[[_Machine, Any], object]] = {
     **dict.fromkeys(("PROTO", "FRAME", "STOP"), lambda *_: None),
     **dict.fromkeys(("LONG1", "LONG4"), _Machine.integer),
