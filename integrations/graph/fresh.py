@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from ...engine.errors import UnsupportedLeafError, difference
@@ -46,11 +47,13 @@ class FreshObjects:
     def __init__(self, live: LiveGraph) -> None:
         plain: tuple[dict[int, bool], dict[int, bool]] = {}, {}
         objects = {id(node): _Object(node, plain) for node in live.own}
+        uses = Counter(id(child) for node in live.own for child in chain(node.edges.values(), *node.groups))
         for node in reversed(live.own):  # what is below an object comes after it
             described = objects[id(node)]
             described.edges = {name: objects[id(child)] for name, child in node.edges.items() if not child.outside}
             described.has_values |= any(child.has_values for child in described.edges.values())
-            described.is_made |= described.is_container and all(child.is_made for child in described.edges.values())
+            lone = (objects[one].is_made and uses[one] == 1 for one in map(id, node.edges.values()) if one in objects)
+            described.is_made |= described.is_container and all(lone)
         self._root = objects[id(live.nodes[0])]
 
     @classmethod
