@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import DamagedCheckpointError, OptionError, shortened
-from .pytree import is_jax_array, is_torch_tensor, leaves_of, loaded
+from .pytree import is_jax_array, is_key, is_torch_tensor, leaves_of, loaded
 
 DRAWN, IDLE = "drawn", "idle"
 """The parts of a saved state: generators that a step has drawn from, and those that no step has drawn from.
@@ -23,6 +23,7 @@ DRAWN, IDLE = "drawn", "idle"
 The state of an idle generator may be that of an unseeded one, which differs between two runs of one program.
 """
 
+_SEEDS = "seed_seq"  # in the state of a Generator of numpy that has spawned others: what the next ones follow from
 _DEVICES = ("cuda", "xpu")  # devices of torch with a default generator each
 _PLAIN = {bool, int, float, str, bytes, type(None)}
 _EXACT = {int, str, bytes}
@@ -126,9 +127,10 @@ def checksums(states: Mapping[str, Any]) -> dict[str, int]:
         sums[name] = zlib.crc32(text.encode("utf-8", "surrogatepass"))
         for array in arrays:
             # A jax array that is not ready would have to be waited for; an array on a device cannot be read.
-            if not is_jax_array(array) or array.is_ready():
-                with contextlib.suppress(Exception):
-                    sums[name] = zlib.crc32(np.asarray(array).tobytes(), sums[name])
+            with contextlib.suppress(Exception):
+                plain = loaded("jax").random.key_data(array) if is_key(array) else array
+                if not is_jax_array(plain) or plain.is_ready():
+                    sums[name] = zlib.crc32(np.asarray(plain).tobytes(), sums[name])
     return sums
 
 
@@ -235,7 +237,8 @@ def is_generator(obj: object) -> bool:
 
 def generator_state(generator: Any) -> Any:
     if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
+        state, seeds = generator.bit_generator.state, generator.bit_generator.seed_seq
+        return {**state, _SEEDS: seeds.state} if getattr(seeds, "n_children_spawned", 0) else state
     if isinstance(generator, random.SystemRandom):
         raise OptionError(
             f"{type(generator).__qualname__} draws from the operating system and has no state, so that a resumed run "
@@ -254,7 +257,10 @@ def set_generator_state(generator: Any, state: Any) -> None:
     """Set a generator to a state from :func:`generator_state`, perhaps saved and loaded since."""
     if isinstance(generator, np.random.Generator):
         # Some bit generators of numpy accept their words as arrays only; loading keeps them arrays.
-        generator.bit_generator.state = state
+        seeds = state.get(_SEEDS)
+        generator.bit_generator.state = own = {name: part for name, part in state.items() if name != _SEEDS}
+        with contextlib.suppress(TypeError):  # numpy before 2.0 does not take it.
+            seeds and generator.bit_generator.__setstate__((own, np.random.SeedSequence(**seeds)))
     elif isinstance(generator, random.Random):
         if not isinstance(state, dict) or state.keys() != {"version", "words", "gauss"}:
             name = type(generator).__qualname__

@@ -60,7 +60,7 @@ _ORDER = "state"  # what the order depends on, as the program's function returne
 _VALUES = "attributes"  # numbers and small arrays of the loader, which earlier versions saved
 LAST = "last"  # a checksum of the last batch: it tells whether a resume has drawn the same one again
 ENDED = "ended"  # whether that was the last batch of the epoch
-_NOW = "now"  # the states of the loader's own generators, which others may draw from as well
+_NOW = "now"  # the loader's own generators, which others may draw from as well, and _ORDER, which others may change
 _PARTS = (TAKEN, ENDED, _BEGUN, _NOW, _ORDER, LAST)
 _HANDED = "generators."  # the beginning of the names of generators that the program has handed over
 _MOST_VALUES = 1000  # values of a batch that are looked at
@@ -154,6 +154,7 @@ class LoaderPosition:
             state |= {ENDED: True} if self._has_ended else {}
         else:
             states, order = {name: self._begun[name] for name in (*self._drawn, *self._generators)}, self._order
+            own_states |= self._order_now()  # Training may have changed it since.
             state |= {_NOW: own_states} if own_states else {}
         return {**state, **({_BEGUN: states} if states else {}), **order}
 
@@ -198,6 +199,7 @@ class LoaderPosition:
         last, draws = self._redraw(taken)
         restore(before)
         self._set_own_states(saved.get(_NOW, {}))
+        self._set_order(saved.get(_NOW, {}))
         if self._last is not None and last not in (None, self._last) and not (draws or lasts or told):
             self._warn_of_other_batches(taken)
 
@@ -418,9 +420,9 @@ def skip_to(
         generators: The generators of Python, numpy and torch from which the loader draws, in this process. Their states
             at the start of the epoch are saved, and restored before the earlier batches are drawn again. Hand over the
             same ones in the same order when the run is resumed.
-        state: Two functions, ``get`` and ``set``. ``get()`` is called when an epoch begins, and returns the values on
-            which its order depends: plain data, arrays and tensors. A resume calls ``set(value)`` before it draws the
-            earlier batches again.
+        state: Two functions, ``get`` and ``set``. ``get()`` returns what the order of an epoch depends on: plain data,
+            arrays and tensors. It is called when an epoch begins and at each step, and both values are saved.
+            ``set(value)`` takes the first in a resume, before earlier batches are drawn again, and then the second.
 
     Returns:
         The iterator. Callbacks and ``holdfast.graph`` save and restore it by its ``get_state`` and ``set_state``.

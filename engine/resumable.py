@@ -55,6 +55,7 @@ class ResumableLoader(LoaderPosition):
                 f"{type(loader).__qualname__}: leave it out, and earlier batches are drawn again"
             )
         self._most = batches_per_epoch
+        self._asked = False  # whether a loop has begun, perhaps without a batch, since a state was set
         self._turn = 0  # changes when another loop begins, or a state is set
         self._reported = 0  # the turn of the last report of a step
         self._loops: set[bool] | None = set()  # whether steps were reported in the loops of the run; None once told
@@ -76,6 +77,13 @@ class ResumableLoader(LoaderPosition):
         return getattr(self._loader, name)
 
     def __iter__(self) -> Iterator[Any]:
+        if self._restored and self._asked:  # That loop gave nothing: zip had come to the end of an earlier loader.
+            self._take_up()
+            self._move(self._epoch + 1, 0)
+        self._asked = True
+        return self._loop()
+
+    def _loop(self) -> Iterator[Any]:
         if self._batches is not None:
             self._move(self._epoch + 1, 0)  # A loop was left, and Python has not noticed yet.
         self._turn += 1
@@ -83,13 +91,10 @@ class ResumableLoader(LoaderPosition):
         try:
             if self._is_stopped():
                 return
-            if not self._restored:
-                self._begin(self._epoch)
-            elif self._has_ended:
-                self._take_restored()
-                _logger.info(_NOTHING_LEFT, self._epoch)
+            if self._restored:
+                self._take_up()
             else:
-                self._go_to(self._epoch, self._taken)
+                self._begin(self._epoch)
             while batch := self._draw():
                 given = True
                 self._last = fingerprint(batch[0])
@@ -108,6 +113,14 @@ class ResumableLoader(LoaderPosition):
                     self._loops.add(self._reported == turn)
                 self._move(self._epoch + 1, 0)
 
+    def _take_up(self) -> None:
+        """Go to the place that was restored."""
+        if self._has_ended:
+            self._take_restored()
+            _logger.info(_NOTHING_LEFT, self._epoch)
+        else:
+            self._go_to(self._epoch, self._taken)
+
     def get_state(self) -> dict[str, Any]:
         """Return the epoch, the number of its batches taken, and the states from which its order was drawn."""
         self._reported = self._turn
@@ -124,6 +137,7 @@ class ResumableLoader(LoaderPosition):
                 f"{', '.join(map(str, state)) or 'nothing'}: it was saved of another object"
             )
         self._move(*state[TAKEN])
+        self._asked = False
         self._restored, self._last, self._has_ended = state, state.get(LAST), state.get(ENDED, False)
 
     def begin_run(self, announce: Announce) -> None:

@@ -16,7 +16,7 @@ import contextlib
 import json
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
@@ -86,7 +86,7 @@ class Recorder:
         generators = self._checksums(seen.generators) if same is None else same.record["generators"]
         record: Record = {"k": k, "step": seen.step, "generators": generators}
         state = dict(zip(ways.names, leaves, strict=True))
-        gradients = _gradients(state) if k else {}
+        gradients = _gradients(state, ways.trained(seen.root)) if k else {}
         sparse = {name: state[name] for name, gradient in gradients.items() if gradient.is_sparse}
         full = _leaves_to_sum(sparse if seen.metrics else state, k)
         layers: dict[str, Mapping[Any, Any]] = {"state": state, "full": full}
@@ -355,8 +355,8 @@ def is_time(name: str) -> bool:
     return not _TIMES.isdisjoint(re.split(r"[^a-z]+", name.lower()))
 
 
-def _gradients(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the gradients of torch parameters, by the names of their leaves."""
+def _gradients(leaves: Mapping[str, Any], trained: Collection[int] | None) -> dict[str, Any]:
+    """Return the gradients that an optimizer may use, by the names of their leaves; all if there is no optimizer."""
     torch: Any = loaded("torch")
     if torch is None:
         return {}
@@ -364,6 +364,7 @@ def _gradients(leaves: Mapping[str, Any]) -> dict[str, Any]:
         name: gradient
         for name, leaf in leaves.items()
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_leaf
+        if trained is None or id(leaf) in trained
         if (gradient := leaf.grad) is not None
     }
 

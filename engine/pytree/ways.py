@@ -38,7 +38,7 @@ _TEXT_DEPTH = 3  # containers in containers
 _MOST_ENTRIES = 256  # of a container whose entries are a text
 _CLOSED = (str, bytes, type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 _LOADERS = ("holdfast", "torchdata", "datasets", "grain", "lightning", "pytorch_lightning", "keras", "flax")
-_LIBRARIES = ("torch", "numpy", "jax", "jaxlib", "optax", "builtins", "threading", "logging")  # Attributes stay theirs.
+_LIBRARIES = ("torch", "numpy", "jax", "jaxlib", "optax", "builtins", "threading", "queue", "logging")  # left alone
 
 _Get = Callable[[Any, Any], Any]
 
@@ -62,14 +62,14 @@ class _Way:
     @property
     def is_open(self) -> bool:
         """True if the way passes only containers."""
-        return self.get is operator.getitem and (self.parent is None or self.parent.is_open)
+        return self.get in (operator.getitem, _entry) and (self.parent is None or self.parent.is_open)
 
     def is_lost(self, values: Mapping[_Way | None, Any]) -> bool:
         """True if an entry is gone from a container whose entries do not come and go, as the items of lists do."""
         if self.parent is not None and self.parent.is_lost(values):
             return True
         owner = values[self.parent]
-        may_go = self.get is _state_of or owner is MISSING or isinstance(owner, list | deque)
+        may_go = self.get in (_state_of, _entry) or owner is MISSING or isinstance(owner, list | deque)
         return values[self] is MISSING and not may_go and (self.parent is None or self.parent.is_open)
 
 
@@ -129,6 +129,7 @@ class Ways:
         count = 0
         leaves: list[tuple[str, _Way, int]] = []  # name, way, rank
         self._attributes: list[tuple[str, _Way | None, str]] = []  # name, way to the owner, name there
+        optimizers: list[_Way | None] = []
         queue: deque[tuple[str, _Way | None, Any, tuple[int, ...]]] = deque([("", None, root, ())])
         while queue and count < _MOST_NODES:
             path, way, value, above = queue.popleft()
@@ -136,6 +137,8 @@ class Ways:
                 continue
             children = _children(value)
             count += len(children)
+            if _is_optimizer(value):
+                optimizers.append(way)
             prefix = f"{path}." if path else ""
             if len(self._attributes) < _MOST_ATTRIBUTES:
                 taken = {child.key for child in children if child.get is getattr and _is_open("", child.value)}
@@ -162,6 +165,7 @@ class Ways:
         self.names = tuple(self._leaves)
         self._to_leaves = _Route(way or _NOWHERE for way in self._leaves.values())
         self._to_owners = _Route(way for _, way, _ in self._attributes)
+        self._to_optimizers = _Route(optimizers)
 
     def follow(self, root: Any) -> list[Any]:
         """Return the chosen leaves of another root, in the order of :attr:`names`; MISSING for those that are gone."""
@@ -174,6 +178,12 @@ class Ways:
         """
         values = self._to_leaves.values(root)
         return [name for name, way in self._leaves.items() if way is not None and way.is_lost(values)]
+
+    def trained(self, root: Any) -> set[int] | None:
+        """Return the ids of all parameters of the optimizers of torch; None if there is no optimizer."""
+        found = [one for one in self._to_optimizers.follow(root) if one is not MISSING]
+        groups = (group for optimizer in found for group in optimizer.param_groups)
+        return {id(one) for group in groups for one in group["params"]} if found else None
 
     def attributes(self, root: Any) -> dict[str, str]:
         """Return the attributes that are plain values, functions, generators or containers of them, as texts."""
@@ -188,7 +198,8 @@ class Ways:
 def _children(value: Any) -> list[_Child]:
     """Return the values that a way can lead to from an object; an array has none."""
     if type(value) is dict or isinstance(value, Mapping):
-        return [_Child(str(key), operator.getitem, key, child) for key, child in [*value.items()]]
+        get = _entry if hasattr(type(value), "__missing__") else operator.getitem
+        return [_Child(str(key), get, key, child) for key, child in [*value.items()]]
     if isinstance(value, list | tuple | deque):
         names = getattr(value, "_fields", None) or map(str, range(len(value)))
         pairs = zip(names, [*value], strict=True)
@@ -197,7 +208,7 @@ def _children(value: Any) -> list[_Child]:
         return []
     if loaded("torch") is not None and isinstance(value, torch.nn.Module):
         return list(_of_module(value))
-    if loaded("torch") is not None and isinstance(value, torch.optim.Optimizer):
+    if _is_optimizer(value):
         return list(_of_optimizer(value))
     is_object_of_nnx = is_nnx(value)
     if not is_object_of_nnx and _is_variable(value):
@@ -211,6 +222,10 @@ def _children(value: Any) -> list[_Child]:
     if is_object_of_nnx or (hasattr(value, "__dict__") and not _is_of_library(value)):
         return [_Child(name, getattr, name, child) for name, child in [*vars(value).items()] if _is_open(name, child)]
     return []
+
+
+def _is_optimizer(value: Any) -> bool:
+    return loaded("torch") is not None and isinstance(value, torch.optim.Optimizer)
 
 
 def _of_module(module: Any) -> Iterator[_Child]:
@@ -230,6 +245,10 @@ def _of_optimizer(optimizer: Any) -> Iterator[_Child]:
         for key, child in [*group.items()]:
             if type(child) in (bool, int, float):
                 yield _Child(f"param_groups.{index}.{key}", _option, (index, key), child)
+
+
+def _entry(mapping: Any, key: Any) -> Any:
+    return mapping.get(key, MISSING)  # A defaultdict would make the entry.
 
 
 def _held(module: Any, key: tuple[str, str]) -> Any:

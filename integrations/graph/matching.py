@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -169,7 +169,8 @@ class Matching:
                     slot = self._slots.setdefault(id(part), slot)
                 queue.append(_Visit(child, part, classify(part, slot), below, slot, within))
             elif owner is not None and (covers := self.values.below(child, arrays=self._final)) is not None:
-                add = partial(dict.__setitem__, value, self.values.keys(number).get(segment, unescape_key(segment)))
+                kind = OrderedDict if isinstance(value, OrderedDict) else dict  # An OrderedDict would not find the key.
+                add = partial(kind.__setitem__, value, self.values.keys(number).get(segment, unescape_key(segment)))
                 yield Assignment(child, Attachment(owner.anchor, (*owner.trail, segment), ..., add), below, covers)
             elif child in self.graph.with_values and (view.optimizer is None or segment != GROUPS):
                 self.waiting.append(value)

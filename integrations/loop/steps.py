@@ -232,7 +232,8 @@ class StepSaver:
     def show(self, report: Report) -> None:
         """Let the witness record a step that is not saved, as it follows the save of a preemption."""
         positions = {name: _taking(extra)(extra) for name, extra in report.extras.items() if moves(extra)}
-        self._witness.note(lambda: report.seen(positions), report.epochs)
+        if self._witness.watches:
+            self._witness.note(lambda: report.seen(positions), report.epochs)
 
     def reconsider(self, step: int, metrics: Mapping[str, Any]) -> Decision | None:
         """Add metrics to the last step, and return whether to save it now; None if ``step`` is not the last one."""

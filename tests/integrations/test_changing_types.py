@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -501,3 +501,20 @@ def test_a_sequence_of_plain_values_has_the_length_that_was_saved(name: str, par
     assert_same(left := start(1), type(left)([*SHRINKING[name]()][:-1]))
     assert_same(start(1), left)
     assert len(start(2)) == len(left) - 1
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict, Counter, partial(defaultdict, int)])
+def test_a_dictionary_beside_a_module_gets_its_new_entries_in_their_order(kind: Any, tmp_path: Path) -> None:
+    def train(steps: int) -> Any:
+        state = {"model": torch.nn.Linear(1, 1), "entries": kind()}
+        with hf.CheckpointCallback(tmp_path) as checkpoint:
+            state, done = checkpoint.restore_or_initialize(state)
+            for step in range(done + 1, steps + 1):
+                state["entries"][9 - step] = step
+                checkpoint.on_step(step, state)
+        return state["entries"]
+
+    train(2)
+    found = train(3)
+    assert found == kind({8: 1, 7: 2, 6: 3})
+    assert [*found] == [8, 7, 6]

@@ -281,6 +281,55 @@ def test_a_loop_of_jax_is_exact(name: str) -> None:
     check_interrupted(descend, LOADERS[name])
 
 
+def in_step(loaders: list[Any]) -> Iterator[tuple[Any, list[Any]]]:
+    """Yield the pairs of three epochs of two loaders, each with the states of the loaders."""
+    for _ in range(loaders[0].epoch, 3):
+        for pair in zip(*loaders, strict=False):
+            yield [one.tolist() for one in pair], [state_of(one) for one in loaders]
+
+
+@pytest.mark.parametrize("lengths", [(4, 4), (4, 6), (6, 4)])
+def test_loaders_in_step_are_resumed_together(lengths: tuple[int, int]) -> None:
+    """At the end of the first one, zip asks the second one for no batch."""
+
+    def make() -> list[Any]:
+        return [hf.resumable(data.DataLoader(range(n), shuffle=True, generator=seeded(n))) for n in lengths]
+
+    whole = [*in_step(make())]
+    for done, (_, states) in enumerate(whole, 1):
+        loaders = [restore_state(*pair) for pair in zip(make(), states, strict=True)]
+        assert [pair for pair, _ in in_step(loaders)] == [pair for pair, _ in whole[done:]]
+
+
+class Scored(list[Any]):
+    """Items in the order of scores, which training changes."""
+
+    def __init__(self) -> None:
+        super().__init__(range(4))
+        self.scores = np.zeros(4)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from np.argsort(self.scores, stable=True)
+
+    def set_scores(self, scores: Any) -> None:
+        self.scores = scores
+
+
+def test_an_order_that_training_changes() -> None:
+    def train(state: Any = None) -> Iterator[Any]:
+        items = Scored()
+        loader = hf.resumable(items, state=(lambda: items.scores, items.set_scores))
+        loader = loader if state is None else restore_state(loader, state)
+        for _ in range(loader.epoch, 3):
+            for item in loader:
+                items.scores[item] += 5 - 3 * items.scores[item] - item
+                yield int(item), items.scores.tolist(), state_of(loader)
+
+    whole = [*train()]
+    for done, (_, _, state) in enumerate(whole, 1):
+        assert [one[:2] for one in train(state)] == [one[:2] for one in whole[done:]]
+
+
 @pytest.mark.parametrize("breaks", [0, 3])
 @pytest.mark.parametrize("redraw", ["batches", "indices"])
 def test_epochs_of_a_number_of_batches(redraw: Any, breaks: int) -> None:

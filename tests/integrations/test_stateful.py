@@ -92,6 +92,7 @@ def of_numpy(kind: str, *, legacy: bool = False) -> Callable[[int], Any]:
     return lambda seed: (np.random.RandomState if legacy else np.random.Generator)(getattr(np.random, kind)(seed))
 
 
+SPAWNS = int(np.__version__.partition(".")[0]) >= 2  # Earlier versions cannot be told which children there are.
 BIT_GENERATORS = ["PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64"]
 GENERATORS: dict[str, tuple[Callable[[int], Any], Callable[[Any], Any]]] = {
     **{kind: (of_numpy(kind), lambda one: one.random(5, np.float32)) for kind in BIT_GENERATORS},
@@ -99,6 +100,7 @@ GENERATORS: dict[str, tuple[Callable[[int], Any], Callable[[Any], Any]]] = {
         f"RandomState of {kind}": (of_numpy(kind, legacy=True), lambda one: one.normal(size=3))
         for kind in BIT_GENERATORS
     },
+    **({"a Generator that spawns": (of_numpy("PCG64"), lambda one: one.spawn(1)[0].random(3))} if SPAWNS else {}),
     "RandomState": (np.random.RandomState, lambda one: one.normal(size=3)),
     "random": (random.Random, lambda one: [one.gauss() for _ in range(3)]),
     "torch": (lambda seed: torch.Generator().manual_seed(seed), lambda one: torch.rand(3, generator=one)),

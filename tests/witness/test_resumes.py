@@ -147,6 +147,31 @@ def test_a_later_difference_is_named_too(tmp_path: Path, caplog: pytest.LogCaptu
     assert said == ["exact: steps 21, 22 and 24 are those of before the stop", "not exact from step 28 on: state"]
 
 
+@pytest.mark.parametrize("trained", ["head", "all"])
+def test_gradients_that_no_optimizer_uses_decide_nothing(tmp_path: Path, trained: str) -> None:
+    """``zero_grad`` of an optimizer of the head leaves those of a body that is not frozen, and they add up."""
+    torch: Any = pytest.importorskip("torch")
+
+    def train(last: int) -> Proof:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        optimizer = torch.optim.SGD((model[1] if trained == "head" else model).parameters(), lr=0.1)
+        with hf.CheckpointCallback(tmp_path, save_interval_steps=4, save_at_end=False) as checkpoint:
+            state, start = checkpoint.restore_or_initialize({"model": model, "optimizer": optimizer})
+            for step in range(start + 1, last + 1):
+                if trained == "head":
+                    optimizer.zero_grad()
+                torch.autograd.backward(model(torch.randn(3, 2)).square().mean())
+                optimizer.step()
+                checkpoint.on_step(step, state)
+                checkpoint.manager.wait_until_finished()
+        return checkpoint.proof
+
+    train(7)
+    proof = train(8)
+    assert (proof.exact, "gradients" in proof.differs) == (trained == "head", trained == "all")
+
+
 class Model:
     """An object whose state lacks numbers that steps change, or make."""
 
@@ -390,6 +415,15 @@ def test_a_preempted_run_goes_on_to_be_compared(tmp_path: Path) -> None:
     assert hf.list_checkpoints(tmp_path)[-1].reason == "preempted"
     again = Run(tmp_path, save_interval_steps=100)(last=12)
     assert again.checkpoint.proof == Proof(exact=True, steps=(7, 8, 10))
+
+
+@pytest.mark.usefixtures("default_sigterm")
+def test_a_witness_that_has_ended_is_not_shown_the_steps_after_a_signal(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("holdfast.engine.pytree.sampling.Sampler.take", None)
+    Run(tmp_path, grace_secs="1h")(at=told(6))
+    assert len([text for text in caplog.messages if "no longer recorded" in text]) == 1
 
 
 @pytest.mark.usefixtures("default_sigterm")

@@ -6,10 +6,13 @@ import dataclasses
 import json
 import os
 import random
+from collections import Counter, defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax  # type: ignore[import-untyped]  # it ships no types
@@ -264,6 +267,15 @@ def test_ways_lead_to_the_present_leaf_and_end_where_it_is_gone() -> None:
     assert ways.follow({"model": root["model"]})[ways.names.index("a.w")] is MISSING
 
 
+@pytest.mark.parametrize("kind", [Counter, partial(defaultdict, int)])
+def test_ways_make_no_entries(kind: Any) -> None:
+    root = {"counts": kind({"a": 1})}
+    ways = Ways(root, 256)
+    del root["counts"]["a"]
+    assert ways.follow(root) == [MISSING]
+    assert not root["counts"]
+
+
 def test_learning_rates_and_trained_leaves_are_chosen_first() -> None:
     state = {**trained(), "data": {str(index): np.ones(1) for index in range(500)}}
     names = Ways(state, 16).names
@@ -350,11 +362,18 @@ def test_what_only_explains(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "explained"), [(1, ", with the same state of data"), (2, ", and so is the state of data")]
+    ("before", "place", "explained"),
+    [
+        (1, 1, ", with the same state of data"),
+        (1, 2, ", and so is the state of data"),
+        (jax.random.key(1), jax.random.key(1), ", with the same state of data"),
+        (jax.random.key(1), jax.random.key(2), ", and so is the state of data"),
+    ],
 )
-def test_the_state_of_a_loader_explains_another_batch(place: int, explained: str) -> None:
+def test_the_state_of_a_loader_explains_another_batch(before: Any, place: Any, explained: str) -> None:
+    first = seen(1, **{**SAME, "positions": {"data": {"n": before}}})
     changes = {"batch": {"x": np.ones(3)}, "positions": {"data": {"n": place}}}
-    _, differs = compare(record(1, seen(1, **SAME)), record(1, seen(1, **{**SAME, **changes})), NAMES)
+    _, differs = compare(record(1, first), record(1, seen(1, **{**SAME, **changes})), NAMES)
     assert differs == {"batch": explained}
 
 
