@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from ...engine.errors import UnsupportedLeafError, difference
@@ -13,7 +14,7 @@ from ...engine.pytree import LeafTemplate, Saved, collection_paused, compare, de
 from .frameworks import OptionSlot, TensorSlot
 from .slots import Attachment, BoxSlot, Path, StateSlot, format_node_path
 from .tracked import Node
-from .values import MADE_KINDS, NUMBER_VALUES, is_plain
+from .values import MADE_KINDS, NUMBER_VALUES, PLAIN_CONTAINERS, is_plain
 from .views import Leaf
 from .walk import LiveGraph, LiveNode, walk
 
@@ -21,7 +22,7 @@ from .walk import LiveGraph, LiveNode, walk
 class _Object:
     """One object, without the value that steps change."""
 
-    def __init__(self, node: LiveNode, plain: dict[int, bool]) -> None:
+    def __init__(self, node: LiveNode, plain: tuple[dict[int, bool], dict[int, bool]]) -> None:
         view = node.view
         slot = view.slot if isinstance(view, Leaf) else None
         self.edges: dict[str, _Object] = {}
@@ -33,19 +34,26 @@ class _Object:
         self.opens = isinstance(view, Leaf) and (node.value is None or view.opened is not None)
         self.template = _template(node)
         is_array = self.template is not None and self.template.kind in MADE_KINDS
-        self.is_made = is_array or is_plain(node.value, plain, arrays=True)
+        # Whether the program's elements can be replaced at once, without arrays and with them.
+        self.is_plain = is_plain(node.value, plain[0]), is_plain(node.value, plain[1], arrays=True)
+        self.is_made = is_array or self.is_plain[True]
+        self.is_tuple, self.is_container = isinstance(node.value, tuple), type(node.value) in PLAIN_CONTAINERS
+        self.is_fixed = view.in_place if isinstance(view, Leaf) else not view.functional
 
 
 class FreshObjects:
     """Describes objects: the edges between them, and the types of their values."""
 
     def __init__(self, live: LiveGraph) -> None:
-        plain: dict[int, bool] = {}
+        plain: tuple[dict[int, bool], dict[int, bool]] = {}, {}
         objects = {id(node): _Object(node, plain) for node in live.own}
+        uses = Counter(id(child) for node in live.own for child in chain(node.edges.values(), *node.groups))
         for node in reversed(live.own):  # what is below an object comes after it
             described = objects[id(node)]
             described.edges = {name: objects[id(child)] for name, child in node.edges.items() if not child.outside}
             described.has_values |= any(child.has_values for child in described.edges.values())
+            lone = (objects[one].is_made and uses[one] == 1 for one in map(id, node.edges.values()) if one in objects)
+            described.is_made |= described.is_container and all(lone)
         self._root = objects[id(live.nodes[0])]
 
     @classmethod
@@ -57,17 +65,21 @@ class FreshObjects:
     def refused(self, later: FreshObjects) -> Iterator[str]:
         """Generate a line for each part of the later objects that could not be restored into these."""
         queue: list[tuple[_Object, _Object, Path]] = [(self._root, later._root, ())]
-        seen = set[tuple[int, int]]()
+        seen, first = set[tuple[int, int]](), dict[int, tuple[int, Path]]()
         for fresh, now, path in queue:
             if (id(fresh), id(now)) in seen:
                 continue
             seen.add((id(fresh), id(now)))
+            one, where = first.setdefault(id(now), (id(fresh), path)) if fresh.is_fixed else (id(fresh), path)
+            if one != id(fresh):
+                yield f"{format_node_path(where)} and {format_node_path(path)}: two objects in the fresh state"
+                continue
             if now.is_leaf and (fresh.is_leaf or now.is_packed):
                 if (problem := _problem(fresh, now, format_node_path(path))) is not None:
                     yield problem
             elif now.is_leaf or (fresh.is_leaf and not (fresh.opens and now.is_made)):
                 yield f"{format_node_path(path)}: another object than in the fresh state"
-            elif not fresh.is_leaf and not (now.is_sequence and now.is_made):
+            elif not fresh.is_leaf and not _is_replaced(fresh, now):
                 for segment, child in {**fresh.edges, **now.edges}.items():
                     below = (*path, segment)
                     if segment in fresh.edges and segment in now.edges:
@@ -76,6 +88,13 @@ class FreshObjects:
                         yield f"{format_node_path(below)}: only in the fresh state"
                     elif child.has_values and not child.is_option and not (now.is_dict and child.is_made):
                         yield f"{format_node_path(below)}: not in the fresh state"
+
+
+def _is_replaced(fresh: _Object, now: _Object) -> bool:
+    """Return whether a restore gives a sequence of plain values all elements at once."""
+    changes = len(fresh.edges) != len(now.edges)
+    is_new = now.is_made if changes else now.is_plain[False] and not fresh.is_tuple
+    return is_new and fresh.is_sequence and now.is_sequence and fresh.is_plain[changes]
 
 
 def _problem(fresh: _Object, now: _Object, path: str) -> str | None:

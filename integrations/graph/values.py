@@ -46,7 +46,7 @@ _NUMBERS = (bool, int, float, complex, np.generic)
 # Kinds of arrays that can be made without an array of the program; those of jax are placed on devices.
 MADE_KINDS = frozenset({"numpy", "torch"})
 
-_CONTAINERS = (list, dict, OrderedDict, tuple, deque, TrackedList, TrackedDict)
+PLAIN_CONTAINERS = (list, dict, OrderedDict, tuple, deque, TrackedList, TrackedDict)
 SEQUENCES: dict[str, Any] = {
     "list": list,
     "tuple": tuple,
@@ -239,7 +239,7 @@ def is_plain(value: Any, plain: dict[int, bool], depth: int = 0, *, arrays: bool
         return True
     if arrays and (isinstance(value, np.ndarray) or (is_torch_tensor(value) and not value.requires_grad)):
         return True  # an array without gradients
-    if type(value) not in _CONTAINERS or depth > MAX_DEPTH:
+    if type(value) not in PLAIN_CONTAINERS or depth > MAX_DEPTH:
         return False
     if id(value) not in plain:
         plain[id(value)] = False  # the answer for a container that holds itself
