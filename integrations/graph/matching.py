@@ -93,7 +93,8 @@ class Matching:
         self._places.clear()
         for visit in queue:  # the queue grows, and keeps all objects alive, so that their ids are unique
             number, value, view = visit.number, visit.value, visit.view
-            if isinstance(view, Branch) and view.parameters and not last:
+            by_others = isinstance(view, Branch) and view.parameters
+            if not last and (by_others or (self.values.below(number, arrays=self._final) and self._aliases(number))):
                 later.append(visit)  # what an optimizer keeps is matched by its parameters, which come first
                 continue
             if isinstance(view, Leaf) and view.opened is not None and self._is_opened(number, view):
@@ -126,6 +127,15 @@ class Matching:
         is_plain = self.graph.nodes[number].type in SEQUENCES and self.values.below(number) is not None
         return not is_plain and self.values.kinds.get(number) != NUMBERS
 
+    def _covers(self, number: int, *, arrays: bool) -> list[tuple[int, Path]] | None:
+        """Return the plain values in a container; None if it holds one that the program has as well."""
+        covers = self.values.below(number, arrays=arrays)
+        bound = (binding for one in self._aliases(number) for binding in self.bindings.by_number.get(one, ()))
+        return covers if all(binding.identity is None for binding in bound) else None
+
+    def _aliases(self, number: int) -> Collection[int]:
+        return self.values.aliases.get(number, ())
+
     def _leaf(self, visit: _Visit, leaf: Leaf) -> Iterator[Assignment]:
         if not self.bindings.bind(visit.number, visit.value, visit.path, fixed=leaf.in_place):
             return
@@ -141,7 +151,7 @@ class Matching:
                 _logger.warning("%s is None in the checkpoint, and becomes None", format_node_path(visit.path))
             yield Assignment(visit.number, slot, visit.path)
         elif visit.value is None or leaf.opened:
-            covers = self.values.below(visit.number, arrays=self._final)
+            covers = self._covers(visit.number, arrays=self._final)
             if covers is not None:
                 yield Assignment(visit.number, leaf.slot, visit.path, covers=covers)
 
@@ -155,7 +165,7 @@ class Matching:
         if slot is not None:
             # The program may append objects to a list later; nothing would notice objects that it appends to a deque.
             takes_arrays = takes_arrays or (isinstance(value, deque) and not value)
-            covers = self.values.below(number, arrays=takes_arrays)
+            covers = self._covers(number, arrays=takes_arrays)
             # Existing elements stay the same objects if other objects hold them, too, or if a tuple holds them.
             if covers is not None and (changes or not (number in self.values.sharing or isinstance(value, tuple))):
                 yield Assignment(number, slot, path, covers)
@@ -173,7 +183,7 @@ class Matching:
                 if isinstance(found, list | dict | deque) and not isinstance(at, PartSlot):
                     at = self._places.setdefault(id(found), at)  # One object has one place, the first that leads to it.
                 queue.append(_Visit(child, found, classify(found, at), below, at, within))
-            elif place is not None and (covers := self.values.below(child, arrays=self._final)) is not None:
+            elif place is not None and (covers := self._covers(child, arrays=self._final)) is not None:
                 kind = OrderedDict if isinstance(value, OrderedDict) else dict  # An OrderedDict would not find the key.
                 add = partial(kind.__setitem__, value, self.values.keys(number).get(segment, unescape_key(segment)))
                 yield Assignment(child, Place(place.anchor, (*place.trail, segment), ..., add), below, covers)

@@ -77,6 +77,7 @@ class SavedValues:
             elif leaf.saved.kind in MADE_KINDS and "sharding" not in leaf.saved.details:
                 self._arrays.add(number)
         self._known: dict[tuple[int, bool], list[tuple[int, Path]] | None] = {}
+        self.aliases: dict[int, set[int]] = {}  # containers that are stored under other paths; known after `below`
         self.sharing: set[int] = set()  # containers with containers that other edges lead to, too; known after `below`
         self._keys: dict[int, dict[str, Any]] = {}  # of dictionaries, by the names of their edges
         self._parameter_of = {value: parameter for node in graph.nodes for parameter, _, value in node.optimizer_slots}
@@ -90,20 +91,23 @@ class SavedValues:
             self._known[key] = self._search(number, self._arrays if arrays else set())
         return self._known[key]
 
-    def build(self, number: int, values: Mapping[int, Any]) -> Any:
-        """Return a container with the values of its nodes, or the value of a node itself."""
-        if number in values:
-            return values[number]
+    def build(self, number: int, values: Mapping[int, Any], made: dict[int, Any]) -> Any:
+        """Return a container with the values of its nodes, or the value of a node itself; each is ``made`` once."""
+        if number not in values and number not in made:
+            made[number] = self._build(number, values, made)
+        return values[number] if number in values else made[number]
+
+    def _build(self, number: int, values: Mapping[int, Any], made: dict[int, Any]) -> Any:
         edges, kind = self._graph.nodes[number].edges, self._graph.nodes[number].type
         if kind in SEQUENCES:
-            elements = [self.build(edges[segment], values) for segment in sorted(edges, key=int)]
+            elements = [self.build(edges[segment], values, made) for segment in sorted(edges, key=int)]
             stored = self._container(number)
             is_deque = stored is not None and stored.kind == "deque"  # a stored deque has its maxlen
             return stored.build(elements) if stored is not None and is_deque else SEQUENCES[kind](elements)
         known = self.keys(number)
         order = [segment for segment in {**known, **edges} if segment in edges]
-        made = OrderedDict[Any, Any]() if kind == _ORDERED else {}
-        return made | {known.get(one, unescape_key(one)): self.build(edges[one], values) for one in order}
+        empty = OrderedDict[Any, Any]() if kind == _ORDERED else {}
+        return empty | {known.get(one, unescape_key(one)): self.build(edges[one], values, made) for one in order}
 
     def keys(self, number: int) -> dict[str, Any]:
         """Return the keys of a saved container by the names of its edges."""
@@ -135,8 +139,12 @@ class SavedValues:
                     held[child] += 1
                     if held[child] > 1:
                         continue
-                elif self._graph.above.get(child) != (node, segment):
-                    return None  # it is stored under another path, or the container holds itself
+                elif self._graph.above.get(child) != (node, segment):  # It is stored under another path,
+                    if (covers := self.below(child, arrays=bool(arrays))) is None:
+                        return None  # or the container holds itself.
+                    self.aliases.setdefault(number, set()).update({child}, self.aliases.get(child, ()))
+                    found += [(one, (*path, segment, *below)) for one, below in covers]
+                    continue
                 elif self._graph.uses[child] > 1 and child not in self.kinds:
                     self.sharing.add(number)
                 queue.append((child, (*path, segment)))
@@ -224,7 +232,8 @@ class SavedValues:
         elements = {str(self._graph.nodes[number].value) for one in due for number, _ in one.covers or ()}
         loaded = iter(self._stored.load(names, as_tensors=elements))
         values = [{number: next(loaded) for number in group} for group in numbers]
-        return [_like(one, self.build(one.saved, found)) for one, found in zip(due, values, strict=True)]
+        made: dict[int, Any] = {}
+        return [_like(one, self.build(one.saved, found, made)) for one, found in zip(due, values, strict=True)]
 
     def _problem(self, one: Assignment, target: LeafTemplate, leaf: Saved) -> str | None:
         """Return why an object cannot take its value, or why an optimizer's value does not fit its parameter."""

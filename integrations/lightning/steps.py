@@ -119,9 +119,9 @@ class FitWitness:
         if batch is not _NOTHING:
             self.run.note(lambda: self._seen(batch), self._fit.trainer.current_epoch)
 
-    def save(self, step: int) -> None:
+    def save(self, step: int, *, moved: bool) -> None:
         """Show a step that is about to be saved."""
-        self.run.save(step, self._seen)
+        self.run.save(step, self._seen, moved=moved)
 
     def _seen(self, batch: Any = None) -> Seen:
         trainer, step = self._fit.trainer, self._fit.step
