@@ -93,8 +93,8 @@ class Matching:
         self._places.clear()
         for visit in queue:  # the queue grows, and keeps all objects alive, so that their ids are unique
             number, value, view = visit.number, visit.value, visit.view
-            by_others = isinstance(view, Branch) and view.parameters
-            if not last and (by_others or (self.values.below(number, arrays=self._final) and self._aliases(number))):
+            has_aliases = self.values.below(number, arrays=self._final) and self.values.aliases[number]
+            if not last and (has_aliases or (isinstance(view, Branch) and view.parameters)):
                 later.append(visit)  # what an optimizer keeps is matched by its parameters, which come first
                 continue
             if isinstance(view, Leaf) and view.opened is not None and self._is_opened(number, view):
@@ -130,11 +130,8 @@ class Matching:
     def _covers(self, number: int, *, arrays: bool) -> list[tuple[int, Path]] | None:
         """Return the plain values in a container; None if it holds one that the program has as well."""
         covers = self.values.below(number, arrays=arrays)
-        bound = (binding for one in self._aliases(number) for binding in self.bindings.by_number.get(one, ()))
+        bound = (binding for one in self.values.aliases[number] for binding in self.bindings.by_number.get(one, ()))
         return covers if all(binding.identity is None for binding in bound) else None
-
-    def _aliases(self, number: int) -> Collection[int]:
-        return self.values.aliases.get(number, ())
 
     def _leaf(self, visit: _Visit, leaf: Leaf) -> Iterator[Assignment]:
         if not self.bindings.bind(visit.number, visit.value, visit.path, fixed=leaf.in_place):

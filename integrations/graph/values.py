@@ -7,7 +7,7 @@ replay buffer, takes arrays, too.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -77,7 +77,7 @@ class SavedValues:
             elif leaf.saved.kind in MADE_KINDS and "sharding" not in leaf.saved.details:
                 self._arrays.add(number)
         self._known: dict[tuple[int, bool], list[tuple[int, Path]] | None] = {}
-        self.aliases: dict[int, set[int]] = {}  # containers that are stored under other paths; known after `below`
+        self.aliases = defaultdict[int, set[int]](set)  # in containers: stored under other paths; known after `below`
         self.sharing: set[int] = set()  # containers with containers that other edges lead to, too; known after `below`
         self._keys: dict[int, dict[str, Any]] = {}  # of dictionaries, by the names of their edges
         self._parameter_of = {value: parameter for node in graph.nodes for parameter, _, value in node.optimizer_slots}
@@ -142,7 +142,7 @@ class SavedValues:
                 elif self._graph.above.get(child) != (node, segment):  # It is stored under another path,
                     if (covers := self.below(child, arrays=bool(arrays))) is None:
                         return None  # or the container holds itself.
-                    self.aliases.setdefault(number, set()).update({child}, self.aliases.get(child, ()))
+                    self.aliases[number].update({child}, self.aliases[child])
                     found += [(one, (*path, segment, *below)) for one, below in covers]
                     continue
                 elif self._graph.uses[child] > 1 and child not in self.kinds:
