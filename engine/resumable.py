@@ -114,7 +114,6 @@ class ResumableLoader(LoaderPosition):
                 self._move(self.epoch + 1, 0)
 
     def _take_up(self) -> None:
-        """Go to the place that was restored."""
         if self._has_ended:
             self._take_restored()
             _logger.info(_NOTHING_LEFT, self.epoch)

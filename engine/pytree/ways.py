@@ -174,9 +174,8 @@ class Ways:
 
     def trained(self, root: Any) -> set[int] | None:
         """Return the ids of all parameters of the optimizers of torch; None if there is no optimizer."""
-        found = [one for one in self._to_optimizers.follow(root) if one is not MISSING]
-        groups = (group for optimizer in found for group in optimizer.param_groups)
-        return {id(one) for group in groups for one in group["params"]} if found else None
+        groups = [group for one in self._to_optimizers.follow(root) for group in getattr(one, "param_groups", ())]
+        return {id(one) for group in groups for one in group["params"]} if groups else None
 
     def attributes(self, root: Any) -> dict[str, str]:
         """Return the attributes that are plain values, functions, generators or containers of them, as texts."""

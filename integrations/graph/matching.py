@@ -93,8 +93,9 @@ class Matching:
         self._slots.clear()
         for visit in queue:  # the queue grows, and keeps all objects alive, so that their ids are unique
             number, value, view = visit.number, visit.value, visit.view
-            if isinstance(view, Branch) and view.parameters and not last:
-                later.append(visit)  # the values of an optimizer are matched by its parameters, which come first
+            has_aliases = self.values.below(number, arrays=self._final) and self.values.aliases[number]
+            if not last and (has_aliases or (isinstance(view, Branch) and view.parameters)):
+                later.append(visit)  # what an optimizer keeps is matched by its parameters, which come first
                 continue
             if isinstance(view, Leaf) and view.opened is not None and self._is_opened(number, view):
                 view = view.opened()
@@ -126,6 +127,12 @@ class Matching:
         is_plain = self.graph.nodes[number].type in SEQUENCES and self.values.below(number) is not None
         return not is_plain and self.values.kinds.get(number) != NUMBERS
 
+    def _covers(self, number: int, *, arrays: bool) -> list[tuple[int, Path]] | None:
+        """Return the plain values in a container; None if it holds one that the program has as well."""
+        covers = self.values.below(number, arrays=arrays)
+        bound = (binding for one in self.values.aliases[number] for binding in self.bindings.by_number.get(one, ()))
+        return covers if all(binding.identity is None for binding in bound) else None
+
     def _leaf(self, visit: _Visit, leaf: Leaf) -> Iterator[Assignment]:
         if not self.bindings.bind(visit.number, visit.value, visit.path, fixed=leaf.in_place):
             return
@@ -136,7 +143,7 @@ class Matching:
                 _logger.warning("%s is None in the checkpoint, and becomes None", format_node_path(visit.path))
             yield Assignment(visit.number, slot, visit.path)
         elif visit.value is None or leaf.opened or isinstance(leaf.slot, PartState):  # one in a plain state_dict()
-            covers = self.values.below(visit.number, arrays=self._final)
+            covers = self._covers(visit.number, arrays=self._final)
             if covers is not None:
                 yield Assignment(visit.number, leaf.slot, visit.path, covers=covers)
 
@@ -150,7 +157,7 @@ class Matching:
         if slot is not None:
             # The program may append objects to a list later; nothing would notice objects that it appends to a deque.
             takes_arrays = takes_arrays or (isinstance(value, deque) and not value)
-            covers = self.values.below(number, arrays=takes_arrays)
+            covers = self._covers(number, arrays=takes_arrays)
             # Existing elements stay the same objects if other objects hold them, too, or if a tuple holds them.
             if covers is not None and (changes or not (number in self.values.sharing or isinstance(value, tuple))):
                 yield Assignment(number, slot, path, covers)
@@ -168,7 +175,7 @@ class Matching:
                 if isinstance(part, list | dict | deque) and not isinstance(slot, PartSlot):
                     slot = self._slots.setdefault(id(part), slot)
                 queue.append(_Visit(child, part, classify(part, slot), below, slot, within))
-            elif owner is not None and (covers := self.values.below(child, arrays=self._final)) is not None:
+            elif owner is not None and (covers := self._covers(child, arrays=self._final)) is not None:
                 kind = OrderedDict if isinstance(value, OrderedDict) else dict  # An OrderedDict would not find the key.
                 add = partial(kind.__setitem__, value, self.values.keys(number).get(segment, unescape_key(segment)))
                 yield Assignment(child, Attachment(owner.anchor, (*owner.trail, segment), ..., add), below, covers)

@@ -7,7 +7,7 @@ replay buffer, takes arrays, too.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -76,6 +76,7 @@ class SavedValues:
             elif leaf.saved.kind in MADE_KINDS and "sharding" not in leaf.saved.details:
                 self._arrays.add(number)
         self._known: dict[tuple[int, bool], list[tuple[int, Path]] | None] = {}
+        self.aliases = defaultdict[int, set[int]](set)  # in containers: stored under other paths; known after `below`
         self.sharing: set[int] = set()  # containers with inner ones that other edges lead to, too; filled by `below`
         self._keys: dict[int, dict[str, Any]] = {}  # of dictionaries, by the names of their edges
         self._parameter_of = {value: parameter for node in graph.nodes for parameter, _, value in node.optimizer_slots}
@@ -89,21 +90,23 @@ class SavedValues:
             self._known[key] = self._search(number, self._arrays if arrays else set())
         return self._known[key]
 
-    def build(self, number: int, values: Mapping[int, Any]) -> Any:
-        """Return a container with the values of its nodes, or the value of a node itself."""
-        if number in values:
-            return values[number]
+    def build(self, number: int, values: Mapping[int, Any], made: dict[int, Any]) -> Any:
+        """Return a container with the values of its nodes, or the value of a node itself; each is ``made`` once."""
+        if number not in values and number not in made:
+            made[number] = self._build(number, values, made)
+        return values[number] if number in values else made[number]
+
+    def _build(self, number: int, values: Mapping[int, Any], made: dict[int, Any]) -> Any:
         edges, label = self._graph.nodes[number].edges, self._graph.nodes[number].type
         if label in SEQUENCES:
-            elements = [self.build(edges[segment], values) for segment in sorted(edges, key=int)]
+            elements = [self.build(edges[segment], values, made) for segment in sorted(edges, key=int)]
             stored = self._container(number)
-            if stored is not None and stored.kind == "deque":
-                return stored.build(elements)  # with its maxlen
-            return SEQUENCES[label](elements)
+            is_deque = stored is not None and stored.kind == "deque"  # a stored deque has its maxlen
+            return stored.build(elements) if stored is not None and is_deque else SEQUENCES[label](elements)
         keys = self.keys(number)
         order = [segment for segment in {**keys, **edges} if segment in edges]
         empty = OrderedDict[Any, Any]() if label == _ORDERED else {}
-        return empty | {keys.get(name, unescape_key(name)): self.build(edges[name], values) for name in order}
+        return empty | {keys.get(name, unescape_key(name)): self.build(edges[name], values, made) for name in order}
 
     def keys(self, number: int) -> dict[str, Any]:
         """Return the keys of a saved container by the names of its edges."""
@@ -135,8 +138,12 @@ class SavedValues:
                     held[child] += 1
                     if held[child] > 1:
                         continue
-                elif self._graph.above.get(child) != (node, segment):
-                    return None  # it is stored under another path, or the container holds itself
+                elif self._graph.above.get(child) != (node, segment):  # It is stored under another path,
+                    if (covers := self.below(child, arrays=bool(arrays))) is None:
+                        return None  # or the container holds itself.
+                    self.aliases[number].update({child}, self.aliases[child])
+                    values += [(value, (*path, segment, *below)) for value, below in covers]
+                    continue
                 elif self._graph.uses[child] > 1 and child not in self.kinds:
                     self.sharing.add(number)
                 queue.append((child, (*path, segment)))
@@ -214,7 +221,9 @@ class SavedValues:
         names = [str(self._graph.nodes[number].value) for group in numbers for number in group]
         loaded = iter(self._stored.load(names, as_tensors=names))
         values = [{number: next(loaded) for number in group} for group in numbers]
-        return list(map(_like, due, map(self.build, [assignment.saved for assignment in due], values)))
+        made: dict[int, Any] = {}
+        built = (self.build(assignment.saved, group, made) for assignment, group in zip(due, values, strict=True))
+        return list(map(_like, due, built))
 
     def _problem(self, assignment: Assignment, target: LeafTemplate, leaf: Saved) -> str | None:
         """Return why an object cannot take its value, or why an optimizer's value does not fit its parameter."""

@@ -103,7 +103,7 @@ class StepWriter:
             self.save(step, point, reason)
         elif self._fit.store.manager.local_due(step):
             dump, strategy = partial(self._dump, point), self._fit.trainer.strategy
-            self._witness.save(step)
+            self._witness.save(step, moved=point != "batch")
             metrics, facts = self._ledger.of(step), self._fitting.facts()
             self._fit.store.save(step, dump, strategy, metrics=metrics, facts=facts, locally=True)
         self.hold(step, point)
@@ -136,7 +136,7 @@ class StepWriter:
         earlier = self.newest.metrics or {} if step == self.newest.step else {}
         metrics, strategy = {**earlier, **self._ledger.of(step)}, self._fit.trainer.strategy
         dump, facts = partial(self._dump, point, is_cut_off=reason == PREEMPTED), self._fitting.facts()
-        self._witness.save(step)
+        self._witness.save(step, moved=point != "batch")
         with self._fit.trainer.profiler.profile("save_checkpoint"):
             try:
                 self._fit.store.save(step, dump, strategy, metrics=metrics, facts=facts, reason=reason)

@@ -101,8 +101,8 @@ class FitWitness:
         if batch is not _NOTHING:
             self.run.note(lambda: self._seen(batch), self._fit.trainer.current_epoch)
 
-    def save(self, step: int) -> None:
-        self.run.save(step, self._seen)
+    def save(self, step: int, *, moved: bool) -> None:
+        self.run.save(step, self._seen, moved=moved)
 
     def _seen(self, batch: Any = None) -> Seen:
         trainer, step = self._fit.trainer, self._fit.step

@@ -678,7 +678,8 @@ class CheckpointCallback:
         """Return the step of a report as an integer; raise an error for one that no save could follow."""
         if unknown or not hasattr(type(step), "__index__"):
             raise UnknownArgumentError(
-                "on_step takes the step, a whole number, and one state: on_step(step, state, metrics=..., data=loader)"
+                f"on_step takes the step, a whole number (found {step!r:.40}), and one state: on_step(step, state, "
+                "metrics=..., data=loader)"
             )
         if metrics is not None:
             check_metrics(metrics)

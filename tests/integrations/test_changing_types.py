@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import math
@@ -518,3 +519,35 @@ def test_a_dictionary_beside_a_module_gets_its_new_entries_in_their_order(kind: 
     found = train(3)
     assert found == kind({8: 1, 7: 2, 6: 3})
     assert [*found] == [8, 7, 6]
+
+
+class Records:
+    """Keeps a record of each step, and the best of them, which is one of these."""
+
+    def __init__(self, kind: str) -> None:
+        self.model = torch.nn.Linear(1, 1)
+        if kind == "after":
+            self.records: list[Any] = []
+        self.best: Any = {"step": 0} if kind == "of its own" else None
+        if kind != "after":
+            self.records = []
+
+    def note(self, step: int) -> None:
+        self.records += [{"step": step}] * 2
+        if step == 1:
+            self.best = self.records[0]
+
+
+@pytest.mark.parametrize("kind", ["before", "after", "of its own"])
+def test_a_record_that_a_list_and_an_attribute_hold(kind: str, tmp_path: Path) -> None:
+    """It is one object again; if the program holds another one there, the resume is refused."""
+    with hf.CheckpointCallback(tmp_path) as checkpoint:
+        records, _ = checkpoint.restore_or_initialize(Records(kind))
+        for step in (1, 2):
+            records.note(step)
+            checkpoint.on_step(step, records)
+    refused = pytest.raises(hf.TreeMismatchError) if kind == "of its own" else contextlib.nullcontext()
+    with refused, hf.CheckpointCallback(tmp_path) as checkpoint:
+        records, _ = checkpoint.restore_or_initialize(Records(kind))
+        assert records.records == [{"step": 1}] * 2 + [{"step": 2}] * 2
+        assert records.best is records.records[0] is records.records[1]

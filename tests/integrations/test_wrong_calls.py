@@ -44,6 +44,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda path: loose.CheckpointCallback(path).restore_or_initialize("model", "optimizer"),
         'restore_or_initialize({"model": model, "optimizer": optimizer})',
     ),
+    "a fraction as the step": (lambda path: begun(path).on_step(0.5, {"w": 1}), "a whole number (found 0.5)"),
     "the state first": (lambda path: begun(path).on_step({"w": 1}, 1), "on_step(step, state, metrics="),
     "metrics by position": (
         lambda path: begun(path).on_step(1, {"w": 1}, {"loss": 1}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from typing import Any
 
 import lightning.pytorch
@@ -63,6 +64,13 @@ def test_a_resume_that_is_exact(tmp_path: Any, caplog: pytest.LogCaptureFixture)
     assert line.startswith("exact: steps 4 and 5 are those of before the stop (batch, ")
     assert "batch, epoch, step" in line
     assert not [text for text in caplog.messages if text.startswith("not exact") or "as saved, except" in text]
+
+
+def test_the_end_of_an_epoch_is_no_part_of_its_last_batch(tmp_path: Any) -> None:
+    """Step 10 is saved when its epoch has ended; a resume from the step before comes to it in that epoch."""
+    crashed(str(tmp_path), 11, every=5)
+    shutil.rmtree(tmp_path / "10")
+    assert resumed(str(tmp_path), every=5).proof == Proof(exact=True, steps=(6, 7, 9))
 
 
 def test_what_a_callback_hides_is_named(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
