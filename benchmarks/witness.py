@@ -121,7 +121,10 @@ def loop(directory: Path, steps: int, rounds: int) -> tuple[float, float]:
     for rest in runs:
         assert next(rest, None) is None
     longer = sorted(pair[1] - pair[0] for pair in pairs)
-    middle, error = median(longer), 1.57 * (longer[len(longer) * 3 // 4] - longer[len(longer) // 4]) / len(longer) ** 0.5
+    middle, error = (
+        median(longer),
+        1.57 * (longer[len(longer) * 3 // 4] - longer[len(longer) // 4]) / len(longer) ** 0.5,
+    )
     tell(f"loop, {len(pairs)} pairs of {SAVE_EVERY} steps: {middle * 1e6:+.0f} µs a step, ±{error * 1e6:.0f} (95 %)")
     return median(pair[0] for pair in pairs), middle
 
