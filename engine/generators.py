@@ -127,6 +127,7 @@ def _state_of_numpy(saved: Any) -> Any:
 
 def checksums(states: Mapping[str, Any]) -> dict[str, int]:
     """Return a checksum of each state, over its plain values and the bytes of its arrays."""
+    jax: Any = loaded("jax")
     sums = {}
     for name, state in states.items():
         arrays, text = leaves_of(state)
@@ -134,7 +135,7 @@ def checksums(states: Mapping[str, Any]) -> dict[str, int]:
         for array in arrays:
             # A jax array that is not ready would have to be waited for; an array on a device cannot be read.
             with contextlib.suppress(Exception):
-                plain = loaded("jax").random.key_data(array) if is_key(array) else array
+                plain = jax.random.key_data(array) if is_key(array) else array
                 if not is_jax_array(plain) or plain.is_ready():
                     sums[name] = zlib.crc32(np.asarray(plain).tobytes(), sums[name])
     return sums
@@ -243,8 +244,8 @@ def is_generator(obj: object) -> bool:
 
 def generator_state(generator: Any) -> Any:
     if isinstance(generator, np.random.Generator):
-        state, seeds = generator.bit_generator.state, generator.bit_generator.seed_seq
-        return {**state, _SEEDS: seeds.state} if getattr(seeds, "n_children_spawned", 0) else state
+        own: Any = generator.bit_generator
+        return own.state | ({_SEEDS: own.seed_seq.state} if getattr(own.seed_seq, "n_children_spawned", 0) else {})
     if isinstance(generator, random.SystemRandom):
         raise OptionError(
             f"{type(generator).__qualname__} draws from the operating system and has no state, so that a resumed run "
@@ -263,10 +264,10 @@ def set_generator_state(generator: Any, state: Any) -> None:
     """Set a generator to a state from :func:`generator_state`, perhaps saved and loaded since."""
     if isinstance(generator, np.random.Generator):
         # Some bit generators of numpy accept their words as arrays only; loading keeps them arrays.
-        seeds = state.get(_SEEDS)
-        generator.bit_generator.state = own = {name: part for name, part in state.items() if name != _SEEDS}
-        with contextlib.suppress(TypeError):  # numpy before 2.0 does not take it.
-            seeds and generator.bit_generator.__setstate__((own, np.random.SeedSequence(**seeds)))
+        own: Any = generator.bit_generator
+        own.state = state
+        with contextlib.suppress(KeyError, TypeError):  # It has spawned none, or numpy before 2.0 does not take it.
+            own.__setstate__((state, np.random.SeedSequence(**state[_SEEDS])))
     elif isinstance(generator, random.Random):
         if not isinstance(state, dict) or state.keys() != {"version", "words", "gauss"}:
             name = type(generator).__qualname__

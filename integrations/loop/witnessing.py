@@ -193,13 +193,12 @@ class Witness:
 
     def save(self, step: int, look: Callable[[], Seen], *, reported: bool = False, moved: bool = False) -> None:
         """Note the save of a step, the last step that is compared; raise StateError as :meth:`note`."""
-        # If the step was just ``reported``, nothing has changed since, and the record of the report is used again. What
-        # has ``moved`` since, such as the epoch of a trainer, would not be part of the report.
+        # If the step was just ``reported``, nothing has changed since, and the record of the report is used again.
         with self._only_logged():
             if self._recorder is None:
                 return
             seen, same = look(), self._last if reported else None
-            if self._k and self._last is None and self.watches and not moved:
+            if self._k and self._last is None and self.watches and not moved:  # A trainer may be in its next epoch.
                 same = self._take(seen)
             self._compare_arrived(look, wait=True)
             self._conclude()

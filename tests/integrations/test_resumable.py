@@ -285,7 +285,7 @@ def in_step(loaders: list[Any]) -> Iterator[tuple[Any, list[Any]]]:
     """Yield the pairs of three epochs of two loaders, each with the states of the loaders."""
     for _ in range(loaders[0].epoch, 3):
         for pair in zip(*loaders, strict=False):
-            yield [one.tolist() for one in pair], [state_of(one) for one in loaders]
+            yield [one[0].tolist() for one in pair], [state_of(one) for one in loaders]
 
 
 @pytest.mark.parametrize("lengths", [(4, 4), (4, 6), (6, 4)])
@@ -293,7 +293,10 @@ def test_loaders_in_step_are_resumed_together(lengths: tuple[int, int]) -> None:
     """At the end of the first one, zip asks the second one for no batch."""
 
     def make() -> list[Any]:
-        return [hf.resumable(data.DataLoader(range(n), shuffle=True, generator=seeded(n))) for n in lengths]
+        return [
+            hf.resumable(data.DataLoader(data.TensorDataset(torch.arange(n)), shuffle=True, generator=seeded(n)))
+            for n in lengths
+        ]
 
     whole = [*in_step(make())]
     for done, (_, states) in enumerate(whole, 1):
