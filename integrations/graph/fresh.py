@@ -53,7 +53,7 @@ class FreshObjects:
             described.edges = {name: objects[id(child)] for name, child in node.edges.items() if not child.outside}
             described.has_values |= any(child.has_values for child in described.edges.values())
             lone = (objects[one].is_made and uses[one] == 1 for one in map(id, node.edges.values()) if one in objects)
-            described.is_made |= described.is_container and all(lone)
+            described.is_made = (described.is_made or described.is_container) and all(lone)
         self._root = objects[id(live.nodes[0])]
 
     @classmethod

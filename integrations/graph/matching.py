@@ -47,6 +47,7 @@ class Matching:
         self.bindings = Bindings(graph)
         self.unused: dict[int, Path] = {}  # values whose counterparts in the program cannot take them
         self.waiting: list[Any] = []  # holders that lack an object for a value below them
+        self.lacking: list[Path] = []  # in a final restore: entries that the program's containers lack
         self.has_unmatched = False  # whether the program has an object that the checkpoint lacks
         self._final = final  # arrays that the program lacks in a container are made
         self._optimizers: dict[int, _LiveOptimizer] = {}
@@ -181,6 +182,8 @@ class Matching:
                 yield Assignment(child, Attachment(owner.anchor, (*owner.trail, segment), ..., add), below, covers)
             elif child in self.graph.with_values and (view.optimizer is None or segment != GROUPS):
                 self.waiting.append(value)
+                if self._final and isinstance(value, dict | list | tuple | deque):
+                    self.lacking.append(below)
 
     def _edges(self, number: int, view: Branch) -> list[Edge]:
         """Return the edges of an object as the checkpoint names and orders them."""

@@ -335,11 +335,13 @@ class Restoration:
         restored, missing = self._divided(live)
         graph, unused = self._matching.graph, self._matching.unused
         left = self.progress.left()
+        above = {path[:depth] for path in left.values() for depth in range(1, len(path) + 1)}
+        lacking = [path for path in self._matching.lacking if path not in above]  # what other paths have restored
         return RestoreReport(
             checkpoint=self.progress.where,
             restored=_formatted(node.path for node in restored),
             missing=_formatted(node.path for node in missing),
-            pending=_formatted(path for number, path in left.items() if number not in unused),
+            pending=_formatted([*lacking, *(path for number, path in left.items() if number not in unused)]),
             unused=_formatted(path for number, path in left.items() if number in unused),
             conflicts=tuple(
                 (format_node_path(graph.path(number)), format_node_path(first), format_node_path(second))

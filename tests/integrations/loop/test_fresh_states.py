@@ -121,6 +121,12 @@ OBJECTS: dict[str, Change] = {
         ]
     },
     "a list gets a parameter": lambda objects: objects.listed.append(torch.nn.Parameter(torch.ones(2))),
+    "a list gets a tensor that has a name": lambda objects: objects.listed.append(objects.tensor),
+    "a list gets a trained parameter": lambda objects: objects.listed.append(objects.model.weight),
+    "a queue gets a tensor that has a name": lambda objects: objects.queue.append(objects.tensor),
+    "a queue gets a trained parameter": lambda objects: objects.queue.append(objects.model.weight),
+    "a dictionary gets a list with a tensor": lambda objects: objects.named.update(a=[objects.tensor]),
+    "a list gets another list": lambda objects: objects.listed.append(objects.queue),
     "two dictionaries become one": lambda objects: setattr(objects, "named", objects.episodes),
     "a list grows": lambda objects: objects.listed.extend([1.0, 2.0]),
     "a list becomes long": lambda objects: objects.listed.extend(range(200)),
@@ -300,7 +306,11 @@ def test_the_first_save_warns_exactly_where_a_restore_into_the_fresh_state_is_re
     refused = False
     try:
         with hf.CheckpointCallback(tmp_path) as again:
-            begin(again)
+            restored = begin(again)
     except hf.TreeMismatchError:
         refused = True
     assert len(told) == refused, told
+    if not refused and isinstance(value, dict) and "program" in value:
+        for name in ("listed", "queue", "named", "episodes"):
+            saved, now = (vars(one["program"]).get(name) for one in (value, restored))
+            assert saved is None or len(saved) == len(now), name
