@@ -134,7 +134,7 @@ def checksums(states: Mapping[str, Any]) -> dict[str, int]:
         for array in arrays:
             # An array of jax that is not ready would have to be waited for; one on a device cannot be read.
             with contextlib.suppress(Exception):
-                plain = jax.random.key_data(array) if is_key(array) else array
+                plain = jax.random.key_data(array) if is_jax_array(array) and is_key(array) else array
                 if not is_jax_array(plain) or plain.is_ready():
                     found[name] = zlib.crc32(np.asarray(plain).tobytes(), found[name])
     return found
