@@ -135,7 +135,7 @@ def checksums(states: Mapping[str, Any]) -> dict[str, int]:
         for array in arrays:
             # A jax array that is not ready would have to be waited for; an array on a device cannot be read.
             with contextlib.suppress(Exception):
-                plain = jax.random.key_data(array) if is_key(array) else array
+                plain = jax.random.key_data(array) if is_jax_array(array) and is_key(array) else array
                 if not is_jax_array(plain) or plain.is_ready():
                     sums[name] = zlib.crc32(np.asarray(plain).tobytes(), sums[name])
     return sums
