@@ -335,8 +335,9 @@ class Restoration:
         restored, missing = self._divided(live)
         graph, unused = self._matching.graph, self._matching.unused
         left = self.progress.left()
-        above = {path[:depth] for path in left.values() for depth in range(1, len(path) + 1)}
-        lacking = [path for path in self._matching.lacking if path not in above]  # what other paths have restored
+        lacking, depths = self._matching.lacking, {len(path) for path in self._matching.lacking}
+        named = {path[:depth] for path in left.values() for depth in depths}
+        lacking = [path for path in lacking if path not in named]  # What these hold was restored under other paths.
         return RestoreReport(
             checkpoint=self.progress.where,
             restored=_formatted(node.path for node in restored),

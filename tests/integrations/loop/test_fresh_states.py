@@ -312,5 +312,5 @@ def test_the_first_save_warns_exactly_where_a_restore_into_the_fresh_state_is_re
     assert len(told) == refused, told
     if not refused and isinstance(value, dict) and "program" in value:
         for name in ("listed", "queue", "named", "episodes"):
-            saved, now = (vars(one["program"]).get(name) for one in (value, restored))
+            saved, now = (vars(one["program"])[name] for one in (value, restored))
             assert saved is None or len(saved) == len(now), name
