@@ -32,6 +32,7 @@ from ..pytree import (
     describe_template,
     flatten,
     format_path,
+    in_saved_order,
     joined_names,
     leaf_names,
     loaded,
@@ -138,7 +139,11 @@ def _resumed(
                 differs[name] = resumed
             else:
                 made[name] = resumed
-    if made.keys() != selected.keys() and structure is not None:
+    if [*made] != [*selected] and made.keys() == selected.keys() == {*leaf_names(structure)}:
+        saved = source.tree.select([leaf.name in selected for leaf in source.leaves])
+        structure = in_saved_order(structure, saved.structure)
+        made = {name: made[name] for name in leaf_names(structure)}
+    elif made.keys() != selected.keys() and structure is not None:
         asked = set(structure.segments)  # the template may have only some of the extras
         if made.keys() == {name for name in began if name.partition(".")[0] in asked}:
             try:

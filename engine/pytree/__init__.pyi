@@ -102,6 +102,7 @@ from .template import castable as castable
 from .template import compare as compare
 from .template import compare_metadata as compare_metadata
 from .template import describe_template as describe_template
+from .template import in_saved_order as in_saved_order
 from .template import leaf_names as leaf_names
 from .template import new_leaf as new_leaf
 from .template import recorded_types as recorded_types

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -480,6 +481,21 @@ def regrown(wanted: TreeDef | None, saved: TreeDef | None, name: str = "") -> Tr
     return TreeDef(saved.kind, saved.keys, children, build or saved.build, saved.label)
 
 
+def in_saved_order(wanted: TreeDef | None, saved: TreeDef | None) -> TreeDef | None:
+    """Return the containers of a template, with the keys of dictionaries in the order of a saved tree."""
+    if wanted is None or saved is None or {*wanted.segments} != {*saved.segments}:
+        return wanted
+    below = dict(zip(saved.segments, saved.children, strict=True))
+    children = {name: in_saved_order(child, below[name]) for name, child in wanted.named_children("")}
+    if [*children] == [*below] or wanted.kind not in _ORDERED:
+        return replace(wanted, children=[*children.values()])
+    named = dict(zip(children, wanted.keys or (), strict=True))
+    keys, make = [named[segment] for segment in below], _ORDERED[wanted.kind]
+    build = lambda values: make(zip(keys, values, strict=True))  # noqa: E731
+    return TreeDef(wanted.kind, keys, [children[segment] for segment in below], build)
+
+
+_ORDERED: dict[str, Callable[[Any], Any]] = {"dict": dict, "ordered_dict": OrderedDict}
 _MAPPINGS = ("flax.core.frozen_dict.FrozenDict", "flax.nnx.statelib.State")
 
 

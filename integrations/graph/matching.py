@@ -47,6 +47,7 @@ class Matching:
         self.bindings = Bindings(graph)
         self.unused: dict[int, Path] = {}  # values whose counterparts in the program cannot take them
         self.waiting: list[Any] = []  # holders that lack an object for a value below them
+        self.orders: list[tuple[dict[Any, Any], list[Any]]] = []  # dictionaries, with their keys in the saved order
         self.lacking: list[Path] = []  # in a final restore: entries that the program's containers lack
         self.has_unmatched = False  # whether the program has an object that the checkpoint lacks
         self._final = final  # arrays that the program lacks in a container are made
@@ -169,6 +170,10 @@ class Matching:
             new = (edge.value for segment, edge in edges.items() if segment not in saved)
             self.has_unmatched = any(not is_python_value(value) for value in new)
         owner = visit.slot if isinstance(value, dict) and not view.functional else None
+        if self._final and type(value) in (dict, OrderedDict) and not view.functional:
+            keys = self.values.keys(number)
+            order = [keys.get(segment, unescape_key(segment)) for segment in {**keys, **saved}]
+            self.orders += [] if [*value] == order else [(value, order)]
         for segment, child in saved.items():
             below = (*path, segment)
             if segment in edges:

@@ -406,6 +406,10 @@ class Restoration:
     def _write(self, values: list[tuple[Assignment, Any]], settled: list[Assignment]) -> None:
         with self._matching.undone_on_error():
             write_slots([(assignment.slot, value) for assignment, value in values])
+        for mapping, order in self._matching.orders:
+            for key in filter(mapping.__contains__, order):
+                mapping[key] = mapping.pop(key)
+        self._matching.orders.clear()
         for assignment, _ in values:
             note_writer(assignment.slot, self._number, self._keepers)
         self._note(*(assignment for assignment, _ in values), *settled)

@@ -47,6 +47,33 @@ def of_numpy() -> dict[str, Any]:
     return {**numbers(), "rate": np.float64(0.1), "average": np.zeros(2), "steps": np.int64(0)}
 
 
+@pytest.mark.parametrize(
+    "make", [dict, lambda **entries: {"model": torch.nn.Linear(1, 1), **entries}], ids=["tree", "live"]
+)
+def test_dictionaries_come_back_in_the_order_of_their_keys(make: Callable[..., Any], tmp_path: Path) -> None:
+    """A cache that drops its oldest entry depends on it."""
+
+    def begin(checkpoint: hf.CheckpointCallback) -> Any:
+        cache = OrderedDict(a=np.zeros(1), b=np.ones(1), c={"x": 1, "y": 2})
+        return checkpoint.restore_or_initialize(make(cache=cache, plain={"a": 1, "b": {"x": np.ones(1), "y": 2}}))[0]
+
+    def orders(state: Any) -> list[list[str]]:
+        return [[*state["cache"]], [*state["cache"]["c"]], [*state["plain"]], [*state["plain"]["b"]]]
+
+    with hf.CheckpointCallback(tmp_path, save_interval_steps=1) as checkpoint:
+        state = begin(checkpoint)
+        state["cache"].move_to_end("a")
+        for entries in (state["plain"], state["plain"]["b"], state["cache"]["c"]):
+            first = next(iter(entries))
+            entries[first] = entries.pop(first)
+        checkpoint.on_step(1, state)
+    with hf.CheckpointCallback(tmp_path) as again:
+        restored = begin(again)
+    assert orders(restored) == orders(state) == [["b", "c", "a"], ["y", "x"], ["b", "a"], ["y", "x"]]
+    assert restored["cache"]["a"] == 0
+    assert restored["plain"]["a"] == 1
+
+
 @jax.jit
 def _updated(state: Any) -> Any:
     # Products of bfloat16 and a strong float32 would be float32, and round otherwise from then on.
