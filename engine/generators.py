@@ -28,6 +28,7 @@ _SEEDS = "seed_seq"  # in the state of a Generator of numpy that has spawned oth
 _DEVICES = ("cuda", "xpu")  # devices of torch with a default generator each
 _PLAIN = {bool, int, float, str, bytes, type(None)}
 _EXACT = {int, str, bytes}
+_has_mps = cache(lambda torch: bool(torch.backends.mps.is_available()))
 
 
 def capture() -> dict[str, Any]:
@@ -44,11 +45,6 @@ def capture() -> dict[str, Any]:
     if _has_mps(torch):
         states["mps"] = torch.mps.get_rng_state()
     return states
-
-
-@cache
-def _has_mps(torch: Any) -> bool:
-    return bool(torch.backends.mps.is_available())
 
 
 def as_tree(states: Mapping[str, Any]) -> dict[str, Any]:

@@ -105,7 +105,9 @@ def _bad_whole(source: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[np.bool_]:
 
 
 def _bad_float(source: NDArray[Any], result: NDArray[Any]) -> NDArray[np.bool_]:
-    saturates = _saturates(result.dtype)
+    # Some dtypes have neither infinities nor NaN: larger numbers become their largest number.
+    infinity = np.array([np.inf], np.float64).astype(result.dtype)
+    saturates = result.dtype.kind not in "fc" and bool(np.isfinite(infinity).all())
     if not saturates and bool(np.isfinite(result).all()) and bool(np.isfinite(source).all()):
         return np.zeros(source.shape, bool)
     before, after = _wide(source), _wide(result)
@@ -117,11 +119,6 @@ def _bad_float(source: NDArray[Any], result: NDArray[Any]) -> NDArray[np.bool_]:
 
 def _wide(array: NDArray[Any]) -> NDArray[Any]:
     return array if array.dtype.kind in "fc" else array.astype(np.float64)
-
-
-def _saturates(dtype: np.dtype[Any]) -> bool:
-    """True if a dtype has neither infinities nor NaN, so that larger numbers become its largest."""
-    return dtype.kind not in "fc" and bool(np.isfinite(np.array([np.inf], np.float64).astype(dtype)).all())
 
 
 def _message(value: object, source: np.dtype[Any], dtype: np.dtype[Any]) -> str:

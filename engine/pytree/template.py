@@ -491,8 +491,8 @@ def in_saved_order(wanted: TreeDef | None, saved: TreeDef | None) -> TreeDef | N
         return replace(wanted, children=[*children.values()])
     named = dict(zip(children, wanted.keys or (), strict=True))
     keys, make = [named[segment] for segment in below], _ORDERED[wanted.kind]
-    build = lambda values: make(zip(keys, values, strict=True))  # noqa: E731
-    return TreeDef(wanted.kind, keys, [children[segment] for segment in below], build)
+    ordered = [children[segment] for segment in below]
+    return TreeDef(wanted.kind, keys, ordered, lambda values: make(zip(keys, values, strict=True)))
 
 
 _ORDERED: dict[str, Callable[[Any], Any]] = {"dict": dict, "ordered_dict": OrderedDict}

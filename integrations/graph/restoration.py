@@ -409,7 +409,6 @@ class Restoration:
         for mapping, order in self._matching.orders:
             for key in filter(mapping.__contains__, order):
                 mapping[key] = mapping.pop(key)
-        self._matching.orders.clear()
         for assignment, _ in values:
             note_writer(assignment.slot, self._number, self._keepers)
         self._note(*(assignment for assignment, _ in values), *settled)
