@@ -187,7 +187,8 @@ class Matching:
                 yield Assignment(child, Attachment(owner.anchor, (*owner.trail, segment), ..., add), below, covers)
             elif child in self.graph.with_values and (view.optimizer is None or segment != GROUPS):
                 self.waiting.append(value)
-                if self._final and isinstance(value, dict | list | tuple | deque):
+                # The graph of a plain tree, which has no states, has further edges for the parts of dotted keys.
+                if self._final and self.graph.has_own_states and isinstance(value, dict | list | tuple | deque):
                     self.lacking.append(below)
 
     def _edges(self, number: int, view: Branch) -> list[Edge]:
