@@ -34,7 +34,7 @@ from .ownership import Ownership, copy_options
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyReport:
-    """One checkpoint that was copied.
+    """The result of copying one checkpoint.
 
     Attributes:
         source: The original.

@@ -200,7 +200,7 @@ class Experience:
         """The training time in seconds that a save costs: the median of recent saves; None before the first.
 
         It is the wait of the loop for the save, without that for the save before it, and the time by which steps take
-        are slowed while it is written.
+        take longer while it is written.
         """
         return median(self._costs) if self._costs else None
 
@@ -248,7 +248,7 @@ class Experience:
     # ---- conclusions
 
     def best(self, least: float = 0.0, greatest: float = math.inf) -> float:
-        """Return the interval within bounds that loses least, in seconds; the least one before the first save."""
+        """Return the interval within bounds that loses the least time, in seconds; the lower bound before any save."""
         if (cost := self.cost) is None:
             return least
         # A shorter interval is useless: a save waits until the previous one is durable.
@@ -267,7 +267,7 @@ class Experience:
     # ---- reading the events
 
     def add(self, event: Mapping[str, Any]) -> None:
-        """Learn from the next event of the run; ignore anything else."""
+        """Learn from the next event of the run; ignore irrelevant input."""
         when = number_in_event(event.get("time"))
         if when is None:
             return
@@ -336,7 +336,7 @@ class Experience:
 
 @dataclass
 class LearnedInterval(SavePolicy):
-    """A trigger that saves at the interval that loses least by the events of the run, within bounds.
+    """Saves at the interval expected to lose the least time, learned from the run's events, within bounds.
 
     The first save comes after the least interval, as the cost of a save is not known before.
     """

@@ -331,7 +331,7 @@ class LocalHosts:
         return [whole for whole in whole_steps(self._agreed_steps) if self._counts(whole.folder, whole.step)]
 
     def _choose(self, step: int | None) -> dict[str, Any]:
-        """Return the named step if it counts, or else the newest that the directory lacks; and the unused steps."""
+        """Choose the given step if it counts, else the newest that the directory lacks; also return unused steps."""
         counting, unused = self._counting(), self._elsewhere.copy()
         for folder in set().union(*self._agreed_steps):
             why = gather(folder, self._agreed_steps)

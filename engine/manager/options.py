@@ -1,8 +1,8 @@
-"""The options of checkpoint managers, declared once.
+"""The options of checkpoint managers, declared in one place.
 
 :class:`CheckpointOptions` declares when to save and what to keep, for managers, the callbacks of ``integrations/``
 and the ``checkpoint:`` section of recipes. Signatures and docstrings of the public classes are written out, and tests
-compare them with the declarations. The ``metadata`` of a field holds the least and the greatest number that it takes.
+compare them with the declarations. The ``metadata`` of a field holds its smallest and largest allowed value.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ def _location(url: Place, shown: str) -> Location:
 
 
 def limits(least: int, greatest: int | None = None) -> dict[str, Any]:
-    """Return the metadata of an option that is a whole number: its least and its greatest value."""
+    """Return the metadata of an integer option: its smallest and largest allowed value."""
     return {"least": least, "greatest": greatest}
 
 
 def option_texts(taker: type) -> dict[str, str]:
-    """Return the text of each option in the docstring of a class; nothing under ``python -OO``."""
+    """Return the text of each option in a class docstring; empty under ``python -OO``."""
     text = inspect.cleandoc(taker.__doc__ or "")
     title = "Args" if "\nArgs:" in text else "Attributes"
     sections = re.findall(rf"^{title}:.*\n((?: {{4}}.*\n?|\n)+)", text, re.MULTILINE)
@@ -67,7 +67,7 @@ def option_texts(taker: type) -> dict[str, str]:
 
 
 def takes_texts_of(source: type) -> Callable[[type[T]], type[T]]:
-    """Complete the options that a docstring lists without a text, from the docstring of ``source``."""
+    """Fill in the options that a docstring lists without a text, from the docstring of ``source``."""
 
     def complete(taker: type[T]) -> type[T]:
         texts = option_texts(source)
@@ -99,7 +99,7 @@ def shown_call(taker: object, directory: object, options: Any) -> str:
 
 
 def refuse_options(taker: str, unknown: Iterable[str], accepted: Collection[str]) -> None:
-    """Raise UnknownArgumentError for an unknown option, with the equivalent of another library's name."""
+    """Raise UnknownArgumentError for an unknown option, hinting at the equivalent of another library's name."""
     for name in unknown:
         only = name in CheckpointManagerOptions.__dataclass_fields__
         hint = _ONLY_MANAGERS if only else instead_of(name, accepted)
@@ -107,7 +107,7 @@ def refuse_options(taker: str, unknown: Iterable[str], accepted: Collection[str]
 
 
 def explains_options(taker: F) -> F:
-    """Decorate a class or function that takes options so that its error about an unknown one gives the equivalent."""
+    """Decorate a class or function so that its error about an unknown option suggests the equivalent."""
     return explains_arguments(taker, refuse_options)
 
 
@@ -220,7 +220,7 @@ class LocalStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions:
-    """When to save and what to keep: the options that managers, callbacks and recipes have in common.
+    """When to save and what to keep: the options shared by managers, callbacks and recipes.
 
     The triggers add up: a step is saved when any of them asks for it. If none of ``save_interval_steps``,
     ``save_interval_secs`` and ``save_on_best`` is given, ``DEFAULT_TRIGGER`` holds; giving one of them adds no other.
@@ -275,20 +275,20 @@ class CheckpointOptions:
         return self.best_mode or "max"
 
     def _further_rules(self) -> tuple[KeepPolicy, ...]:
-        """Return the rules from options of a subclass, for :func:`retention_rules`."""
+        """Return the rules for options of a subclass, for :func:`retention_rules`."""
         return ()
 
     def _time_rule(self, secs: float) -> KeepPolicy:
         return Every(secs=secs)
 
     def policies(self) -> tuple[tuple[SavePolicy, ...], tuple[KeepPolicy, ...]]:
-        """Return the policies that a program has passed: when to save, and what to keep."""
+        """Return the custom policies that a program has passed: when to save, and what to keep."""
         return (), ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramPolicies(CheckpointOptions):
-    """Options with the policies that a program can pass."""
+    """Options that also take custom policies."""
 
     save: SavePolicy | Sequence[SavePolicy] | None = None
     keep: KeepPolicy | Sequence[KeepPolicy] | None = None
@@ -416,7 +416,7 @@ def mirror_of(options: CheckpointOptions) -> Mirror | None:
 
 
 def has_triggers(options: CheckpointOptions) -> bool:
-    """Return whether any option says when to save; otherwise the default trigger applies."""
+    """Return whether any option says when to save; if none does, the default trigger applies."""
     has_period = any(getattr(options, name) is not None for name in _SAVE_PERIODS)
     return has_period or options.save_on_best or bool(options.policies()[0])
 
@@ -436,7 +436,7 @@ def save_triggers(options: CheckpointOptions) -> tuple[SavePolicy, ...]:
 
 
 def retention_rules(options: CheckpointOptions) -> tuple[KeepPolicy, ...]:
-    """Return the retention rules; everything is kept without ``max_to_keep``, ``keep_latest`` and policies."""
+    """Return the retention rules; without ``max_to_keep``, ``keep_latest`` and policies, everything is kept."""
     rules: list[KeepPolicy] = [*options.policies()[1]]
     is_limited = bool(rules) or options.max_to_keep is not None or options.keep_latest is not None
     if options.best_fn is not None:
@@ -458,13 +458,13 @@ def retention_rules(options: CheckpointOptions) -> tuple[KeepPolicy, ...]:
 
 
 def options_document(options: CheckpointManagerOptions) -> dict[str, Any]:
-    """Return the retention rules as JSON, for readers of the directory."""
+    """Convert the retention rules to JSON, for readers of the directory."""
     function, policies = options.best_fn, options.policies()[1]
     custom = [type(policy).__qualname__ for policy in policies if not isinstance(policy, Every)]
     interval = options.keep_time_interval
     return {
         "keep": [asdict(policy) for policy in policies if isinstance(policy, Every)],
-        "keep_function": ", ".join(custom) or None,  # only the program has these policies
+        "keep_function": ", ".join(custom) or None,  # names only: the policies exist only in the program
         "max_to_keep": options.max_to_keep,
         "keep_latest": options.keep_latest,
         "keep_period": options.keep_period,
@@ -480,7 +480,7 @@ def options_document(options: CheckpointManagerOptions) -> dict[str, Any]:
 
 
 def options_from_document(document: Mapping[str, Any]) -> CheckpointManagerOptions:
-    """Read what :func:`options_document` returned; ignore unknown names, refuse invalid values with OptionError."""
+    """Parse the result of :func:`options_document`; ignore unknown names, raise OptionError for invalid values."""
     names = options_document(CheckpointManagerOptions()).keys() & CheckpointManagerOptions.__dataclass_fields__.keys()
     try:
         values = {name: value for name, value in document.items() if name in names}
@@ -491,12 +491,12 @@ def options_from_document(document: Mapping[str, Any]) -> CheckpointManagerOptio
 
 
 def as_int(value: object) -> object:
-    """Convert a whole number of any library to an int; return anything else, also True, unchanged."""
+    """Convert an integer of any library to int; return anything else, including True, unchanged."""
     return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
 
 
 def _check_limits(options: Any) -> None:
-    """Raise OptionError for a number that is not whole or beyond its limits; convert each to an int."""
+    """Raise OptionError for a number that is not an integer or out of range; convert each to int."""
     for option in fields(options):
         value = as_int(getattr(options, option.name))
         if value is None or "least" not in option.metadata:

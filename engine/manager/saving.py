@@ -29,7 +29,7 @@ _logger = logging.getLogger("holdfast")
 
 @dataclass(slots=True)
 class SaveQueue:
-    """Saves one step after the other, on the caller's thread or in the background."""
+    """Saves steps one at a time, on the caller's thread or in the background."""
 
     run: Run
     items: ItemSet
@@ -264,7 +264,7 @@ class SaveQueue:
 
     @contextlib.contextmanager
     def apart_from_save_of(self, step: int) -> Iterator[None]:
-        """Wait for the save of a step, and prevent another one during the block, which changes the step."""
+        """Wait for a save of the step to end, and prevent another during the block, which changes the step."""
         while True:
             with self.run.changing:
                 pending = self._pending
