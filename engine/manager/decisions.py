@@ -38,7 +38,7 @@ def median(values: Iterable[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The decision whether to save now; it is true in a condition if so.
+    """The decision whether to save now; truthy if so.
 
     Attributes:
         save: Whether to save.
@@ -110,7 +110,7 @@ class SavePolicy(Protocol):
 
 @dataclass(frozen=True)
 class OnBest:
-    """Saves when a metric is better than in every earlier checkpoint; a step without the metric beats nothing."""
+    """Saves when a metric is better than in every earlier checkpoint; a step without the metric is never better."""
 
     metric: Metric
     mode: Mode = "max"
@@ -161,7 +161,7 @@ class SyncSchedule:
         self.reads_metrics = any(trigger.reads_metrics for trigger in triggers)
         self._timed = tuple(trigger for trigger in triggers if trigger.interval_secs is not None)
         self._next: int | None = None
-        self._outcome: tuple[int, int] | None = None  # the step at which to ask how the save ended, and the next gap
+        self._outcome: tuple[int, int] | None = None  # step at which to ask how the save ended, and the next gap
         self.answers: Mapping[int, Decision] = {}  # the last agreed decision, by its step
         self._last: tuple[int, float] | None = None  # the step and monotonic time of the last agreement
 
@@ -311,7 +311,7 @@ class SaveDecisions:
         return decision
 
     def _decide_for_all(self, moment: Moment) -> list[Any]:
-        """Return the decision of process 0, the step of the next agreement, and whether the last save has failed."""
+        """Return process 0's decision and reason, the step of the next agreement, and whether the last save failed."""
         failed = self._failed
         if failed:
             self._last = previous, last = self._before

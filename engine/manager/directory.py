@@ -180,7 +180,7 @@ class RunDirectory(StepIndex):
 
     @property
     def identity(self) -> RunIdentity:
-        """The identity of the run; read from the file until this writer owns the directory."""
+        """The identity of the run; reread from the file until this writer owns the directory."""
         return stored_identity(self.location) if self._identity is None else self._identity
 
     def acquire(
@@ -235,7 +235,7 @@ class RunDirectory(StepIndex):
 
     @property
     def tombstones(self) -> Tombstones:
-        """The steps that were deleted explicitly here, and that another place may still have."""
+        """The steps that were explicitly deleted here, and that another place may still have."""
         return self.identity.tombstones.get(self._series, Tombstones())
 
     def settled_tombstones(self) -> Tombstones:
@@ -290,7 +290,7 @@ class RunDirectory(StepIndex):
 
     @contextlib.contextmanager
     def holding(self, step: int) -> Iterator[None]:
-        """Keep a step while it is copied elsewhere; then delete it if no rule keeps it."""
+        """Protect a step while it is copied elsewhere; afterwards, delete it if no rule keeps it."""
         self._copied.add(step)
         try:
             yield

@@ -199,8 +199,8 @@ class Experience:
     def cost(self) -> float | None:
         """The training time in seconds that a save costs: the median of recent saves; None before the first.
 
-        It is the wait of the loop for the save, without that for the save before it, and the time by which steps take
-        take longer while it is written.
+        This is how long the loop waits for the save, not counting the wait for the previous one, plus the time by
+        which steps take longer while it is written.
         """
         return median(self._costs) if self._costs else None
 

@@ -92,7 +92,7 @@ def takes_texts_of(source: type) -> Callable[[type[T]], type[T]]:
 
 
 def shown_call(taker: object, directory: object, options: Any) -> str:
-    """Return the call that makes a manager or a callback: its directory, and the options that differ from defaults."""
+    """Return the call that creates a manager or callback: its directory, and the options that differ from defaults."""
     values = [(option.name, getattr(options, option.name), option.default) for option in fields(options)]
     given = [f"{name}={value!r}" for name, value, default in values if default is not MISSING and value != default]
     return f"{type(taker).__name__}({', '.join([repr(str(directory)), *given])})"
@@ -471,7 +471,7 @@ def options_document(options: CheckpointManagerOptions) -> dict[str, Any]:
         "keep_time_interval": None if interval is None else seconds(interval, name="keep_time_interval"),
         "keep_steps": sorted(map(int, options.keep_steps)),
         "best_fn": function if isinstance(function, str) else None,
-        "best_function": metric_name(function) if callable(function) else None,  # only the program has the function
+        "best_function": metric_name(function) if callable(function) else None,  # name only, as above
         "best_mode": options.ranking_mode,
         "keep_checkpoints_without_metrics": options.keep_checkpoints_without_metrics,
         "item_intervals": dict(options.item_intervals),

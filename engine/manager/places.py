@@ -30,7 +30,7 @@ class StepPlace:
         return {}
 
     def reached(self, point: Point, step: int) -> None:
-        """Handle an event in the run's directory."""
+        """Handle a point that the run's work in its directory has reached."""
 
     def newer_steps(self) -> Collection[int]:
         """Return the steps newer than every step in the directory, newest first."""
