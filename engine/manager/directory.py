@@ -313,8 +313,8 @@ class RunDirectory(StepIndex):
                     self._unswept.add(location)
                 return
             if not sweep(location, lock=lock if marked else None) and location.is_local:
-                # An earlier run may have been killed between making and locking the folder. The file system sets both
-                # system; another program may be about to fill a folder that is newer than this run.
+                # An earlier run may have been killed between creating and locking the folder. The file system sets both
+                # times; another program may be about to fill a folder that is newer than this run.
                 with contextlib.suppress(OSError):  # usually because the folder is not empty
                     if os.lstat(location).st_mtime_ns <= os.stat(self.location / OWNER).st_mtime_ns:
                         os.rmdir(location)

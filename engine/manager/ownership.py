@@ -64,7 +64,7 @@ class Ownership:
         return self._process == os.getpid() and not self._lost
 
     def check_usable(self) -> None:
-        """Raise OwnershipError if no save can succeed, as something else is at the path of a file of the run."""
+        """Raise OwnershipError if something else blocks the path of a run's file, so that no save can succeed."""
         if not self._directory.is_local:
             return
         owner, options = self._directory / OWNER, self._directory / OPTIONS
@@ -119,7 +119,7 @@ class Ownership:
             self.check_not_lost()
 
     def _is_taken_over(self) -> bool:
-        """Return whether two reads agree that another manager owns the file; a network may garble one of them."""
+        """Return whether two reads agree that another manager owns the file; a network may garble a single read."""
         earlier = None
         for look in range(_LOOKS):
             time.sleep(_PAUSE if look else 0.0)
@@ -213,7 +213,7 @@ OPTIONS = "options.json"  # file with the last run's retention options, and its 
 
 
 class Tombstone(NamedTuple):
-    """A deleted step, or all later ones, that the mirror may still have; a step saved again is not covered."""
+    """Marks a step, or all later ones, as deleted for places that may still have it; not a step saved again."""
 
     step: int
     later: bool = False  # whether it covers all steps after this one
@@ -258,7 +258,7 @@ NO_LOCAL_STEPS = (LocalBranch("-", 0, -1),)  # history in which no local steps c
 
 @dataclass(frozen=True, slots=True)
 class RunIdentity:
-    """Which run a directory, or a mirror, belongs to."""
+    """Identifies the run that a directory or a mirror belongs to."""
 
     run: str | None = None  # random token; None if the directory is new, or was written by holdfast 0.1
     directory: str | None = None  # in a mirror: the URL of the run's directory

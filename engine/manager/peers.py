@@ -313,7 +313,7 @@ def _send(connection: socket.socket, head: Mapping[str, Any], body: memoryview |
 def _receive(
     connection: socket.socket, memory: memoryview | None = None, *, deadline: float | None = None
 ) -> tuple[dict[str, Any], memoryview]:
-    """Return head and body of the next frame; the body is in ``memory`` if given. Strangers have a deadline."""
+    """Return head and body of the next frame, the body in ``memory`` if given; strangers have a ``deadline``."""
     head_size, body_size, crc = _FRAME.unpack(_exactly(connection, memoryview(bytearray(_FRAME.size)), deadline))
     limit = PIECE if memory is None else min(PIECE, len(memory))
     if head_size > (_HEAD if deadline is None else _HELLO) or body_size > limit:

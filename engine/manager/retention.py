@@ -73,7 +73,7 @@ def infos_of(entries: Iterable[StepEntry]) -> list[StepInfo]:
 
 @runtime_checkable
 class KeepPolicy(Protocol):
-    """Names steps to keep, for ``keep=``; the other policies decide about the rest, and the newest always stays.
+    """Selects steps to keep, for ``keep=``; the other policies decide about the rest, and the newest is always kept.
 
     A step that is not kept is deleted for good. So a policy should select the same steps again after the others are
     gone.
@@ -109,7 +109,7 @@ class KeepLatest:
 
 @dataclass(frozen=True)
 class KeepBest:
-    """Keeps the ``n`` best steps by a metric, newer ones first if equal; without enough of them, the newest others."""
+    """Keeps the ``n`` best steps by a metric, newer first among equals; fills up with the newest steps without it."""
 
     n: int
     metric: Metric

@@ -123,7 +123,7 @@ class Run:
 
     @contextlib.contextmanager
     def idle(self, *saves: BackgroundSave) -> Iterator[None]:
-        """Wait until saves have ended, and let no other thread begin one during a block."""
+        """Wait until saves have ended, and prevent other threads from beginning one during the block."""
         while True:
             for save in saves:
                 save.join()  # without holding the lock, which listeners may need
