@@ -235,7 +235,7 @@ class StepRestorer:
 
     @contextlib.contextmanager
     def _shared_reads(self, *, together: bool) -> Iterator[SharedReads | None]:
-        """Begin reads that all processes share, if they make the call ``together`` or always do; else yield None."""
+        """Begin reads that all processes share if they restore ``together``, or always by option; else yield None."""
         option, processes = self.run.options.load_and_broadcast, self.run.processes
         transport = processes.transport() if option or (option is None and together) else None
         rendezvous = None if transport is None else processes.rendezvous("restore: shared reads")
