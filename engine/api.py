@@ -1,4 +1,4 @@
-"""A tree saved to a path, and loaded back into its own structure or another one."""
+"""Saving a tree to a path, and loading it into its own structure or another one."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ T = TypeVar("T")
 def save(
     path: Place, tree: Any, *, overwrite: bool = False, layout: Layout | None = None, **unknown: Never
 ) -> SaveReport:
-    """Save a tree: atomic, durable and checksummed when this returns.
+    """Save a tree; when this returns, the checkpoint is atomic, durable and checksummed.
 
     Args:
-        path: Where: a path or a URL; nothing may be there yet.
-        tree: Containers (dict, list, tuple, namedtuple, dataclass, any type registered with jax) of numpy, jax and
+        path: The destination, a path or a URL; nothing may exist there yet.
+        tree: Containers (dict, list, tuple, namedtuple, dataclass, any type registered with JAX) of numpy, JAX and
             torch arrays, Python and numpy scalars, text, bytes and None.
-        overwrite: Replace a checkpoint that is there; a crash leaves the old one or the new one, whole.
+        overwrite: Replace an existing checkpoint; after a crash, either the old or the new one is there, whole.
         layout: Sizes of chunks, segments and data files.
 
     Returns:
         The report of the save.
 
     Raises:
-        UnsupportedLeafError: A leaf cannot be saved; names every such leaf. Nothing was written.
-        CheckpointExistsError: Something is there already.
-        StorageConflictError: Another save to this path is under way.
-        OwnershipError: The path is a step in the directory of a run that another process keeps.
-        StorageError: The storage refused; nothing is left behind.
+        UnsupportedLeafError: Some leaves cannot be saved; names each of them. Nothing was written.
+        CheckpointExistsError: Something exists at the path already.
+        StorageConflictError: Another save to this path is in progress.
+        OwnershipError: The path is a step in the directory of a run that another process owns.
+        StorageError: The storage refused an operation; nothing is left behind.
 
     >>> import tempfile, numpy as np
     >>> with tempfile.TemporaryDirectory() as directory:
@@ -60,25 +60,25 @@ def save(
 def save_async(
     path: Place, tree: Any, *, overwrite: bool = False, layout: Layout | None = None, **unknown: Never
 ) -> Future[SaveReport]:
-    """Save a tree in the background: this returns as soon as the tree may change again.
+    """Save a tree in the background; this returns as soon as the tree may be modified again.
 
-    The checkpoint holds the values of the moment at which this returned. Several saves may be under way, to different
-    paths; each keeps a copy of its tree in memory. A program that ends waits for them. An error that it has not taken
-    from the Future is then logged, and the exit status is not zero.
+    The checkpoint holds the values at the time this returned. Several saves may be in progress, to different paths;
+    each keeps a copy of its tree in memory. A program waits for them before it exits. If it has not taken an error
+    from the Future by then, the error is logged, and the exit status is not zero.
 
     Args:
-        path: Where: a path or a URL; nothing may be there yet.
+        path: The destination, a path or a URL; nothing may exist there yet.
         tree: As for :func:`save`.
-        overwrite: Replace a checkpoint that is there; a crash leaves the old one or the new one, whole.
+        overwrite: Replace an existing checkpoint; after a crash, either the old or the new one is there, whole.
         layout: Sizes of chunks, segments and data files.
 
     Returns:
-        A Future with the report of the save, which is durable then. It cannot be cancelled. Its error is a
-        ``SaveFailedError``, whose cause says what failed.
+        A Future with the report of the save, which is then durable. It cannot be cancelled. Its error is a
+        ``SaveFailedError``, chained to the cause of the failure.
 
     Raises:
-        UnsupportedLeafError: A leaf cannot be saved; names every such leaf. Nothing was written.
-        CheckpointExistsError: Something is there already.
+        UnsupportedLeafError: Some leaves cannot be saved; names each of them. Nothing was written.
+        CheckpointExistsError: Something exists at the path already.
 
     >>> import tempfile, numpy as np
     >>> with tempfile.TemporaryDirectory() as directory:
@@ -101,7 +101,7 @@ def load(
     select: Patterns | Mapping[str, Any] | None = None,
     item: str | None = None,
 ) -> Any:
-    """Load a checkpoint with the containers that it was saved with, as arrays of numpy; the newest step of a run."""
+    """Load a checkpoint, or the newest step of a run, into the containers it was saved with, as numpy arrays."""
 
 
 @overload
@@ -127,7 +127,7 @@ def load(
     subset: bool = False,
     **unknown: Never,
 ) -> Any:
-    """Load a checkpoint; needs neither the devices nor the frameworks it was saved from.
+    """Load a checkpoint; needs neither the devices nor the frameworks that it was saved from.
 
     Args:
         path: A checkpoint, or a directory of steps, of which the newest is loaded. It may be one of another library:
@@ -151,15 +151,15 @@ def load(
         cast: Cast leaves whose dtype differs from the template: floats to floats, integers to integers, complex to
             complex numbers. Floats are rounded; an integer or a finite float that the dtype cannot hold is an error. A
             log line (level INFO) lists what was cast.
-        subset: The template may lack leaves of the checkpoint, which are not read then.
+        subset: Whether the template may lack leaves of the checkpoint; such leaves are not read.
 
     Returns:
         The tree, or a dictionary of items.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint.
-        DamagedCheckpointError: The stored data does not verify.
-        TreeMismatchError: Template and checkpoint differ; lists every leaf that does.
+        DamagedCheckpointError: The stored data fails its checks.
+        TreeMismatchError: Template and checkpoint differ; lists every mismatched leaf.
         UnsupportedLeafError: A file of another library holds objects that only running code can restore; names
             them. Nothing was run, and ``select=`` loads the rest.
         IndexError: ``select`` has an index that does not fit its array.
@@ -194,15 +194,15 @@ def load_async(
         path: A checkpoint, as for :func:`load`.
         like: A template, as for :func:`load`; it must not change until the Future is done.
         select: What to load, as for :func:`load`.
-        item: Which item, as for :func:`load`.
+        item: The item to load, as for :func:`load`.
         cast: Whether to cast leaves, as for :func:`load`.
         subset: Whether the template may lack leaves, as for :func:`load`.
 
     Returns:
         A Future with what :func:`load` returns, or with the error that it raises. It cannot be cancelled, and a program
-        that ends waits for it.
+        waits for it before it exits.
     """
-    from concurrent.futures import Future  # imported lazily: a save needs nothing of it
+    from concurrent.futures import Future  # imported lazily: a save does not need it
 
     refuse_unknown("load_async", unknown, load_async)
     arguments: dict[str, Any] = {"like": like, "select": select, "item": item, "cast": cast, "subset": subset}
@@ -257,10 +257,10 @@ def load_transformed(
     default_to_original: bool = True,
     item: str | None = None,
 ) -> Any:
-    r"""Load what :func:`apply_transformations` would take from a checkpoint, and read nothing else of it.
+    r"""Load what :func:`apply_transformations` would take from a checkpoint, without reading anything else.
 
     Args:
-        path: A checkpoint, or a directory of steps, of which the newest is loaded; also of another library.
+        path: A checkpoint, or a directory of steps, of which the newest is loaded; other libraries' are supported.
         transformations: :class:`Transform` objects by their keys. ``value_fn`` is given a numpy array or a Python
             value. ``multi_value_fn`` is given the saved tree as mappings and sequences that read a leaf when it is
             indexed. Functions get read-only arrays; their results must fit the new tree.
@@ -269,16 +269,16 @@ def load_transformed(
             abstract, such as ``jax.ShapeDtypeStruct``.
         default_to_original: Whether keys that no transformation names come from the checkpoint if it has them (True)
             or from the new tree (False).
-        item: Which item, if the checkpoint has several trees.
+        item: The item to load, if the checkpoint has several trees.
 
     Returns:
-        A tree of the new tree's containers.
+        A tree with the containers of the new tree.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint, or no such item.
-        DamagedCheckpointError: Data that is needed does not verify.
-        OptionError: A transformation makes no sense, or there are several items and none is named.
-        TreeMismatchError: Keys cannot be filled from the checkpoint; names all of them.
+        DamagedCheckpointError: Required data fails its checks.
+        OptionError: A transformation is invalid, or there are several items and none is named.
+        TreeMismatchError: Some keys cannot be filled from the checkpoint; names all of them.
 
     >>> import tempfile, numpy as np
     >>> from holdfast import Transform, save

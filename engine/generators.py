@@ -61,7 +61,7 @@ def _array_of(name: str, state: Any) -> Any:
         version, words, gauss = state
         return _packed(words, version, gauss is not None, gauss or 0.0)
     if name == "numpy":
-        if state["bit_generator"] != "MT19937":  # The program has chosen another one.
+        if state["bit_generator"] != "MT19937":  # the program has chosen another bit generator
             return state
         twister = state["state"]
         return _packed(twister["key"], twister["pos"], state["has_gauss"], state["gauss"])
@@ -193,7 +193,7 @@ def _equal(left: Any, right: Any) -> bool:
     if type(left) in _PLAIN and type(right) in _PLAIN:
         return bool(left == right or (left != left and right != right))  # NaN equals NaN here
     if isinstance(left, list | tuple) and isinstance(right, list | tuple):
-        if set(map(type, left)) <= _EXACT and left == right:  # the state of Python's generator has 625 numbers
+        if set(map(type, left)) <= _EXACT and left == right:  # fast path: Python's generator state has 625 numbers
             return True
         return len(left) == len(right) and all(map(_equal, left, right))
     if isinstance(left, dict) and isinstance(right, dict):
