@@ -147,7 +147,7 @@ def load(
             those. Or a dictionary of patterns and what to read of the arrays that match, as an index of numpy's basic
             indexing: ``{"embedding/**": np.s_[:1000], "step": ...}``; the first pattern that matches a leaf counts.
             Only the chunks that a selection needs are read.
-        item: Which item, if the checkpoint has several; None loads the only one, or all of them into a dictionary.
+        item: The item to load, if the checkpoint has several; None loads the only one, or all into a dictionary.
         cast: Cast leaves whose dtype differs from the template: floats to floats, integers to integers, complex to
             complex numbers. Floats are rounded; an integer or a finite float that the dtype cannot hold is an error. A
             log line (level INFO) lists what was cast.
