@@ -130,27 +130,27 @@ def load(
     """Load a checkpoint; needs neither the devices nor the frameworks that it was saved from.
 
     Args:
-        path: A checkpoint, or a directory of steps, of which the newest is loaded. It may be one of another library:
-            Orbax, safetensors (a file, or a folder with an index), a file of ``torch.save`` or Lightning, a folder of
-            torch.distributed.checkpoint, a msgpack file of Flax, TensorFlow's (a prefix such as ``dir/ckpt-5``), the
-            weights in a ``.keras`` or ``.h5`` file (with the extra ``keras``), a ``.npz`` file, a directory of RLlib.
-            Or a folder of arrays that TensorStore wrote (zarr v3 in OCDBT), which gives a dictionary of them.
-            A dictionary of patterns and such paths gives one tree from several checkpoints: ``{"encoder/**":
-            "runs/a", "**": "runs/b"}``. Each leaf comes, by its own path, from the checkpoint of the first pattern
-            that matches it; containers that several checkpoints share become dictionaries.
-        like: A template. Its containers, array libraries and shardings decide what is returned, and its dtypes and
-            shapes are checked. Leaves may be arrays or abstract, such as ``jax.ShapeDtypeStruct``. A module of
-            flax.nnx, abstract or not, gives a new module, and stands for its ``nnx.state`` and for dictionaries of it.
-            Without a template the saved containers are returned with numpy arrays, namedtuples and dataclasses as
+        path: A checkpoint, or a directory of steps, of which the newest is loaded. Other libraries' are supported:
+            Orbax, safetensors (a file, or a folder with an index), files of ``torch.save`` or Lightning, folders of
+            torch.distributed.checkpoint, Flax msgpack files, TensorFlow (a prefix such as ``dir/ckpt-5``), the
+            weights in a ``.keras`` or ``.h5`` file (with the extra ``keras``), ``.npz`` files, RLlib directories; also
+            a folder of arrays written by TensorStore (zarr v3 in OCDBT), which is loaded as a dictionary of them.
+            A dictionary of patterns and such paths builds one tree from several checkpoints: ``{"encoder/**":
+            "runs/a", "**": "runs/b"}``. Each leaf, identified by its own path, comes from the checkpoint of the first
+            pattern that matches it; containers that several checkpoints share become dictionaries.
+        like: A template. Its containers, array libraries and shardings determine the result, and its dtypes and
+            shapes are checked. Leaves may be arrays or abstract, such as ``jax.ShapeDtypeStruct``. A flax.nnx module,
+            abstract or not, gives a new module, and stands for its ``nnx.state`` and for dictionaries of it.
+            Without a template, the saved containers are returned with numpy arrays, and namedtuples and dataclasses as
             dictionaries.
-        select: Patterns of leaf paths such as ``"params/**"``; only leaves that match are read, and a template has just
-            those. Or a dictionary of patterns and what to read of the arrays that match, as an index of numpy's basic
-            indexing: ``{"embedding/**": np.s_[:1000], "step": ...}``; the first pattern that matches a leaf counts.
+        select: Patterns of leaf paths such as ``"params/**"``; only matching leaves are read, and a template has just
+            those. Or a dictionary from patterns to what to read of the matching arrays, as an index of numpy's basic
+            indexing: ``{"embedding/**": np.s_[:1000], "step": ...}``; the first pattern that matches a leaf applies.
             Only the chunks that a selection needs are read.
         item: The item to load, if the checkpoint has several; None loads the only one, or all into a dictionary.
         cast: Cast leaves whose dtype differs from the template: floats to floats, integers to integers, complex to
             complex numbers. Floats are rounded; an integer or a finite float that the dtype cannot hold is an error. A
-            log line (level INFO) lists what was cast.
+            log message (level INFO) lists the cast leaves.
         subset: Whether the template may lack leaves of the checkpoint; such leaves are not read.
 
     Returns:
@@ -160,12 +160,12 @@ def load(
         CheckpointNotFoundError: There is no checkpoint.
         DamagedCheckpointError: The stored data fails its checks.
         TreeMismatchError: Template and checkpoint differ; lists every mismatched leaf.
-        UnsupportedLeafError: A file of another library holds objects that only running code can restore; names
+        UnsupportedLeafError: Another library's file holds objects that only running code can restore; names
             them. Nothing was run, and ``select=`` loads the rest.
         IndexError: ``select`` has an index that does not fit its array.
         OptionError: There are several items and ``like`` or ``select`` are given; ``select`` has indexes and ``like``
-            is given, or an index for a value that is no array; ``cast`` or ``subset`` are given without a template; two
-            checkpoints have a path that is not a container with keys in both.
+            is given, or an index for a value that is not an array; ``cast`` or ``subset`` are given without a template;
+            two checkpoints have a path that is not a container with keys in both.
     """
     refuse_unknown("load", unknown, load)
     from .sources import read_checkpoint, read_merged  # imported lazily: a save needs nothing that reads
@@ -261,10 +261,10 @@ def load_transformed(
 
     Args:
         path: A checkpoint, or a directory of steps, of which the newest is loaded; other libraries' are supported.
-        transformations: :class:`Transform` objects by their keys. ``value_fn`` is given a numpy array or a Python
-            value. ``multi_value_fn`` is given the saved tree as mappings and sequences that read a leaf when it is
-            indexed. Functions get read-only arrays; their results must fit the new tree.
-        new_tree: The template: its containers, array libraries and shardings decide what is returned, and its dtypes
+        transformations: :class:`Transform` objects by key. ``value_fn`` receives a numpy array or a Python
+            value. ``multi_value_fn`` receives the saved tree as mappings and sequences that read a leaf when it is
+            indexed. Functions receive read-only arrays; their results must fit the new tree.
+        new_tree: The template: its containers, array libraries and shardings determine the result, and its dtypes
             and shapes are checked. ``...`` takes the saved leaf. Leaves that are kept need values; all others may be
             abstract, such as ``jax.ShapeDtypeStruct``.
         default_to_original: Whether keys that no transformation names come from the checkpoint if it has them (True)

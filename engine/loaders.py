@@ -387,40 +387,40 @@ def skip_to(
     """Return an endless iterator over the batches of a plain loader, epoch after epoch, whose position can be saved.
 
     A resume skips whole epochs at once if the loader has a length, and draws the earlier batches of its epoch again. So
-    each epoch must give the same batches again, which holds if their order depends on nothing but
+    each epoch must yield the same batches again, which is the case if their order depends on nothing but
 
     - the epoch: ``set_epoch(epoch)`` of the loader or its sampler, such as torch's ``DistributedSampler``, is called;
-    - the states of random generators when the epoch begins: of the global ones of Python, numpy and torch, and of the
-      attribute ``generator`` of the loader, its ``sampler`` and ``batch_sampler.sampler``. Hand over all others, such
+    - the states of random generators at the start of the epoch: of the global ones of Python, numpy and torch, and of
+      the loader's, ``sampler``'s and ``batch_sampler.sampler``'s attribute ``generator``. Pass all others, such
       as a transform's, in ``generators``;
-    - the value that ``state`` returns when the epoch begins, such as a count of epochs or a jax key.
+    - the value that ``state`` returns at the start of the epoch, such as an epoch count or a JAX key.
 
-    A warning says if the last batch before a stop differs when it is drawn again. With ``global_batch_size``, the
-    position depends on the epoch alone.
+    A warning is logged if the last batch before a stop differs when it is drawn again. With ``global_batch_size``, the
+    position depends only on the epoch.
 
     Args:
         loader: An iterable of batches, such as a ``DataLoader``, a list, or an object with ``__iter__``.
-        n: How many batches to skip, over all epochs: the number that a run has taken.
+        n: The number of batches to skip, over all epochs: the number that the run has taken.
         global_batch_size: The number of samples that all processes together take in a step. It declares that the
-            processes divide one order, and take its next samples at each step, as with torch's ``DistributedSampler``:
+            processes share one global order, and take its next samples at each step, as with ``DistributedSampler``:
             the position counts samples of this order, and is valid for any number of processes. The loader of each
             process has batches of ``global_batch_size`` divided by the number of processes. Give ``drop_last`` to both
             sampler and loader. If the processes do not divide the epoch, the sampler decides about its last samples:
-            torch's repeats some, or with ``drop_last`` leaves some out.
-        generators: The generators of Python, numpy and torch from which the loader draws, in this process. Their states
-            at the start of the epoch are saved, and restored before the earlier batches are drawn again. Hand over the
+            torch's repeats some, or with ``drop_last`` drops some.
+        generators: The Python, numpy and torch generators that the loader uses in this process. Their states
+            at the start of the epoch are saved, and restored before the earlier batches are drawn again. Pass the
             same ones in the same order when the run is resumed.
         state: Two functions, ``get`` and ``set``. ``get()`` returns what the order of an epoch depends on: plain data,
-            arrays and tensors. It is called when an epoch begins and at each step, and both values are saved.
-            ``set(value)`` takes the first in a resume, before earlier batches are drawn again, and then the second.
+            arrays and tensors. It is called at the start of an epoch and at each step, and both values are saved.
+            In a resume, ``set(value)`` gets the first value before earlier batches are drawn again, then the second.
 
     Returns:
-        The iterator. Callbacks and ``holdfast.graph`` save and restore it by its ``get_state`` and ``set_state``.
+        The iterator. Callbacks and ``holdfast.graph`` save and restore it through ``get_state`` and ``set_state``.
 
     Raises:
-        OptionError: The loader is an iterator, which cannot be restarted; or its batches are not the share of one
-            process in ``global_batch_size``; or ``generators`` has an object that is no generator with a state; or
-            ``state`` is no pair of functions; or one of these, or a loader that shuffles with a random generator, is
+        OptionError: The loader is an iterator, which cannot be restarted; or its batch size is not one process's share
+            of ``global_batch_size``; or ``generators`` has an object that is not a generator with a state; or
+            ``state`` is not a pair of functions; or one of these, or a loader that shuffles with a random generator, is
             given with ``global_batch_size``.
 
     >>> batches = skip_to(["a", "b", "c"], 4)

@@ -190,33 +190,33 @@ def resumable(
                     step += 1
                     checkpoint.on_step(step, state, data=loader)
 
-    The first ``for`` after a resume gives the remaining batches of the epoch. There are none if the save came with its
-    last batch: then the code after the inner loop runs. A ``for`` after a ``break`` begins a new epoch. When the
-    callback has stopped the run, the loader gives no more batches, and no more steps are saved.
+    The first ``for`` after a resume yields the remaining batches of the epoch. There are none if the save came with its
+    last batch: in that case, the code after the inner loop runs. A ``for`` after a ``break`` begins a new epoch. Once
+    the callback has stopped the run, the loader yields no more batches, and no more steps are saved.
 
-    A resume draws the earlier batches of its epoch again, as :func:`skip_to` does; see there what the order of an epoch
-    may depend on. But the program calls ``set_epoch`` itself, before the ``for``. Each of several processes has its own
-    position.
+    A resume draws the earlier batches of its epoch again, as :func:`skip_to` does; see there for what the order of an
+    epoch may depend on. But the program calls ``set_epoch`` itself, before the ``for``. In a program of several
+    processes, each has its own position.
 
     Args:
-        loader: An iterable of batches, such as a ``DataLoader``, a list, an array, a dataset of Grain or Hugging Face,
+        loader: An iterable of batches, such as a ``DataLoader``, a list, an array, a Grain or Hugging Face dataset,
             or an object with ``__iter__``.
-        batches_per_epoch: The number of batches after which each ``for`` ends, for loops that always ``break`` then;
+        batches_per_epoch: The number of batches after which each ``for`` ends, for loops that always ``break`` there;
             None continues to the end of the loader.
-        generators: Other generators of Python, numpy and torch from which the loader draws, as for :func:`skip_to`.
+        generators: Other Python, numpy and torch generators that the loader uses, as for :func:`skip_to`.
         state: Two functions, ``get`` and ``set``, for other values that the order depends on, as for :func:`skip_to`.
-        redraw: ``"indices"`` declares that an item depends on its index alone: neither the dataset nor its workers draw
-            random numbers. A resume then advances the sampler of a ``DataLoader``, loads no earlier item, and compares
-            no batch. ``"batches"`` loads them.
+        redraw: ``"indices"`` declares that an item depends only on its index: neither the dataset nor its workers draw
+            random numbers. A resume then advances the sampler of a ``DataLoader``, loads no earlier items, and compares
+            no batches. ``"batches"`` loads them.
 
     Returns:
         The loader. Its attribute ``epoch`` is the number of epochs whose ``for`` has ended, ``batch`` the number of
-        batches taken in this one, and ``len`` the number in a whole epoch; other attributes are those of ``loader``.
-        Callbacks and ``holdfast.graph`` save and restore it by its ``get_state`` and ``set_state``.
+        batches taken in the current one, and ``len`` the number in a whole epoch; others are those of ``loader``.
+        Callbacks and ``holdfast.graph`` save and restore it through ``get_state`` and ``set_state``.
 
     Raises:
-        OptionError: The loader is an iterator, which cannot be restarted, or counts its epochs itself, as loaders of
-            Fabric and Accelerate do; or an argument is invalid, or ``redraw="indices"`` is given without indices.
+        OptionError: The loader is an iterator, which cannot be restarted, or counts its epochs itself, as Fabric and
+            Accelerate loaders do; or an argument is invalid, or ``redraw="indices"`` is given without indices.
 
     >>> loader = resumable(["a", "b", "c"])
     >>> [(loader.epoch, loader.batch, letter) for _ in range(2) for letter in loader][2:4]

@@ -71,8 +71,8 @@ def copy_checkpoint(
 
     Args:
         source: A holdfast checkpoint, or the directory of a run: a path or a URL.
-        destination: The directory of the copied checkpoint or run. A run is copied with the facts stored with its
-            steps; steps that the destination has already are not copied again.
+        destination: The path or URL of the copied checkpoint or run. A run is copied with the facts stored with its
+            steps; steps that exist at the destination already are not copied again.
         overwrite: Replace a different checkpoint at the destination.
         max_bandwidth: The maximum bytes per second, or text such as ``"50 MB/s"``; None for no limit.
         progress: Receives the total size in bytes, and the progress, including bytes that were there already.
@@ -84,7 +84,7 @@ def copy_checkpoint(
 
     Raises:
         CheckpointNotFoundError: The source holds no holdfast checkpoint.
-        CheckpointExistsError: There is another checkpoint at the destination, or something else.
+        CheckpointExistsError: Another checkpoint, or something else, exists at the destination.
         DamagedCheckpointError: The source is damaged; the message names the files. All whole steps of a run are copied.
         OwnershipError: A run is writing to the destination.
         StorageError: The source cannot be read, or the destination cannot be written.

@@ -83,7 +83,7 @@ class Every(SavePolicy, KeepPolicy):
         return None if is_early else self._why
 
     def kept(self, steps: Sequence[StepInfo]) -> dict[int, str]:
-        """Return the steps to keep, each with the reason."""
+        """Return the steps to keep, each with a reason."""
         ordered = sorted(steps, key=operator.attrgetter("step"))
         if self.steps is None:
             reasons = self._apart(ordered)

@@ -42,14 +42,14 @@ _AFTER_ERROR = 10.0  # seconds to wait for the mirror when the program ends with
 class CheckpointManager(ExplainsNames):
     """Manages the checkpoints of one run in one directory.
 
-    A manager is used from one thread. Any number of managers may read a directory; one at a time writes to it. In a
-    program of several processes, each makes a manager and calls the same methods at the same steps: they save together,
-    process 0 decides about time and metrics, and only process 0 deletes.
+    Use a manager from one thread only. Any number of managers may read a directory; only one at a time writes to it.
+    In a program of several processes, each creates a manager and calls the same methods at the same steps: they save
+    together, process 0 decides about time and metrics, and only process 0 deletes.
 
     Args:
         directory: The checkpoint directory: a path or a URL. It is created by the first save.
-        checkpointers: A checkpointer for a single item, or a dictionary of them for several. None is a single item: a
-            tree, saved in the background.
+        checkpointers: A checkpointer for a single item, or a dictionary of checkpointers by item. None means a single
+            item: a tree, saved in the background.
         options: When to save and what to keep.
         metadata: Facts about the run, as JSON-serializable values; stored with the checkpoints.
         clock: The time source.
@@ -173,7 +173,7 @@ class CheckpointManager(ExplainsNames):
         """Return the newest committed step, or None; at the start of a run, it may be one that only the hosts have.
 
         Args:
-            item: An item that the step must have; not every step has the items of ``item_intervals``.
+            item: An item that the step must have; items of ``item_intervals`` are not in every step.
         """
         if item is not None:
             return newest_with(item, self._steps.infos())
@@ -197,7 +197,7 @@ class CheckpointManager(ExplainsNames):
         return best(self._steps.infos(), self.options.best_fn, self.options.ranking_mode)
 
     def why_kept(self, step: int) -> tuple[str, ...]:
-        """Return every reason for which a committed step is kept; empty if it is about to be deleted.
+        """Return all reasons why a committed step is kept; empty if it is about to be deleted.
 
         Args:
             step: The step.
@@ -209,7 +209,7 @@ class CheckpointManager(ExplainsNames):
         return self._steps.why_kept(step)
 
     def metrics(self, step: int) -> Any:
-        """Return the metrics stored with a step, a dictionary if they were given as one; None without any.
+        """Return the metrics stored with a step, as a dictionary if they were given as one; None without any.
 
         Args:
             step: The step.
@@ -223,7 +223,7 @@ class CheckpointManager(ExplainsNames):
         return None if stored is None else as_given(stored)
 
     def custom_metadata(self, step: int) -> Mapping[str, Any] | None:
-        """Return the ``custom_metadata`` with which a step was saved, or None.
+        """Return the ``custom_metadata`` that a step was saved with, or None.
 
         Args:
             step: The step.
@@ -234,17 +234,17 @@ class CheckpointManager(ExplainsNames):
         return self._steps.listed_record(step).custom_metadata
 
     def metadata(self) -> Mapping[str, Any] | None:
-        """Return the facts about the run that are stored with the checkpoints, or None."""
+        """Return the facts about the run stored with the checkpoints, or None."""
         return self._run.metadata()
 
     def structure(self, step: int | None = None) -> Any:
-        """Return the tree of a step with a description of every leaf, without reading its data.
+        """Return a step's tree with a description of every leaf, without reading its data.
 
         Args:
             step: The step; None is the newest.
 
         Returns:
-            The tree with a description of every leaf, or a dictionary of those by item if the manager has several.
+            The tree with a description of every leaf, or a dictionary of such trees by item if the manager has several.
         """
         chosen = self.latest_step() if step is None else step
         if chosen is None:
@@ -293,13 +293,13 @@ class CheckpointManager(ExplainsNames):
                 warning that names the step that has it: ``restore(manager.latest_step("replay"), {"replay": None})``
                 reads that one. Without a template, arrays are numpy arrays, or torch tensors if the program has
                 imported torch.
-            restore_kwargs: Further arguments for the handler, or a dictionary of them by item.
+            restore_kwargs: Further arguments for the handler, or a dictionary of such arguments by item.
 
         Returns:
             The item, or a dictionary of items if the manager has several.
 
         Raises:
-            CheckpointNotFoundError: There is no such step, or none at all.
+            CheckpointNotFoundError: There is no such step, or no step at all.
             DamagedCheckpointError: The step is damaged.
             TreeMismatchError: A template and the saved item differ.
             NoWholeCheckpointError: No step was given, and all of them are damaged.
@@ -377,7 +377,7 @@ class CheckpointManager(ExplainsNames):
     def decide(self, step: int, *, metrics: Any = None) -> Decision:
         """Return whether a save is due, and the reason.
 
-        The run begins with the first step that is asked about. After a save that failed, the next step is due.
+        The run begins with the first step passed to this. After a failed save, the next step is due.
 
         Args:
             step: The number of optimizer updates done.
@@ -413,7 +413,7 @@ class CheckpointManager(ExplainsNames):
             custom_metadata: Facts about this step, as JSON-serializable values; see :meth:`custom_metadata`.
             force: Save even if nothing is due; a checkpoint of the same step is replaced, atomically. After
                 :meth:`restore` of an older step, the steps after it are replaced without ``force``, too.
-            save_kwargs: Further arguments for the handler, or a dictionary of them by item.
+            save_kwargs: Further arguments for the handler, or a dictionary of such arguments by item.
             reason: The reason for the save, for the log and the record, in place of the triggers' reason.
 
         Returns:
@@ -423,7 +423,7 @@ class CheckpointManager(ExplainsNames):
             SaveFailedError: The previous background save failed; this step is saved nevertheless, unless another
                 process did not answer.
             UnsupportedLeafError: An item cannot be saved; nothing was written.
-            OptionError: The items are not the manager's, or JSON cannot hold ``custom_metadata``.
+            OptionError: The items are not the manager's, or ``custom_metadata`` is not JSON-serializable.
             OwnershipError: Another run writes to this directory.
         """
         self._run.check_writable()
@@ -431,7 +431,7 @@ class CheckpointManager(ExplainsNames):
         try:
             saved = self._saves.save(content, force, reason)
         except BaseException as error:
-            # An error of the previous background save is not about this step.
+            # an error of the previous background save does not concern this step
             if isinstance(error, SaveFailedError) and not missed_a_process(error.__cause__):
                 self._save_locally(content)
             elif self._local is not None:
@@ -487,7 +487,7 @@ class CheckpointManager(ExplainsNames):
         return None if self._local is None else self._local.status()
 
     def record_metrics(self, step: int, metrics: Any) -> None:
-        """Store metrics with a step that was saved or is being saved; new values replace old ones.
+        """Store metrics with a step that is saved or being saved; new values replace old ones.
 
         A ``read_only`` manager stores them for the live run to pick up, as ``hf.record_metrics`` does.
 
@@ -529,7 +529,7 @@ class CheckpointManager(ExplainsNames):
         """
         self._run.check_writable()
         if self._local is not None:
-            self._background.join()  # saves store the history of the local steps
+            self._background.join()  # saves store the history of local steps
             self._run.wait_for_places()
         self._delete("delete", self._steps.delete, step, mirror, everywhere=mirror)
 
@@ -541,7 +541,7 @@ class CheckpointManager(ExplainsNames):
             state = manager.restore(1200, template)
             manager.delete_after(1200)  # otherwise retention and the next resume take them for the newest
 
-        The latest is deleted first, so that an interrupted call leaves the earlier steps without gaps.
+        The latest step is deleted first, so that an interrupted call leaves the earlier steps without gaps.
 
         Args:
             step: The step to return to.
@@ -571,8 +571,8 @@ class CheckpointManager(ExplainsNames):
     def acquire(self) -> None:
         """Acquire ownership of the directory, and remove leftovers of interrupted runs.
 
-        The first save does this automatically. With an early call, a second run learns at once that the directory is
-        taken, not after an hour of training.
+        The first save does this automatically. An early call shows at once that another run has taken the directory,
+        not only after an hour of training.
 
         Raises:
             OwnershipError: Another run writes to this directory.

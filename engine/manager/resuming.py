@@ -51,9 +51,9 @@ class Peek:
         step: The step; None for a checkpoint without a number.
         extras: The values saved along with the state, by name, as loaded without a template; for a checkpoint of
             ``holdfast.graph``, its numbers and texts by their paths.
-        metrics: The metrics that are stored with it, or None.
-        metadata: The facts about the run that are stored with the checkpoints, or None.
-        custom_metadata: What was passed as ``custom_metadata`` when it was saved, or None.
+        metrics: The metrics stored with it, or None.
+        metadata: The facts about the run stored with the checkpoints, or None.
+        custom_metadata: The ``custom_metadata`` it was saved with, or None.
     """
 
     step: int | None
@@ -64,7 +64,7 @@ class Peek:
 
 
 class _Damage(NamedTuple):
-    """Why a step was not restored, and on which process."""
+    """Why a step could not be restored, and on which process."""
 
     reason: str
     unreadable: bool = False
@@ -152,7 +152,7 @@ class StepRestorer:
                 if damage is None:
                     return step, values, damaged
                 self._drop(step, damage)
-            if damage.deleted:  # the run that writes here has deleted it, and has newer steps
+            if damage.deleted:  # the run writing here has deleted it, and has newer steps
                 if step in missing:
                     if named is not None:
                         self.run.steps.stored_record(step)  # raises an error that lists the existing steps

@@ -108,7 +108,7 @@ class SaveQueue:
                 _logger.warning(text, step, decision.reason)
             return False
         self.run.acquire()
-        if self.run.steps.is_stray(step) and (reason is not None or not force):  # An explicit save is refused.
+        if self.run.steps.is_stray(step) and (reason is not None or not force):  # an explicit save is refused
             return False
         if force:
             self.run.observer.reached("step", step)  # decide() may not have been called for this step
@@ -121,7 +121,7 @@ class SaveQueue:
             rendezvous = self.run.processes.rendezvous("save")
             try:
                 with failing_together(rendezvous):
-                    # Anything that may fail on one process only comes after this, so that all see the same steps.
+                    # What may fail on a single process only follows here, so that all processes see the same steps.
                     self.run.notify("saving", step)
                     self.run.steps.ownership.check(at_once=True)
                     self.run.steps.make_room(step, replaces=replaces)
@@ -172,7 +172,7 @@ class SaveQueue:
         step = pending.step
         try:
             with save.completing() as claimed:
-                if not claimed:  # an interrupt ended the save before this thread began
+                if not claimed:  # an interrupt ended the save before this thread started
                     return
                 self.items.save_begins(step, self.run.steps)
                 items = save.write(awaited)
