@@ -13,7 +13,7 @@
     ├── SaveFailedError              (RuntimeError)        a background save failed; names the lost step
     ├── NoWholeCheckpointError       (RuntimeError)        checkpoints exist, but none of them is whole
     ├── OptionError                  (ValueError)          an option has an invalid value
-    │   └── UnknownArgumentError     (TypeError)           a handler or a dataclass of options does not know an argument
+    │   └── UnknownArgumentError     (TypeError)           a handler or options dataclass does not know an argument
     ├── StateError                   (RuntimeError)        the object's state does not allow a call
     ├── OwnershipError               (RuntimeError)        another run writes to this directory
     ├── NotAllowedError              (PermissionError)     a checkpoint names code that is not allowed

@@ -390,8 +390,8 @@ def skip_to(
     each epoch must yield the same batches again, which is the case if their order depends on nothing but
 
     - the epoch: ``set_epoch(epoch)`` of the loader or its sampler, such as torch's ``DistributedSampler``, is called;
-    - the states of random generators at the start of the epoch: of the global ones of Python, numpy and torch, and of
-      the loader's, ``sampler``'s and ``batch_sampler.sampler``'s attribute ``generator``. Pass all others, such
+    - the states of random generators at the start of the epoch: the global ones of Python, numpy and torch, and the
+      ``generator`` attributes of the loader, its ``sampler`` and ``batch_sampler.sampler``. Pass all others, such
       as a transform's, in ``generators``;
     - the value that ``state`` returns at the start of the epoch, such as an epoch count or a JAX key.
 

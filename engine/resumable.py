@@ -211,7 +211,7 @@ def resumable(
 
     Returns:
         The loader. Its attribute ``epoch`` is the number of epochs whose ``for`` has ended, ``batch`` the number of
-        batches taken in the current one, and ``len`` the number in a whole epoch; others are those of ``loader``.
+        batches taken in this one, and ``len`` the number in a whole epoch; other attributes are those of ``loader``.
         Callbacks and ``holdfast.graph`` save and restore it through ``get_state`` and ``set_state``.
 
     Raises:

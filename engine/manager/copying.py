@@ -88,7 +88,7 @@ def copy_checkpoint(
         DamagedCheckpointError: The source is damaged; the message names the files. All whole steps of a run are copied.
         OwnershipError: A run is writing to the destination.
         StorageError: The source cannot be read, or the destination cannot be written.
-        PeerFailedError: The copy failed on process 0; raised on the others.
+        PeerFailedError: The copy failed on process 0; raised on the other processes.
 
     >>> import tempfile, numpy as np
     >>> import holdfast as hf

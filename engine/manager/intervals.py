@@ -1,7 +1,7 @@
 """Periodic policies, and the save interval that loses the least time, learned from the events of a run.
 
-A save that costs ``C`` seconds, every ``T`` seconds, takes ``C / T`` of the time. A failure, one in ``M`` seconds on
-average, loses half an interval, and also the time until a save is durable and the time to resume, which do not depend
+A save that costs ``C`` seconds, every ``T`` seconds, takes ``C / T`` of the time. A failure, one in ``M`` seconds,
+loses half an interval on average, plus the time until a save is durable and the time to resume, which do not depend
 on it. The sum is least for ``T = sqrt(2 * C * M)`` (J. W. Young, A first order approximation to the optimum checkpoint
 interval, CACM 17(9), 1974). J. T. Daly (A higher order estimate of the optimum checkpoint interval for restart dumps,
 FGCS 22(3), 2006) shows that the time to resume does not change the optimum, and that it is within a tenth of this as
@@ -114,7 +114,7 @@ class Every(SavePolicy, KeepPolicy):
 
 
 def passes(n: int, step: int, previous: int | None) -> bool:
-    """Return whether a multiple of ``n`` lies in the range from after the previous step up to this one."""
+    """Return whether a multiple of ``n`` is after the previous step and at or before this one."""
     if previous is None:
         return step % n == 0
     return step // n != previous // n
