@@ -82,7 +82,7 @@ class LocalTier(StepPlace):
         self._history = LocalHistory(0, ())
         self._continue_after(-1, ())
         self._saving = self._history, self._history  # histories before and after the commit of a save to the directory
-        self._noted = 0  # number of the history stored last
+        self._noted = 0  # number of the last stored history
         self._noting = Lock()  # saves to both places store the history and change the kept local steps
         self._saved: frozenset[int] = frozenset()  # local steps that this run has saved, readable at its next start
         if self._hosts.newest is not None:

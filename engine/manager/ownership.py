@@ -346,7 +346,7 @@ def _branch(value: Any) -> LocalBranch:
 
 
 def _encoded(tombstones: Tombstones) -> dict[str, Any]:
-    steps, after = tombstones.numbers()  # for earlier versions
+    steps, after = tombstones.numbers()  # earlier versions read only these two
     return {"steps": steps, "after": after, "records": [list(tombstone) for tombstone in sorted(tombstones, key=repr)]}
 
 

@@ -270,7 +270,7 @@ class StepRestorer:
         except DamagedCheckpointError:
             if not self.run.steps.may_read_again(step, stored, attempt):
                 raise
-            if shared is not None:  # other processes may not read it again
+            if shared is not None:  # the other processes are perhaps not reading it again
                 shared.leave()
             return self._read(step, items, kwargs, None, attempt + 1)
         if shared is not None:
