@@ -1,3 +1,3 @@
-"""Storage, retention and resume; knows arrays and files, never a training loop."""
+"""Storage, retention and resume; handles arrays and files, but no training loops."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""A tree saved to a path, and loaded back into its own structure or another one."""
+"""Saving a tree to a path, and loading it into its own structure or another one."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ T = TypeVar("T")
 def save(
     path: Place, tree: Any, *, overwrite: bool = False, layout: Layout | None = None, **unknown: Never
 ) -> SaveReport:
-    """Save a tree: atomic, durable and checksummed when this returns.
+    """Save a tree; when this returns, the checkpoint is atomic, durable and checksummed.
 
     Args:
-        path: Where: a path or a URL; nothing may be there yet.
-        tree: Containers (dict, list, tuple, namedtuple, dataclass, any type registered with jax) of numpy, jax and
+        path: The destination, a path or a URL; nothing may exist there yet.
+        tree: Containers (dict, list, tuple, namedtuple, dataclass, any type registered with JAX) of numpy, JAX and
             torch arrays, Python and numpy scalars, text, bytes and None.
-        overwrite: Replace a checkpoint that is there; a crash leaves the old one or the new one, whole.
+        overwrite: Replace an existing checkpoint; after a crash, either the old or the new one is there, whole.
         layout: Sizes of chunks, segments and data files.
 
     Returns:
         The report of the save.
 
     Raises:
-        UnsupportedLeafError: A leaf cannot be saved; names every such leaf. Nothing was written.
-        CheckpointExistsError: Something is there already.
-        StorageConflictError: Another save to this path is under way.
-        OwnershipError: The path is a step in the directory of a run that another process keeps.
-        StorageError: The storage refused; nothing is left behind.
+        UnsupportedLeafError: Some leaves cannot be saved; names each of them. Nothing was written.
+        CheckpointExistsError: Something exists at the path already.
+        StorageConflictError: Another save to this path is in progress.
+        OwnershipError: The path is a step in the directory of a run that another process owns.
+        StorageError: The storage refused an operation; nothing is left behind.
 
     >>> import tempfile, numpy as np
     >>> with tempfile.TemporaryDirectory() as directory:
@@ -60,25 +60,25 @@ def save(
 def save_async(
     path: Place, tree: Any, *, overwrite: bool = False, layout: Layout | None = None, **unknown: Never
 ) -> Future[SaveReport]:
-    """Save a tree in the background: this returns as soon as the tree may change again.
+    """Save a tree in the background; this returns as soon as the tree may be modified again.
 
-    The checkpoint holds the values of the moment at which this returned. Several saves may be under way, to different
-    paths; each keeps a copy of its tree in memory. A program that ends waits for them. An error that it has not taken
-    from the Future is then logged, and the exit status is not zero.
+    The checkpoint holds the values at the time this returned. Several saves may be in progress, to different paths;
+    each keeps a copy of its tree in memory. A program waits for them before it exits. If it has not taken an error
+    from the Future by then, the error is logged, and the exit status is not zero.
 
     Args:
-        path: Where: a path or a URL; nothing may be there yet.
+        path: The destination, a path or a URL; nothing may exist there yet.
         tree: As for :func:`save`.
-        overwrite: Replace a checkpoint that is there; a crash leaves the old one or the new one, whole.
+        overwrite: Replace an existing checkpoint; after a crash, either the old or the new one is there, whole.
         layout: Sizes of chunks, segments and data files.
 
     Returns:
-        A Future with the report of the save, which is durable then. It cannot be cancelled. Its error is a
-        ``SaveFailedError``, whose cause says what failed.
+        A Future with the report of the save, which is then durable. It cannot be cancelled. Its error is a
+        ``SaveFailedError``, chained to the cause of the failure.
 
     Raises:
-        UnsupportedLeafError: A leaf cannot be saved; names every such leaf. Nothing was written.
-        CheckpointExistsError: Something is there already.
+        UnsupportedLeafError: Some leaves cannot be saved; names each of them. Nothing was written.
+        CheckpointExistsError: Something exists at the path already.
 
     >>> import tempfile, numpy as np
     >>> with tempfile.TemporaryDirectory() as directory:
@@ -101,7 +101,7 @@ def load(
     select: Patterns | Mapping[str, Any] | None = None,
     item: str | None = None,
 ) -> Any:
-    """Load a checkpoint with the containers that it was saved with, as arrays of numpy; the newest step of a run."""
+    """Load a checkpoint, or the newest step of a run, into the containers it was saved with, as numpy arrays."""
 
 
 @overload
@@ -127,45 +127,45 @@ def load(
     subset: bool = False,
     **unknown: Never,
 ) -> Any:
-    """Load a checkpoint; needs neither the devices nor the frameworks it was saved from.
+    """Load a checkpoint; needs neither the devices nor the frameworks that it was saved from.
 
     Args:
-        path: A checkpoint, or a directory of steps, of which the newest is loaded. It may be one of another library:
-            Orbax, safetensors (a file, or a folder with an index), a file of ``torch.save`` or Lightning, a folder of
-            torch.distributed.checkpoint, a msgpack file of Flax, TensorFlow's (a prefix such as ``dir/ckpt-5``), the
-            weights in a ``.keras`` or ``.h5`` file (with the extra ``keras``), a ``.npz`` file, a directory of RLlib.
-            Or a folder of arrays that TensorStore wrote (zarr v3 in OCDBT), which gives a dictionary of them.
-            A dictionary of patterns and such paths gives one tree from several checkpoints: ``{"encoder/**":
-            "runs/a", "**": "runs/b"}``. Each leaf comes, by its own path, from the checkpoint of the first pattern
-            that matches it; containers that several checkpoints share become dictionaries.
-        like: A template. Its containers, array libraries and shardings decide what is returned, and its dtypes and
-            shapes are checked. Leaves may be arrays or abstract, such as ``jax.ShapeDtypeStruct``. A module of
-            flax.nnx, abstract or not, gives a new module, and stands for its ``nnx.state`` and for dictionaries of it.
-            Without a template the saved containers are returned with numpy arrays, namedtuples and dataclasses as
+        path: A checkpoint, or a directory of steps, of which the newest is loaded. Other libraries' are supported:
+            Orbax, safetensors (a file, or a folder with an index), files of ``torch.save`` or Lightning, folders of
+            torch.distributed.checkpoint, Flax msgpack files, TensorFlow (a prefix such as ``dir/ckpt-5``), the
+            weights in a ``.keras`` or ``.h5`` file (with the extra ``keras``), ``.npz`` files, RLlib directories; also
+            a folder of arrays written by TensorStore (zarr v3 in OCDBT), which is loaded as a dictionary of them.
+            A dictionary of patterns and such paths builds one tree from several checkpoints: ``{"encoder/**":
+            "runs/a", "**": "runs/b"}``. Each leaf, identified by its own path, comes from the checkpoint of the first
+            pattern that matches it; containers that several checkpoints share become dictionaries.
+        like: A template. Its containers, array libraries and shardings determine the result, and its dtypes and
+            shapes are checked. Leaves may be arrays or abstract, such as ``jax.ShapeDtypeStruct``. A flax.nnx module,
+            abstract or not, gives a new module, and stands for its ``nnx.state`` and for dictionaries of it.
+            Without a template, the saved containers are returned with numpy arrays, and namedtuples and dataclasses as
             dictionaries.
-        select: Patterns of leaf paths such as ``"params/**"``; only leaves that match are read, and a template has just
-            those. Or a dictionary of patterns and what to read of the arrays that match, as an index of numpy's basic
-            indexing: ``{"embedding/**": np.s_[:1000], "step": ...}``; the first pattern that matches a leaf counts.
+        select: Patterns of leaf paths such as ``"params/**"``; only matching leaves are read, and a template has just
+            those. Or a dictionary from patterns to what to read of the matching arrays, as an index of numpy's basic
+            indexing: ``{"embedding/**": np.s_[:1000], "step": ...}``; the first pattern that matches a leaf applies.
             Only the chunks that a selection needs are read.
-        item: Which item, if the checkpoint has several; None loads the only one, or all of them into a dictionary.
+        item: The item to load, if the checkpoint has several; None loads the only one, or all into a dictionary.
         cast: Cast leaves whose dtype differs from the template: floats to floats, integers to integers, complex to
             complex numbers. Floats are rounded; an integer or a finite float that the dtype cannot hold is an error. A
-            log line (level INFO) lists what was cast.
-        subset: The template may lack leaves of the checkpoint, which are not read then.
+            log message (level INFO) lists the cast leaves.
+        subset: Whether the template may lack leaves of the checkpoint; such leaves are not read.
 
     Returns:
         The tree, or a dictionary of items.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint.
-        DamagedCheckpointError: The stored data does not verify.
-        TreeMismatchError: Template and checkpoint differ; lists every leaf that does.
-        UnsupportedLeafError: A file of another library holds objects that only running code can restore; names
+        DamagedCheckpointError: The stored data fails its checks.
+        TreeMismatchError: Template and checkpoint differ; lists every mismatched leaf.
+        UnsupportedLeafError: Another library's file holds objects that only running code can restore; names
             them. Nothing was run, and ``select=`` loads the rest.
         IndexError: ``select`` has an index that does not fit its array.
         OptionError: There are several items and ``like`` or ``select`` are given; ``select`` has indexes and ``like``
-            is given, or an index for a value that is no array; ``cast`` or ``subset`` are given without a template; two
-            checkpoints have a path that is not a container with keys in both.
+            is given, or an index for a value that is not an array; ``cast`` or ``subset`` are given without a template;
+            two checkpoints have a path that is not a container with keys in both.
     """
     refuse_unknown("load", unknown, load)
     from .sources import read_checkpoint, read_merged  # imported lazily: a save needs nothing that reads
@@ -194,15 +194,15 @@ def load_async(
         path: A checkpoint, as for :func:`load`.
         like: A template, as for :func:`load`; it must not change until the Future is done.
         select: What to load, as for :func:`load`.
-        item: Which item, as for :func:`load`.
+        item: The item to load, as for :func:`load`.
         cast: Whether to cast leaves, as for :func:`load`.
         subset: Whether the template may lack leaves, as for :func:`load`.
 
     Returns:
         A Future with what :func:`load` returns, or with the error that it raises. It cannot be cancelled, and a program
-        that ends waits for it.
+        waits for it before it exits.
     """
-    from concurrent.futures import Future  # imported lazily: a save needs nothing of it
+    from concurrent.futures import Future  # imported lazily: a save does not need it
 
     refuse_unknown("load_async", unknown, load_async)
     arguments: dict[str, Any] = {"like": like, "select": select, "item": item, "cast": cast, "subset": subset}
@@ -257,28 +257,28 @@ def load_transformed(
     default_to_original: bool = True,
     item: str | None = None,
 ) -> Any:
-    r"""Load what :func:`apply_transformations` would take from a checkpoint, and read nothing else of it.
+    r"""Load what :func:`apply_transformations` would take from a checkpoint, without reading anything else.
 
     Args:
-        path: A checkpoint, or a directory of steps, of which the newest is loaded; also of another library.
-        transformations: :class:`Transform` objects by their keys. ``value_fn`` is given a numpy array or a Python
-            value. ``multi_value_fn`` is given the saved tree as mappings and sequences that read a leaf when it is
-            indexed. Functions get read-only arrays; their results must fit the new tree.
-        new_tree: The template: its containers, array libraries and shardings decide what is returned, and its dtypes
+        path: A checkpoint, or a directory of steps, of which the newest is loaded; other libraries' are supported.
+        transformations: :class:`Transform` objects by key. ``value_fn`` receives a numpy array or a Python
+            value. ``multi_value_fn`` receives the saved tree as mappings and sequences that read a leaf when it is
+            indexed. Functions receive read-only arrays; their results must fit the new tree.
+        new_tree: The template: its containers, array libraries and shardings determine the result, and its dtypes
             and shapes are checked. ``...`` takes the saved leaf. Leaves that are kept need values; all others may be
             abstract, such as ``jax.ShapeDtypeStruct``.
         default_to_original: Whether keys that no transformation names come from the checkpoint if it has them (True)
             or from the new tree (False).
-        item: Which item, if the checkpoint has several trees.
+        item: The item to load, if the checkpoint has several trees.
 
     Returns:
-        A tree of the new tree's containers.
+        A tree with the containers of the new tree.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint, or no such item.
-        DamagedCheckpointError: Data that is needed does not verify.
-        OptionError: A transformation makes no sense, or there are several items and none is named.
-        TreeMismatchError: Keys cannot be filled from the checkpoint; names all of them.
+        DamagedCheckpointError: Required data fails its checks.
+        OptionError: A transformation is invalid, or there are several items and none is named.
+        TreeMismatchError: Some keys cannot be filled from the checkpoint; names all of them.
 
     >>> import tempfile, numpy as np
     >>> from holdfast import Transform, save

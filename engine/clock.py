@@ -1,4 +1,4 @@
-"""The clock, which tests replace; durations such as ``"15m"``; rates and sizes."""
+"""The clock, which tests can replace; durations such as ``"15m"``; rates and sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .errors import OptionError
 
 
 class Clock(Protocol):
-    """The source of the time."""
+    """A time source."""
 
     def now(self) -> float:
         """Return the wall-clock time in seconds since 1970-01-01 UTC; it may jump in either direction."""
@@ -23,7 +23,7 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """The clock of this machine."""
+    """The system clock."""
 
     def now(self) -> float:
         """Return the wall-clock time in seconds since 1970-01-01 UTC."""
@@ -41,7 +41,7 @@ Duration = float | int | str | datetime.timedelta
 
 
 def seconds(duration: Duration, *, name: str = "duration") -> float:
-    """Return a duration in seconds, such as 5400.0 for "1h30m"."""
+    """Convert a duration to seconds, such as "1h30m" to 5400.0."""
     value: object = duration
     if isinstance(duration, datetime.timedelta):
         value = duration.total_seconds()
@@ -58,7 +58,7 @@ def seconds(duration: Duration, *, name: str = "duration") -> float:
 
 def _positive(value: object, refusal: str) -> float:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        with contextlib.suppress(OverflowError):  # An int may be too large for a float.
+        with contextlib.suppress(OverflowError):  # an int may be too large for a float
             if math.isfinite(value) and value > 0:
                 return float(value)
     raise OptionError(refusal)
@@ -71,7 +71,7 @@ _RATE = r"(\d+(?:\.\d+)?)\s*(?:([kmg]i?)?b?(?:/s)?)"
 
 
 def bytes_per_second(rate: Rate, *, name: str = "rate") -> float:
-    """Return a rate, such as "50 MB/s", "1.5GiB" or 1000, in bytes a second."""
+    """Convert a rate, such as "50 MB/s", "1.5GiB" or 1000, to bytes a second."""
     value: object = rate
     if isinstance(rate, str):
         match = re.fullmatch(_RATE, rate.strip(), re.IGNORECASE)
@@ -82,7 +82,7 @@ def bytes_per_second(rate: Rate, *, name: str = "rate") -> float:
 
 
 def format_size(number: int) -> str:
-    """Return bytes as readable text, in powers of 1000, such as "1.2 MB"."""
+    """Format a number of bytes in powers of 1000, such as "1.2 MB"."""
     if number < 1000:
         return f"{number} B"
     value = float(number)
@@ -94,7 +94,7 @@ def format_size(number: int) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a duration as an option spells it, such as "1h30m", "1m30.5s" or "0.25s"."""
+    """Format a duration as in options, such as "1h30m", "1m30.5s" or "0.25s"."""
     rest = round(seconds, 3)
     parts = []
     for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
@@ -103,6 +103,6 @@ def format_duration(seconds: float) -> str:
             parts.append(f"{count:.0f}{unit}")
     rest = round(rest, 3)
     if rest or not parts:
-        # Below a millisecond the rounding above would leave nothing.
+        # below a millisecond, the rounding above leaves nothing
         parts.append(f"{rest or seconds:.10g}s")
     return "".join(parts)

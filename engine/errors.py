@@ -1,4 +1,4 @@
-"""Every error that holdfast raises on purpose, and the exit statuses of programs.
+"""All errors that holdfast raises on purpose, and the exit statuses of programs.
 
 ::
 
@@ -13,7 +13,7 @@
     ├── SaveFailedError              (RuntimeError)        a background save failed; names the lost step
     ├── NoWholeCheckpointError       (RuntimeError)        checkpoints exist, but none of them is whole
     ├── OptionError                  (ValueError)          an option has an invalid value
-    │   └── UnknownArgumentError     (TypeError)           a handler or a dataclass of options does not know an argument
+    │   └── UnknownArgumentError     (TypeError)           a handler or options dataclass does not know an argument
     ├── StateError                   (RuntimeError)        the object's state does not allow a call
     ├── OwnershipError               (RuntimeError)        another run writes to this directory
     ├── NotAllowedError              (PermissionError)     a checkpoint names code that is not allowed
@@ -27,7 +27,7 @@
         ├── StorageUnavailableError  (ConnectionError)     the service did not answer; retrying may help
         └── InvalidLocationError     (ValueError)          a path or URL that cannot be used
 
-Each also derives from the built-in exception in brackets, so ``except FileNotFoundError`` works as expected.
+Each also derives from the built-in exception in parentheses, so ``except FileNotFoundError`` works as expected.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from collections.abc import Iterable, Sequence
 
 
 class HoldfastError(Exception):
-    """Base class of every error that holdfast raises on purpose."""
+    """Base class of all errors that holdfast raises on purpose."""
 
 
 class CheckpointNotFoundError(HoldfastError, FileNotFoundError):
@@ -51,7 +51,7 @@ class DamagedCheckpointError(HoldfastError, ValueError):
     """Stored bytes are truncated, altered or missing: they fail their own checks.
 
     Attributes:
-        unreadable: Whether the file system failed to read some of them, so that it may be able to at another time.
+        unreadable: Whether the file system failed to read some of them, so that a later attempt may succeed.
     """
 
     def __init__(self, message: str, *, unreadable: bool = False) -> None:
@@ -60,18 +60,18 @@ class DamagedCheckpointError(HoldfastError, ValueError):
 
 
 class FormatVersionError(HoldfastError, ValueError):
-    """A newer version of holdfast wrote the file, or it is not a file of holdfast."""
+    """The file was written by a newer version of holdfast, or is not a holdfast file."""
 
 
 class UnsupportedLeafError(HoldfastError, TypeError):
-    """A leaf of the tree cannot be saved, and nothing was written; or it cannot be loaded safely."""
+    """A leaf cannot be saved, in which case nothing was written; or it cannot be loaded safely."""
 
 
 class TreeMismatchError(HoldfastError, ValueError):
     """The template and the checkpoint differ.
 
     Attributes:
-        differences: One line for every leaf that differs.
+        differences: One line for each leaf that differs.
     """
 
     def __init__(self, message: str, differences: Sequence[str] = ()) -> None:
@@ -80,10 +80,10 @@ class TreeMismatchError(HoldfastError, ValueError):
 
 
 class UnmatchedObjectsError(HoldfastError, AssertionError):
-    """An assertion of a restore status failed: objects and the checkpoint do not match.
+    """An assertion on a restore status failed: objects and the checkpoint do not match.
 
     Attributes:
-        report: The objects and values that were matched, and those that were not.
+        report: The objects and values that matched, and those that did not.
     """
 
     def __init__(self, message: str, report: object = None) -> None:
@@ -104,7 +104,7 @@ class SaveFailedError(HoldfastError, RuntimeError):
 
 
 class NoWholeCheckpointError(HoldfastError, RuntimeError):
-    """The directory holds checkpoints, but every one of them is damaged."""
+    """The directory holds checkpoints, but all of them are damaged."""
 
 
 class OptionError(HoldfastError, ValueError):
@@ -112,7 +112,7 @@ class OptionError(HoldfastError, ValueError):
 
 
 class UnknownArgumentError(OptionError, TypeError):
-    """A handler, a callback or a dataclass of options does not know an argument that it was given."""
+    """A handler, a callback or an options dataclass was given an argument that it does not know."""
 
 
 class StateError(HoldfastError, RuntimeError):
@@ -140,7 +140,7 @@ class BarrierTimeoutError(HoldfastError, TimeoutError):
 
 
 class PeerFailedError(HoldfastError, RuntimeError):
-    """Another process of this program failed during a joint operation; the message says which one, and why.
+    """Another process of this program failed during a collective operation; the message says which one, and why.
 
     Attributes:
         process: The process that failed.
@@ -180,39 +180,39 @@ class InvalidLocationError(StorageError, ValueError):
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an error's message and notes, for another process or a log that does not get the error itself."""
+    """Return an error's message and notes, for another process or a log that does not receive the error itself."""
     return "\n".join([str(error), *getattr(error, "__notes__", ())])
 
 
 def difference(path: str, expected: object, found: object, origin: str = "program") -> str:
-    """Return how a saved value differs from what the program, or a template, asks for at a path."""
+    """Describe how a saved value at a path differs from what the program, or a template, expects."""
     return f"{path}: expected {expected} ({origin}), found {found} (checkpoint)"
 
 
 def shortened(values: Iterable[object], most: int = 8) -> str:
-    """Return values joined by commas: the first ones, and how many more there are."""
+    """Join values with commas, showing the first ones and the number of omitted ones."""
     shown = [str(value) for value in values]
     return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")
 
 
 def shortened_steps(steps: Iterable[int]) -> str:
-    """Return steps joined by commas; of many, the first and the last ones."""
+    """Join steps with commas; if there are many, only the first and last ones."""
     shown = [str(step) for step in steps]
     return ", ".join(shown if len(shown) <= 8 else [*shown[:4], "...", *shown[-3:]])
 
 
 def shortened_text(text: str) -> str:
-    """Return a text, or its beginning if it is long."""
+    """Return a text, cut off if it is long."""
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def first_lines(lines: Sequence[str]) -> list[str]:
-    """Return the first 20 lines, and one that says how many more there are."""
+    """Return the first 20 lines, and a line with the number of omitted ones."""
     return [*lines[:20], f"and {len(lines) - 20} more"] if len(lines) > 20 else list(lines)
 
 
 def itemized(headline: str, lines: Sequence[str]) -> str:
-    """Return a headline with the first of many lines below, indented."""
+    """Return a headline followed by lines, indented; if there are many, only the first ones."""
     return "\n  ".join([headline, *first_lines(lines)])
 
 

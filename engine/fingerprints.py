@@ -1,8 +1,8 @@
-"""Fingerprints of the objects on which a program's next steps depend: random generators, iterators and other values.
+"""Fingerprints of the objects that determine a program's next steps: random generators, iterators and other values.
 
 A rehearsal takes them at every step of an undisturbed run and of an interrupted one: an object that differs at the same
-step was not restored. The search begins at the variables of the running functions and of the program's own modules, and
-calls only accessors without side effects, so that it does not change the program.
+step was not restored. The search starts from the variables of running functions and of the program's own modules, and
+uses only accessors without side effects, so that it does not change the program.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from .pytree import is_torch_tensor, loaded
 from .stateful import METHODS, state_of
 
 Kind = Literal["generator", "position", "loader", "optimizer", "value", "array"]
-STATELESS = "no state"  # the digest of a generator of the operating system, whose draws leave no trace
+STATELESS = "no state"  # digest of an operating system generator, whose draws leave no trace
 
 
 class Fact(NamedTuple):
-    """The fingerprint of one object of the program."""
+    """The fingerprint of one object in the program."""
 
     kind: Kind
     type: str
-    where: str  # the function or module through which it was found
-    digest: str  # the digest of its state
+    where: str  # function or module through which the object was found
+    digest: str  # digest of the object's state
 
 
-_Space = tuple[str, str, dict[str, Any]]  # (prefix of the names, place in the program, variables)
+_Space = tuple[str, str, dict[str, Any]]  # (name prefix, place in the program, variables)
 
 _OBJECTS = 5000  # maximum number of objects to visit at a step: in functions, and again in modules
-_SECONDS = 0.5  # maximum number of seconds for each of them
+_SECONDS = 0.5  # time limit in seconds for each of the two
 _DEPTH = 7
 _ITEMS = 64  # maximum number of items to visit in a container
 _BYTES = 4 << 20  # maximum number of bytes to hash of an array
-_TEXT = 200  # characters
+_TEXT = 200  # maximum number of characters of a text value
 _LIBRARIES = tuple(
     os.path.join(folder, "")
     for folder in {
@@ -61,18 +61,18 @@ _LIBRARIES = tuple(
 )
 _LAZY = (zip, map, filter, enumerate, reversed, itertools.chain, itertools.cycle, itertools.islice)
 _OPEN = ("torch.utils.data", "torchdata", "grain", "datasets", "flax.nnx.rnglib")  # libraries whose objects are visited
-_ITERATORS = ("_SingleProcessDataLoaderIter", "_MultiProcessingDataLoaderIter")  # of torch's DataLoader
+_ITERATORS = ("_SingleProcessDataLoaderIter", "_MultiProcessingDataLoaderIter")  # classes of torch's DataLoader
 _CLOSED = (type, ModuleType, FunctionType, FrameType)
 
 
 class Fingerprints:
-    """Takes fingerprints at step after step, and returns the changes."""
+    """Takes fingerprints at each step, and returns the changes."""
 
     def __init__(self) -> None:
         self._last: dict[str, Fact] = {}
 
     def changes(self) -> dict[str, Fact | None]:
-        """Return the facts that are new or differ from the last call; None for those that are gone."""
+        """Return facts that are new or changed since the last call, with None for those that are gone."""
         now = facts()
         changed: dict[str, Fact | None] = {name: fact for name, fact in now.items() if self._last.get(name) != fact}
         changed |= dict.fromkeys(self._last.keys() - now.keys())
@@ -81,20 +81,20 @@ class Fingerprints:
 
 
 def facts() -> dict[str, Fact]:
-    """Return the fingerprints of all objects that the running functions and modules reach, by name."""
+    """Return the fingerprints of all objects reachable from running functions and modules, by name."""
     by_name = dict(_global_generators())
-    # Functions come first: the variables of many modules must not use up their limits.
+    # Functions come first, so that the variables of many modules cannot use up their limits.
     groups = [list(_functions()), list(_modules())]
     visited = {id(space) for group in groups for _, _, space in group}
-    looked: list[tuple[str, Any]] = []  # References keep the objects alive, so that no other object gets the same id.
+    looked: list[tuple[str, Any]] = []  # references that keep objects alive, so that ids are not reused
     for group in groups:
         _look(group, by_name, visited, looked)
     ours = [obj for _, obj in looked if type(obj).__module__.startswith(f"{__package__.partition('.')[0]}.")]
-    handed = {id(part) for obj in ours for _, part in _attributes(obj)}  # such as the loader of hf.skip_to
+    handed = {id(part) for obj in ours for _, part in _attributes(obj)}  # such as the loader inside hf.skip_to
     for name, obj in looked:
         if id(obj) in handed and name in by_name and by_name[name].kind == "loader":
             del by_name[name]
-    if not any(fact.kind == "loader" for fact in by_name.values()):  # perhaps only a for statement refers to one
+    if not any(fact.kind == "loader" for fact in by_name.values()):  # perhaps only a for statement holds a loader
         kinds = {getattr(sys.modules.get("torch.utils.data.dataloader"), name, None) for name in _ITERATORS}
         objects = gc.get_objects()
         running = itertools.compress(objects, map(kinds.__contains__, map(type, objects)))
@@ -105,7 +105,7 @@ def facts() -> dict[str, Fact]:
 
 
 def not_handed_over() -> list[str]:
-    """Describe the generators and iterators in reach, except the global generators."""
+    """Describe the reachable generators and iterators, except the global generators."""
     return [
         f"{name} ({fact.type}; {fact.where})"
         for name, fact in facts().items()
@@ -114,7 +114,7 @@ def not_handed_over() -> list[str]:
 
 
 def _look(spaces: list[_Space], by_name: dict[str, Fact], visited: set[int], looked: list[tuple[str, Any]]) -> None:
-    """Add the fingerprints of the objects that variables refer to, the nearest first."""
+    """Add the fingerprints of the objects that variables refer to, nearest first."""
     queue: deque[tuple[str, str, Any, int, type]] = deque()  # name, place, object, depth, type of its owner
     for prefix, where, space in spaces:
         named = ((name, value) for name, value in space.items() if isinstance(name, str) and name[:2] != "__")
@@ -137,7 +137,7 @@ def _look(spaces: list[_Space], by_name: dict[str, Fact], visited: set[int], loo
                 by_name.setdefault(name, Fact(fact[0], type(obj).__qualname__, where, fact[1]))
             if depth < _DEPTH:
                 queue.extend((f"{name}{key}", where, part, depth + 1, type(obj)) for key, part in _parts(obj))
-        except Exception:  # An object's own code may fail, such as that of an array whose memory was donated.
+        except Exception:  # An object's own code may fail, such as an array whose memory was donated.
             continue
 
 
@@ -145,13 +145,13 @@ def _look(spaces: list[_Space], by_name: dict[str, Fact], visited: set[int], loo
 
 
 def _functions() -> Iterator[_Space]:
-    """Generate the variables of the program's functions on the stack of this thread, the innermost first."""
+    """Yield the variables of the program's functions on this thread's stack, innermost first."""
     frame = inspect.currentframe()
     while frame is not None:
         code = frame.f_code
         if _is_own(code.co_filename) and code.co_name != "<module>":
             yield "", f"{os.path.basename(code.co_filename)}, in {code.co_qualname}", dict(frame.f_locals)
-        elif _is_trainer(trainer := frame.f_locals.get("self")):  # A trainer holds the program's module and data.
+        elif _is_trainer(trainer := frame.f_locals.get("self")):  # a trainer holds the program's module and data
             yield "", "the trainer", {"trainer": trainer}
         frame = frame.f_back
 
@@ -172,7 +172,7 @@ def _is_own(file: str) -> bool:
 
 
 def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
-    """Generate the parts of an object, each with the suffix of its name."""
+    """Yield the parts of an object, each with a name suffix."""
     if isinstance(obj, dict):
         for key, value in itertools.islice(list(obj.items()), _ITEMS):
             yield f"[{key!r:.40}]", value
@@ -198,7 +198,7 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_open(cls: type) -> bool:
-    """Return whether to visit the attributes of a class: one of the program, or a data loader."""
+    """Return whether to visit the attributes of a class: one defined by the program, or a data loader."""
     module = sys.modules.get(cls.__module__)
     if cls.__module__.startswith(_OPEN):
         return True
@@ -219,7 +219,7 @@ def _attributes(obj: Any) -> Iterator[tuple[str, Any]]:
         slots = vars(cls).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             if isinstance(descriptor := vars(cls).get(name), MemberDescriptorType):
-                with contextlib.suppress(AttributeError):  # The slot is not set.
+                with contextlib.suppress(AttributeError):  # the slot is unset
                     yield name, descriptor.__get__(obj, cls)
 
 
@@ -253,7 +253,7 @@ def _fact(obj: Any, *, with_arrays: bool) -> tuple[Kind, str] | None:
     if jax is not None and isinstance(obj, jax.Array):
         return _fact_of_jax(jax, obj, with_arrays=with_arrays)
     if type(obj).__name__ == "RngStream" and type(obj).__module__.startswith("flax."):
-        count = getattr(obj.count, "_raw_value", obj.count)  # the key stays the same
+        count = getattr(obj.count, "_raw_value", obj.count)  # the count, as the key never changes
         return "generator", str(int(count))
     if isinstance(obj, GeneratorType):
         return "position", str(-2 if obj.gi_frame is None else obj.gi_frame.f_lasti)
@@ -276,16 +276,16 @@ def _fact_of_jax(jax: Any, array: Any, *, with_arrays: bool) -> tuple[Kind, str]
         return None
     if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
         return "generator", _digest(np.asarray(jax.random.key_data(array)))
-    is_key = array.dtype == np.uint32 and array.shape in ((2,), (4,))  # a key of the legacy kind
+    is_key = array.dtype == np.uint32 and array.shape in ((2,), (4,))  # a legacy JAX key
     if not (is_key or (with_arrays and 0 < array.nbytes <= _BYTES)):
         return None
     if array.ndim == 0:
-        return "value", repr(array.item())  # A moving average may be such a number, weakly typed.
+        return "value", repr(array.item())  # may be a weakly typed number, such as a moving average
     return "generator" if is_key else "array", _digest(np.asarray(array))
 
 
 def _is_position(cls: type) -> bool:
-    """Return whether plain attributes of a class hold a position in data."""
+    """Return whether plain attributes of a class may hold a position in data."""
     names = {base.__name__ for base in cls.__mro__}
     if names & {"Module", "Optimizer"}:
         return False

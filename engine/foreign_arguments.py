@@ -1,4 +1,4 @@
-"""What arguments of Orbax, Lightning and RLlib are called here, or what to do instead."""
+"""The equivalents of Orbax, Lightning, Ray and RLlib arguments in holdfast, or what to do instead."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .errors import UnknownArgumentError
 F = TypeVar("F", bound=Callable[..., Any])
 
 _FOREIGN: Mapping[str, str] = {
-    # Arguments of Lightning's ModelCheckpoint:
+    # arguments of Lightning's ModelCheckpoint
     "every_n_train_steps": "here it is save_interval_steps",
     "every_n_epochs": "use save_interval_steps with the number of updates in an epoch",
     "train_time_interval": 'here it is save_interval_secs: seconds, or "15m"',
@@ -26,7 +26,7 @@ _FOREIGN: Mapping[str, str] = {
     "save_weights_only": "a checkpoint always holds everything; hf.export_checkpoint writes the weights alone",
     "save_on_exception": "only a Lightning trainer takes it",
     "verbose": "leave it out: every save is logged by the logger holdfast",
-    # Arguments of Orbax's CheckpointManagerOptions:
+    # arguments of Orbax's CheckpointManagerOptions
     "step_format_fixed_length": "here it is step_name_width",
     "step_name_format": "of the name of a step, only step_prefix and step_name_width can be chosen",
     "save_on_steps": "save such a step with manager.save(step, ..., force=True); keep_steps keeps it",
@@ -40,9 +40,9 @@ _FOREIGN: Mapping[str, str] = {
     "todelete_subdir": "leave it out: a step that no rule keeps is deleted at once",
     "todelete_full_path": "leave it out: a step that no rule keeps is deleted at once",
     "single_host_load_and_broadcast": "here it is load_and_broadcast of CheckpointManagerOptions",
-    # Arguments of managers that functions of a path do not take:
+    # arguments of managers that path functions do not take
     "step": "give the path of the step, such as runs/digits/400; the path of a run is that of its newest step",
-    # Arguments of Orbax's handlers:
+    # arguments of Orbax's handlers
     "ocdbt_target_data_file_size": "here it is data_file_bytes of PyTreeCheckpointHandler, or of hf.Layout",
     "save_concurrent_gb": "leave it out: a save writes from its snapshot, with a few threads; pinned_bytes limits "
     "the memory for copies from GPUs",
@@ -51,7 +51,7 @@ _FOREIGN: Mapping[str, str] = {
     "use_zarr3": "leave it out: arrays are always stored as zarr v3",
     "use_compression": "here it is compression: the level of zstd",
     "multiprocessing_options": "here it is coordinator=, of checkpointers and managers",
-    # Arguments of Orbax's methods:
+    # arguments of Orbax's methods
     "args": 'pass the tree itself, or a dictionary of items: manager.save(step, {"state": tree}); '
     "manager.restore(step, template)",
     "options": "hf.CheckpointManager(directory, options=hf.CheckpointManagerOptions(...)) takes it; "
@@ -63,14 +63,14 @@ _FOREIGN: Mapping[str, str] = {
     "checkpointables": 'here managers take a dictionary of items: manager.save(step, {"state": tree})',
     "abstract_state": "here it is like: a tree of arrays, or of jax.ShapeDtypeStruct",
     "abstract_pytree": "here it is like: a tree of arrays, or of jax.ShapeDtypeStruct",
-    # An option of ours that not everything takes:
+    # our own option that not everything takes
     "local": "hf.CheckpointManager and the callbacks take it; hf.CheckpointCallback saves objects, too",
-    # Arguments of Ray:
+    # arguments of Ray
     "filesystem": "pass holdfast.storage.as_location(path, filesystem=...) as the path, or a URL such as s3://bucket/run",
 }
 
 
-# Names of Orbax that holdfast does not have.
+# Orbax names that holdfast does not have.
 _FOREIGN_OBJECTS: Mapping[str, str] = {
     "args": "managers take trees and dictionaries of items, without args",
     "StandardCheckpointer": "here it is hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler()), or hf.save and hf.load",
@@ -98,7 +98,7 @@ _FOREIGN_OBJECTS: Mapping[str, str] = {
     "checkpointables_metadata": "here it is hf.describe",
     "load_checkpointables_async": "here it is manager.restore",
     "save_checkpointables_async": "here it is manager.save, which saves in the background",
-    # Attributes of the checkpointers of Orbax v1:
+    # attributes of Orbax v1 checkpointers
     "latest": "here it is latest_step(), the number of the newest step",
     "checkpoints": "here it is all_steps()",
     "load": "here it is restore",
@@ -110,12 +110,12 @@ _FOREIGN_OBJECTS: Mapping[str, str] = {
 
 
 def object_instead_of(name: str) -> str:
-    """Return the equivalent of a name of Orbax, as the end of a message; "" for other names."""
+    """Return a message suffix with the equivalent of an Orbax name; "" for other names."""
     return f": {_FOREIGN_OBJECTS[name]}" if name in _FOREIGN_OBJECTS else ""
 
 
 class ExplainsNames:
-    """Base of classes whose AttributeError gives the equivalent of an attribute of Orbax."""
+    """Base of classes whose AttributeError suggests the equivalent of an Orbax attribute."""
 
     if not TYPE_CHECKING:
 
@@ -126,15 +126,15 @@ class ExplainsNames:
 
 
 def foreign_hint(name: str) -> str:
-    """Return the equivalent of another library's argument, as the end of a message; "" without one."""
+    """Return a message suffix with the equivalent of another library's argument, or ""."""
     return f": {_FOREIGN[name]}" if name in _FOREIGN else ""
 
 
 def instead_of(name: str, accepted: Collection[str]) -> str:
-    """Return the equivalent of an unknown argument, or the closest name, as the end of a message."""
+    """Return a message suffix with the equivalent of an unknown argument, or the closest name."""
     if hint := foreign_hint(name):
         return hint
-    import difflib  # for an error only
+    import difflib  # imported lazily: only errors need it
 
     close = difflib.get_close_matches(name, accepted, n=1)
     return f"; did you mean {close[0]}?" if close else ""
@@ -153,13 +153,13 @@ def refuse_unknown(
 
 
 def refuse_unexpected(taker: str, unknown: Iterable[str], accepted: Collection[str]) -> None:
-    """Raise UnknownArgumentError for an unknown name, with the equivalent of another library's name."""
+    """Raise UnknownArgumentError for an unknown name, suggesting the equivalent of another library's name."""
     for name in unknown:
         raise UnknownArgumentError(f"{taker}() got an unexpected keyword argument {name!r}{instead_of(name, accepted)}")
 
 
 def explains_arguments(function: F, refuse: Callable[..., None] = refuse_unexpected) -> F:
-    """Decorate a function or a dataclass so that its error about an unknown argument gives the equivalent."""
+    """Decorate a function or dataclass so that its error about an unknown argument suggests the equivalent."""
     if isinstance(function, type):
         type.__setattr__(function, "__init__", explains_arguments(vars(function)["__init__"], refuse))
         return function

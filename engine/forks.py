@@ -1,7 +1,7 @@
-"""What a forked process, such as a data loader's worker, must not inherit from the threads of its parent.
+"""Locks and properties that a forked process, such as a data loader's worker, can safely inherit.
 
-Only the thread that forks goes on in the child. A lock that another thread held at that moment would stay locked there
-for ever, so every lock that a child may meet is a :class:`Lock`, and no property has one.
+Only the forking thread continues in the child. A lock held by another thread at that moment would stay locked there
+forever, so every lock that a child may use is a :class:`Lock`, and properties use no locks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 
 class Lock:
-    """A ``threading.Lock``, or with ``reentrant`` an ``RLock``, that is unlocked in a forked process."""
+    """A ``threading.Lock``, or an ``RLock`` if ``reentrant``, that is unlocked in a forked process."""
 
     def __init__(self, *, reentrant: bool = False) -> None:
         self._make = threading.RLock if reentrant else threading.Lock
@@ -41,7 +41,7 @@ class Lock:
 
 
 class cached_property(Generic[_T]):  # noqa: N801 - named like functools.cached_property
-    """``functools.cached_property`` without its lock, which in Python 3.11 all instances of a class share."""
+    """``functools.cached_property`` without its lock, which all instances of a class share in Python 3.11."""
 
     def __init__(self, make: Callable[[Any], _T]) -> None:
         self._make = make

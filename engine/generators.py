@@ -1,6 +1,6 @@
-"""Random generators: the global ones of Python, numpy and torch, from which ``torch.randn`` draws, and single ones.
+"""Random generators: the global ones of Python, numpy and torch, as used by ``torch.randn``, and individual ones.
 
-Only libraries that the program has imported are used. jax has no global generators.
+Only libraries that the program has imported are used. JAX has no global generators.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ DRAWN, IDLE = "drawn", "idle"
 An idle generator may be unseeded, so that its state differs between two runs of one program.
 """
 
-_SEEDS = "seed_seq"  # in the state of a Generator of numpy that has spawned others: what the next ones follow from
-_DEVICES = ("cuda", "xpu")  # devices of torch with a default generator each
+_SEEDS = "seed_seq"  # in the state of a numpy Generator that has spawned others: determines the next ones spawned
+_DEVICES = ("cuda", "xpu")  # torch device types with a default generator per device
 _PLAIN = {bool, int, float, str, bytes, type(None)}
 _EXACT = {int, str, bytes}
 _has_mps = cache(lambda torch: bool(torch.backends.mps.is_available()))
@@ -57,7 +57,7 @@ def _array_of(name: str, state: Any) -> Any:
         version, words, gauss = state
         return _packed(words, version, gauss is not None, gauss or 0.0)
     if name == "numpy":
-        if state["bit_generator"] != "MT19937":  # The program has chosen another one.
+        if state["bit_generator"] != "MT19937":  # the program has chosen another bit generator
             return state
         twister = state["state"]
         return _packed(twister["key"], twister["pos"], state["has_gauss"], state["gauss"])
@@ -65,7 +65,7 @@ def _array_of(name: str, state: Any) -> Any:
 
 
 def _packed(words: Any, counter: int, has_gauss: bool, gauss: float) -> NDArray[np.uint32]:
-    """Return the state of a Mersenne Twister as one array, with its cached normal deviate."""
+    """Pack the state of a Mersenne Twister into one array, including its cached normal deviate."""
     last = np.array([gauss], np.float64).view(np.uint32)
     return np.concatenate([np.array(words, np.uint32), np.array([counter, has_gauss], np.uint32), last])
 
@@ -76,7 +76,7 @@ def _unpacked(packed: Any) -> tuple[NDArray[np.uint32], int, bool, float]:
 
 
 def restore(states: Mapping[str, Any]) -> list[str]:
-    """Set the generators to states from :func:`as_tree`; return the names that this process lacks."""
+    """Set the generators to states from :func:`as_tree`; return the names of those that this process lacks."""
     try:
         if "python" in states:
             random.setstate(_state_of_python(states["python"]))
@@ -96,7 +96,7 @@ def _restore_torch(torch: Any, states: Mapping[str, Any]) -> list[str]:
         saved = states.get(name, ())
         count = getattr(torch, name).device_count() if saved and hasattr(torch, name) else 0
         for index, state in enumerate(saved[:count]):
-            # Torch puts this off until the program uses the device.
+            # torch defers this until the program uses the device
             getattr(torch, name).set_rng_state(torch.tensor(state, dtype=torch.uint8), index)
         missing += [f"{name}:{index}" for index in range(count, len(saved))]
     if "mps" in states and _has_mps(torch):
@@ -107,7 +107,7 @@ def _restore_torch(torch: Any, states: Mapping[str, Any]) -> list[str]:
 
 
 def _state_of_python(saved: Any) -> Any:
-    if isinstance(saved, dict):  # as the first version saved it in runs of Lightning
+    if isinstance(saved, dict):  # as saved by the first version in Lightning runs
         return saved["version"], tuple(saved["words"].tolist()), saved["gauss"]
     words, version, has_gauss, gauss = _unpacked(saved)
     return version, tuple(words.tolist()), gauss if has_gauss else None
@@ -122,14 +122,14 @@ def _state_of_numpy(saved: Any) -> Any:
 
 
 def checksums(states: Mapping[str, Any]) -> dict[str, int]:
-    """Return a checksum of each state, over its plain values and the bytes of its arrays."""
+    """Return a checksum of each state, covering its plain values and the bytes of its arrays."""
     jax: Any = loaded("jax")
     sums = {}
     for name, state in states.items():
         arrays, text = leaves_of(state)
         sums[name] = zlib.crc32(text.encode("utf-8", "surrogatepass"))
         for array in arrays:
-            # A jax array that is not ready would have to be waited for; an array on a device cannot be read.
+            # Skip JAX arrays that are not ready, as reading would wait, and arrays on a device that cannot be read.
             with contextlib.suppress(Exception):
                 plain = jax.random.key_data(array) if is_jax_array(array) and is_key(array) else array
                 if not is_jax_array(plain) or plain.is_ready():
@@ -138,7 +138,7 @@ def checksums(states: Mapping[str, Any]) -> dict[str, int]:
 
 
 class GlobalGenerators:
-    """The global generators as a stateful object; set after all objects whose restoring may draw from them."""
+    """The global generators as a stateful object; set last, after all objects whose restore may draw from them."""
 
     def __init__(self) -> None:
         self._begun: dict[str, Any] = {}
@@ -149,7 +149,7 @@ class GlobalGenerators:
         return self.state_of(capture())
 
     def state_of(self, states: Mapping[str, Any]) -> dict[str, Any]:
-        """Convert states from :func:`capture` to the form that :meth:`set_state` takes."""
+        """Convert states from :func:`capture` to the form accepted by :meth:`set_state`."""
         drawn = self._drawn | {name for name, state in states.items() if not same_state(self._begun.get(name), state)}
         tree = as_tree(states)
         return {
@@ -158,7 +158,7 @@ class GlobalGenerators:
         }
 
     def set_state(self, state: Any) -> None:
-        """Keep saved states until :meth:`begin`."""
+        """Hold saved states until :meth:`begin`."""
         if not isinstance(state, dict) or not all(isinstance(state.get(part), dict) for part in (DRAWN, IDLE)):
             raise DamagedCheckpointError(f"global_generators: expected drawn and idle ones, found {state!r:.80}")
         self._restored = state
@@ -173,23 +173,23 @@ class GlobalGenerators:
         return [name for name in missing if name.partition(":")[0] in self._drawn]
 
     def set_back(self) -> None:
-        """Set the generators to the states that they had at :meth:`begin`."""
+        """Reset the generators to their states at :meth:`begin`."""
         restore(as_tree(self._begun))
 
 
 def same_state(left: Any, right: Any) -> bool:
-    """Return whether two states are equal; True also if that cannot be decided."""
+    """Return whether two states are equal; True also if this cannot be determined."""
     try:
         return _equal(left, right)
-    except Exception:  # The state may hold any objects, whose comparison may fail in any way.
+    except Exception:  # states may hold arbitrary objects, whose comparison may raise anything
         return True
 
 
 def _equal(left: Any, right: Any) -> bool:
     if type(left) in _PLAIN and type(right) in _PLAIN:
-        return bool(left == right or (left != left and right != right))  # NaN is the same as NaN.
+        return bool(left == right or (left != left and right != right))  # NaN equals NaN here
     if isinstance(left, list | tuple) and isinstance(right, list | tuple):
-        if set(map(type, left)) <= _EXACT and left == right:  # the state of Python's generator has 625 numbers
+        if set(map(type, left)) <= _EXACT and left == right:  # fast path: Python's generator state has 625 numbers
             return True
         return len(left) == len(right) and all(map(_equal, left, right))
     if isinstance(left, dict) and isinstance(right, dict):
@@ -202,12 +202,12 @@ def _equal(left: Any, right: Any) -> bool:
         return np.array_equal(left, right) or np.asarray(left).tobytes() == np.asarray(right).tobytes()
     without: Any = object.__eq__
     if type(left).__eq__ is without and type(right).__eq__ is without:
-        return True  # Identity does not show whether such objects are equal.
+        return True  # identity does not tell whether such objects are equal
     return bool(left == right)
 
 
 def differing_parts(left: Any, right: Any) -> str:
-    """Return the paths at which two states differ, for messages."""
+    """Return the paths at which two states differ, as message text."""
     return shortened(sorted(_differing(left, right)))
 
 
@@ -234,7 +234,7 @@ def is_idle(item: str, leaf: str) -> bool:
 def is_generator(obj: object) -> bool:
     torch: Any = loaded("torch")
     kinds = (random.Random, np.random.Generator, np.random.RandomState)
-    # Not isinstance for torch's, which answers in Python: loops ask at every step.
+    # isinstance on torch.Generator runs in Python, which is too slow for loops that ask at every step
     return isinstance(obj, kinds) or (torch is not None and torch.Generator in type(obj).__mro__)
 
 
@@ -257,12 +257,12 @@ def generator_state(generator: Any) -> Any:
 
 
 def set_generator_state(generator: Any, state: Any) -> None:
-    """Set a generator to a state from :func:`generator_state`, perhaps saved and loaded since."""
+    """Set a generator to a state from :func:`generator_state`, possibly after saving and loading it."""
     if isinstance(generator, np.random.Generator):
-        # Some bit generators of numpy accept their words as arrays only; loading keeps them arrays.
+        # Some numpy bit generators accept their words only as arrays; loading keeps them arrays.
         own: Any = generator.bit_generator
         own.state = state
-        with contextlib.suppress(KeyError, TypeError):  # It has spawned none, or numpy before 2.0 does not take it.
+        with contextlib.suppress(KeyError, TypeError):  # none spawned, or numpy before 2.0, which does not accept it
             own.__setstate__((state, np.random.SeedSequence(**state[_SEEDS])))
     elif isinstance(generator, random.Random):
         if not isinstance(state, dict) or state.keys() != {"version", "words", "gauss"}:

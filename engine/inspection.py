@@ -1,4 +1,4 @@
-"""The leaves of a checkpoint, for programs and users, and verification."""
+"""The leaves of a checkpoint, for programs and users; and verification."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class LeafSummary:
         item: The item it belongs to; ``state/own/1`` for what process 1 alone saved of its objects.
         path: Its path in the tree, such as ``params/Dense_0/kernel``.
         kind: Its kind when it was saved: ``"jax"``, ``"numpy"``, ``"torch"``, ``"key"``, ``"int"``, ``"str"``, ...
-        shape: Its shape; ``()`` for a value that is no array.
-        dtype: The name of its element type, or None for a value that is no array.
-        sharding: How it was divided among devices, or ``""``.
-        bytes: Bytes of its elements.
-        value: The value of a leaf that is no array, shortened; None for arrays.
+        shape: Its shape; ``()`` for a value that is not an array.
+        dtype: The name of its dtype, or None for a value that is not an array.
+        sharding: Its sharding over devices when it was saved, or ``""``.
+        bytes: The size of its elements in bytes.
+        value: The value of a leaf that is not an array, shortened; None for arrays.
     """
 
     item: str
@@ -59,15 +59,15 @@ def describe(path: Place, step: int | None = None) -> list[LeafSummary]:
 
     Args:
         path: A checkpoint, or a directory of steps.
-        step: Which step of such a directory; None is the newest.
+        step: The step, for a directory of steps; None is the newest.
 
     Returns:
-        The leaves, item by item, in the order of the trees.
+        The leaves, item by item, in tree order.
 
     Raises:
         CheckpointNotFoundError: There is no such checkpoint.
-        DamagedCheckpointError: Its structure does not verify.
-        OptionError: Checkpoints of several names have this step, such as ``a-1`` and ``b-1``.
+        DamagedCheckpointError: Its structure fails its checks.
+        OptionError: Steps with several prefixes have this number, such as ``a-1`` and ``b-1``.
     """
     return read_checkpoint(as_location(path), _leaf_summaries, step)
 
@@ -107,25 +107,25 @@ def _value_text(leaf: SavedLeaf) -> str:
     value = decode_value(leaf.saved.details, leaf.name)
     try:
         text = hex(value) if leaf.saved.kind == "int" else repr(value)
-    except ValueError:  # Python refuses to write integers with thousands of digits
+    except ValueError:  # Python refuses to print integers with thousands of digits
         text = leaf.saved.kind
     return shortened_text(text)
 
 
-_LISTINGS = 3  # attempts to list the steps, if a run deletes all of them before they are read
+_LISTINGS = 3  # attempts to list the steps, in case a run deletes all of them before they are read
 
 # ---- verification: every byte is read and checked; problems are named file by file and leaf by leaf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointVerification:
-    """The problems that were found by reading one checkpoint.
+    """The problems found by reading a checkpoint.
 
     Attributes:
         step: Its step, or None outside a manager's directory.
         path: Its directory.
-        bytes: Bytes that were read and checked.
-        problems: What is wrong; empty if it is whole.
+        bytes: The number of bytes read and checked.
+        problems: The problems found; empty if it is whole.
     """
 
     step: int | None
@@ -139,8 +139,8 @@ class VerifyReport:
     """The problems that were found by reading checkpoints.
 
     Attributes:
-        checkpoints: One entry for each: by name, in ascending order of steps.
-        strays: Folders that have the name of a step and files, and are no checkpoints; they are left alone.
+        checkpoints: One entry per checkpoint: by name, in ascending order of steps.
+        strays: Folders that are named like a step and hold files, but are not checkpoints; they are left alone.
     """
 
     checkpoints: tuple[CheckpointVerification, ...]
@@ -148,24 +148,24 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Return whether there are any, and all of them are whole."""
+        """Return whether there are any checkpoints, and all of them are whole."""
         return bool(self.checkpoints) and not any(checkpoint.problems for checkpoint in self.checkpoints)
 
 
 def verify(path: Place, step: int | None = None, *, progress: Progress | None = None) -> VerifyReport:
-    """Read a checkpoint, or all of a directory, and check every byte.
+    """Read a checkpoint, or all checkpoints in a directory, and check every byte.
 
     Args:
         path: A checkpoint, or a directory of steps.
-        step: Which step of such a directory; None is all of them.
-        progress: Receives the number of bytes to read, and how far the call is.
+        step: The step, for a directory of steps; None is all of them.
+        progress: Receives the number of bytes to read, and the progress.
 
     Returns:
-        The problems, file by file and leaf by leaf.
+        The problems found, by file and leaf.
 
     Raises:
         CheckpointNotFoundError: There is no such checkpoint.
-        OptionError: Checkpoints of several names have this step, such as ``a-1`` and ``b-1``.
+        OptionError: Steps with several prefixes have this number, such as ``a-1`` and ``b-1``.
     """
     progress = progress or NULL
     for _ in range(_LISTINGS):
@@ -185,7 +185,7 @@ def verify(path: Place, step: int | None = None, *, progress: Progress | None = 
 
 
 def _verify_listed(location: Location, step: int, share: Share) -> CheckpointVerification | None:
-    """Verify a step of a directory; None if a run deletes it meanwhile, which removes the record first."""
+    """Verify a step in a directory; None if a run deletes it meanwhile, which removes the record first."""
     with share, contextlib.suppress(CheckpointNotFoundError):
         return _verify(location, step, share)
     return None
@@ -208,13 +208,13 @@ def _verify(location: Location, step: int | None, share: Share) -> CheckpointVer
         for problem in _verify_item(location / item.folder, item, share.advance):
             leaf = problem.leaf if len(parts) == 1 or not problem.leaf else f"{name}: {problem.leaf}"
             problems.append(Problem(f"{item.folder}/{problem.file}".rstrip("/"), leaf, problem.what))
-    # Files of items may belong to none of the trees in them, such as the records of components.
+    # Some files of an item may belong to none of its trees, such as records of components.
     read = {path for part in parts.values() for path in part.paths}
     others = ((path, file) for item in record.items.values() for path, file in item.paths.items() if path not in read)
     problems += [differing for path, file in others if (differing := _digest_problem(location, path, file)) is not None]
     if problems and has_changed(location, record):
-        read_record(location)  # raises CheckpointNotFoundError if it was deleted
-        return _verify(as_location(location.url), step, share)  # a new location has no snapshot of the listing
+        read_record(location)  # raises CheckpointNotFoundError if the checkpoint was deleted
+        return _verify(as_location(location.url), step, share)  # a new location is not bound to the snapshot
     step = record.step if step is None else step
     return CheckpointVerification(step=step, path=str(location), bytes=record.nbytes, problems=tuple(problems))
 
@@ -260,7 +260,7 @@ def _verify_item(folder: Location, item: ItemRecord, advance: Callable[[int], No
             below = TreeReader(folder / share.folder, share.files).verify(advance)
             below = [problem._replace(file=f"{share.folder}/{problem.file}") for problem in below]
             problems += [problem for problem in below if problem not in problems]
-    except HoldfastError as error:  # the structure is damaged: name the files that differ, or else report this error
+    except HoldfastError as error:  # the structure is damaged: name the files that differ, or else this error
         return list(differ) or [Problem("", "", str(error))]
     return problems
 

@@ -1,4 +1,4 @@
-"""How this copy of holdfast was installed: the command that adds an extra to it, and a stranger of the same name."""
+"""How this copy of holdfast was installed: the command to add extras, and detection of another project's package."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import os
 import sys
 from typing import Any
 
-_NAME = "holdfast-checkpoint"  # of the distribution: the ``holdfast`` of PyPI is another project
+_NAME = "holdfast-checkpoint"  # distribution name, as ``holdfast`` on PyPI is another project
 
 
 def install_command(*extras: str) -> str:
-    """Return the command that installs extras, from where this copy was installed."""
+    """Return the command that installs extras, from the same origin as this copy."""
     wanted = f"[{','.join(extras)}]"
     match _origin():
         case {"url": str(url), "dir_info": dict(folder)}:
@@ -28,7 +28,7 @@ def install_command(*extras: str) -> str:
 def _origin() -> dict[str, Any]:
     """Return pip's record of a distribution not installed from an index (PEP 610), or an empty dictionary."""
     folder = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-    if os.path.exists(os.path.join(folder, "pyproject.toml")):  # a checkout on the path, perhaps not installed
+    if os.path.exists(os.path.join(folder, "pyproject.toml")):  # a source checkout on the path, perhaps not installed
         return {"url": f"file://{folder}", "dir_info": {"editable": True}}
     from importlib.metadata import PackageNotFoundError, distribution  # imported lazily: only errors need it
 
@@ -41,11 +41,11 @@ def _origin() -> dict[str, Any]:
 
 
 def tell_of_stranger(folder: str) -> None:
-    """Warn on stderr that another project's distribution ``holdfast`` is in the same folder."""
+    """Warn on stderr that another project's distribution ``holdfast`` is installed in the same folder."""
     if sys.stderr is None:
         return
     with contextlib.suppress(OSError), open(os.path.join(folder, "entry_points.txt"), encoding="utf-8") as entries:
-        if "holdfast.cli" in entries.read():  # Ours had this name in earlier versions.
+        if "holdfast.cli" in entries.read():  # earlier versions of this project had this name
             return
     sys.stderr.write(
         f"holdfast: another project's package `holdfast` is installed beside {_NAME}, in the same folder. To mend it: "

@@ -1,4 +1,4 @@
-"""Lists of the steps in a directory; it needs no arrays, so that ``holdfast ls`` answers at once."""
+"""Listing the steps in a directory; imports no array code, so that ``holdfast ls`` answers at once."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _STRAY = f"no {RECORD}: not a checkpoint, and left alone until `holdfast rm` del
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSummary:
-    """One step of a directory.
+    """One step in a directory.
 
     Attributes:
         step: The step.
         path: Its directory.
         time: When it was committed, in seconds since 1970-01-01 UTC; None if it is damaged.
-        bytes: Bytes of all its files.
-        shared_bytes: Bytes of those files that other steps have, too, by hard links: deleting this step alone does not
-            free them, and a copy elsewhere takes them in full.
-        added_bytes: Bytes of those files that no step before it in the list has: their sum is what all steps take on
-            the disk.
+        bytes: The total size of its files in bytes.
+        shared_bytes: Bytes of its files that other steps share by hard links: deleting this step alone does not free
+            them, and a copy elsewhere takes them in full.
+        added_bytes: Bytes of its files that no earlier step in the list has: their sum over all steps is the disk
+            space that the steps take.
         metrics: The metrics stored with it, or None.
         reason: Why it was saved.
-        kept: Why it is kept, as far as that is known.
-        damage: What is wrong with its record or the sizes of its files, or None.
+        kept: Why it is kept, as far as is known.
+        damage: The problem with its record or the sizes of its files, or None.
     """
 
     step: int
@@ -48,17 +48,17 @@ class CheckpointSummary:
 
 
 def list_checkpoints(directory: Place) -> list[CheckpointSummary]:
-    """List the steps of a directory; reads only their records and the sizes of their files.
+    """List the steps in a directory; reads only their records and file sizes.
 
     Args:
-        directory: A manager's directory, or a directory of steps of another library. Steps of several names, such as
+        directory: A manager's directory, or another library's directory of steps. Steps with several prefixes, such as
             ``a-1`` and ``b-1``, are all listed.
 
     Returns:
-        The steps, damaged ones and folders without a commit record included: by name, in ascending order.
+        The steps, including damaged ones and folders without a commit record: by name, in ascending order.
 
     Raises:
-        CheckpointNotFoundError: There is nothing at this path.
+        CheckpointNotFoundError: Nothing exists at this path.
     """
     location = as_location(directory).snapshot()
     if not location.exists():
@@ -66,17 +66,17 @@ def list_checkpoints(directory: Place) -> list[CheckpointSummary]:
     steps = find_steps(location)
     if steps.entries and not steps.is_native:
         return [_foreign_summary(entry, steps.format) for entry in steps.entries]
-    # The options of the last run do not say which of several series it wrote.
+    # With several series, the stored options do not tell which one they belong to.
     several = len({entry.series for entry in steps.entries}) > 1
     options, function = (None, None) if several else stored_rules(location)
     infos = infos_of(steps.entries)
-    # Only the run has the function that ranks its steps, so only the run knows why one is kept.
+    # Only the run has the function that ranks its steps, so the reasons are unknown here.
     kept = {} if options is None or function is not None else reasons(infos, retention_rules(options))
     seen: set[tuple[int, int]] = set()
     summaries = [_native_summary(entry, kept.get(entry.step, ()), seen) for entry in steps.entries]
     for entry, summary in zip(steps.entries, summaries, strict=True):
         if summary.damage and entry.record is not None and has_changed(entry.location, entry.record):
-            return list_checkpoints(directory)  # a run has replaced or deleted the step meanwhile
+            return list_checkpoints(directory)  # a run replaced or deleted the step meanwhile
     strays = stray_folders(location, None, steps.entries)
     series = {str(entry.location): entry.series for entry in (*steps.entries, *strays)}
     summaries += [CheckpointSummary(step=entry.step, path=str(entry.location), damage=_STRAY) for entry in strays]
@@ -84,7 +84,7 @@ def list_checkpoints(directory: Place) -> list[CheckpointSummary]:
 
 
 def _native_summary(entry: StepEntry, kept: tuple[str, ...], seen: set[tuple[int, int]]) -> CheckpointSummary:
-    """Describe a step; ``seen`` collects the hard-linked files of the steps so far."""
+    """Summarize a step; ``seen`` collects the hard-linked files of the steps so far."""
     record = entry.record
     if record is None:
         return CheckpointSummary(step=entry.step, path=str(entry.location), damage=str(entry.error))
@@ -109,7 +109,7 @@ def _native_summary(entry: StepEntry, kept: tuple[str, ...], seen: set[tuple[int
 
 
 def _foreign_summary(entry: StepEntry, format_name: str) -> CheckpointSummary:
-    from .sources import open_at  # imported lazily: that takes longer than listing our own
+    from .sources import open_at  # imported lazily: importing it takes longer than listing our own steps
 
     try:
         checkpoint = open_at(entry.location)

@@ -1,4 +1,4 @@
-"""The positions of plain loaders in their data, and the recognition of other libraries' loaders."""
+"""Positions in the data of plain loaders, and detection of other libraries' loaders."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def is_torchdata_loader(obj: object) -> bool:
 
 
 def nodes_of(obj: Any) -> list[Any]:
-    """Return the nodes of a ``Loader`` of torchdata.nodes, the root first; [] for other objects."""
+    """Return the nodes of a torchdata.nodes ``Loader``, the root first; [] for other objects."""
     nodes: list[Any] = []
     left = [obj.root] if derives(obj, "Loader", "torchdata.nodes.") else []
     while left:
@@ -42,81 +42,81 @@ def nodes_of(obj: Any) -> list[Any]:
 
 
 def is_accelerate_loader(obj: object) -> bool:
-    """Return whether ``Accelerator.prepare`` made a loader, which looks like the one that it wraps."""
+    """Return whether ``Accelerator.prepare`` made a loader, which mimics the loader that it wraps."""
     return derives(obj, "DataLoaderAdapter", "accelerate.")
 
 
 def derives(obj: object, name: str, package: str) -> bool:
-    """Return whether the class of an object has this name and is in this package, or derives from such a class."""
+    """Return whether an object's class, or one of its bases, has this name and is in this package."""
     return any(cls.__name__ == name and cls.__module__.startswith(package) for cls in type(obj).__mro__)
 
 
 # ---- loaders without a state
 
-DRAWING = ("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")  # samplers of torch
-TAKEN = "taken"  # the epoch, and how many of its batches were taken
-_BEGUN = "generators"  # states of generators by name when the epoch began, or at its end
-_ORDER = "state"  # the values that the program's function returned then
-_VALUES = "attributes"  # numbers and small arrays of the loader, which earlier versions saved
-LAST = "last"  # a checksum of the last batch, with which a resume compares the batch that it draws again
-ENDED = "ended"  # whether that was the last batch of the epoch
-_NOW = "now"  # the current states of the loader's own generators and _ORDER, which other code may change
+DRAWING = ("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")  # torch samplers that draw random numbers
+TAKEN = "taken"  # the epoch, and the number of its batches taken
+_BEGUN = "generators"  # generator states by name at the start of the epoch, or at its end
+_ORDER = "state"  # return value of the user's state function at that time
+_VALUES = "attributes"  # numbers and small arrays of the loader, saved by earlier versions
+LAST = "last"  # checksum of the last batch, compared by a resume with the redrawn batch
+ENDED = "ended"  # whether it was the last batch of the epoch
+_NOW = "now"  # current states of the loader's own generators and _ORDER, which other code may change
 _PARTS = (TAKEN, ENDED, _BEGUN, _NOW, _ORDER, LAST)
-_HANDED = "generators."  # prefix of the names of generators that the program hands over
-_MOST_VALUES = 1000  # values of a batch that a checksum covers, at most
-_MOST_REFUSED = 10_000  # requests after a stop: ``while step < total`` around a loop over the data would never end
-_LONG = 5.0  # seconds of drawing again after which a log line says so
+_HANDED = "generators."  # name prefix of generators passed by the user
+_MOST_VALUES = 1000  # maximum number of batch values that a checksum covers
+_MOST_REFUSED = 10_000  # requests after a stop, as ``while step < total`` around a loop over the data would never end
+_LONG = 5.0  # seconds of redrawing before a log message
 _STILL_DRAWING = (
     "drawing the earlier batches of the epoch again, %d of %d so far. If the dataset and its workers draw no random "
     "numbers, hf.resumable(loader, redraw='indices') loads none of them"
 )
 
-OrderState = tuple[Callable[[], Any], Callable[[Any], object]]  # returns, and takes, what an order depends on
-Announce = Callable[..., object]  # takes a text and its arguments, as loggers do
+OrderState = tuple[Callable[[], Any], Callable[[Any], object]]  # getter and setter for what the order depends on
+Announce = Callable[..., object]  # takes a message and its arguments, like logger methods
 
 
 class LoaderPosition:
-    """A position in the batches of a loader: the common base of :func:`skip_to` and ``resumable``."""
+    """A position in a loader's batches: the common base of :func:`skip_to` and ``resumable``."""
 
-    _function = "skip_to"  # the function that the program calls, for messages
+    _function = "skip_to"  # the user-facing function, for messages
 
     def __init__(self, loader: Any, generators: Sequence[Any] = (), state: OrderState | None = None) -> None:
         self._loader: Any = loader
-        self._loads_again = True  # whether a resume loads the earlier batches
+        self._loads_again = True  # whether a resume loads the earlier batches again
         _check_loader(loader, self._function, has_state=state is not None)
         _check_handed(generators, state)
         handed = {f"{_HANDED}{index}": generator for index, generator in enumerate(generators)}
         self._generators = _each_once(generators_of(loader) | handed, besides=_global_generators())
         self._state = state
         self._batches: Iterator[Any] | None = None
-        self.epoch = self._taken = 0  # the epoch of the batches, from 0, and how many of its batches were taken
-        self._most: int | None = None  # batches of an epoch, if the program says so
-        self._has_ended = False  # whether the last batch of the epoch was taken
-        self._begun: dict[str, Any] = {}  # states of generators when the epoch began
-        self._order: dict[str, Any] = {}  # the value that the program's function returned then
-        self._drawn: list[str] = []  # the global generators that have changed by its first batch
-        self._restored: Mapping[str, Any] = {}  # a state that takes effect with the next batch
-        self.checksum: int | None = None  # of some values of the last batch
-        self._next: list[Any] = []  # a batch beyond the length of the loader
+        self.epoch = self._taken = 0  # the current epoch, from 0, and the number of its batches taken
+        self._most: int | None = None  # batches per epoch, if set by the program
+        self._has_ended = False  # whether the epoch's last batch was taken
+        self._begun: dict[str, Any] = {}  # generator states at the start of the epoch
+        self._order: dict[str, Any] = {}  # return value of the user's state function at that time
+        self._drawn: list[str] = []  # global generators that changed before the epoch's first batch
+        self._restored: Mapping[str, Any] = {}  # state to apply at the next batch
+        self.checksum: int | None = None  # of sampled values in the last batch
+        self._next: list[Any] = []  # lookahead: a batch beyond the loader's length
         self._announce: Announce | None = None
-        self._exit_status: int | None = None  # of the program, once the run was stopped
-        self._refused = 0  # requests since then
+        self._exit_status: int | None = None  # set once the run was stopped
+        self._refused = 0  # requests for batches since the stop
 
     @property
     def left(self) -> int | None:
-        """How many batches of the epoch are left, or None if the loader has no length."""
+        """The number of batches left in the epoch, or None if the loader has no length."""
         return max(0, self._length() - self._taken) if self._length() else None
 
     def begin_run(self, announce: Announce) -> None:
-        """Begin a run, resumed or not; ``announce`` logs a line for the user."""
+        """Begin a run, resumed or not; ``announce`` logs a message for the user."""
         self._exit_status, self._refused = None, 0
 
     def end_run(self, exit_status: int) -> None:
-        """Give no more batches, as the run was stopped; ``exit_status`` is for a program that does not stop."""
+        """Yield no more batches, as the run was stopped; ``exit_status`` is for a program that continues anyway."""
         self._exit_status = exit_status
 
     def _is_stopped(self) -> bool:
-        """Return whether the run was stopped; exit if the program keeps asking for batches."""
+        """Return whether the run was stopped; exit if the program keeps requesting batches."""
         if self._exit_status is None:
             return False
         self._refused += 1
@@ -128,23 +128,23 @@ class LoaderPosition:
     def _length(self) -> int:
         try:
             return len(self._loader)
-        except TypeError:  # It has no length, or its dataset has none.
+        except TypeError:  # the loader or its dataset has no length
             return 0
 
     def _beginning(self) -> dict[str, Any]:
-        """Return the state with which this epoch began; at its end, the state with which the next begins."""
+        """Return the state at the start of this epoch, or, once the epoch has ended, for the start of the next."""
         if self._restored:
             return {name: self._restored[name] for name in _PARTS if name in self._restored}
         state: dict[str, Any] = {TAKEN: [self.epoch, self._taken]}
         state |= {} if self.checksum is None else {LAST: self.checksum}
         own_states = self._own_states()
         if self._batches is None or self._has_ended:
-            # The next epoch draws from global generators as they are when it begins, which others save.
+            # The next epoch draws from the global generators' states at its start, which are saved elsewhere.
             states, order = own_states, self._order_now()
             state |= {ENDED: True} if self._has_ended else {}
         else:
             states, order = {name: self._begun[name] for name in (*self._drawn, *self._generators)}, self._order
-            own_states |= self._order_now()  # Training may have changed it since.
+            own_states |= self._order_now()  # training may have changed it since
             state |= {_NOW: own_states} if own_states else {}
         return {**state, **({_BEGUN: states} if states else {}), **order}
 
@@ -156,7 +156,7 @@ class LoaderPosition:
             set_generator_state(self._generators[name], states[name])
 
     def _order_now(self) -> dict[str, Any]:
-        # The program may return what it changes later.
+        # a copy, as the program may modify the value later
         return {} if self._state is None else {_ORDER: copy.deepcopy(self._state[0]())}
 
     def _set_order(self, saved: Mapping[str, Any]) -> None:
@@ -172,11 +172,11 @@ class LoaderPosition:
         return saved, told
 
     def _go_to(self, epoch: int, taken: int) -> None:
-        """Draw the earlier batches of the epoch again, then set the global generators back."""
+        """Draw the earlier batches of the epoch again, then reset the global generators."""
         states = self._restored.get(_BEGUN, {})
         workers = getattr(self._loader, "num_workers", 0)
         lasts = bool(workers and epoch and getattr(self._loader, "persistent_workers", False))
-        lasts = lasts and self._loads_again  # Otherwise, the program says that workers draw nothing.
+        lasts = lasts and self._loads_again  # otherwise the user declared that workers draw no random numbers
         if lasts or (workers and taken and not states):
             warn_of_new_workers(self._loader)
         before = as_tree(capture())
@@ -202,12 +202,12 @@ class LoaderPosition:
             if self._announce is not None and done < count and time.monotonic() - began > _LONG:
                 self._announce(_STILL_DRAWING, done, count)
                 self._announce = None
-        # A dataset that draws from global generators gets other numbers here, as the model draws none in between.
+        # A dataset that uses global generators draws other numbers here, as the model does not draw in between.
         return fingerprint(batch[0]) if batch else 0, not same_state(at_first, capture())
 
     def _begin(self, epoch: int) -> None:
         if epoch and not self._begun and getattr(self._loader, "persistent_workers", False):
-            # Persistent workers start with the first epoch, and draw their seed from other states than this epoch's.
+            # Persistent workers start with the first epoch, and draw their seed from the states at that time.
             before, own_states, order = as_tree(capture()), self._own_states(), self._order_now()
             self._open()
             restore(before)
@@ -225,7 +225,7 @@ class LoaderPosition:
         self._drawn = [name for name, state in now.items() if not same_state(self._begun.get(name), state)]
 
     def _draw(self) -> list[Any]:
-        """Return a list of the next batch of the epoch, empty at its end."""
+        """Return a list with the next batch of the epoch; empty at its end."""
         if self._batches is None or (self._most is not None and self._taken >= self._most):
             return []
         batch, self._next = self._next or list(islice(self._batches, 1)), []
@@ -238,13 +238,13 @@ class LoaderPosition:
             self._has_ended = True
         elif self._taken == self._length():
             if not is_accelerate_loader(self._loader):
-                # The loader's code after its last batch belongs to this epoch: a resume begins with the next one.
+                # Code that the loader runs after its last batch belongs to this epoch: a resume begins the next one.
                 self._next = list(islice(self._batches, 1))
             self._has_ended = not self._next
         return batch
 
     def _warn_of_other_parts(self, saved: Mapping[str, Any], names: Collection[str]) -> bool:
-        """Warn of parts that were saved and are unknown now, or are given now and were not saved; return if any."""
+        """Warn about parts that were saved but not passed now, or the reverse; return whether there are any."""
         states = saved.get(_BEGUN, {})
         parts = [f"{name} (saved)" for name in (*states, *saved.get(_VALUES, ())) if name not in names]
         if _ORDER in saved and self._state is None:
@@ -280,7 +280,7 @@ class LoaderPosition:
 
 
 class SkippedLoader(LoaderPosition, Iterator[Any]):
-    """The batches of a loader, epoch after epoch, from a position on; see :func:`skip_to`."""
+    """A loader's batches, epoch after epoch, starting at a position; see :func:`skip_to`."""
 
     def __init__(
         self,
@@ -294,7 +294,7 @@ class SkippedLoader(LoaderPosition, Iterator[Any]):
         self._global_batch_size = global_batch_size
         if global_batch_size is not None:
             _check_global(loader, global_batch_size, hands_over=bool(len(generators) or state is not None))
-        self.position = position  # the number of batches that were taken, over all epochs
+        self.position = position  # the number of batches taken, over all epochs
 
     def __next__(self) -> Any:
         if self._is_stopped():
@@ -309,11 +309,11 @@ class SkippedLoader(LoaderPosition, Iterator[Any]):
 
     @property
     def replicated_state(self) -> bool:
-        """True if the position counts global samples, and so is the same for all processes."""
+        """True if the position counts global samples, and is thus the same on all processes."""
         return self._global_batch_size is not None
 
     def get_state(self) -> dict[str, Any]:
-        """Return the position in batches, with what their order was drawn from; or an epoch and the samples taken."""
+        """Return the position in batches and the states that determine their order; or epoch and samples taken."""
         if self._global_batch_size is None:
             has_begun = self._batches is not None or self._restored
             return {"position": self.position, **(self._beginning() if has_begun else {})}
@@ -321,7 +321,7 @@ class SkippedLoader(LoaderPosition, Iterator[Any]):
         return {"epoch": epoch, "samples": batches * self._global_batch_size}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from another position; the loader begins with the next batch."""
+        """Continue from another position; the loader restarts with the next batch."""
         self._restored, self.checksum = state, state.get(LAST)
         if "samples" in state:
             self.position = self._position_of(_position(state["epoch"]), _position(state["samples"]))
@@ -330,7 +330,7 @@ class SkippedLoader(LoaderPosition, Iterator[Any]):
         self._batches = None
 
     def _position_of(self, epoch: int, samples: int) -> int:
-        """Convert a global position in samples to a number of batches."""
+        """Convert a global position in samples to a batch count."""
         size = self._global_batch_size
         if size is None:
             raise StateError(
@@ -352,7 +352,7 @@ class SkippedLoader(LoaderPosition, Iterator[Any]):
         return epoch * length + batches
 
     def go_to_position(self) -> None:
-        """Go to the position now if it is within an epoch; otherwise the next batch begins the next epoch."""
+        """Move to the position now if it is within an epoch; otherwise the next batch starts the next epoch."""
         length = self._length()
         if self.position % length if length else self.position:
             self._skip()
@@ -387,40 +387,40 @@ def skip_to(
     """Return an endless iterator over the batches of a plain loader, epoch after epoch, whose position can be saved.
 
     A resume skips whole epochs at once if the loader has a length, and draws the earlier batches of its epoch again. So
-    each epoch must give the same batches again, which holds if their order depends on nothing but
+    each epoch must yield the same batches again, which is the case if their order depends on nothing but
 
     - the epoch: ``set_epoch(epoch)`` of the loader or its sampler, such as torch's ``DistributedSampler``, is called;
-    - the states of random generators when the epoch begins: of the global ones of Python, numpy and torch, and of the
-      attribute ``generator`` of the loader, its ``sampler`` and ``batch_sampler.sampler``. Hand over all others, such
+    - the states of random generators at the start of the epoch: the global ones of Python, numpy and torch, and the
+      ``generator`` attributes of the loader, its ``sampler`` and ``batch_sampler.sampler``. Pass all others, such
       as a transform's, in ``generators``;
-    - the value that ``state`` returns when the epoch begins, such as a count of epochs or a jax key.
+    - the value that ``state`` returns at the start of the epoch, such as an epoch count or a JAX key.
 
-    A warning says if the last batch before a stop differs when it is drawn again. With ``global_batch_size``, the
-    position depends on the epoch alone.
+    A warning is logged if the last batch before a stop differs when it is drawn again. With ``global_batch_size``, the
+    position depends only on the epoch.
 
     Args:
         loader: An iterable of batches, such as a ``DataLoader``, a list, or an object with ``__iter__``.
-        n: How many batches to skip, over all epochs: the number that a run has taken.
+        n: The number of batches to skip, over all epochs: the number that the run has taken.
         global_batch_size: The number of samples that all processes together take in a step. It declares that the
-            processes divide one order, and take its next samples at each step, as with torch's ``DistributedSampler``:
+            processes share one global order, and take its next samples at each step, as with ``DistributedSampler``:
             the position counts samples of this order, and is valid for any number of processes. The loader of each
             process has batches of ``global_batch_size`` divided by the number of processes. Give ``drop_last`` to both
             sampler and loader. If the processes do not divide the epoch, the sampler decides about its last samples:
-            torch's repeats some, or with ``drop_last`` leaves some out.
-        generators: The generators of Python, numpy and torch from which the loader draws, in this process. Their states
-            at the start of the epoch are saved, and restored before the earlier batches are drawn again. Hand over the
+            torch's repeats some, or with ``drop_last`` drops some.
+        generators: The Python, numpy and torch generators that the loader uses in this process. Their states
+            at the start of the epoch are saved, and restored before the earlier batches are drawn again. Pass the
             same ones in the same order when the run is resumed.
         state: Two functions, ``get`` and ``set``. ``get()`` returns what the order of an epoch depends on: plain data,
-            arrays and tensors. It is called when an epoch begins and at each step, and both values are saved.
-            ``set(value)`` takes the first in a resume, before earlier batches are drawn again, and then the second.
+            arrays and tensors. It is called at the start of an epoch and at each step, and both values are saved.
+            In a resume, ``set(value)`` gets the first value before earlier batches are drawn again, then the second.
 
     Returns:
-        The iterator. Callbacks and ``holdfast.graph`` save and restore it by its ``get_state`` and ``set_state``.
+        The iterator. Callbacks and ``holdfast.graph`` save and restore it through ``get_state`` and ``set_state``.
 
     Raises:
-        OptionError: The loader is an iterator, which cannot be restarted; or its batches are not the share of one
-            process in ``global_batch_size``; or ``generators`` has an object that is no generator with a state; or
-            ``state`` is no pair of functions; or one of these, or a loader that shuffles with a random generator, is
+        OptionError: The loader is an iterator, which cannot be restarted; or its batch size is not one process's share
+            of ``global_batch_size``; or ``generators`` has an object that is not a generator with a state; or
+            ``state`` is not a pair of functions; or one of these, or a loader that shuffles with a random generator, is
             given with ``global_batch_size``.
 
     >>> batches = skip_to(["a", "b", "c"], 4)
@@ -439,7 +439,7 @@ def skip_to(
 
 
 def _check_loader(loader: Any, function: str, *, has_state: bool) -> None:
-    """Raise OptionError for a loader whose batches would differ after a resume."""
+    """Raise OptionError for a loader that would yield different batches after a resume."""
     name = type(loader).__qualname__
     if isinstance(loader, Iterator) or not isinstance(loader, Iterable):
         raise OptionError(
@@ -462,7 +462,7 @@ def _check_loader(loader: Any, function: str, *, has_state: bool) -> None:
 
 
 def _check_handed(generators: Any, state: Any) -> None:
-    """Raise OptionError if an item is no generator, or the state is no pair of functions."""
+    """Raise OptionError if an item is not a generator, or the state is not a pair of functions."""
     if isinstance(generators, str | Mapping) or not isinstance(generators, Sequence):
         raise OptionError(f"generators={generators!r:.60} must be a sequence of generators, such as [rng]")
     for index, generator in enumerate(generators):
@@ -472,7 +472,7 @@ def _check_handed(generators: Any, state: Any) -> None:
                 "such as np.random.default_rng(), random.Random() or torch.Generator(), and other state as "
                 "state=(get, set)"
             )
-        generator_state(generator)  # This refuses one that has no state.
+        generator_state(generator)  # raises an error for one without a state
     is_pair = isinstance(state, tuple | list) and len(state) == 2 and all(map(callable, state))
     if state is not None and not is_pair:
         raise OptionError(
@@ -482,12 +482,12 @@ def _check_handed(generators: Any, state: Any) -> None:
 
 
 def fingerprint(batch: Any) -> int:
-    """Return a checksum of the plain values of a batch, and of samples of its arrays in host memory."""
+    """Return a checksum of a batch's plain values, and of samples from its arrays in host memory."""
     checksum, left = 0, deque([batch])
     for _ in range(_MOST_VALUES):
         if not left:
             break
-        with contextlib.suppress(Exception):  # A batch may hold any objects, whose code may fail in any way.
+        with contextlib.suppress(Exception):  # batches may hold arbitrary objects, whose code may raise anything
             value = left.popleft()
             if isinstance(value, np.ndarray) and not value.dtype.hasobject:
                 value = value.flat[:: 1 + value.size // 64].tobytes()
@@ -503,7 +503,7 @@ def fingerprint(batch: Any) -> int:
 
 
 def _check_global(loader: Any, global_batch_size: int, *, hands_over: bool) -> None:
-    """Raise OptionError if one position cannot stand for the loaders of all processes."""
+    """Raise OptionError if a single position cannot represent the loaders of all processes."""
     if hands_over:
         raise OptionError(
             "global_batch_size= makes the position one of all processes, and generators= and state= belong to one "
@@ -534,10 +534,10 @@ def _position(value: Any) -> int:
 
 
 def without_generators(obj: object, state: Any) -> Any:
-    """Return a state from :func:`state_of` without the generator states that differ between processes."""
+    """Remove the generator states that differ between processes from a :func:`state_of` result."""
     if not isinstance(obj, LoaderPosition) or not isinstance(state, dict):
         return state
-    # Each process draws other seeds for its workers. Generators that the program hands over are declared the same.
+    # Each process draws its own worker seeds. Generators passed by the user are assumed to be the same everywhere.
     kept = {name: part for name, part in state.items() if name not in (_BEGUN, _NOW, LAST)}
     for part in state.keys() & {_BEGUN, _NOW}:
         if handed := {name: saved for name, saved in state[part].items() if name.startswith(_HANDED)}:
@@ -546,8 +546,8 @@ def without_generators(obj: object, state: Any) -> Any:
 
 
 def drawing_sampler(loader: Any) -> str | None:
-    """Return the name of a sampler that draws the loader's order and has no state to restore, or None."""
-    # The iterators of samplers of torchdata have states, which its nodes do not save.
+    """Return the name of a sampler that draws the loader's order and has no restorable state, or None."""
+    # Iterators of torchdata samplers have states, but torchdata's nodes do not save these.
     packages = ("torch.", "torchdata.") if nodes_of(loader) else "torch."
     for sampler in samplers_of(loader):
         if any(cls.__name__ in DRAWING and cls.__module__.startswith(packages) for cls in type(sampler).__mro__):
@@ -556,7 +556,7 @@ def drawing_sampler(loader: Any) -> str | None:
 
 
 def generators_of(loader: Any) -> dict[str, Any]:
-    """Return the generators in the attribute ``generator`` of a loader and its samplers, each once, by name."""
+    """Return the ``generator`` attributes of a loader and its samplers by name, without duplicates."""
     owners = {
         "loader": loader,
         "sampler": getattr(loader, "sampler", None),
@@ -574,7 +574,7 @@ def _each_once(generators: Mapping[str, Any], besides: Iterable[Any] = ()) -> di
 
 
 def _global_generators() -> list[Any]:
-    """Return the global generators of Python, numpy and torch, which a loader may hold as well."""
+    """Return the global generators of Python, numpy and torch, which a loader may use as well."""
     torch: Any = loaded("torch")
     of_torch = [] if torch is None else [torch.default_generator]
     return [getattr(random.random, "__self__", None), getattr(np.random.rand, "__self__", None), *of_torch]
@@ -583,7 +583,7 @@ def _global_generators() -> list[Any]:
 def samplers_of(loader: Any) -> list[Any]:
     samplers = [getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)]
     of_nodes = [getattr(node, "sampler", None) for node in nodes_of(loader)]
-    # torch's BatchSampler has the order of the sampler that it wraps.
+    # torch's BatchSampler takes its order from the sampler that it wraps.
     return samplers + [
         getattr(sampler, "sampler", sampler) if type(sampler).__module__.startswith("torch.") else sampler
         for sampler in of_nodes

@@ -1,8 +1,8 @@
-"""The observer of a run: it sees the points and events of the run, and may choose places, options and extra saves.
+"""The observer of a run: sees the run's points and events, and may redirect places, change options and request saves.
 
-A manager takes one as ``observer=``. Without it, the manager uses the observer of the process, from
-:func:`process_observer`: so ``holdfast supervise`` and ``holdfast drill`` observe a program that was not changed for
-them. In other programs, the observer does nothing.
+A manager takes it as ``observer=``. By default, the manager uses the process's observer, from
+:func:`process_observer`: this lets ``holdfast supervise`` and ``holdfast drill`` observe a program that was not
+changed for them. In other programs, that observer does nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OBSERVER = "HOLDFAST_OBSERVER"
 DRILL = "HOLDFAST_DRILL"
 """Environment variable of a program that ``holdfast drill`` rehearses: the folder of the rehearsal."""
 
-STRAYS = "strays.jsonl"  # name of a file in that folder, with a line for each process without the variable
+STRAYS = "strays.jsonl"  # file in that folder, with a line for each process started without the variable
 
 Point = Literal["step", "batch", "validation", "restored", "saving", "commit", "committed", "save_failed"]
 """A point that a run passes: ``step`` after an update, ``commit`` right before the commit record of a step is written,
@@ -32,10 +32,10 @@ T = TypeVar("T")
 
 
 class Observer(Protocol):
-    """Something that observes the runs of a process. Derive a class from it: what it does not define does nothing."""
+    """Observes the runs of a process. Derive a class from it; methods that it does not override do nothing."""
 
     def place(self, url: str, *, writes: bool) -> str:
-        """Return the place to use instead of this one, or the same.
+        """Return the place to use instead of this one, or this one.
 
         Args:
             url: A URL, or an absolute path.
@@ -44,7 +44,7 @@ class Observer(Protocol):
         return url
 
     def writes(self, url: str) -> None:
-        """Take note that holdfast is about to write, rename or delete something; an error that is raised prevents it.
+        """Called before holdfast writes, renames or deletes something; raising an error prevents it.
 
         Args:
             url: A URL, or an absolute path.
@@ -52,37 +52,37 @@ class Observer(Protocol):
         return
 
     def options(self, options: T) -> T:
-        """Return the options of a manager, ``CheckpointManagerOptions``, as they are to be used."""
+        """Return the ``CheckpointManagerOptions`` that a manager should use in place of these."""
         return options
 
     def joins(self, process: int, count: int) -> None:
-        """Take note that a manager was made, by one of ``count`` processes that save together."""
+        """Called when a manager is created by one of ``count`` processes that save together."""
         return
 
     def wants(self, step: int) -> str | None:
-        """Return the reason to save a step although no trigger is due, or None."""
+        """Return a reason to save a step even if no trigger is due, or None."""
         return None
 
     def steps_after_signal(self, most: int) -> int:
-        """Return how many steps may follow the save of a preemption, so that the resume is compared with them."""
+        """Return how many steps may follow a preemption's save, so that the resume can be compared with them."""
         return most
 
     def reached(self, point: Point, step: int | None) -> None:
-        """Take note of a point that the run passes, on the thread that passes it; it may be passed several times."""
+        """Called when the run passes a point, on the thread that passes it; a point may be passed several times."""
         return
 
     def event(self, event: Mapping[str, Any]) -> None:
-        """Take note of an event, which ``engine/manager/events.py`` lists, with ``directory`` and ``process``."""
+        """Called with each event, as listed in ``engine/manager/events.py``, plus ``directory`` and ``process``."""
         return
 
 
 class Unobserved(Observer):
-    """Does nothing."""
+    """An observer that does nothing."""
 
 
 @functools.cache
 def process_observer() -> Observer:
-    """Return the observer of this process: the one that ``HOLDFAST_OBSERVER`` names, else one that does nothing."""
+    """Return this process's observer: the one that ``HOLDFAST_OBSERVER`` names, or else one that does nothing."""
     name = os.environ.get(OBSERVER)
     if not name:
         return Unobserved()
@@ -100,7 +100,7 @@ def process_observer() -> Observer:
 
 
 def check_write(url: str) -> None:
-    """Raise an error if this process must not write to a place."""
+    """Raise an error if this process must not write to a location."""
     if not url.startswith("memory://"):
         _check_no_stray()
         process_observer().writes(url)
@@ -108,13 +108,13 @@ def check_write(url: str) -> None:
 
 @functools.cache
 def _check_no_stray() -> None:
-    """Raise StateError if a rehearsed program started this process without the variable of the rehearsal."""
+    """Raise StateError if a rehearsed program started this process without the rehearsal's variable."""
     parent, folder, prefix = os.getppid(), b"", f"{DRILL}=".encode()
     while parent > 1 and DRILL not in os.environ and not folder:
         try:
             with open(f"/proc/{parent}/environ", "rb") as environ, open(f"/proc/{parent}/stat", "rb") as status:
                 variables, stat = environ.read().split(b"\0"), status.read()
-        except OSError:  # it is a process of another user, or there is no /proc
+        except OSError:  # another user's process, or there is no /proc
             return
         folder = next((text.removeprefix(prefix) for text in variables if text.startswith(prefix)), b"")
         rehearsed, parent = parent, int(stat.rpartition(b")")[2].split()[1])
@@ -123,7 +123,7 @@ def _check_no_stray() -> None:
     try:
         with open(os.path.join(os.fsdecode(folder), STRAYS), "a", encoding="utf-8") as file:
             file.write(json.dumps({"pid": os.getpid(), "command": sys.argv}) + "\n")
-    except OSError:  # the rehearsal has ended
+    except OSError:  # the rehearsal is over
         pass
     raise StateError(
         f"holdfast drill rehearses process {rehearsed}, which has started this one without the environment variable "

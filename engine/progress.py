@@ -1,4 +1,4 @@
-"""How far a long call is: the protocol that programs implement, and the shares of a call in it."""
+"""The progress of a long call: the protocol that programs implement, and the shares of a call in it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from .forks import Lock
 
 
 class Progress(Protocol):
-    """Receives the progress of a long call in bytes; several threads of the call use it at the same time, and often.
+    """Receives the progress of a long call in bytes; several threads of the call use it concurrently, and often.
 
-    An exception of a method ends the call, as an interrupt would. When a call returns, it has advanced by all the bytes
-    that it has expected.
+    An exception raised by a method ends the call, as an interrupt would. When a call returns, it has advanced by all
+    the bytes that it expected.
 
     >>> import tempfile, numpy as np
     >>> import holdfast as hf
@@ -29,7 +29,7 @@ class Progress(Protocol):
     """
 
     def expect(self, nbytes: int) -> None:
-        """Add to the bytes that the call will process; called before they are, and perhaps several times."""
+        """Add to the bytes that the call will process; called before these are processed, possibly several times."""
 
     def advance(self, nbytes: int) -> None:
         """Add to the bytes that the call has processed."""
@@ -47,7 +47,7 @@ NULL: Progress = _Null()
 
 
 class Share:
-    """The share of a call that processes ``nbytes``: its work has other units, and it reports all bytes at its end."""
+    """The ``nbytes`` share of a call whose work is counted in other units; reports all its bytes by the end."""
 
     def __init__(self, progress: Progress, nbytes: int, units: int = 0) -> None:
         self._progress = progress
@@ -57,12 +57,12 @@ class Share:
         self._lock = Lock()
 
     def expect(self, units: int) -> None:
-        """Add to the work that will be done."""
+        """Add to the units of work to do."""
         with self._lock:
             self._units += units
 
     def advance(self, units: int) -> None:
-        """Add to the work that is done."""
+        """Add to the units of work done."""
         with self._lock:
             self._done = min(self._done + units, self._units)
             self._report(self._nbytes * self._done // max(1, self._units))

@@ -1,4 +1,4 @@
-"""Loops over epochs of a plain loader that continue in the middle of one: ``hf.resumable``."""
+"""Epoch loops over a plain loader that can resume in the middle of an epoch: ``hf.resumable``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NOTHING_LEFT = (
 
 
 class ResumableLoader(LoaderPosition):
-    """A loader whose loops over epochs can be saved and resumed; see :func:`resumable`."""
+    """A loader whose epoch loops can be saved and resumed; see :func:`resumable`."""
 
     _function = "resumable"
     replicated_state = False
@@ -55,29 +55,29 @@ class ResumableLoader(LoaderPosition):
                 f"{type(loader).__qualname__}: leave it out, and earlier batches are drawn again"
             )
         self._most = batches_per_epoch
-        self._asked = False  # whether a loop has begun, perhaps without a batch, since a state was set
-        self._turn = 0  # changes when another loop begins, or a state is set
-        self._reported = 0  # the turn of the last report of a step
-        self._loops: set[bool] | None = set()  # whether the loops of the run reported steps; None after the warning
+        self._asked = False  # whether a loop, perhaps an empty one, has started since a state was set
+        self._turn = 0  # changes when another loop starts or a state is set
+        self._reported = 0  # turn at the last reported step
+        self._loops: set[bool] | None = set()  # whether each loop of the run reported steps; None after the warning
         if redraw == "indices":
             self._indices = _Indices(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
             self._source, self._loads_again = _with_order(loader, self._indices), False
 
     @property
     def batch(self) -> int:
-        """The number of batches that were taken in this epoch: ``enumerate(loader, loader.batch)`` counts on."""
+        """The number of batches taken in this epoch; ``enumerate(loader, loader.batch)`` continues the count."""
         return self._taken
 
     def __len__(self) -> int:
         return self._length() or len(self._loader)
 
-    def __getattr__(self, name: str) -> Any:  # other public attributes are those of the wrapped loader
+    def __getattr__(self, name: str) -> Any:  # public attributes are delegated to the wrapped loader
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return getattr(self._loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._restored and self._asked:  # That loop gave nothing: zip had come to the end of an earlier loader.
+        if self._restored and self._asked:  # The previous loop was empty: zip had exhausted an earlier loader.
             self._take_up()
             self._move(self.epoch + 1, 0)
         self._asked = True
@@ -85,7 +85,7 @@ class ResumableLoader(LoaderPosition):
 
     def _loop(self) -> Iterator[Any]:
         if self._batches is not None:
-            self._move(self.epoch + 1, 0)  # a loop was left, and its generator is not closed yet
+            self._move(self.epoch + 1, 0)  # the previous loop was left, but its generator is not closed yet
         self._turn += 1
         turn, given = self._turn, False
         try:
@@ -121,7 +121,7 @@ class ResumableLoader(LoaderPosition):
             self._go_to(self.epoch, self._taken)
 
     def get_state(self) -> dict[str, Any]:
-        """Return the epoch, the number of its batches taken, and the states from which its order was drawn."""
+        """Return the epoch, the number of its batches taken, and the states that determine its order."""
         self._reported = self._turn
         if self._batches is not None and self._loops is not None and len(self._loops) == 2:
             self._loops = None
@@ -129,7 +129,7 @@ class ResumableLoader(LoaderPosition):
         return self._beginning()
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from another place: the next ``for`` gives the rest of its epoch."""
+        """Continue from another position: the next ``for`` yields the rest of its epoch."""
         if TAKEN not in state:
             raise StateError(
                 f"the state of a resumable loader has the epoch and the batches taken, and this one has "
@@ -140,7 +140,7 @@ class ResumableLoader(LoaderPosition):
         self._restored, self.checksum, self._has_ended = state, state.get(LAST), state.get(ENDED, False)
 
     def begin_run(self, announce: Announce) -> None:
-        """Begin a run; what was taken before a fresh start, such as a batch to look at, does not count."""
+        """Begin a run; batches taken before a fresh start, such as for a look at the data, do not count."""
         super().begin_run(announce)
         self._loops = set()
         self._announce = announce if self._loads_again and self._has_indices else None
@@ -177,7 +177,7 @@ def resumable(
     state: tuple[Callable[[], Any], Callable[[Any], object]] | None = None,
     redraw: Literal["batches", "indices"] = "batches",
 ) -> ResumableLoader:
-    """Return a loader for loops over epochs that a resume continues in the middle of an epoch, bit for bit.
+    """Return a loader for epoch loops that a resume continues in the middle of an epoch, bit for bit.
 
     ::
 
@@ -190,33 +190,33 @@ def resumable(
                     step += 1
                     checkpoint.on_step(step, state, data=loader)
 
-    The first ``for`` after a resume gives the remaining batches of the epoch. There are none if the save came with its
-    last batch: then the code after the inner loop runs. A ``for`` after a ``break`` begins a new epoch. When the
-    callback has stopped the run, the loader gives no more batches, and no more steps are saved.
+    The first ``for`` after a resume yields the remaining batches of the epoch. There are none if the save came with its
+    last batch: in that case, the code after the inner loop runs. A ``for`` after a ``break`` begins a new epoch. Once
+    the callback has stopped the run, the loader yields no more batches, and no more steps are saved.
 
-    A resume draws the earlier batches of its epoch again, as :func:`skip_to` does; see there what the order of an epoch
-    may depend on. But the program calls ``set_epoch`` itself, before the ``for``. Each of several processes has its own
-    position.
+    A resume draws the earlier batches of its epoch again, as :func:`skip_to` does; see there for what the order of an
+    epoch may depend on. But the program calls ``set_epoch`` itself, before the ``for``. In a program of several
+    processes, each has its own position.
 
     Args:
-        loader: An iterable of batches, such as a ``DataLoader``, a list, an array, a dataset of Grain or Hugging Face,
+        loader: An iterable of batches, such as a ``DataLoader``, a list, an array, a Grain or Hugging Face dataset,
             or an object with ``__iter__``.
-        batches_per_epoch: The number of batches after which each ``for`` ends, for loops that always ``break`` then;
+        batches_per_epoch: The number of batches after which each ``for`` ends, for loops that always ``break`` there;
             None continues to the end of the loader.
-        generators: Other generators of Python, numpy and torch from which the loader draws, as for :func:`skip_to`.
+        generators: Other Python, numpy and torch generators that the loader uses, as for :func:`skip_to`.
         state: Two functions, ``get`` and ``set``, for other values that the order depends on, as for :func:`skip_to`.
-        redraw: ``"indices"`` declares that an item depends on its index alone: neither the dataset nor its workers draw
-            random numbers. A resume then advances the sampler of a ``DataLoader``, loads no earlier item, and compares
-            no batch. ``"batches"`` loads them.
+        redraw: ``"indices"`` declares that an item depends only on its index: neither the dataset nor its workers draw
+            random numbers. A resume then advances the sampler of a ``DataLoader``, loads no earlier items, and compares
+            no batches. ``"batches"`` loads them.
 
     Returns:
         The loader. Its attribute ``epoch`` is the number of epochs whose ``for`` has ended, ``batch`` the number of
         batches taken in this one, and ``len`` the number in a whole epoch; other attributes are those of ``loader``.
-        Callbacks and ``holdfast.graph`` save and restore it by its ``get_state`` and ``set_state``.
+        Callbacks and ``holdfast.graph`` save and restore it through ``get_state`` and ``set_state``.
 
     Raises:
-        OptionError: The loader is an iterator, which cannot be restarted, or counts its epochs itself, as loaders of
-            Fabric and Accelerate do; or an argument is invalid, or ``redraw="indices"`` is given without indices.
+        OptionError: The loader is an iterator, which cannot be restarted, or counts its epochs itself, as Fabric and
+            Accelerate loaders do; or an argument is invalid, or ``redraw="indices"`` is given without indices.
 
     >>> loader = resumable(["a", "b", "c"])
     >>> [(loader.epoch, loader.batch, letter) for _ in range(2) for letter in loader][2:4]
@@ -226,7 +226,7 @@ def resumable(
 
 
 class _Indices:
-    """The indices of a sampler, as an iterator that skips as many as it is told."""
+    """The indices of a sampler, as an iterator that can skip a given number."""
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
@@ -238,7 +238,7 @@ class _Indices:
         return self
 
     def __next__(self) -> Any:
-        self.skip()  # not in __iter__: the loader first draws the seed of its workers
+        self.skip()  # not in __iter__, as the loader draws its workers' seed first
         return next(self._rest)
 
     def skip(self) -> None:
@@ -248,7 +248,7 @@ class _Indices:
 
 
 def _has_indices(loader: Any) -> bool:
-    """Return whether a loader is torch's own DataLoader, not a subclass, over a dataset with indices."""
+    """Return whether a loader is exactly torch's DataLoader, not a subclass, over a map-style dataset."""
     torch: Any = loaded("torch")
     data = None if torch is None else torch.utils.data
     return data is not None and type(loader) is data.DataLoader and not isinstance(loader.dataset, data.IterableDataset)

@@ -1,17 +1,17 @@
-"""The steps in a directory, their commit records, and the metrics and facts that are stored with them.
+"""The steps in a directory, their commit records, and the metrics and facts stored with them.
 
-The folder of a step is named ``<step>``, ``<prefix>_<step>`` or ``<prefix>-<step>``, perhaps with leading zeros
-(:func:`step_folder` writes these names, and :func:`series_and_step` reads them). The step exists if its commit record
+A step's folder is named ``<step>``, ``<prefix>_<step>`` or ``<prefix>-<step>``, optionally with leading zeros
+(:func:`step_folder` writes these names, and :func:`series_and_step` parses them). The step exists if its commit record
 does. The steps that share a prefix are a *series*: a manager works on the series of its ``step_prefix``, and functions
-that are given only a directory see all of them. :func:`newest_step` defines the newest step:
+that take only a directory see all series. :func:`newest_step` defines the newest step:
 
 - within a series, the highest step, as clocks differ and jump;
-- of several series, the one whose newest step was committed last, as their steps do not count the same updates.
+- across series, the one whose newest step was committed last, as their steps do not count the same updates.
 
 Another program, such as an evaluator, may add metrics to a step while the run is alive. Each call adds a file
 ``metrics/<step>.<token>.json`` to the directory, and changes no file of the run. The file identifies the checkpoint,
-not only the step: if the run goes back and saves the step again, the metrics of the old one are void. Readers of the
-steps of a directory add these metrics to the commit records.
+not just the step: if the run goes back and saves the step again, the metrics of the old checkpoint become void. Readers
+of a directory's steps merge these metrics into the commit records.
 """
 
 from __future__ import annotations
@@ -66,16 +66,16 @@ from .storage import (
 
 _logger = logging.getLogger("holdfast")
 
-LATE = "metrics"  # name of the folder
-_LIMIT = 64 << 20  # bytes of a file of metrics or facts
+LATE = "metrics"  # name of the folder with metrics added later
+_LIMIT = 64 << 20  # size limit in bytes of a file with metrics or facts
 
 
-# The checkpoint that metrics were added to, when, and the metrics.
+# The identity of the checkpoint that metrics were added to, the time, and the metrics.
 Added = tuple[str, float, dict[str, Any]]
 
 
 def write_late(directory: Location, folder: str, record: CheckpointRecord, metrics: dict[str, Any], now: float) -> None:
-    """Add metrics to a checkpoint, given its record and the name of its folder."""
+    """Add metrics to a checkpoint, given its record and folder name."""
     document = {"checkpoint": record.identity, "time": now, "metrics": encode_metrics(metrics)}
     (directory / LATE).check_not_link()
     (directory / LATE).make_directory()
@@ -83,14 +83,14 @@ def write_late(directory: Location, folder: str, record: CheckpointRecord, metri
 
 
 class LateMetrics:
-    """The metrics added to the steps of one directory; a file never changes, so each is read once."""
+    """The metrics added to the steps of a directory; files never change, so each is read only once."""
 
     def __init__(self, directory: Location) -> None:
         self._directory = directory
-        self._files: dict[str, dict[str, Added]] = {}  # by the folder of the step, and by the name of the file
+        self._files: dict[str, dict[str, Added]] = {}  # by step folder, then by file name
 
     def refresh(self, exists: Callable[[str], bool]) -> set[str]:
-        """Read the metrics added since the last call to steps whose folders exist; return the folders."""
+        """Read metrics added since the last call to steps whose folders exist; return these folders."""
         names = set(_names(self._directory))
         read = {name for folder in [*self._files] for name in self.files_of(folder)}
         self._forget(read - names)
@@ -98,20 +98,20 @@ class LateMetrics:
         folder = self._directory / LATE
         contents = parallel_map(lambda name: _read(folder / name), unread, max_concurrency(self._directory))
         for name, content in zip(unread, contents, strict=True):
-            if content is not None:  # otherwise it may be readable the next time
+            if content is not None:  # otherwise it may be readable next time
                 self._files.setdefault(_folder(name), {})[name] = content
         return {_folder(name) for name in unread}
 
     def of(self, folder: str) -> list[Added]:
         """Return the metrics added to the checkpoint in a folder, in any order."""
-        return list(self._files.get(folder, {}).values())  # a copy, as another thread may refresh meanwhile
+        return list(self._files.get(folder, {}).values())  # a copy, as another thread may be refreshing
 
     def files_of(self, folder: str) -> list[str]:
-        """Return the names of the metrics files that were read for the checkpoint in a folder."""
+        """Return the names of the metrics files read for the checkpoint in a folder."""
         return list(self._files.get(folder, ()))
 
     def remove_files(self, names: Sequence[str]) -> None:
-        """Remove files whose metrics are in the commit record."""
+        """Remove files whose metrics have been merged into the commit record."""
         if names:
             with contextlib.suppress(StorageError):
                 self._remove(names)
@@ -120,16 +120,16 @@ class LateMetrics:
     def remove(self, folder: str) -> None:
         """Remove the metrics added to a deleted checkpoint; a file that remains has no effect."""
         with contextlib.suppress(StorageError):
-            # In an object store, listing would take a request for each deletion.
+            # In an object store, each deletion would need an extra request for the listing.
             names = _names(self._directory) if self._directory.is_local else self.files_of(folder)
             self._remove(name for name in names if _folder(name) == folder)
 
     def remove_stray(self, listing: Location) -> None:
-        """Remove the metrics of checkpoints that are not in a listing of the directory."""
+        """Remove the metrics of checkpoints that are missing from a listing of the directory."""
         folders = {entry.name for entry in listing.entries() if entry.is_directory}
         with contextlib.suppress(StorageError):
             stray = [entry.name for entry in (listing / LATE).entries() if _folder(entry.name) not in {"", *folders}]
-            # The listing may lack a name.
+            # the listing may be incomplete
             self._remove(name for name in stray if not has_record(self._directory / _folder(name)))
 
     def _forget(self, names: Iterable[str]) -> None:
@@ -143,7 +143,7 @@ class LateMetrics:
 
 
 def with_late(record: CheckpointRecord, added: Iterable[Added]) -> CheckpointRecord:
-    """Return a record with the metrics added to its checkpoint; the latest value wins."""
+    """Return a record merged with the metrics added to its checkpoint; the latest value wins."""
     for identity, _, metrics in sorted(added, key=lambda addition: addition[1]):
         if identity == record.identity:
             record = record.with_metrics(metrics)
@@ -154,7 +154,7 @@ def _names(directory: Location) -> list[str]:
     folder = directory / LATE
     if not directory.is_local:
         return [entry.name for entry in folder.entries()]
-    with os_errors(folder.url, "list"):  # listdir does not ask for the sizes of thousands of files
+    with os_errors(folder.url, "list"):  # listdir does not stat thousands of files
         try:
             return os.listdir(folder)
         except FileNotFoundError:
@@ -164,7 +164,7 @@ def _names(directory: Location) -> list[str]:
             return []
 
 
-@cache  # The folder is listed again at every save.
+@cache  # cached, as the folder is listed at every save
 def _warn_of_file(url: str) -> None:
     _logger.warning("%s: this is not a folder, so it holds no metrics; move it away", url)
 
@@ -184,7 +184,7 @@ def _read(file: Location) -> Added | None:
 S = TypeVar("S")
 T = TypeVar("T")
 
-RECORD_LIMIT = 256 << 20  # bytes; a record names files, not leaves
+RECORD_LIMIT = 256 << 20  # size limit in bytes; a record lists files, not leaves
 
 
 def read_record(location: Location) -> CheckpointRecord:
@@ -203,12 +203,12 @@ def read_record(location: Location) -> CheckpointRecord:
 
 
 def attempts_at(location: Location) -> int:
-    """Return how often to read data before it counts as damaged: a network may garble an answer once."""
+    """Return how often to read data before it counts as damaged: a network may garble a single response."""
     return 3 if location.is_remote else 1
 
 
 def has_record(location: Location) -> bool:
-    """Return whether a commit record is here, perhaps one that the disk fails to read."""
+    """Return whether a commit record exists, even if the disk fails to read it."""
     try:
         return (location / RECORD).is_there()
     except StorageError as error:
@@ -217,7 +217,7 @@ def has_record(location: Location) -> bool:
         return True
 
 
-MOST_CHANGES = 100  # times that a checkpoint is read again because it has changed meanwhile
+MOST_CHANGES = 100  # maximum rereads of a checkpoint that keeps changing
 
 
 def read_steadily(location: Location, read: Callable[[CheckpointRecord], T]) -> T:
@@ -226,7 +226,7 @@ def read_steadily(location: Location, read: Callable[[CheckpointRecord], T]) -> 
 
 
 def read_again(location: Location, look: Callable[[], S], read: Callable[[S], T], changed: Callable[[S], bool]) -> T:
-    """Read the result of ``look``; look and read again if it is damaged because another process changed it."""
+    """Read the result of ``look``; look and read again if it was damaged by another process's change."""
     least = attempts_at(location)
     for attempt in range(1, MOST_CHANGES + 1):
         state = look()
@@ -239,7 +239,7 @@ def read_again(location: Location, look: Callable[[], S], read: Callable[[S], T]
 
 
 def restless(location: Location) -> DamagedCheckpointError:
-    """Return the error about a location that changed each time that it was read."""
+    """Return the error about a location that changed every time it was read."""
     return DamagedCheckpointError(
         f"{location}: it was replaced each of {MOST_CHANGES} times that it was read; look which programs write there, "
         "or copy it to another place first"
@@ -247,7 +247,7 @@ def restless(location: Location) -> DamagedCheckpointError:
 
 
 def has_changed(location: Location, record: CheckpointRecord) -> bool:
-    """Return whether a checkpoint was certainly replaced or deleted since its record was read."""
+    """Return whether a checkpoint has definitely been replaced or deleted since its record was read."""
     try:
         return read_record(location).identity != record.identity
     except CheckpointNotFoundError:
@@ -264,7 +264,7 @@ _FILE = "data.json"
 
 
 def stored_metadata(location: Location) -> Mapping[str, Any] | None:
-    """Return the facts about the run; None without any, or, with a warning, if they are damaged."""
+    """Return the facts about the run; None without any, or, after a warning, if they are damaged."""
     file = location / METADATA / _FILE
     metadata: Mapping[str, Any] | None = None
     try:
@@ -279,7 +279,7 @@ def stored_metadata(location: Location) -> Mapping[str, Any] | None:
 
 
 def store_metadata(location: Location, metadata: Mapping[str, Any] | None) -> None:
-    """Store the facts about a run, if any; warn if something else is at the path of their file."""
+    """Store the facts about a run, if any; warn if something else occupies their file's path."""
     if metadata is None:
         return
     (location / METADATA).check_not_link()
@@ -295,36 +295,36 @@ def store_metadata(location: Location, metadata: Mapping[str, Any] | None) -> No
 # ---- the list of the steps
 
 
-_ATTEMPTS = 10  # reads of a record that a store lists but does not return
-_MANY = 64  # number of steps from which their records are read on several threads
+_ATTEMPTS = 10  # reads of a record that a store lists but fails to return
+_MANY = 64  # number of steps above which records are read on several threads
 
 
 class StepEntry(NamedTuple):
-    step: int  # its number
-    location: Location  # its folder
-    series: str = ""  # the prefix of the folder's name: ``""``, ``"ckpt_"`` or ``"ckpt-"``
-    # The commit record; None if that is damaged, or if another library wrote the step.
+    step: int  # the step number
+    location: Location  # the step's folder
+    series: str = ""  # the prefix of the folder name: ``""``, ``"ckpt_"`` or ``"ckpt-"``
+    # The commit record; None if it is damaged, or if another library wrote the step.
     record: CheckpointRecord | None = None
-    error: DamagedCheckpointError | FormatVersionError | None = None  # why the commit record cannot be used, or None
+    error: DamagedCheckpointError | FormatVersionError | None = None  # why the commit record is unusable, or None
 
 
 def series_of(prefix: str | None) -> str:
-    """Return the series of a ``step_prefix``."""
+    """Convert a ``step_prefix`` to its series."""
     return "" if prefix is None else prefix if prefix.endswith("-") else f"{prefix}_"
 
 
 def prefix_of(series: str) -> str | None:
-    """Return the ``step_prefix`` of a series."""
+    """Convert a series to its ``step_prefix``."""
     return series if series.endswith("-") else series.removesuffix("_") or None
 
 
 def step_folder(series: str, step: int, width: int | None = None) -> str:
-    """Return the name for the folder of a new step, with at least ``width`` digits."""
+    """Return the folder name for a new step, with at least ``width`` digits."""
     return f"{series}{step:0{width or 1}}"
 
 
 def series_and_step(folder: str) -> tuple[str, int] | None:
-    """Return the series and the step that a folder name means, or None."""
+    """Parse a folder name into series and step; None if it is not a step folder's name."""
     match = None if folder.startswith(TEMPORARY_PREFIX) else STEP_FOLDER.fullmatch(folder)
     return (match[1] or "", int(match[2])) if match else None
 
@@ -332,7 +332,7 @@ def series_and_step(folder: str) -> tuple[str, int] | None:
 def step_folders(
     directory: Location, series: str | None = None, entries: Sequence[Entry] | None = None, *, padded: bool = False
 ) -> Iterator[StepEntry]:
-    """Generate the folders of steps, committed or not; leading zeros need the run's marker, or ``padded``."""
+    """Yield the step folders, committed or not; leading zeros need the run's marker, or ``padded``."""
     entries = directory.entries() if entries is None else entries
     padded = padded or any(entry.name == PADDED for entry in entries)
     for entry in entries:
@@ -348,11 +348,11 @@ def list_steps(
     *,
     late: LateMetrics | None = None,
 ) -> list[StepEntry]:
-    """Return the steps of one series, or of all, that have a commit record; ``late`` caches metrics files."""
+    """Return the steps with a commit record, of one series or of all; ``late`` caches metrics files."""
     entries = directory.entries() if entries is None else entries
     folders = list(step_folders(directory, series, entries, padded=True))
     names = {entry.name for entry in entries}
-    # Several threads read thousands of small files, even on a disk: the files may not be cached in memory.
+    # Use several threads to read thousands of small files, even from a disk, as they may not be in the page cache.
     threads = REQUESTS if len(folders) >= _MANY else max_concurrency(directory)
     steps = [entry for entry in parallel_map(read_entry, folders, threads) if entry is not None]
     if LATE in names:
@@ -375,9 +375,9 @@ def list_steps(
 
 
 def stray_folders(directory: Location, series: str | None, checkpoints: Iterable[StepEntry]) -> list[StepEntry]:
-    """Return the local folders with the name of a step and files, but no commit record and no marker of a save."""
+    """Return local folders that are named like a step and hold files, but no commit record and no marker of a save."""
     records = {entry.location.name for entry in checkpoints}
-    # In a store, the late requests of a save that has ended may leave files. Without a run, the folders are no steps.
+    # In a store, late requests of a finished save may leave files. Without a run, such folders are not steps.
     if not directory.is_local or not (records or (directory / OWNER).is_there()):
         return []
     folders = [folder for folder in step_folders(directory, series) if folder.location.name not in records]
@@ -389,7 +389,7 @@ def _is_stray(names: set[str]) -> bool:
 
 
 def newest_step(entries: Iterable[StepEntry], *, whole: bool = False) -> StepEntry | None:
-    """Return the newest step by the rule of this module, or None; damaged ones count as the latest unless ``whole``."""
+    """Return the newest step by this module's rule, or None; damaged ones count as the latest unless ``whole``."""
     heads: dict[str, StepEntry] = {}
     listed = list(entries)
     left = left_behind(entry.record for entry in listed)
@@ -404,11 +404,11 @@ def newest_step(entries: Iterable[StepEntry], *, whole: bool = False) -> StepEnt
     return max(heads.values(), key=order, default=None)
 
 
-LEFT_BEHIND = "holdfast.left_behind"  # key in the metadata of a step: [number, time] of each step that it abandoned
+LEFT_BEHIND = "holdfast.left_behind"  # key in a step's metadata: [number, time] of each step that it abandoned
 
 
 def left_behind(records: Iterable[CheckpointRecord | None]) -> list[Any]:
-    """Return number and time of each step that a run abandoned for an earlier one; none of them is the newest."""
+    """Return number and time of each step that a run abandoned for an earlier one; none of them counts as newest."""
     lists = [(record.custom_metadata or {}).get(LEFT_BEHIND) for record in records if record is not None]
     return [pair for listed in lists if isinstance(listed, list) for pair in listed]
 
@@ -423,8 +423,8 @@ def _listed_record(location: Location) -> CheckpointRecord | None:
         try:
             return read_record(location)
         except CheckpointNotFoundError:
-            # TensorStore takes the answer of a proxy in the place of S3 for a missing object. A snapshot may be older
-            # than the deletion of the step.
+            # TensorStore mistakes a proxy's response for a missing S3 object. A snapshot may also be older than the
+            # deletion of the step.
             if location.is_local or not has_record(location.snapshot()):
                 return None
     raise DamagedCheckpointError(
@@ -435,14 +435,14 @@ def _listed_record(location: Location) -> CheckpointRecord | None:
 
 
 def read_entry(folder: StepEntry) -> StepEntry | None:
-    """Add the commit record, or its damage, to the entry of a folder; None without a record."""
+    """Add the commit record, or its damage, to a folder's entry; None without a record."""
     try:
         record = _listed_record(folder.location)
     except (DamagedCheckpointError, FormatVersionError) as error:
         return folder._replace(error=error)
     if record is None:
         return None
-    if record.step is None:  # hf.save wrote it: no retention rule may delete it
+    if record.step is None:  # written by hf.save: no retention rule may delete it
         return folder._replace(record=replace(record, step=folder.step, pinned=True))
     if record.step != folder.step:
         text = (
@@ -457,7 +457,7 @@ def read_entry(folder: StepEntry) -> StepEntry | None:
 
 
 def shared_bytes(location: Location) -> int:
-    """Return the bytes of a checkpoint's files that other steps share by hard links."""
+    """Return the total size of a checkpoint's files that other steps share by hard links, in bytes."""
     return shared_by_links(files_of(location, read_record(location))) if has_record(location) else 0
 
 
@@ -466,7 +466,7 @@ def shared_by_links(listed: Iterable[tuple[str, FileRecord, Entry | None]]) -> i
 
 
 def files_of(location: Location, record: CheckpointRecord) -> list[tuple[str, FileRecord, Entry | None]]:
-    """Return path, record and entry of every file in a commit record; the entry is None if the file is missing."""
+    """Return path, record and directory entry of every file in a commit record; missing files have no entry."""
     listed: list[tuple[str, FileRecord, Entry | None]] = []
     for item in record.items.values():
         paths = item.paths
@@ -481,7 +481,7 @@ def files_of(location: Location, record: CheckpointRecord) -> list[tuple[str, Fi
 
 
 def _local_files(folder: Location, files: Iterable[str]) -> dict[str, Entry]:
-    """Return the files that exist, without a size if the system does not show it."""
+    """Return the existing files, without a size if the system does not report it."""
     root, entries = os.fspath(folder), dict[str, Entry]()
     for file in files:
         try:

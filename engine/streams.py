@@ -1,4 +1,4 @@
-"""What a program shows: its standard streams, whose readers may have ended, and the handlers of its logging."""
+"""A program's output: its standard streams, whose readers may be gone, and its logging handlers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def silence_lost_streams() -> list[str]:
 
 
 def handlers_of(logger: logging.Logger, level: int) -> list[logging.Handler]:
-    """Return the handlers that a logger passes records of a level to, regardless of their own levels."""
+    """Return the handlers to which a logger passes records of a level, regardless of the handlers' own levels."""
     handlers: list[logging.Handler] = []
     owner: logging.Logger | None = logger if logger.isEnabledFor(level) else None
     while owner is not None:

@@ -1,12 +1,12 @@
-"""The witness: records of the steps after a save, with which a resume compares the steps that it repeats.
+"""The witness: records of the steps after a save, against which a resume checks the steps that it repeats.
 
 If batch, random generators, metrics, state and counters agree, the resume is exact, whatever objects the program has. A
-record is taken at the save itself (k = 0), at the reports 1, 2, 4, 8, ... after it, and at the next save. Records are
-stored in ``witness.jsonl`` in the step's folder, but not in the commit record: a file that is missing, damaged or of
-another version is no error.
+record is taken at the save itself (k = 0), at reports 1, 2, 4, 8, ... after it, and at the next save. Records are
+stored in ``witness.jsonl`` in the step's folder, but not in the commit record: a missing or damaged file, or one of
+another version, is not an error.
 
 Layers that decide: ``batch``, ``generators``, ``metrics``, ``state`` (samples of leaves), ``gradients`` and
-``counters``. Opaque positions, the structure and plain attributes of objects only explain a difference.
+``counters``. Opaque positions, the structure and plain attributes of objects only help to explain a difference.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from .pytree import MISSING, Sampler, Samples, Ways, full_sum, leaves_of, loaded
 from .storage import Location, append_line
 
 VERSION = 1
-LIMIT = 64 << 10  # bytes of a file
+LIMIT = 64 << 10  # size limit of a file in bytes
 _LEAVES = 128
-_GRADIENTS = 16  # an accumulation shows in each of them
-_NUMBERS = 768  # elements whose values are recorded, to measure a difference
-_FULL = 32 << 20  # bytes of leaves that are summed in full
-# Metrics with these words in their names measure the machine, and not the run.
+_GRADIENTS = 16  # number of gradients; an accumulation shows in each of them
+_NUMBERS = 768  # number of elements whose values are recorded to measure a difference
+_FULL = 32 << 20  # maximum bytes of leaves summed in full
+# Metrics with these words in their names measure the machine, not the run.
 _TIMES = {"time", "times", "elapsed", "duration", "seconds", "secs", "sec", "s", "ms", "hz", "timestamp", "eta", "wall"}
 _TIMES |= {"speed", "fps", "throughput", "memory"}
-_LOSS, _UPDATE = 1e-4, 1e-2  # relative differences that rounding explains on another kind of processor
+_LOSS, _UPDATE = 1e-4, 1e-2  # relative differences that rounding can explain on another kind of processor
 _SHOWN = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What a program shows at a step."""
+    """What the witness sees of a program at a step."""
 
     step: int
     root: Any  # the state, and what is saved with it as arrays and numbers, by name
-    objects: Mapping[str, Any] = field(default_factory=dict)  # such as loaders, whose plain attributes explain
-    generators: Mapping[str, Any] = field(default_factory=dict)  # snapshots of states of random generators, by name
-    positions: Mapping[str, Any] = field(default_factory=dict)  # snapshots of opaque states, such as places in the data
+    objects: Mapping[str, Any] = field(default_factory=dict)  # such as loaders, whose plain attributes help to explain
+    generators: Mapping[str, Any] = field(default_factory=dict)  # state snapshots of random generators, by name
+    positions: Mapping[str, Any] = field(default_factory=dict)  # snapshots of opaque states, such as data positions
     batch: Any = None
-    checksums: Mapping[str, int] = field(default_factory=dict)  # of batches that were taken already, by loader
+    checksums: Mapping[str, int] = field(default_factory=dict)  # by loader, of batches that were already taken
     metrics: Mapping[str, Any] | None = None
     counters: Mapping[str, int] = field(default_factory=dict)  # numbers that must agree, such as the epoch
 
@@ -64,21 +64,21 @@ Record = dict[str, Any]
 
 
 class Recorder:
-    """Takes records of steps; it chooses the leaves to sample once, as the run begins."""
+    """Records steps; it chooses the leaves to sample once, at the start of the run."""
 
     def __init__(self, seen: Seen, names: tuple[str, ...] | None = None) -> None:
-        self._names = names  # of the leaves that a resume compares until its next save
+        self._names = names  # leaves that a resume compares until its next save
         self._sampler = Sampler()
         self._ways = Ways(seen.root, _LEAVES, names)
         self._saves = 0
-        self._generators: dict[str, tuple[Any, int]] = {}  # the last state of each that is a tuple, and its checksum
-        self._begun = self.attributes = self._attributes(seen)  # as the run began, and at the last save
+        self._generators: dict[str, tuple[Any, int]] = {}  # last tuple state of each generator, and its checksum
+        self._begun = self.attributes = self._attributes(seen)  # at the start of the run, and at the last save
 
     def take(self, k: int, seen: Seen, same: Pending | None = None) -> Pending:
-        """Begin the record of a step; k = 0 is a save. ``same`` is a record of this step whose samples are reused."""
+        """Begin a step's record; k = 0 is a save. ``same`` is a record of this step whose samples can be reused."""
         leaves = self._ways.follow(seen.root)
         self._saves += k == 0
-        # The first steps of a run make leaves, such as the state of an optimizer; later ones hardly do.
+        # The first steps of a run create leaves, such as optimizer state; later ones rarely do.
         if k == 0 and (self._saves & (self._saves - 1) == 0 or any(leaf is MISSING for leaf in leaves)):
             self._ways = Ways(seen.root, _LEAVES, self._names if self._saves == 1 else None)
             leaves = self._ways.follow(seen.root)
@@ -100,7 +100,7 @@ class Recorder:
                 record["batch"]["batch"] = zlib.crc32(text.encode())
                 layers["batch"] = dict(enumerate(batch))
         else:
-            # Only attributes that steps have changed are kept, each with whether earlier steps changed it, too.
+            # Keep only attributes that steps changed, each with a flag whether earlier steps changed it as well.
             before, self.attributes = self.attributes, self._attributes(seen)
             moves = before != self._begun
             record["attributes"] = {
@@ -118,8 +118,8 @@ class Recorder:
         return Pending(record, ways.names, ways.total, samples, {layer: [*names] for layer, names in layers.items()})
 
     def _checksums(self, generators: Mapping[str, Any]) -> dict[str, int]:
-        """Return checksums of generators' states; Python's is compared first, as few programs draw from it."""
-        # Only the states of random.Random are such tuples: the tuple of a RandomState has an array.
+        """Return checksums of generator states; Python's is compared first, as few programs use it."""
+        # Only random.Random states are such tuples: the tuple of a RandomState contains an array.
         tuples = {name: state for name, state in generators.items() if type(state) is tuple and type(state[1]) is tuple}
         last = self._generators
         sums = {name: last[name][1] for name, state in tuples.items() if name in last and state == last[name][0]}
@@ -128,31 +128,31 @@ class Recorder:
         return sums
 
     def _attributes(self, seen: Seen) -> dict[str, str]:
-        """Return the plain attributes of the program's objects as texts, by name."""
+        """Return the plain attributes of the program's objects as text, by name."""
         return self._ways.attributes(seen.root) | Ways(seen.objects, 0).attributes(seen.objects)
 
 
 class RecordFile:
-    """The records of the steps after one save, in a file in the step's folder."""
+    """The records of the steps after a save, in a file in the step's folder."""
 
     def __init__(
         self, step: int, process: int, key: Mapping[str, Any], first: Pending | None, records: Records | None = None
     ) -> None:
-        records = records or Records()  # of the step that the run resumed from; then first is None
+        records = records or Records()  # from the step that the run resumed from; in that case, first is None
         self.step = step
         self._name = file_name(process)
         self._key = key
         self._lock = Lock()
-        # None until the step is committed.
+        # None until the step is committed
         self._file = None if records.place is None else records.place / self._name
         self._waiting = [] if first is None else [first]
         self._lines = [*records.lines]
-        self._written = len(self._lines)  # lines in the file
+        self._written = len(self._lines)  # number of lines in the file
         self._size = sum(len(line) + 1 for line in self._lines)
-        self._known = {0, *records.by_k}  # the k of each record
+        self._known = {0, *records.by_k}  # the k of each known record
 
     def add(self, pending: Pending) -> None:
-        """Add a later record, and write what has arrived."""
+        """Add a later record, and write all records that are ready."""
         with self._lock:
             if pending.record["k"] not in self._known:
                 self._known.add(pending.record["k"])
@@ -161,7 +161,7 @@ class RecordFile:
                     self._flush(self._file, wait=False)
 
     def commit(self, folder: Location, checkpoint: str) -> None:
-        """Write the records so far, now that the step is committed."""
+        """Write the records so far, once the step is committed."""
         with self._lock:
             if self._file is None:
                 first, self._file = self._waiting[0], folder / self._name
@@ -171,7 +171,7 @@ class RecordFile:
                 self._flush(self._file, wait=True)
 
     def finish(self) -> None:
-        """Write the rest, as the next step is saved or the run ends; in a store, the object is replaced."""
+        """Write the remaining records as the next step is saved or the run ends; in a store, replace the object."""
         with self._lock:
             if self._file is not None:
                 self._flush(self._file, wait=True)
@@ -181,15 +181,15 @@ class RecordFile:
         self._size += len(line) + 1
 
     def _flush(self, file: Location, *, wait: bool) -> None:
-        """Write records in order, and raise nothing: no other file depends on this one."""
+        """Write records in order without raising errors, as no other file depends on this one."""
         while self._waiting and (wait or self._waiting[0].samples.is_ready):
-            with contextlib.suppress(RuntimeError):  # The computation on the device has failed.
+            with contextlib.suppress(RuntimeError):  # the computation on the device failed
                 line = _line(self._waiting.pop(0).finish())
                 if self._size + len(line) + 1 <= LIMIT:
                     self._append(line)
         written, self._written = self._written, len(self._lines)
         with contextlib.suppress(OSError, HoldfastError):
-            # The step may have been deleted since, and must not come back as a folder with this file alone.
+            # The step may have been deleted since; do not recreate its folder with this file alone.
             if written == len(self._lines):
                 return
             if written and file.is_local:
@@ -206,11 +206,11 @@ class Pending:
     names: tuple[str, ...]
     total: int
     samples: Samples
-    layers: Mapping[str, Sequence[Any]]  # the keys of the samples, in their order
+    layers: Mapping[str, Sequence[Any]]  # keys of the samples, in order
     _finished: bool = False
 
     def finish(self) -> Record:
-        """Return the whole record; wait for its samples."""
+        """Wait for the samples, and return the complete record."""
         if not self._finished:
             self._finished, record, begin = True, self.record, 0
             digests, values = self.samples.fetch(max(1, min(16, _NUMBERS // max(1, len(self.names)))))
@@ -230,11 +230,11 @@ class Pending:
 class Records:
     """The records of the save that a run resumes from."""
 
-    names: tuple[str, ...] = ()  # of the sampled leaves
-    total: int = 0  # leaves of the state
-    by_k: Mapping[int, Record] = field(default_factory=dict)  # by the number of reports since the save
-    why: str = ""  # why there are none
-    key: Mapping[str, Any] = field(default_factory=dict)  # facts that must be equal in the run that resumes
+    names: tuple[str, ...] = ()  # names of the sampled leaves
+    total: int = 0  # number of leaves in the state
+    by_k: Mapping[int, Record] = field(default_factory=dict)  # by number of reports since the save
+    why: str = ""  # reason if there are none
+    key: Mapping[str, Any] = field(default_factory=dict)  # facts that must be the same in the resumed run
     lines: tuple[str, ...] = ()
     place: Location | None = None
 
@@ -244,7 +244,7 @@ def file_name(process: int) -> str:
 
 
 def read_records(folder: Location, process: int, checkpoint: str) -> Records:
-    """Read the records of a checkpoint; none without a whole file that belongs to it."""
+    """Read a checkpoint's records; empty unless there is an intact file that belongs to it."""
     try:
         content = (folder / file_name(process)).read_own(WITNESS_LIMIT)
     except (OSError, HoldfastError):
@@ -280,7 +280,7 @@ def compare(saved: Record, now: Record, names: tuple[str, ...]) -> tuple[list[st
             differs[layer] = shortened(map(shown_name, changed), _SHOWN)
         elif both:
             same.append(layer)
-    if "batch" in differs:  # Positions explain: the loader is elsewhere, or its state lacks what decides.
+    if "batch" in differs:  # explained by positions: moved, or incomplete
         loaders, moved = _compared(saved, now, "positions")
         as_well = f", and so is the state of {shortened(moved, _SHOWN)}"
         differs["batch"] = as_well if moved else f", with the same state of {shortened(loaders)}" if loaders else ""
@@ -300,10 +300,10 @@ def compare(saved: Record, now: Record, names: tuple[str, ...]) -> tuple[list[st
 
 
 def _compared(saved: Record, now: Record, layer: str) -> tuple[list[str], list[str]]:
-    """Return the names that both records have in a layer, except measures of the machine, and those that differ."""
+    """Return the names that both records have in a layer, except machine metrics, and those that differ."""
     before, after = saved.get(layer) or {}, now.get(layer) or {}
     both = sorted(name for name in before.keys() & after.keys() if layer != "metrics" or not is_time(name))
-    # Metrics have a digest, which has to be equal, and a value.
+    # Metrics have a digest, which must be equal, and a value.
     bits = [[entry[0] if isinstance(entry, list) else entry for entry in (before[name], after[name])] for name in both]
     return both, [name for name, (first, second) in zip(both, bits, strict=True) if first != second]
 
@@ -313,7 +313,7 @@ def _value(entry: Any) -> str:
 
 
 def is_rounding(saved: Record, now: Record, first: Record) -> float | None:
-    """Return the greatest relative difference of metrics and update at k = 1 if rounding explains it, else None."""
+    """Return the largest relative difference in metrics and update at k = 1 if rounding explains it, else None."""
     pairs = [(saved["metrics"][name][1], now["metrics"][name][1]) for name in _compared(saved, now, "metrics")[1]]
     differences = [abs(value - new) / max(abs(value), 1e-30) for value, new in pairs]
     before, old, new = (_values(record) for record in (first, saved, now))
@@ -326,8 +326,8 @@ def is_rounding(saved: Record, now: Record, first: Record) -> float | None:
 
 
 def changed_attributes(saved: Record, current: Mapping[str, str]) -> dict[str, tuple[str, str, bool]]:
-    """Return changed attributes that differ: at the save, now, and whether two saves showed a change."""
-    # An attribute that first steps set once, such as a cache, may be missing; one that changes again and again may not.
+    """Return saved attributes that differ now: value at the save, value now, and whether two saves showed a change."""
+    # An attribute set once by the first steps, such as a cache, may be missing; one that keeps changing may not.
     return {
         shown_name(name): (text, current.get(name, "not there"), bool(moves))
         for name, (text, moves) in (saved.get("attributes") or {}).items()
@@ -340,7 +340,7 @@ def shown_name(name: str) -> str:
 
 
 def _named_numbers(metrics: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Return metrics by name, nested ones with a path; entries that are no numbers are dropped later."""
+    """Return metrics by name, nested ones by path; non-numeric entries are dropped later."""
     numbers: dict[str, Any] = {}
     for name, value in metrics.items():
         if isinstance(value, Mapping):
@@ -351,12 +351,12 @@ def _named_numbers(metrics: Mapping[str, Any], path: str = "") -> dict[str, Any]
 
 
 def is_time(name: str) -> bool:
-    """Return whether a metric measures the machine, by a word in its name; it is recorded but decides nothing."""
+    """Return whether a metric measures the machine, judging by its name; it is recorded, but ignored in comparisons."""
     return not _TIMES.isdisjoint(re.split(r"[^a-z]+", name.lower()))
 
 
 def _gradients(leaves: Mapping[str, Any], trained: Collection[int] | None) -> dict[str, Any]:
-    """Return the gradients that an optimizer may use, by the names of their leaves; all if there is no optimizer."""
+    """Return gradients that an optimizer may use, by leaf name; without an optimizer, all of them."""
     torch: Any = loaded("torch")
     if torch is None:
         return {}
@@ -370,7 +370,7 @@ def _gradients(leaves: Mapping[str, Any], trained: Collection[int] | None) -> di
 
 
 def _leaves_to_sum(leaves: Mapping[str, Any], k: int) -> dict[str, Any]:
-    """Return the leaves that a record can sum in full; if not all fit, the choice rotates with k."""
+    """Return the leaves that a record can sum in full; if they do not all fit, the selection rotates with k."""
     sizes = {name: size_of(leaf) for name, leaf in leaves.items()}
     first = k.bit_length() * 7 % len(leaves) if sum(sizes.values()) > _FULL else 0
     chosen, left = {}, _FULL

@@ -1,4 +1,4 @@
-"""The checkpoints of one run: when to save, what to keep, which one to resume from."""
+"""Manages the checkpoints of one run: when to save, what to keep, and which step to resume from."""
 
 import lazy_loader
 

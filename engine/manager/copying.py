@@ -1,4 +1,4 @@
-"""Copies of checkpoints at other places: of one, or of a run with all its steps."""
+"""Copying checkpoints to another place: a single one, or a run with all its steps."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from .ownership import Ownership, copy_options
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyReport:
-    """One checkpoint that was copied.
+    """The result of copying one checkpoint.
 
     Attributes:
         source: The original.
         path: The copy.
         step: Its step, or None for a checkpoint outside a manager.
-        bytes: Bytes of all its files.
-        sent: Bytes of those that this call copied; the others were there already, or were copied by the store.
+        bytes: The total size of its files in bytes.
+        sent: Bytes that this call copied itself; the rest was there already, or was copied by the store.
     """
 
     source: str
@@ -70,12 +70,12 @@ def copy_checkpoint(
     wait.
 
     Args:
-        source: A checkpoint of holdfast, or the directory of a run: a path or a URL.
-        destination: The directory of the copied checkpoint or run. A run is copied with the facts stored with its
-            steps; steps that the destination has already are not copied again.
+        source: A holdfast checkpoint, or the directory of a run: a path or a URL.
+        destination: The path or URL of the copied checkpoint or run. A run is copied with the facts stored with its
+            steps; steps that exist at the destination already are not copied again.
         overwrite: Replace a different checkpoint at the destination.
-        max_bandwidth: The most to copy in a second: bytes, or text such as ``"50 MB/s"``; None for no limit.
-        progress: Receives the number of bytes, and their progress, including bytes that were there already.
+        max_bandwidth: The maximum bytes per second, or text such as ``"50 MB/s"``; None for no limit.
+        progress: Receives the total size in bytes, and the progress, including bytes that were there already.
         coordinator: How processes find each other. None uses jax.distributed or torch.distributed if one of them is
             initialized; ``hf.processes.Alone()`` copies in this process alone.
 
@@ -83,12 +83,12 @@ def copy_checkpoint(
         One entry for each checkpoint, in the order of the steps.
 
     Raises:
-        CheckpointNotFoundError: The source holds no checkpoint of holdfast.
-        CheckpointExistsError: There is another checkpoint at the destination, or something else.
+        CheckpointNotFoundError: The source holds no holdfast checkpoint.
+        CheckpointExistsError: Another checkpoint, or something else, exists at the destination.
         DamagedCheckpointError: The source is damaged; the message names the files. All whole steps of a run are copied.
         OwnershipError: A run is writing to the destination.
-        StorageError: A place cannot be read or written.
-        PeerFailedError: It failed on process 0; raised on the others.
+        StorageError: The source cannot be read, or the destination cannot be written.
+        PeerFailedError: The copy failed on process 0; raised on the other processes.
 
     >>> import tempfile, numpy as np
     >>> import holdfast as hf
@@ -150,7 +150,7 @@ class _Copy:
                     progress=progress,
                     copied=self.copied,
                 ):
-                    pass  # there is nothing to check before the commit
+                    pass  # nothing to check before the commit
             return CopyReport(
                 source=str(source), path=str(destination), step=record.step, bytes=record.nbytes, sent=progress.sent
             )
@@ -173,10 +173,10 @@ class _Copy:
                         ownership.check()
                         target = destination / there.get((entry.series, entry.step), entry.location.name)
                         done.append(self._copy_one(entry.location, target, share))
-                        # The record of the entry has the metrics of other programs as well.
+                        # The entry's record includes metrics added by other programs.
                         if (copied := found_at(target)) is not None and entry.record is not None:
                             follow(target, copied, replace(copied, metrics=entry.record.metrics))
-                    except CheckpointNotFoundError:  # the run deleted the step meanwhile
+                    except CheckpointNotFoundError:  # the run deleted the step in the meantime
                         continue
                     except DamagedCheckpointError as error:
                         damaged.append(f"step {entry.step}: {error}")
@@ -192,14 +192,14 @@ class _Copy:
 
 
 def found_at(location: Location) -> CheckpointRecord | None:
-    """Return the commit record at a location; None if it is missing or damaged."""
+    """Return the commit record at a location, or None if it is missing or damaged."""
     with contextlib.suppress(CheckpointNotFoundError, DamagedCheckpointError, FormatVersionError):
         return read_record(location)
     return None
 
 
 def follow(location: Location, record: CheckpointRecord, original: CheckpointRecord) -> CheckpointRecord:
-    """Copy the current metrics and pin of the original to a copy; return its record."""
+    """Apply the original's current metrics and pin to a copy; return the copy's record."""
     changed = replace(record, metrics=original.metrics, pinned=original.pinned)
     if changed != record:
         location.check_not_link()

@@ -1,8 +1,8 @@
-"""When to save: triggers, the agreement of the processes on them, and the steps of an abandoned branch.
+"""When to save: triggers, how processes agree on them, and the steps of an abandoned branch.
 
 Each trigger looks at one moment of a training loop, and :func:`decide` combines them. Most steps need no communication:
-each process evaluates the triggers that depend on the step alone. Time and metrics may differ between processes, and
-only process 0 knows whether a save failed: the others ask it, at the steps that a :class:`SyncSchedule` names.
+each process evaluates triggers that depend only on the step. Time and metrics may differ between processes, and only
+process 0 knows whether a save failed: the others ask it, at the steps chosen by a :class:`SyncSchedule`.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def median(values: Iterable[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The decision whether to save now; it is true in a condition if so.
+    """The decision whether to save now; truthy if so.
 
     Attributes:
         save: Whether to save.
-        reason: Why, or why not, as text for users.
+        reason: Why or why not, as text for users.
     """
 
     save: bool
@@ -58,9 +58,9 @@ class Moment:
 
     Attributes:
         step: The number of optimizer updates done.
-        previous: The step of the last save or restore, or the one before the run began; None if there is none.
-        now: The monotonic clock, in seconds.
-        last: The monotonic clock at the last save or at the start of the run; None ignores time.
+        previous: The step of the last save or restore, or the one before the run began; None without one.
+        now: The current time of the monotonic clock, in seconds.
+        last: The monotonic time of the last save or of the start of the run; None ignores time.
         metrics: The metrics of this step, or None.
         earlier: The committed steps, with the metrics stored with them.
         saved: Whether a checkpoint of this step exists already.
@@ -77,10 +77,10 @@ class Moment:
 
 @runtime_checkable
 class SavePolicy(Protocol):
-    """Says when to save, for ``save=``; derive from it, or have its three members.
+    """Says when to save, for ``save=``; derive from it, or implement its three members.
 
-    Several policies add up: a step is saved if any of them gives a reason. If a program has several processes, they
-    agree on a policy that reads time or metrics, which may differ from process to process: process 0 asks it.
+    Several policies add up: a step is saved if any of them gives a reason. In a program of several processes, time and
+    metrics may differ between them, so process 0 alone asks the policies that read these, and the others follow it.
 
     >>> class AtPowersOfTwo(SavePolicy):
     ...     def reason(self, moment):
@@ -96,7 +96,7 @@ class SavePolicy(Protocol):
 
     @property
     def reads_metrics(self) -> bool:
-        """Whether it depends on metrics."""
+        """Whether this policy depends on metrics."""
         return False
 
     @abc.abstractmethod
@@ -110,7 +110,7 @@ class SavePolicy(Protocol):
 
 @dataclass(frozen=True)
 class OnBest:
-    """Saves when a metric is better than in every earlier checkpoint; a step without the metric beats nothing."""
+    """Saves when a metric is better than in every earlier checkpoint; a step without the metric is never better."""
 
     metric: Metric
     mode: Mode = "max"
@@ -121,7 +121,7 @@ class OnBest:
         value = metric_value(moment.metrics, self.metric)
         if value is None:
             return None
-        for info in reversed(moment.earlier):  # the newest are usually the hardest to beat
+        for info in reversed(moment.earlier):  # newest first, as they are usually the hardest to beat
             other = info.value(self.metric)
             if other is not None and not better(value, other, self.mode):
                 return None
@@ -137,7 +137,7 @@ class Wanted(SavePolicy):
 
 
 def decide(triggers: Sequence[SavePolicy], moment: Moment) -> Decision:
-    """Return whether any trigger is due, with every reason for it; a step is not saved twice."""
+    """Return whether any trigger is due, with all reasons; a step is not saved twice."""
     if moment.saved:
         return Decision(False, f"step {moment.step} is saved already")
     due = [reason for trigger in triggers if (reason := trigger.reason(moment)) is not None]
@@ -148,39 +148,39 @@ def decide(triggers: Sequence[SavePolicy], moment: Moment) -> Decision:
 
 
 class SyncSchedule:
-    """The steps at which processes agree on whether to save; the same on all of them."""
+    """The steps at which processes agree on whether to save; the same on all processes."""
 
-    # Process 0 predicts the step of the next agreement from the pace of the loop, half-way to the time at which a save
-    # would be due. After a save that depends on steps, the processes ask less and less often how it ended.
+    # Process 0 predicts from the pace of the loop when the next timed save is due, and schedules the next agreement
+    # half-way to it. After a save due to its step, the processes ask with growing gaps how it ended.
 
     def __init__(self, triggers: Sequence[SavePolicy]) -> None:
-        self.certain = tuple(  # those that depend on the step alone
+        self.certain = tuple(  # triggers that depend only on the step
             trigger for trigger in triggers if trigger.interval_secs is None and not trigger.reads_metrics
         )
         self._counts_steps = any(not isinstance(trigger, Wanted) for trigger in self.certain)
         self.reads_metrics = any(trigger.reads_metrics for trigger in triggers)
         self._timed = tuple(trigger for trigger in triggers if trigger.interval_secs is not None)
         self._next: int | None = None
-        self._outcome: tuple[int, int] | None = None  # the step at which to ask how the save ended, and the next gap
-        self.answers: Mapping[int, Decision] = {}  # the last agreement, by its step
-        self._last: tuple[int, float] | None = None  # the step and the monotonic clock of the last agreement
+        self._outcome: tuple[int, int] | None = None  # step at which to ask how the save ended, and the next gap
+        self.answers: Mapping[int, Decision] = {}  # the last agreed decision, by its step
+        self._last: tuple[int, float] | None = None  # the step and monotonic time of the last agreement
 
     def asks(self, step: int, metrics: Mapping[str, Any] | None, previous: int | None) -> bool:
-        """Return whether time, metrics or the end of the last save may decide at this step."""
+        """Return whether time, metrics or the outcome of the last save may affect the decision at this step."""
         if self.reads_metrics and metrics is not None:
             return True
         if self._timed and (self._next is None or step >= self._next):
             return True
         if not self._counts_steps or self._outcome is None or step < self._outcome[0]:
             return False
-        # How the last save ended does not matter if the next one is due anyway.
+        # The outcome of the last save does not matter if the next one is due anyway.
         return not any(trigger.reason(Moment(step=step, previous=previous)) for trigger in self.certain)
 
     def save_began(self, step: int) -> None:
         self._outcome = step + 1, 1
 
     def next_step(self, step: int, now: float, since: float) -> int | None:
-        """Return the step of the next agreement about time; on process 0."""
+        """Return the step of the next agreement about time, on process 0."""
         intervals = (trigger.interval_secs for trigger in self._timed)
         interval = min((secs for secs in intervals if secs is not None), default=None)
         if interval is None:
@@ -202,18 +202,18 @@ class SyncSchedule:
 
 
 class StepPace:
-    """Measures how much longer the steps of a loop take while a save is written in the background."""
+    """Measures how much longer the steps of a loop take while a background save is written."""
 
-    _FEWEST = 8  # steps that a comparison needs at least
+    _FEWEST = 8  # minimum number of steps for a comparison
 
     def __init__(self) -> None:
         self._last: tuple[int, float, int | None] | None = None
-        self._without: deque[float] = deque(maxlen=200)  # seconds of the newest steps without a save
-        self._usual: Sequence[float] = ()  # these seconds when the save began
-        self._during: list[float] = []  # seconds of the steps of the newest save
+        self._without: deque[float] = deque(maxlen=200)  # seconds of recent steps without a save
+        self._usual: Sequence[float] = ()  # a snapshot of these when the save began
+        self._during: list[float] = []  # seconds of the steps during the latest save
 
     def step(self, step: int, now: float, save: int | None) -> None:
-        """Note the end of a step, and the number of the save that is under way, if one is."""
+        """Record the end of a step, and the number of the save in progress, if any."""
         last = self._last
         if last is not None and step <= last[0]:
             return
@@ -226,22 +226,22 @@ class StepPace:
         self._during = []
 
     def slowed(self, duration: float) -> float | None:
-        """Return the seconds by which a save of this duration slowed its steps; None without enough steps."""
+        """Return by how many seconds a save of this duration slowed the steps; None with too few steps."""
         during = sorted(self._during)
         if min(len(self._usual), len(during)) < self._FEWEST:
             return None
-        usual = median(self._usual)  # computed here, because the loop would wait for it when the save begins
-        # Steps vary: they count as slower only if three of four take longer than the median step without a save.
+        usual = median(self._usual)  # computed here, because the loop would wait for it at the start of a save
+        # Steps vary: they count as slower only if three in four take longer than the median step without a save.
         if during[len(during) // 4] <= usual:
             return 0.0
         return duration * (1 - usual / median(during))
 
 
 class SaveDecisions:
-    """Decides for one run, step by step; a save counts from its beginning, and not at all if it fails."""
+    """Decides for one run, step by step; a save counts from its start, and not at all if it fails."""
 
-    # The loop may continue while a save is written. If the save fails, steps and time count from the one before it, so
-    # that the next step is due. Processes may notice it at different steps, so process 0 reports it to the others.
+    # The loop may continue while a save is written. If it fails, steps and time count from the save before it, so that
+    # the next step is due. Processes may notice this at different steps, so process 0 reports it to the others.
 
     def __init__(
         self, triggers: Sequence[SavePolicy], clock: Clock, processes: ProcessGroup, previous: int | None
@@ -251,18 +251,18 @@ class SaveDecisions:
         self._processes = processes
         self._schedule = SyncSchedule(triggers)
         self.pace = StepPace()
-        self._saves = 0  # number of saves that have begun
-        # The step of the last save or restore, and the monotonic clock at the last save; replaced as a whole, because a
+        self._saves = 0  # number of saves begun
+        # The step of the last save or restore, and the monotonic time of the last save; replaced as a whole, because a
         # background save fails on its own thread.
         self._last: tuple[int | None, float] = (previous, clock.monotonic())
         self._before = self._last
-        self._failed: bool | None = False  # whether the last save failed; None while it is under way
+        self._failed: bool | None = False  # whether the last save failed; None while it is in progress
 
     def restored(self, step: int) -> None:
         self._last = self._before = step, self._last[1]
 
     def deleted(self, newest: int) -> None:
-        """Count the next save from ``newest``, the newest step left after a deletion."""
+        """Count the interval to the next save from ``newest``, the newest step left after a deletion."""
         previous, now = self._last
         if previous is not None and previous > newest:
             self._last = self._before = newest, now
@@ -276,7 +276,7 @@ class SaveDecisions:
         self._schedule.save_began(step)
 
     def save_ended(self, *, failed: bool) -> None:
-        """Note how the save ended; called on the thread that wrote it."""
+        """Record how the save ended; called on the thread that wrote it."""
         if failed and self._processes.alone:
             self._last = self._before
         self._failed = failed
@@ -284,7 +284,7 @@ class SaveDecisions:
     def decide(
         self, step: int, metrics: Mapping[str, Any] | None, *, saved: bool, earlier: Sequence[StepInfo]
     ) -> Decision:
-        """Return whether a save is due, and the reason; the same on all processes."""
+        """Return whether a save is due, and the reason; all processes get the same decision."""
         self._starts_at(step)
         (previous, last), now = self._last, self._clock.monotonic()
         self.pace.step(step, now, self._saves if self._failed is None else None)
@@ -297,7 +297,7 @@ class SaveDecisions:
         return answer if answer and not saved else decide(self._schedule.certain, moment)
 
     def _starts_at(self, step: int) -> None:
-        """Let the run begin at the first step that is asked about or saved."""
+        """Start the run at the first step that is asked about or saved."""
         if self._last[0] is None:
             self._last = step - 1, self._last[1]
 
@@ -311,7 +311,7 @@ class SaveDecisions:
         return decision
 
     def _decide_for_all(self, moment: Moment) -> list[Any]:
-        """Return the decision of process 0, the step of the next agreement, and whether the last save has failed."""
+        """Return process 0's decision and reason, the step of the next agreement, and whether the last save failed."""
         failed = self._failed
         if failed:
             self._last = previous, last = self._before
@@ -322,29 +322,29 @@ class SaveDecisions:
 
 
 class AbandonedSteps:
-    """The later steps of a run that resumed from an earlier one, until it has replaced or passed them."""
+    """The later steps of a run that resumed from an earlier one, until it replaces or passes them."""
 
-    # They are only in the memory of this run: another run cannot know which steps belong together, hence the warning.
+    # Only this run remembers them: another cannot know which steps belong together, hence the warning.
 
     def __init__(self, directory: Location, *, warns: bool) -> None:
         self._directory = directory
         self._warns = warns
-        self._origin: int | None = None  # the earlier step from which the run resumed, until the warning is given
+        self._origin: int | None = None  # the step from which the run resumed, until the warning is given
         self._left: frozenset[int] = frozenset()
-        self._began = False  # whether the run has restored or saved a step
-        self.resumed_from: int | None = None  # the step of the last restore, if nothing was saved since
+        self._began = False  # whether the run has restored or saved a step yet
+        self.resumed_from: int | None = None  # the step of the last restore, unless something was saved since
 
     def restored(self, step: int, later: Sequence[int]) -> None:
-        """Note a restored step, from which the run may resume, and the later steps."""
+        """Record a restored step, from which the run may resume, and the steps after it."""
         self.resumed_from = step
         self._origin, self._left, self._began = step, frozenset(later), True
 
     def replaces(self, step: int) -> bool:
-        """Return whether an existing step belongs to the abandoned branch, so that a save replaces it."""
+        """Return whether an existing step belongs to the abandoned branch, so that a save may replace it."""
         return step in self._left
 
     def saving(self, step: int, later: Sequence[int], *, leaves: bool = False) -> None:
-        """Note that a step is about to be saved; warn, once, of later steps unless the save ``leaves`` them."""
+        """Note that a save is about to begin; warn once about later steps unless the save ``leaves`` them."""
         self.resumed_from = None
         if leaves:
             self._left &= {step}
@@ -363,7 +363,7 @@ class AbandonedSteps:
         self._left -= {step}
 
     def warn(self, later: Sequence[int]) -> None:
-        """Warn, once, that the run has resumed from an earlier step and later ones exist."""
+        """Warn once that the run has resumed from an earlier step although later ones exist."""
         origin, self._origin = self._origin, None
         if origin is not None and later:
             self._warn(

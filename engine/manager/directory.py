@@ -1,4 +1,4 @@
-"""The directory of a run: its one writer stores facts and options, and changes and deletes the steps of one series."""
+"""The directory of a run, in which a single writer stores facts and options, and changes and deletes steps."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ LEFT_ALONE = (
 
 
 def check_json(option: str, data: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return a copy of what JSON can hold; raise OptionError for anything else."""
+    """Return a copy of JSON-serializable data; raise OptionError for anything else."""
     if data is None:
         return None
     if not isinstance(data, Mapping):
@@ -113,13 +113,13 @@ def record_metrics(
     Args:
         directory: The directory of the run: a path or a URL.
         step: A committed step.
-        metrics: Numbers, as for ``save`` of a manager. They replace metrics of the same name that the step has.
+        metrics: Numbers, as for a manager's ``save``. They replace the step's metrics of the same name.
         step_prefix: The run's prefix, if its steps have one.
-        clock: The source of the time, which orders metrics of the same name.
+        clock: The time source, which orders metrics of the same name.
 
     Raises:
-        CheckpointNotFoundError: There is no such step, or the run deleted or replaced it meanwhile; then the metrics
-            are not kept.
+        CheckpointNotFoundError: There is no such step, or the run deleted or replaced it meanwhile; in that case, the
+            metrics are not kept.
         DamagedCheckpointError: The step is damaged.
         OptionError: The metrics are not numbers.
 
@@ -152,7 +152,7 @@ def record_metrics(
 
 
 class RunDirectory(StepIndex):
-    """The index of the steps of one series in a directory, with the changes that its one writer makes."""
+    """The index of one series of steps in a directory, with the changes made by its single writer."""
 
     def __init__(
         self,
@@ -169,10 +169,10 @@ class RunDirectory(StepIndex):
         self.last_saved: int | None = None  # the last step that this run saved
         self._clock = clock
         self._rules = retention_rules(options)
-        self._writes = writes  # on process 0; the others only update their index
-        self._warned = False  # whether it warned that no checkpoint has the metric of best_fn
+        self._writes = writes  # True on process 0; the other processes only update their index
+        self._warned = False  # whether it warned that no checkpoint has best_fn's metric
         self._copied: set[int] = set()  # steps that are being copied elsewhere
-        self._unswept: set[Location] = set()  # folders with files of another user
+        self._unswept: set[Location] = set()  # folders with files that belong to another user
         self.partial: set[int] = set()  # steps with an interrupted copy that the next attempt can complete
         self._changing = Lock()  # serializes changes of records and deletions of steps
         self._identity: RunIdentity | None = None  # None until this writer owns the directory
@@ -180,7 +180,7 @@ class RunDirectory(StepIndex):
 
     @property
     def identity(self) -> RunIdentity:
-        """The identity of the run; read from the file until this writer owns the directory."""
+        """The identity of the run; reread from the file until this writer owns the directory."""
         return stored_identity(self.location) if self._identity is None else self._identity
 
     def acquire(
@@ -190,7 +190,7 @@ class RunDirectory(StepIndex):
         *,
         partial: CheckpointRecord | None = None,
     ) -> list[int]:
-        """Acquire the directory, remove the remains of interrupted runs, and return the steps of stray folders."""
+        """Acquire the directory, remove leftovers of interrupted runs, and return the steps of stray folders."""
         self.ownership.take()
         listing = self.location.snapshot()
         content = listing.entries()
@@ -199,7 +199,7 @@ class RunDirectory(StepIndex):
             (self.location / OLD_INDEX).remove()
         folders = [folder.location for folder in step_folders(self.location, self._series, content)]
         self.partial = set()
-        if partial is not None and partial.step is not None:  # its interrupted copy is left for the next attempt
+        if partial is not None and partial.step is not None:  # leave its interrupted copy for the next attempt
             interrupted = self.step_location(partial.step)
             if interrupted in folders and copy_left(interrupted) == partial.fingerprint:
                 folders.remove(interrupted)
@@ -217,7 +217,7 @@ class RunDirectory(StepIndex):
         store_metadata(self.location, metadata)
         stored = stored_identity(self.location)
         identity = belongs.over(stored)
-        # A directory of holdfast 0.1 does not say whether another place has its steps.
+        # A directory written by holdfast 0.1 does not record whether another place has its steps.
         self._keeps_tombstones = identity.mirror is not None or (stored.run is None and bool(self.steps()))
         self._store(identity if identity.run else replace(identity, run=os.urandom(16).hex()))
         entries = [StepEntry(step, self.step_location(step)) for step in self.steps_and_damaged()]
@@ -235,23 +235,23 @@ class RunDirectory(StepIndex):
 
     @property
     def tombstones(self) -> Tombstones:
-        """The steps that were deleted explicitly here, and that another place may still have."""
+        """The steps that were explicitly deleted here, and that another place may still have."""
         return self.identity.tombstones.get(self._series, Tombstones())
 
     def settled_tombstones(self) -> Tombstones:
-        """Return the tombstones once a deletion that is under way has ended."""
+        """Return the tombstones once any deletion in progress has ended."""
         with self._changing:
             return self.tombstones
 
     def clear_tombstones(self, done: Tombstones) -> None:
-        """Remove tombstones that all other places have obeyed."""
+        """Remove tombstones that all other places have applied."""
         with self._changing:
             if done and self._identity is not None:
                 self.ownership.check()
                 self._store(self._identity.with_tombstones(self._series, Tombstones(self.tombstones - done)))
 
     def _add_tombstone(self, step: int, *, later: bool = False) -> None:
-        """Note, before a deletion, that no run may restore the step, or local steps, from another place."""
+        """Record, before a deletion, that no run may restore the step, or local steps, from another place."""
         identity = self._identity
         if not self._writes or identity is None or not (self._keeps_tombstones or identity.local):
             return
@@ -270,11 +270,11 @@ class RunDirectory(StepIndex):
 
     @property
     def branches(self) -> tuple[LocalBranch, ...]:
-        """The history whose local steps count; empty if none was noted."""
+        """The history whose local steps count; empty if none was recorded."""
         return self.identity.branches.get(self._series, ())
 
     def note_branches(self, branches: tuple[LocalBranch, ...]) -> None:
-        """Store the history whose local steps count, if the run has local steps and the history has changed."""
+        """Store the history whose local steps count, if the run has local steps and the history changed."""
         with self._changing:
             identity = self._identity
             if identity is not None and identity.local and self.branches != branches:
@@ -282,7 +282,7 @@ class RunDirectory(StepIndex):
                 self._store(identity.with_branches(self._series, branches))
 
     def sweep_partial(self, *, besides: int | None = None) -> None:
-        """Remove the interrupted copies except the copy of one step; a copy that was continued is complete."""
+        """Remove interrupted copies except that of one step; copies that were continued are complete."""
         swept = self.partial - {besides}
         folders = [self.step_location(step) for step in swept]
         parallel_map(functools.partial(self._sweep, raises=True), folders, max_concurrency(self.location))
@@ -290,7 +290,7 @@ class RunDirectory(StepIndex):
 
     @contextlib.contextmanager
     def holding(self, step: int) -> Iterator[None]:
-        """Keep a step while it is copied elsewhere; then delete it if no rule keeps it."""
+        """Protect a step while it is copied elsewhere; afterwards, delete it if no rule keeps it."""
         self._copied.add(step)
         try:
             yield
@@ -300,29 +300,29 @@ class RunDirectory(StepIndex):
                 self.collect()
 
     def _sweep(self, location: Location, listing: Location | None = None, *, raises: bool = False) -> None:
-        """Remove the remains of interrupted saves in a step's folder; ``listing`` is the folder in a snapshot."""
+        """Remove leftovers of interrupted saves from a step's folder; ``listing`` is the folder in a snapshot."""
         lock = SaveLock(location / PARTIAL)
         try:
             if location.is_link() or is_swept([entry.name for entry in (listing or location).entries()]):
                 return
             try:
                 marked = lock.take_over()
-            except (StorageConflictError, StoragePermissionError) as error:  # perhaps by a live save without a manager
+            except (StorageConflictError, StoragePermissionError) as error:  # possibly by a live save without a manager
                 _logger.warning("%s: not swept: %s", location, error)
                 if isinstance(error, StoragePermissionError):
                     self._unswept.add(location)
                 return
             if not sweep(location, lock=lock if marked else None) and location.is_local:
-                # An earlier run may have been killed between making and locking the folder. The file system sets both
+                # An earlier run may have been killed between creating and locking the folder. The file system sets both
                 # times; another program may be about to fill a folder that is newer than this run.
-                with contextlib.suppress(OSError):  # usually because it is not empty
+                with contextlib.suppress(OSError):  # usually because the folder is not empty
                     if os.lstat(location).st_mtime_ns <= os.stat(self.location / OWNER).st_mtime_ns:
                         os.rmdir(location)
         except StorageError as error:
             if isinstance(error, StorageUnavailableError) or (raises and isinstance(error, StorageFullError)):
                 raise
             moved = ""
-            # The marker of a live save is a regular file that cannot be taken over.
+            # A live save's marker is a regular file that cannot be taken over.
             if location.is_local and is_strange(error):
                 with contextlib.suppress(StorageError):
                     moved = "" if has_record(location) else f", but moved to {self._set_aside(location)}"
@@ -333,7 +333,7 @@ class RunDirectory(StepIndex):
     def change(self, step: int, *, pinned: bool | None = None, metrics: Mapping[str, Any] | None = None) -> None:
         with self._changing:
             record = self.record(step) if self._writes else self.stored_record(step)
-            # Metrics of other programs become a part of the record, or they would count as later than ``metrics``.
+            # Merge other programs' metrics into the record; otherwise they would count as later than ``metrics``.
             folder = self.step_location(step).name
             added = self._late.files_of(folder)
             record = with_late(record, self._late.of(folder))
@@ -349,16 +349,16 @@ class RunDirectory(StepIndex):
             self.add(step, record)
 
     def delete(self, step: int, everywhere: bool) -> None:
-        """Delete a step, whole or damaged; ``everywhere`` leaves a tombstone that other places obey."""
+        """Delete a step, whole or damaged; ``everywhere`` leaves a tombstone for the other places."""
         with self._changing:
             if not (self.is_damaged(step) or self.is_stray(step)):
-                self.stored_record(step)  # raises an error if there is no such step
+                self.stored_record(step)  # raises an error if the step does not exist
             if everywhere:
                 self._add_tombstone(step)
             self._delete(step)
 
     def delete_after(self, step: int) -> list[int]:
-        """Delete the steps after one, whole or damaged, the latest first; return them in ascending order."""
+        """Delete all steps after one, whole or damaged, latest first; return them in ascending order."""
         with self._changing:
             self._add_tombstone(step, later=True)
             later = [number for number in self.steps_and_damaged() if number > step]
@@ -377,7 +377,7 @@ class RunDirectory(StepIndex):
                     delete_checkpoint(location, self.known_record(step))
             except StorageError as error:
                 is_there = (location / RECORD).is_there()
-                if not is_there:  # the step is deleted, and the next sweep removes its files
+                if not is_there:  # the step counts as deleted, and the next sweep removes its files
                     self.add(step, None)
                 if is_there or not is_strange(error):
                     raise
@@ -387,10 +387,10 @@ class RunDirectory(StepIndex):
         self.add(step, None)
 
     def make_room(self, step: int, *, replaces: bool = False) -> None:
-        """Rename a step's folder that cannot be read or replaced; remove a link that is to be replaced."""
-        # The folder may become readable again, and the target of a link belongs to something else.
+        """Move aside a step's folder that cannot be read or replaced; remove a link that is to be replaced."""
+        # not deleted: the folder may become readable again, and a link's target belongs to something else
         error, folder = self._indexed(step).error, self.step_location(step)
-        # A directory, a pipe or a link in the place of the record cannot be replaced by a file.
+        # A file cannot replace a directory, pipe or link in the record's place.
         is_blocked = folder.is_local and isinstance(error, DamagedCheckpointError) and not (folder / RECORD).is_file()
         if not (is_blocked or is_unreadable(error) or folder in self._unswept):
             if replaces and step in self.steps_and_damaged() and folder.is_link():
@@ -420,18 +420,18 @@ class RunDirectory(StepIndex):
         return kept or tuple(reason for protected, reason in self._protected() if protected == step)[:1]
 
     def _protected(self) -> Iterator[tuple[int, str]]:
-        """Generate the steps that stay although no rule keeps them, each with the reason."""
+        """Yield the steps that are protected although no rule keeps them, each with the reason."""
         if self.last_saved is not None:  # later steps belong to another branch
             yield self.last_saved, "saved last"
         yield from ((step, "being copied to the mirror") for step in tuple(self._copied))
 
     def collect(self) -> None:
-        """Delete the steps that no rule keeps. A failure is logged; the next call tries again."""
+        """Delete the steps that no rule keeps. Failures are logged, and the next call tries again."""
         if self._options.best_fn is not None or self._options.keep_checkpoints_without_metrics:
             self.add_late_metrics()
         if any(isinstance(rule, KeepAll) for rule in self._rules):
             return
-        records = {step: self.known_record(step) for step in self.steps()}  # first, as the metrics may be newer
+        records = {step: self.known_record(step) for step in self.steps()}  # read first, as the metrics may be newer
         kept = kept_steps(self.infos(), self._rules) | {step for step, _ in self._protected()}
         given_up = {step: record for step, record in records.items() if step not in kept and record is not None}
         if given_up:
@@ -439,14 +439,14 @@ class RunDirectory(StepIndex):
         for step, record in given_up.items():
             try:
                 with self._changing:
-                    # If it was pinned, given metrics or deleted in the meantime, the next call decides again.
+                    # If the step was pinned, given metrics or deleted in the meantime, the next call decides again.
                     if self.known_record(step) is record:
                         self._delete(step)
             except (StorageError, OwnershipError) as error:
                 _logger.warning("%s: step %d could not be deleted: %s", self.location, step, error)
 
     def _warn_without_best(self) -> None:
-        """Warn, once, that no step has the metric of ``best_fn``, most likely because it is misspelt."""
+        """Warn once that no step has the metric of ``best_fn``, most likely because it is misspelt."""
         rule = next((rule for rule in self._rules if isinstance(rule, KeepBest)), None)
         infos = self.infos()
         if rule is None or self._warned or not infos or any(info.value(rule.metric) is not None for info in infos):

@@ -1,7 +1,7 @@
-"""The events of a run, in the file ``events.jsonl`` of its directory.
+"""The events of a run, stored in ``events.jsonl`` in its directory.
 
 Users, reports and supervisors read the events, and ``save_interval_secs="auto"`` learns from them. Nothing else depends
-on them: a file that cannot be written or read is no error, readers skip incomplete lines, and object stores have none.
+on them: an unreadable or unwritable file is not an error, readers skip incomplete lines, and object stores have none.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from ..storage import Location, append_line, open_own
 
 _logger = logging.getLogger("holdfast")
 
-EVENTS = "events.jsonl"  # name of the file of events
+EVENTS = "events.jsonl"  # name of the events file
 ROTATED = "events.1.jsonl"  # its name after rotation
-_LIMIT = 8 << 20  # bytes
-_MOST = 8 * _LIMIT  # bytes that are read of a file, at most
-_METRICS = 64  # metrics of one event, at most
-_PREEMPTED = (PREEMPTED, 128 + signal.SIGTERM)  # statuses of a program that was preempted
-_EARLY = 8  # events that are kept before the run owns its directory
+_LIMIT = 8 << 20  # bytes before the file is rotated
+_MOST = 8 * _LIMIT  # maximum bytes read of a file
+_METRICS = 64  # maximum number of metrics in an event
+_PREEMPTED = (PREEMPTED, 128 + signal.SIGTERM)  # exit statuses of a preempted program
+_EARLY = 8  # maximum number of events buffered until the run owns its directory
 
-_PROGRAM = os.urandom(6).hex()  # a PID may be used again, such as 1 in a container
+_PROGRAM = os.urandom(6).hex()  # token of the process; PIDs are reused, such as PID 1 in containers
 
 T = TypeVar("T")
 Event = Mapping[str, Any]
@@ -41,31 +41,31 @@ Event = Mapping[str, Any]
 
 
 class RunEvents:
-    """Appends the events of one run to the file in its directory, and passes them to listeners and to an observer.
+    """Appends a run's events to the file in its directory, and passes them to listeners and to an observer.
 
     Every line is a JSON object with ``event``, ``time`` (seconds since 1970-01-01 UTC), ``run`` (a token of this start
     of the program), and the facts that ``docs/events.md`` lists for each event.
     """
 
     def __init__(self, directory: Location, clock: Clock, process: int, observer: Observer) -> None:
-        self.has_callback = False  # whether a callback reports how training ends
+        self.has_callback = False  # whether a callback reports the end of training
         self._directory = directory
         self._clock = clock
         self._process = process
         self._observer = observer
         self._run = os.urandom(6).hex()
         self._file = directory.path / EVENTS if process == 0 and directory.is_local else None
-        self._has_ended = False  # whether the program has reported how training ended
+        self._has_ended = False  # whether the program has reported the end of training
         self._logged = False
-        self._early: list[dict[str, Any]] | None = []  # events so far, until the run owns its directory
+        self._early: list[dict[str, Any]] | None = []  # buffered until the run owns its directory; then None
         self._listeners: list[Callable[[dict[str, Any]], None]] = []
 
     def add_listener(self, listener: Callable[[dict[str, Any]], object]) -> None:
-        """Call a function with every event, such as one that passes it to a logger.
+        """Call a function with every event, such as one that forwards it to a logger.
 
-        It is called on the thread on which the event occurs: ``saved`` comes from the thread that saves in the
-        background. If several processes save, only process 0 has events. An error of the listener is logged, the
-        first one as a warning, and stops nothing.
+        It runs on the thread on which the event occurs: ``saved`` comes from the thread that saves in the
+        background. If several processes save, only process 0 has events. Errors of the listener are logged, the
+        first one as a warning, and have no other effect.
 
         Args:
             listener: Receives the event, a dictionary.
@@ -82,11 +82,11 @@ class RunEvents:
         self._listeners.append(guarded(listener))
 
     def earlier(self) -> list[dict[str, Any]]:
-        """Return the events in the file, in order; [] for a run in an object store."""
+        """Return the events in the file, oldest first; [] for a run in an object store."""
         return read_run_events(self._directory)
 
     def begin(self, newest: int | None) -> None:
-        """Note that the run has acquired its directory, whose newest step is ``newest``."""
+        """Record that the run has acquired its directory, whose newest step is ``newest``."""
         if self._file is not None:
             with self._only_logged():
                 _cut_torn_line(self._file)
@@ -106,7 +106,7 @@ class RunEvents:
             self._early = [*self._early, line][-_EARLY:]
 
     def end(self, step: int | None, error: BaseException | None) -> None:
-        """Note that the manager is closed, unless a callback reports the end in more detail."""
+        """Record that the manager is closed, unless a callback reports the end in more detail."""
         if self._early is not None or self.has_callback or self._has_ended:
             return
         status = error.code if isinstance(error, SystemExit) else None
@@ -137,7 +137,7 @@ class RunEvents:
 
 
 def slow_saves(limit: float, report: Callable[[Any, float], object]) -> Callable[[Event], None]:
-    """Return a listener that reports the first of consecutive saves that take longer than ``limit`` seconds."""
+    """Return a listener that reports saves longer than ``limit`` seconds, only the first of consecutive ones."""
     was_slow = False
 
     def listen(event: Event) -> None:
@@ -155,7 +155,7 @@ def slow_saves(limit: float, report: Callable[[Any, float], object]) -> Callable
 
 
 def guarded(listener: Callable[[T], object], name: str | None = None) -> Callable[[T], None]:
-    """Return a listener that logs its errors, the first one as a warning, and raises none."""
+    """Wrap a listener so that it raises no errors; they are logged, the first one as a warning."""
     warned = False
     shown = name or getattr(listener, "__qualname__", type(listener).__qualname__)
 
@@ -176,10 +176,10 @@ def described(error: BaseException) -> str:
 
 
 def event_scalars(event: Event) -> dict[str, float]:
-    """Return the numbers of an event that a logger can plot over the steps; empty for events without any.
+    """Return the numbers of an event that a logger can plot over steps; empty for events without any.
 
     Args:
-        event: What a listener of ``manager.events`` receives.
+        event: The event, as a listener of ``manager.events`` receives it.
 
     Returns:
         For ``saved``: ``checkpoint/bytes``, ``checkpoint/shared_bytes``, ``checkpoint/blocked_seconds`` and
@@ -200,7 +200,7 @@ def event_scalars(event: Event) -> dict[str, float]:
 
 
 def few(metrics: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return the first metrics, without long lists, for an event; None without any."""
+    """Return the first metrics, without long lists, for an event; None without metrics."""
     pairs = (metrics or {}).items()
     short = ((name, value) for name, value in pairs if not isinstance(value, list) or len(value) <= _METRICS)
     return dict(islice(short, _METRICS)) or None
@@ -210,7 +210,7 @@ _rotating = Lock()
 
 
 def _append(path: Path, event: Event) -> None:
-    """Append an event; rotate a file beyond its limit, keeping one old file."""
+    """Append an event; rotate the file if it exceeds its limit, keeping one old file."""
     with _rotating:
         if path.exists() and path.stat().st_size > _LIMIT:
             path.replace(path.with_name(ROTATED))
@@ -218,7 +218,7 @@ def _append(path: Path, event: Event) -> None:
 
 
 def read_events(path: Path, offset: int = 0) -> tuple[list[dict[str, Any]], int]:
-    """Read the events of a file from an offset on, except an incomplete last line; return also the next offset."""
+    """Read events from an offset on, except an incomplete last line; also return the next offset."""
     try:
         with open(open_own(path, os.O_RDONLY), "rb") as file:
             offset = max(offset, os.fstat(file.fileno()).st_size - _MOST)
@@ -237,14 +237,14 @@ def read_events(path: Path, offset: int = 0) -> tuple[list[dict[str, Any]], int]
 
 
 def read_run_events(directory: Location) -> list[dict[str, Any]]:
-    """Return all events in the directory of a run, in order."""
+    """Return all events in a run's directory, oldest first."""
     if not directory.is_local:
         return []
     return [event for name in (ROTATED, EVENTS) for event in read_events(directory.path / name)[0]]
 
 
 def has_finished(path: Path) -> bool:
-    """Return whether training has finished, by its events; commands may have changed the run since."""
+    """Return whether training has finished, according to the events; commands may have changed the run since."""
     for event in reversed(read_events(path)[0]):
         if event["event"] == "ended" and event.get("how") == "finished":
             return True
@@ -270,7 +270,7 @@ def _cut_torn_line(path: Path) -> None:
 
 
 def finite(value: Any) -> Any:
-    """Return a value for strict JSON: null for NaN and infinities."""
+    """Make a value valid for strict JSON, with null for NaN and infinities."""
     if isinstance(value, Mapping):
         return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -279,5 +279,5 @@ def finite(value: Any) -> Any:
 
 
 def number_in_event(value: Any) -> float | None:
-    """Return a time, a duration, a step or a number of bytes as a float; None for any other value."""
+    """Convert a time, duration, step or byte count to float; return None for any other value."""
     return float(value) if isinstance(value, int | float) and type(value) is not bool and 0 <= value < 2**63 else None

@@ -1,4 +1,4 @@
-"""The steps of one series: their commit records, their damage, and the folder from which each is read."""
+"""The steps of one series: their commit records, their damage, and the folder that each is read from."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ from .ownership import OPTIONS, stored_options
 from .places import StepPlace
 from .retention import StepInfo, info_of
 
-OLD_INDEX = "steps.log"  # an index of records that earlier versions wrote to local directories
-_SHOWN = "Orbax"  # the library whose managers have steps like ours; a run of ours may have files of other libraries
+OLD_INDEX = "steps.log"  # index of records that earlier versions wrote to local directories
+_SHOWN = "Orbax"  # library whose managers name steps as ours do; a run's folder may also hold files of other libraries
 
 
 @dataclass(frozen=True, slots=True)
 class IndexedStep:
-    """One step of the directory, perhaps damaged."""
+    """One step of the directory, possibly damaged."""
 
-    record: CheckpointRecord | None = None  # None if it cannot be read
+    record: CheckpointRecord | None = None  # None if it is unreadable
     error: DamagedCheckpointError | FormatVersionError | None = None  # why the step is damaged
-    info: StepInfo | None = None  # the step as retention rules see it, if it is committed
-    location: Location | None = None  # its folder, if another library wrote it
+    info: StepInfo | None = None  # the committed step, as seen by retention rules
+    location: Location | None = None  # its folder, if written by another library
 
     @property
     def is_absent(self) -> bool:
@@ -56,7 +56,7 @@ class IndexedStep:
         return self.error is None and self.info is None
 
 
-_NO_STEP = IndexedStep()  # also for a folder with the name of a step whose files are no checkpoint
+_NO_STEP = IndexedStep()  # also stands for a stray folder: named like a step, but without a checkpoint
 
 
 def _committed(step: int, record: CheckpointRecord, location: Location | None = None) -> IndexedStep:
@@ -64,29 +64,29 @@ def _committed(step: int, record: CheckpointRecord, location: Location | None = 
 
 
 class StepIndex:
-    """The steps of one series, read once and then kept up to date with this writer's changes, by any thread."""
+    """The steps of one series, read once and then updated with this writer's changes; thread-safe."""
 
     def __init__(self, location: Location, options: CheckpointManagerOptions, places: Sequence[StepPlace] = ()) -> None:
         self.location = location
-        # The steps that are read from other places, with their folders and commit records; replaced as a whole.
+        # Steps read from other places, with their folders and commit records; replaced as a whole.
         self.borrowed: Mapping[int, tuple[Location, CheckpointRecord]] = {}
-        self._places = places  # the places that have further steps
+        self._places = places  # places that may have further steps
         self._options = options
         self._series = series_of(options.step_prefix)
         self._late = LateMetrics(location)
         self._lock = Lock()  # guards the attributes below
         self._index: dict[int, IndexedStep] = {}
-        self._names: dict[int, str] = {}  # of the folders of steps, as last read
-        self._width: int | None = None  # digits in the names of new folders, once known
-        self._infos: tuple[StepInfo, ...] | None = None  # the committed steps in ascending order; None after a change
+        self._names: dict[int, str] = {}  # names of the step folders, as last read
+        self._width: int | None = None  # minimum number of digits in new folder names, once known
+        self._infos: tuple[StepInfo, ...] | None = None  # committed steps in ascending order; None after a change
         names = self.reload()
         is_new, begun = names <= {OWNER, OPTIONS, OLD_INDEX, METADATA, LATE, EVENTS, ROTATED}, OWNER in names
-        # Refuse to begin a run next to the steps of others; read the directory again if its own steps are there now.
+        # Do not start a run beside steps of another library; reread the directory if own steps have appeared meanwhile.
         if not (options.read_only or self._index or is_new or check_unclaimed(location, self._series, begun=begun)):
             self.reload()
 
     def step_location(self, step: int) -> Location:
-        """Return the folder of a step, whether it exists or not."""
+        """Return the folder of a step, whether or not it exists."""
         name = self._names.get(step) or step_folder(self._series, step, self._width)
         return self._indexed(step).location or self.location / name
 
@@ -100,7 +100,7 @@ class StepIndex:
         return find_steps(self.location).metadata() if metadata is None and is_foreign else metadata
 
     def _list_others(self, names: frozenset[str]) -> list[StepEntry]:
-        """Return the steps of Orbax, for a manager that only reads and finds no others."""
+        """Return Orbax steps, for a read-only manager that finds no holdfast steps."""
         if not (self._options.read_only and any(name[-1:].isdecimal() for name in names)):
             return []
         described = described_steps(self.location)
@@ -109,7 +109,7 @@ class StepIndex:
         return [entry for entry in entries if entry.location.name.startswith(series)]
 
     def reload(self, content: Sequence[Entry] | None = None, *, forget: bool = False) -> frozenset[str]:
-        """Read the directory, or a listing of it, and return the names; ``forget`` drops the damage found in data."""
+        """Reread the directory, or use a listing of it, and return the names; ``forget`` drops damage found in data."""
         content = self.location.entries() if content is None else content
         entries = list_steps(self.location, self._series, content, late=self._late)
         names = frozenset(entry.name for entry in content)
@@ -132,13 +132,13 @@ class StepIndex:
                 now = index.get(step)
                 if now is None and before.is_absent:
                     index[step] = before
-                elif now and now.record and before.error and before.record and not forget:  # its data was damaged
+                elif now and now.record and before.error and before.record and not forget:  # its data was found damaged
                     index[step] = before if now.record.identity == before.record.identity else now
             self._index, self._infos = index, None
         return names
 
     def add(self, step: int, record: CheckpointRecord | None) -> None:
-        """Note that a step was committed, or its record replaced; None means that it was deleted."""
+        """Record that a step was committed, or its record replaced; None means that it was deleted."""
         with self._lock:
             late = self._late.of(self.step_location(step).name)
             self._put(step, None if record is None else _committed(step, with_late(record, late)))
@@ -155,13 +155,13 @@ class StepIndex:
             self._index[step] = indexed
 
     def mark_damaged(self, step: int, damage: str, *, unreadable: bool) -> None:
-        """Note that the data of a step is damaged: it is no longer listed, and may be replaced."""
+        """Record that a step's data is damaged: it is no longer listed, and may be replaced."""
         error = DamagedCheckpointError(damage, unreadable=unreadable)
         with self._lock:
             self._put(step, replace(self._indexed(step), error=error, info=None))
 
     def add_late_metrics(self) -> None:
-        """Add the metrics that other programs have recorded since the directory was read."""
+        """Add metrics recorded by other programs since the directory was read."""
         for folder in self._late.refresh(lambda folder: self._step_of(folder) in self):
             step, added = self._step_of(folder), self._late.of(folder)
             with self._lock:
@@ -170,13 +170,13 @@ class StepIndex:
                     self._put(step, _committed(step, changed))
 
     def _step_of(self, folder: str) -> int:
-        """Return the step that a folder holds; -1 if it is none of this series."""
+        """Return the step that a folder holds; -1 if it is not one of this series."""
         named = series_and_step(folder)
         return named[1] if named and named[0] == self._series else -1
 
     def infos(self) -> tuple[StepInfo, ...]:
-        """Return the committed steps as retention rules see them, in ascending order."""
-        if (infos := self._infos) is not None:  # each step asks, and nearly always nothing has changed
+        """Return the committed steps as seen by retention rules, in ascending order."""
+        if (infos := self._infos) is not None:  # fast path: requested at each step, and rarely changed
             return infos
         with self._lock:
             changed = (indexed.info for indexed in self._index.values() if indexed.info is not None)
@@ -184,12 +184,12 @@ class StepIndex:
             return self._infos
 
     def known_record(self, step: int) -> CheckpointRecord | None:
-        """Return the commit record of a step as last read; None if the step is missing or damaged."""
+        """Return a step's commit record as last read; None if the step is missing or damaged."""
         indexed = self._indexed(step)
         return None if indexed.info is None else indexed.record
 
     def has_copy(self, record: CheckpointRecord) -> bool:
-        """Return whether the step of a record, or a copy of it, is in this directory."""
+        """Return whether this directory has the step of a record, or a copy of it."""
         here = None if record.step is None else self.known_record(record.step)
         return here is not None and here.fingerprint == record.fingerprint
 
@@ -198,11 +198,11 @@ class StepIndex:
         return record is not None and item in record.items
 
     def steps(self) -> list[int]:
-        """Return the committed steps whose record verifies, in ascending order."""
+        """Return the committed steps with an intact record, in ascending order."""
         return [info.step for info in self.infos()]
 
     def left_behind(self) -> set[int]:
-        """Return the steps that the run abandoned for an earlier one; they do not count as its newest."""
+        """Return the steps that the run abandoned by resuming from an earlier one; they do not count as its newest."""
         records = {step: record for step in self.steps() if (record := self.known_record(step)) is not None}
         left = left_behind(records.values())
         return {step for step, record in records.items() if was_left(step, record, left)}
@@ -232,12 +232,12 @@ class StepIndex:
         return OwnItems(self.step_location(step), record)
 
     def may_read_again(self, step: int, stored: StoredItems, attempts: int) -> bool:
-        """Return whether to read a damaged step again: another process has replaced it, or a network may err."""
+        """Return whether to reread a damaged step: another process has replaced it, or the network may be at fault."""
         if not isinstance(stored, OwnItems) or step in self.borrowed:
             return False
         entry = self._read_entry(step)
         if entry is None or (entry.record is not None and entry.record.identity != stored.record.identity):
-            self.add(step, entry and entry.record)  # then open_step() raises that it is not there
+            self.add(step, entry and entry.record)  # if it was deleted, open_step() then raises the error
             return True
         return attempts < attempts_at(self.location)
 
@@ -245,7 +245,7 @@ class StepIndex:
         return read_entry(StepEntry(step, self.step_location(step), self._series))
 
     def _update(self, step: int) -> None:
-        """Read the commit record of a step again; raise the error if it is damaged."""
+        """Reread a step's commit record; raise the error if it is damaged."""
         entry = self._read_entry(step)
         if entry is not None and entry.error is not None:
             raise entry.error
@@ -253,19 +253,19 @@ class StepIndex:
             self.add(step, entry and entry.record)
 
     def record(self, step: int) -> CheckpointRecord:
-        """Return the commit record of a step with its files."""
+        """Return a step's commit record, including its files."""
         if self.stored_record(step).summarizes is not None:
             self._update(step)
         return self.stored_record(step)
 
     def listed_record(self, step: int) -> CheckpointRecord:
-        """Return the commit record of a step, or its summary; from another place if the directory lacks the step."""
+        """Return a step's commit record or its summary; from another place if the directory lacks the step."""
         borrowed = None if step in self else self.borrowed.get(step)
         return self.stored_record(step) if borrowed is None else borrowed[1]
 
     def stored_record(self, step: int) -> CheckpointRecord:
-        """Return the commit record of a step of the directory, or the summary that processes other than 0 know."""
-        if self._indexed(step).is_absent:  # another program may have saved it since
+        """Return the commit record of a step in the directory, or the summary known to processes other than 0."""
+        if self._indexed(step).is_absent:  # another program may have saved it in the meantime
             self._update(step)
         indexed = self._indexed(step)
         if indexed.error is not None:
@@ -277,5 +277,5 @@ class StepIndex:
         raise CheckpointNotFoundError(f"{self.location}: no checkpoint of step {step}; {there}{self.elsewhere(step)}")
 
     def elsewhere(self, step: object) -> str:
-        """Return the end of a message about a step that other places have and the run cannot read; else ""."""
+        """Return a message suffix about a step that other places have but the run cannot read, or ""."""
         return "".join(place.elsewhere(step) for place in self._places)

@@ -1,7 +1,7 @@
-"""Periods as policies, and the interval between two saves that loses least, learned from the events of a run.
+"""Periodic policies, and the save interval that loses the least time, learned from the events of a run.
 
 A save that costs ``C`` seconds, every ``T`` seconds, takes ``C / T`` of the time. A failure, one in ``M`` seconds,
-loses half an interval on average, and also the time until a save is durable and the time to resume, which do not depend
+loses half an interval on average, plus the time until a save is durable and the time to resume, which do not depend
 on it. The sum is least for ``T = sqrt(2 * C * M)`` (J. W. Young, A first order approximation to the optimum checkpoint
 interval, CACM 17(9), 1974). J. T. Daly (A higher order estimate of the optimum checkpoint interval for restart dumps,
 FGCS 22(3), 2006) shows that the time to resume does not change the optimum, and that it is within a tenth of this as
@@ -28,11 +28,11 @@ from .retention import KeepPolicy, StepInfo
 _logger = logging.getLogger("holdfast")
 
 DAY = 86400.0
-_SPREAD = math.log(10)  # the prior standard deviation of the logarithm of the failure rate
+_SPREAD = math.log(10)  # prior standard deviation of the log failure rate
 _MOST_FREQUENT = 25.0  # logarithm of the maximum number of failures a day
-_RECENT = 20  # number of recent saves and resumes for the medians
-_NOTABLE = 0.1  # the least relative change of the interval that is reported
-_BOUNDS = (60.0, 3600.0)  # the bounds of "auto" alone, in seconds
+_RECENT = 20  # number of recent saves and resumes that medians are taken over
+_NOTABLE = 0.1  # smallest relative change of the interval worth reporting
+_BOUNDS = (60.0, 3600.0)  # bounds in seconds for a plain "auto"
 _AUTO = re.compile(r"\s*auto(?:\s+(?P<least>\S.*?)\s+to\s+(?P<greatest>\S.*?))?\s*")
 
 
@@ -72,7 +72,7 @@ class Every(SavePolicy, KeepPolicy):
     @property
     def interval_secs(self) -> float | None:
         """The seconds between two saves; None for a period in steps."""
-        return self.secs if isinstance(self.secs, float) else None  # __post_init__ has made it a number.
+        return self.secs if isinstance(self.secs, float) else None  # __post_init__ converted it to float
 
     def reason(self, moment: Moment) -> str | None:
         """Return why a save is due, or None."""
@@ -83,7 +83,7 @@ class Every(SavePolicy, KeepPolicy):
         return None if is_early else self._why
 
     def kept(self, steps: Sequence[StepInfo]) -> dict[int, str]:
-        """Return the steps to keep, each with the reason."""
+        """Return the steps to keep, each with a reason."""
         ordered = sorted(steps, key=operator.attrgetter("step"))
         if self.steps is None:
             reasons = self._apart(ordered)
@@ -101,20 +101,20 @@ class Every(SavePolicy, KeepPolicy):
         return "every step" if self.steps == 1 else f"every {self.steps} steps"
 
     def _apart(self, ordered: Sequence[StepInfo]) -> dict[int, str]:
-        """Return the lowest step, and each that was committed some seconds or more after the last of them."""
+        """Return the lowest step, and each one committed at least the interval after the previously kept one."""
         kept: dict[int, str] = {}
         last = math.nan  # the time of the last kept step
         for info in ordered:
             if not math.isfinite(info.time) or 0 <= info.time - last < (self.interval_secs or 0):
                 continue
-            # An earlier time shows that the clock was set back; time is measured from there.
+            # An earlier time means that the clock was set back; measure from the new time.
             kept[info.step] = f"{self._why} (the clock was set back)" if info.time < last else self._why
             last = info.time
         return kept
 
 
 def passes(n: int, step: int, previous: int | None) -> bool:
-    """Return whether a multiple of ``n`` is after the previous step and not after this one."""
+    """Return whether a multiple of ``n`` is after the previous step and at or before this one."""
     if previous is None:
         return step % n == 0
     return step // n != previous // n
@@ -124,7 +124,7 @@ def passes(n: int, step: int, previous: int | None) -> bool:
 
 
 def save_interval(given: Duration, *, name: str = "save_interval_secs") -> float | tuple[float, float]:
-    """Return the seconds between two saves, or the least and the greatest interval if it is learned."""
+    """Return the seconds between two saves, or (least, greatest) bounds if the interval is to be learned."""
     if not isinstance(given, str) or not given.lstrip().startswith("auto"):
         try:
             return seconds(given, name=name)
@@ -151,10 +151,10 @@ def save_interval(given: Duration, *, name: str = "save_interval_secs") -> float
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """The expected loss of an interval, in seconds a day."""
+    """The expected time lost with an interval, in seconds a day."""
 
-    saving: float  # the loop waits for saves, or is slowed down by them
-    failing: float  # work that is repeated after failures, and the time to resume
+    saving: float  # time in which the loop waits for saves or is slowed down by them
+    failing: float  # work repeated after failures, and time to resume
 
     @property
     def together(self) -> float:
@@ -164,20 +164,20 @@ class Loss:
 @dataclass(slots=True)
 class _Start:
     began: float
-    last: float  # the time of its last event
+    last: float  # time of its last event
     word: str = ""  # how it ended, if an event says so
     restored: int | None = None
-    saved: float | None = None  # the time at which its last save was durable
+    saved: float | None = None  # time at which its last save became durable
     failed_at: float | None = None
-    program: Any = None  # a token of the process
+    program: Any = None  # token of the process
 
 
 class Experience:
-    """The cost of the saves of a run and its failures, learned from its events.
+    """Statistics about the cost of a run's saves and its failures, learned from its events.
 
-    A failure is a start of the program that loses work: it has ended with an exception after a step, has crashed, hung
-    or been killed, or has ended without an event, as when its machine was lost. A preemption before which the run has
-    saved loses nothing, and is no failure.
+    A failure is a start of the program that loses work: it ended with an exception after a step, crashed, hung or was
+    killed, or ended without an event, as when its machine was lost. A preemption before which the run has saved loses
+    nothing, and does not count as a failure.
     """
 
     def __init__(self, events: Iterable[Mapping[str, Any]] = ()) -> None:
@@ -185,7 +185,7 @@ class Experience:
         self.bounds: tuple[float, float] | None = None  # bounds of the learned interval, as last reported
         self._starts: dict[str, _Start] = {}
         self._current: _Start | None = None
-        self._lost: _Start | None = None  # the last start that failed, until another one has resumed
+        self._lost: _Start | None = None  # the last start that failed, until a later one resumes
         self._costs: deque[float] = deque(maxlen=_RECENT)
         self._totals: deque[float] = deque(maxlen=_RECENT)
         self._gaps: deque[float] = deque(maxlen=_RECENT)
@@ -197,37 +197,37 @@ class Experience:
 
     @property
     def cost(self) -> float | None:
-        """The seconds of training that a save costs: the median of the newest saves; None before the first.
+        """The training time in seconds that a save costs: the median of recent saves; None before the first.
 
-        It is the wait of the loop for the save, without that for the save before it, and the time by which steps take
-        longer while it is written.
+        This is how long the loop waits for the save, not counting the wait for the previous one, plus the time by
+        which steps take longer while it is written.
         """
         return median(self._costs) if self._costs else None
 
     @property
     def durable(self) -> float:
-        """The seconds from the beginning of a save until it is durable: the median of the newest saves."""
+        """The seconds from the start of a save until it is durable: the median of recent saves."""
         return median(self._totals) if self._totals else 0.0
 
     @property
     def interval(self) -> float | None:
-        """The seconds from one save to the next: the median of the newest saves; None before the second of a start."""
+        """The seconds from one save to the next: the median of recent saves; None before the second save of a start."""
         return median(self._gaps) if self._gaps else None
 
     @property
     def ran(self) -> float:
-        """The seconds that the program has run: of each start, until its last event."""
+        """The total running time in seconds: of each start, until its last event."""
         return sum(max(0.0, start.last - start.began) for start in self._starts.values())
 
     @property
     def between_failures(self) -> float:
-        """The expected seconds from one failure to the next.
+        """The expected time between failures, in seconds.
 
-        Failures come at random (a Poisson process). The prior rate is one a day, within a factor of ten (log-normal).
-        This is the most probable rate given the events of the run.
+        Failures are modeled as a Poisson process. The prior rate is one a day, within a factor of ten (log-normal).
+        This is the maximum a posteriori rate given the events of the run.
         """
         days, variance = self.ran / DAY, _SPREAD**2
-        # Bisect for the logarithm of the rate at which the derivative of the log-probability is zero.
+        # Bisect for the log rate at which the derivative of the log-probability is zero.
         low, high = -variance * days, min(variance * self.failures, _MOST_FREQUENT)
         for _ in range(100):
             middle = (low + high) / 2
@@ -239,19 +239,19 @@ class Experience:
 
     @property
     def comeback(self) -> float:
-        """The seconds from a failure until the state is restored, the median; 0 before the first.
+        """The median seconds from a failure until the state is restored; 0 before the first.
 
-        Without an event of the end of the program, they count from the next start.
+        If no event reports the end of the program, they count from the next start.
         """
         return median(self._returns) if self._returns else 0.0
 
     # ---- conclusions
 
     def best(self, least: float = 0.0, greatest: float = math.inf) -> float:
-        """Return the interval within bounds that loses least, in seconds; the least one before the first save."""
+        """Return the interval within bounds that loses the least time, in seconds; the lower bound before any save."""
         if (cost := self.cost) is None:
             return least
-        # An earlier save would only wait until the previous one is durable.
+        # A shorter interval is useless: a save waits until the previous one is durable.
         return min(max(least, self.durable, math.sqrt(2 * cost * self.between_failures)), greatest)
 
     def loss(self, interval: float) -> Loss:
@@ -267,7 +267,7 @@ class Experience:
     # ---- reading the events
 
     def add(self, event: Mapping[str, Any]) -> None:
-        """Learn from the next event of the run; ignore anything else."""
+        """Learn from the next event of the run; ignore irrelevant input."""
         when = number_in_event(event.get("time"))
         if when is None:
             return
@@ -295,12 +295,12 @@ class Experience:
                 start.word = start.word or "ended"
 
     def _start(self, run: str, when: float, program: Any) -> _Start:
-        """Return the start of the program that an event belongs to; a new start ends the one before."""
+        """Return the start of the program that an event belongs to; a new start ends the previous one."""
         start = self._starts.get(run)
         if start is None:
             before = self._current
             if before is not None and not before.word:
-                # A program that is still running has only made another manager, as notebooks do.
+                # the same program, still running, has only created another manager, as in notebooks
                 lives = program is not None and program == before.program
                 self._fail(before, None, counts=not lives)
                 before.word = "closed" if lives else "lost"
@@ -318,7 +318,7 @@ class Experience:
         blocked, total = number_in_event(event.get("blocked_seconds")), number_in_event(event.get("total_seconds"))
         if blocked is None or total is None:
             return
-        # Both count from the call, which first waits until the previous save is durable.
+        # Both durations begin with the call, which first waits until the previous save is durable.
         waited = 0.0 if start.saved is None else min(blocked, max(0.0, start.saved - (when - total)))
         self._costs.append(blocked - waited + (number_in_event(event.get("slowed_seconds")) or 0.0))
         self._totals.append(max(0.0, total - waited))
@@ -336,15 +336,15 @@ class Experience:
 
 @dataclass
 class LearnedInterval(SavePolicy):
-    """A trigger that saves at the interval that loses least by the events of the run, within bounds.
+    """Saves at the interval expected to lose the least time, learned from the run's events, within bounds.
 
-    The first save comes after the least interval, because only a save shows what one costs.
+    The first save comes after the least interval, as the cost of a save is not known before.
     """
 
     least: float
     greatest: float
     experience: Experience = field(default_factory=Experience, compare=False, repr=False)
-    # The current trigger; replaced as a whole, because events arrive on the thread that saves.
+    # The current trigger; replaced as a whole, as events arrive on the saving thread.
     _now: Every = field(init=False, compare=False, repr=False)
     _reported: float | None = field(default=None, init=False, compare=False, repr=False)
 
@@ -361,7 +361,7 @@ class LearnedInterval(SavePolicy):
         return f"every {_short(self.interval_secs)}, learned"
 
     def follow(self, events: RunEvents) -> None:
-        """Learn from the earlier events of the run, and from each new one."""
+        """Learn from the run's earlier events, and from each new one."""
         self.learn(events.earlier())
         events.add_listener(lambda event: self.learn([event]))
 
@@ -371,7 +371,7 @@ class LearnedInterval(SavePolicy):
         self._now = Every(secs=self.experience.best(self.least, self.greatest))
 
     def report(self, events: RunEvents, directory: object) -> None:
-        """Report the interval in the log and in an event if it has changed notably since the last report."""
+        """Report the interval in the log and as an event if it has changed notably since the last report."""
         experience, now = self.experience, self.interval_secs
         if experience.cost is None or (self._reported is not None and abs(now / self._reported - 1) < _NOTABLE):
             return
@@ -398,7 +398,7 @@ class LearnedInterval(SavePolicy):
 
 
 def _short(duration: float) -> str:
-    """Return a duration with few digits.
+    """Format a duration with few digits.
 
     >>> _short(151.2), _short(0.0123)
     ('2m31s', '0.012s')

@@ -1,4 +1,4 @@
-"""The items of a manager, each with its name and checkpointer; and the step that is being saved."""
+"""The items of a manager, each with a name and a checkpointer; and the step being saved."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .retention import newest_with
 
 
 class ItemSet:
-    """The items of a manager by name, each with its checkpointer; callers do not name a single item."""
+    """The items of a manager by name, each with its checkpointer; a single item has no name for callers."""
 
     def __init__(
         self,
@@ -59,18 +59,18 @@ class ItemSet:
             )
         if rare and not self._checkpointers.keys() - set(rare):
             raise OptionError("item_intervals names every item; a checkpoint needs one that it always has")
-        self._rare = frozenset(rare)  # items that few checkpoints have
+        self._rare = frozenset(rare)  # items that only some checkpoints have
         handlers = {name: checkpointer.handler for name, checkpointer in self._checkpointers.items()}
-        self._written = {  # the data files of the steps so far, by item; later steps may share them
+        self._written = {  # data files of the steps so far, by item, which later steps may share
             name: WrittenSteps()
             for name, handler in handlers.items()
             if reuse and isinstance(handler, PreparedCheckpointHandler) and handler.reuses
         }
-        self._uploads = uploads  # whether the data files will be uploaded from the disk
+        self._uploads = uploads  # whether data files will be uploaded from disk
         self._optional = self._rare | {name for name, handler in handlers.items() if handler.optional}
 
     def left_out(self, stored: StoredItems, wanted: Any) -> list[str]:
-        """Return the rare items that a restore requests and this checkpoint lacks."""
+        """Return the rare items that a restore requests but this checkpoint lacks."""
         asked = self._rare if not isinstance(wanted, Mapping) else self._rare & wanted.keys()
         return sorted(asked.difference(stored.names))
 
@@ -93,14 +93,14 @@ class ItemSet:
         }
 
     def _arguments(self, handler: CheckpointHandler, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the arguments of a save; files to upload are smaller, as each may be held in memory."""
+        """Return the handler arguments of a save; files for upload are kept small, as each may be held in memory."""
         if not self._uploads or not isinstance(handler, PreparedCheckpointHandler) or handler.layout is None:
             return given
         layout: Layout = given.get("layout") or handler.layout
         return {**given, "layout": layout.for_uploads()}
 
     def save_begins(self, step: int, run: RunDirectory) -> None:
-        """Choose the data files that a step may share: none of the newest step, nor of the one before it."""
+        """Choose the data files that a step may share, excluding those of the newest step and of the one before it."""
         infos = run.infos()
         for name, written in self._written.items():
             near = newest_with(name, infos), newest_with(name, infos, step)
@@ -108,14 +108,14 @@ class ItemSet:
 
     @contextlib.contextmanager
     def steps_deleted(self) -> Iterator[None]:
-        """Note which files a deletion of steps, in the block, leaves to the steps that share them."""
+        """Track which files remain for the steps that share them when the block deletes steps."""
         with contextlib.ExitStack() as stack:
             for written in self._written.values():
                 stack.enter_context(written.names_removed())
             yield
 
     def damage_found(self) -> None:
-        """Share no files with the earlier steps any more: other steps may share the damaged file."""
+        """Stop sharing files with earlier steps, as other steps may share the damaged file."""
         for written in self._written.values():
             written.forget()
 
@@ -133,14 +133,14 @@ class ItemSet:
             handler, template = self._checkpointers[name].handler, (templates or {}).get(name)
             given = arguments.get(name, {})
             if template is None and type(handler) is PyTreeCheckpointHandler:
-                given = {"torch_tensors": True, **given}  # `load_state_dict` takes no numpy arrays
+                given = {"torch_tensors": True, **given}  # as `load_state_dict` does not accept numpy arrays
             if shared is not None and handler.shares_reads:
                 given = {**given, "shared": shared}
             values[name] = stored.restore(saved, handler, template, given)
         return values if self._several else values[ITEM]
 
     def structure(self, stored: StoredItems) -> Any:
-        """Describe the items without reading their data; None for a single item whose handler cannot."""
+        """Describe the items without reading their data; None for a single item whose handler does not support this."""
         structures = {
             name: stored.structure(saved, self._checkpointers[name].handler)
             for name, saved in self._names(stored, None).items()
@@ -159,7 +159,7 @@ class ItemSet:
         return items, kwargs
 
     def _names(self, stored: StoredItems, wanted: Mapping[str, Any] | None) -> dict[str, str]:
-        """Return the names of the wanted items in a checkpoint, which may lack optional ones."""
+        """Map the requested items to their names in a checkpoint, which may lack optional ones."""
         names = {name: name for name in (self._checkpointers if wanted is None else wanted)}
         if not self._several:
             names = {ITEM: stored.only_name(self._checkpointers[ITEM].handler)}
@@ -174,7 +174,7 @@ class ItemSet:
 
 
 class StepContent(NamedTuple):
-    """The arguments of a save; ``kwargs`` are for the handlers."""
+    """The arguments of a save; ``kwargs`` are passed to the handlers."""
 
     step: int
     items: Any
@@ -184,7 +184,7 @@ class StepContent(NamedTuple):
 
 
 class PendingSave:
-    """The step that is being saved; metrics can be added until its commit record is made."""
+    """The step being saved; metrics can be added until its commit record is created."""
 
     def __init__(self, content: StepContent, reason: str) -> None:
         self.step = content.step
@@ -195,14 +195,14 @@ class PendingSave:
         self._open = True
 
     def add(self, metrics: Mapping[str, Any]) -> bool:
-        """Add metrics; return False if the commit record was made before."""
+        """Add metrics; return False if the commit record has already been created."""
         with self._lock:
             if self._open:
                 self.metrics = {**(self.metrics or {}), **metrics}
             return self._open
 
     def close(self) -> dict[str, Any] | None:
-        """Return all metrics, and take no more."""
+        """Return all metrics, and accept no more."""
         with self._lock:
             self._open = False
             return self.metrics

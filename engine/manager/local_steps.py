@@ -1,8 +1,8 @@
-"""Local steps: the hosts of a program, who keeps whose copies, and the newest step that is whole across them.
+"""Local steps: the hosts of a program, which host keeps whose copies, and the newest step that is whole across them.
 
-A new run asks all hosts for their files. The newest step whose every file is on some host is verified by its checksums,
-each file on its host, and read through :class:`~..storage.ScatteredFiles`: files of this host directly, others by
-ranges from a host that has them. `local_tier` saves the steps.
+At the start, a run asks all hosts for their files. The newest step with every file on some host is verified by its
+checksums, each file on its host, and read through :class:`~..storage.ScatteredFiles`: files of this host directly,
+others by byte ranges from a host that has them. `local_tier` saves the steps.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ _logger = logging.getLogger("holdfast")
 
 _TOKEN = re.compile(r"[0-9a-f]{1,64}")
 
-OWN = "own"  # the folder with the files of a host's own processes
-COPIES = "copies"  # the folder with the files that other hosts have sent
+OWN = "own"  # subfolder for files written by the host's own processes
+COPIES = "copies"  # subfolder for files received from other hosts
 
 
 def neighbours(domains: Sequence[str], copies: int) -> list[list[int]]:
     """Return, for each host, the ``copies`` other hosts that keep copies of its files."""
-    # Failure domains alternate in this ring. Each host sends to the next hosts in other domains, and to hosts of its
-    # domain only if there are too few others.
+    # The ring alternates between failure domains. Each host sends to the next hosts in other domains, and to hosts in
+    # its own domain only if there are too few others.
     ring = sorted(range(len(domains)), key=lambda host: (domains[:host].count(domains[host]), host))
     keepers: list[list[int]] = [[] for _ in domains]
     for position, host in enumerate(ring):
         after = [*ring[position + 1 :], *ring[:position]]
-        after.sort(key=lambda other: domains[other] == domains[host])  # stable; hosts in other domains come first
+        after.sort(key=lambda other: domains[other] == domains[host])  # stable sort: hosts in other domains come first
         keepers[host] = after[:copies]
     return keepers
 
 
 @dataclass(frozen=True, slots=True)
 class HeldStep:
-    """The part of a local step on one host: folder and size of each file by path, and the commit record."""
+    """One host's part of a local step: subfolder and size of each file by path, and the commit record."""
 
     files: Mapping[str, tuple[str, int]]
     record: CheckpointRecord | None = None
@@ -75,11 +75,11 @@ class HeldStep:
 
 @dataclass(frozen=True, slots=True)
 class WholeStep:
-    """A local step of which every file is on some host."""
+    """A local step with every file on at least one host."""
 
-    folder: str  # its name on every host
+    folder: str  # the folder name, the same on every host
     record: CheckpointRecord
-    holders: Mapping[str, Sequence[tuple[int, str]]]  # number and folder of each host that has a file, by path
+    holders: Mapping[str, Sequence[tuple[int, str]]]  # by path, the index and subfolder of each host that has the file
 
     @property
     def step(self) -> int:
@@ -93,7 +93,7 @@ def files_of(record: CheckpointRecord) -> Iterator[tuple[str, FileRecord]]:
 
 
 def gather(folder: str, held: Sequence[Mapping[str, HeldStep]]) -> WholeStep | str:
-    """Return the step in a folder of the hosts, or why it is not whole; "" if its save has not ended."""
+    """Gather a step from the hosts' folders, or return why it is not whole; "" if its save has not ended."""
     here = [(host, steps[folder]) for host, steps in enumerate(held) if folder in steps]
     records = [step.record for _, step in here if step.record is not None and step.record.step is not None]
     if not records:
@@ -112,14 +112,14 @@ def gather(folder: str, held: Sequence[Mapping[str, HeldStep]]) -> WholeStep | s
 
 
 def whole_steps(held: Sequence[Mapping[str, HeldStep]]) -> list[WholeStep]:
-    """Return the steps whose every file is on some host, the newest first."""
+    """Return the steps with every file on some host, newest first."""
     gathered = (gather(folder, held) for folder in set().union(*held))
     whole = (step for step in gathered if isinstance(step, WholeStep))
     return sorted(whole, key=lambda step: (step.step, step.folder), reverse=True)
 
 
 def is_on_line(folder: str, step: int, branches: Sequence[LocalBranch]) -> bool:
-    """Return whether the history given by its last branches contains the local step of a folder."""
+    """Return whether the history described by ``branches`` contains the local step in a folder."""
     sequence, attempt = sequence_of(folder), folder.rpartition(".")[2]
     indices = [n for n, branch in enumerate(branches) if branch.attempt == attempt and branch.sequence < sequence]
     return bool(indices) and all(step <= later.after for later in branches[indices[-1] + 1 :])
@@ -130,7 +130,7 @@ class _Host:
     name: str
     domain: str
     url: str
-    leader: int  # the process that serves and copies for the host: its first
+    leader: int  # the first process on the host, which serves and copies files for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,29 +138,29 @@ class _Program:
     """The facts that process 0 sends to all processes at the start."""
 
     hosts: Sequence[_Host]
-    run: str | None  # the folder of the run whose local steps count; None while the directory of the run is new
-    path_digest: str  # the end of that folder's name, a digest of the path of the directory
+    run: str | None  # the run's folder with the local steps that count; None while the run's directory is new
+    path_digest: str  # the suffix of that folder's name, a digest of the directory's path
     token: str
-    attempt: str  # text that no other start of the program has
-    branches: tuple[LocalBranch, ...]  # the history at the start, which decides which local steps count
+    attempt: str  # random text, unique to this start of the program
+    branches: tuple[LocalBranch, ...]  # the history at the start, which determines the local steps that count
 
 
 class LocalHosts:
-    """The hosts of a program, and the local steps of its run on them."""
+    """The hosts of a program, and the run's local steps on them."""
 
     def __init__(self, options: Local, run: RunDirectory, processes: ProcessGroup) -> None:
         self.root = as_location(options.url, writes=True)
-        self.peers: dict[int, Peer] = {}  # the other hosts by number
-        self.newest: WholeStep | None = None  # whole, and newer than every step of the directory
+        self.peers: dict[int, Peer] = {}  # connections to the other hosts, by host index
+        self.newest: WholeStep | None = None  # set if newer than every step in the directory
         self._run = run
         self._processes = processes
         self._patience = min(PATIENCE, processes.timeout / 4)
         self._server: PeerServer | None = None
-        self.further: set[int] = set()  # whole steps that count, and are read if needed
-        self.left: set[int] = set()  # whole steps that do not count
-        self._agreed_steps: list[dict[str, HeldStep]] = []  # on process 0
-        self._elsewhere: dict[int, str] = {}  # on process 0, steps that are not known to be of this run, and why
-        self.unused: dict[int, str] = {}  # steps that are not whole, or not known to be of this run, and why
+        self.further: set[int] = set()  # whole local steps in the run's history, read only if needed
+        self.left: set[int] = set()  # whole local steps that are not in the run's history
+        self._agreed_steps: list[dict[str, HeldStep]] = []  # files that each host holds; only on process 0
+        self._elsewhere: dict[int, str] = {}  # on process 0: why steps that may belong to another run are not used
+        self.unused: dict[int, str] = {}  # why steps that are incomplete, or may belong to another run, are not used
         self.program: _Program
         try:
             self._open(options)
@@ -177,8 +177,8 @@ class LocalHosts:
         branches = tuple(LocalBranch(*fields) for fields in program["branches"])
         self.program = _Program(**{**program, "hosts": hosts, "branches": branches})
         self.host = next(number for number, host in enumerate(hosts) if host.name == name)
-        self.leads = hosts[self.host].leader == self._processes.index  # whether it serves and copies for its host
-        self.copies = neighbours([host.domain for host in hosts], local.copies)[self.host]  # hosts with our copies
+        self.leads = hosts[self.host].leader == self._processes.index  # serves and copies for its host
+        self.copies = neighbours([host.domain for host in hosts], local.copies)[self.host]  # hosts that keep our copies
         if len(hosts) == 1 and local.copies and self._processes.is_primary:
             _logger.warning(
                 "%s: all processes are on one host, so that local steps have no copies: they survive the end of the "
@@ -196,10 +196,10 @@ class LocalHosts:
                 held = self._held()
                 mine["held"] = {folder: step.to_json() for folder, step in held.items()}
                 mine["elsewhere"] = list(self._steps_elsewhere(held).items())
-        except HoldfastError as error:  # all processes raise it
+        except HoldfastError as error:  # reported here, so that all processes raise it
             mine["problem"] = f"{name}: {error}"
         answer = self._processes.agree("local steps", mine, self._first_choice)
-        self.sequence = answer["sequence"]  # the largest number of a local step that any host has
+        self.sequence = answer["sequence"]  # the highest sequence number of a local step on any host
         for number, (host, address) in enumerate(zip(hosts, answer["addresses"], strict=True)):
             if address is not None and number != self.host:
                 token, patience = self.program.token, self._patience
@@ -212,7 +212,7 @@ class LocalHosts:
             _logger.warning("%s", itemized(f"{self.root}: newer local steps of this run are not used:", newer))
 
     def _meet(self, processes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the hosts of the program, and the run whose local steps count; on process 0."""
+        """Determine the hosts of the program, and the run whose local steps count; on process 0."""
         hosts: dict[str, dict[str, Any]] = {}
         for index, process in enumerate(processes):
             host = hosts.setdefault(process["name"], {**process, "leader": index})
@@ -235,14 +235,14 @@ class LocalHosts:
         return f"{run}.{self._path_digest()}" if run and _TOKEN.fullmatch(run) else None
 
     def _path_digest(self) -> str:
-        # A copy of a directory has the identity of the original but is another run; so is another step_prefix.
+        # A copied directory has the same run identity, but is another run; so are steps with another step_prefix.
         first = self._run.step_location(0).url
         return hashlib.blake2b(first.encode("utf-8", "surrogateescape"), digest_size=4).hexdigest()
 
     # ---- which step is whole
 
     def _check_places(self, name: str | None) -> None:
-        """Refuse folders in which another user of the host could have put, or could replace, local steps."""
+        """Raise an error for folders in which another user of the host could have placed or replaced local steps."""
         check_private(os.fspath(self.root), shared=True)
         if name is not None:
             check_private(os.fspath(self.root / name), shared=False)
@@ -262,7 +262,7 @@ class LocalHosts:
             for entry in entries:
                 step_folder = folder / entry.name
                 before = held.get(step_folder.name, HeldStep({}))
-                files = {entry.name: (where, 0)}  # for an entry that is no folder of a step
+                files = {entry.name: (where, 0)}  # default for an entry that is not a step folder
                 try:
                     if entry.is_directory and not step_folder.is_link():
                         files = {path: (where, size) for path, size in files_in(step_folder)}
@@ -275,7 +275,7 @@ class LocalHosts:
         return held
 
     def _steps_elsewhere(self, held: Mapping[str, HeldStep]) -> dict[int, str]:
-        """Return the local steps of this run under another identity or path, and why they are not used."""
+        """Return the local steps stored under another run identity or directory path, and why each is not used."""
         unused = {}
         for entry in self.root.entries():
             run, _, path = entry.name.partition(".")
@@ -322,16 +322,16 @@ class LocalHosts:
         }
 
     def _counts(self, folder: str, step: int) -> bool:
-        """Return whether the history that leads to the newest step contains a local step; on process 0."""
+        """Return whether the history of the newest step contains a local step; on process 0."""
         if self.program.branches:
             return is_on_line(folder, step, self.program.branches)
-        return step > max(self._run.steps(), default=-1)  # no history was noted: the directory is new
+        return step > max(self._run.steps(), default=-1)  # no history was recorded: the directory is new
 
     def _counting(self) -> list[WholeStep]:
         return [whole for whole in whole_steps(self._agreed_steps) if self._counts(whole.folder, whole.step)]
 
     def _choose(self, step: int | None) -> dict[str, Any]:
-        """Return the named step if it counts, or else the newest that the directory lacks; and the unused steps."""
+        """Choose the given step if it counts, else the newest that the directory lacks; also return unused steps."""
         counting, unused = self._counting(), self._elsewhere.copy()
         for folder in set().union(*self._agreed_steps):
             why = gather(folder, self._agreed_steps)
@@ -339,13 +339,13 @@ class LocalHosts:
                 unused[step_of(folder)] = why
         for counted in counting:
             unused.pop(counted.step, None)
-        newest = max(self._run.steps(), default=-1)  # an equal local step may be one that the directory has replaced
+        newest = max(self._run.steps(), default=-1)  # the directory may have replaced an equal local step
         whole = next((w for w in counting if (w.step > newest if step is None else w.step == step)), None)
         document = whole and {"folder": whole.folder, "record": whole.record.to_document(), "holders": whole.holders}
         return {"whole": document, "unused": list(unused.items())}
 
     def _again(self, step: int | None, folder: str, processes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Choose again, without the files of a folder that hosts found damaged; on process 0."""
+        """Choose again, ignoring a folder's files that hosts found damaged; on process 0."""
         for steps, host in zip(self._agreed_steps, self.program.hosts, strict=True):
             if folder in steps:
                 held, damaged = steps[folder], processes[host.leader]
@@ -354,17 +354,17 @@ class LocalHosts:
         return {"damaged": any(processes), **self._choose(step)}
 
     def take(self, step: int) -> WholeStep | None:
-        """Return one of the ``further`` steps, if it is whole; all processes call it."""
+        """Return one of the ``further`` steps if it is whole; all processes call this."""
         self.further.discard(step)
         return self._find(self._processes.agree("local step", None, lambda _: self._choose(step)), step)
 
     def _find(self, answer: Mapping[str, Any], number: int | None) -> WholeStep | None:
-        """Verify the chosen step, each file on its host, and return it; choose again if it is damaged."""
+        """Verify the chosen step, each file on its host, and return it; if it is damaged, choose another."""
         while (whole := answer["whole"]) is not None:
             record = CheckpointRecord.from_document(whole["record"], source=whole["folder"])
             holders = {path: [(host, where) for host, where in places] for path, places in whole["holders"].items()}
             step = WholeStep(whole["folder"], record, holders)
-            for digested in (True, False):  # the index first, which has the checksums of the others
+            for digested in (True, False):  # the index first: it has the other checksums
                 mine = self._damaged(step, digested) if self.leads else []
                 answer = self._processes.agree("verified local steps", mine, partial(self._again, number, step.folder))
                 if answer["damaged"]:
@@ -378,17 +378,17 @@ class LocalHosts:
         return step
 
     def forget(self) -> None:
-        self.unused, self.further, self.left = {}, set(), set()  # other threads may iterate over the old ones
+        self.unused, self.further, self.left = {}, set(), set()  # other threads may be iterating over the old objects
 
     def _damaged(self, step: WholeStep, digested: bool) -> list[str]:
-        """Return the damaged files of a step on this host: those with a digest in the record, or the others."""
+        """Return this host's damaged files of a step: those with a digest in the record, or all others."""
         try:
             checks = (
                 {path: FileCheck(record) for path, record in files_of(step.record) if record.crc32c is not None}
                 if digested
                 else file_checks(self._location_of(step), step.record)
             )
-        except HoldfastError as error:  # then the step in the directory, or an older one, is read
+        except HoldfastError as error:  # report all files as damaged, so that another step is read
             _logger.warning("the local step %d cannot be verified: %s", step.step, error)
             return [path for path, _ in files_of(step.record)]
         here = [
@@ -414,7 +414,7 @@ class LocalHosts:
         return damaged
 
     def opened(self, step: WholeStep) -> tuple[Location, CheckpointRecord]:
-        """Return the location from which a step is read, and its commit record."""
+        """Return the location to read a step from, and its commit record."""
         having = {host for places in step.holders.values() for host, _ in places}
         missing = [host.name for number, host in enumerate(self.program.hosts) if number not in having]
         if self._processes.is_primary:
@@ -431,7 +431,7 @@ class LocalHosts:
         return self.root / self.program.run / where / folder
 
     def _location_of(self, step: WholeStep) -> Location:
-        """Return a location that presents the files of a step as one folder, whichever host has them."""
+        """Return a location that presents a step's files as one folder, wherever they are stored."""
         sizes = {path: record.size for path, record in files_of(step.record)}
 
         def opened(path: str) -> DataReader:
@@ -445,26 +445,26 @@ class LocalHosts:
         return Location(ScatteredFiles(f"the local step {step.step}", sizes, opened), "")
 
     def make_folder(self, rendezvous: Rendezvous | None) -> Location | None:
-        """Make the folder of the run on all hosts; raise StorageError on all processes if one cannot."""
-        # A process that failed earlier takes no part: the rendezvous is the one of the local save, which it has left.
+        """Create the run's folder on all hosts; raise StorageError on all processes if any host cannot."""
+        # Processes that failed earlier take no part: this is the rendezvous of the local save, which they have left.
         timeout = self._processes.timeout
         name = self._folder_name() if self._processes.is_primary else None
         if rendezvous is not None:
             mine = json.dumps(name).encode() if self._processes.is_primary else None
             name = json.loads(rendezvous.broadcast("run", mine, timeout))
         problem = space = None
-        if name is None:  # the file that identifies the run is damaged
+        if name is None:  # the file with the run's identity is damaged
             problem = f"{self._run.location}: the identity of the run is not known"
         else:
             self.program = replace(self.program, run=name)
             space = self.root / name
             try:
-                with contextlib.suppress(OSError):  # make_directory() raises the error that says why
+                with contextlib.suppress(OSError):  # make_directory() below raises an error with the reason
                     os.makedirs(self.root, 0o755, exist_ok=True)
                     os.mkdir(space, 0o700)
                 space.make_directory()
                 self._check_places(name)
-                os.chmod(space, 0o700)  # the folder around it is often one that all users write to
+                os.chmod(space, 0o700)  # private, because all users can often write to the parent folder
             except (HoldfastError, OSError) as error:
                 problem = described(error)
         mine = b"" if problem is None else f"process {self._processes.index}: {problem}".encode()
@@ -475,7 +475,7 @@ class LocalHosts:
         return space
 
     def send(self, number: int, path: str, size: int, pieces: Callable[[], Iterable[memoryview]]) -> None:
-        """Send a file to another host; ``path`` is relative to the folder of the run."""
+        """Send a file to another host; ``path`` is relative to the run's folder."""
         self.peers[number].write(f"{self.program.run}/{path}", size, pieces)
 
     def disconnect(self) -> None:
@@ -486,7 +486,7 @@ class LocalHosts:
 
 
 def record_of(folder: Location) -> CheckpointRecord | None:
-    """Return the commit record of a local step; None if it cannot be read, as another host may have it."""
+    """Return the commit record of a local step; None if it is unreadable, as another host may have it."""
     try:
         return CheckpointRecord.decode((folder / RECORD).read_bytes(limit=RECORD_LIMIT), source=str(folder / RECORD))
     except ObjectNotFoundError:
@@ -497,7 +497,7 @@ def record_of(folder: Location) -> CheckpointRecord | None:
 
 
 def files_in(folder: Location, begin: str = "") -> Iterator[tuple[str, int]]:
-    """Generate the files below a folder, except links and the files of a save under way."""
+    """Yield the path and size of each file below a folder, except links and files of a save in progress."""
     for entry in folder.entries():
         path = f"{begin}{entry.name}"
         if (folder / entry.name).is_link() or entry.name == PARTIAL or entry.name.startswith(TEMPORARY_PREFIX):

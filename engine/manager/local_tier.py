@@ -1,10 +1,10 @@
-"""Local steps: saves into the memory or on the disk of each host, with copies on other hosts.
+"""Local steps: saves to the memory or disk of each host, with copies on other hosts.
 
-A local step is a checkpoint whose files are divided among the hosts. In the folder of a run, ``<url>/<run>``, a host
-has ``own/<folder>`` with the files of its own processes, and ``copies/<folder>`` with those of the hosts whose copies
-it keeps. Process 0 merges the index as in any save, so that its host and the hosts with its copies have the index and
+A local step is a checkpoint whose files are divided among the hosts. In the run's folder, ``<url>/<run>``, a host has
+``own/<folder>`` with the files of its own processes, and ``copies/<folder>`` with those of the hosts whose copies it
+keeps. Process 0 merges the index as in any save, so that its host and the hosts with its copies have the index and
 the commit record. The record is written when all files and copies are in place; then older steps are removed.
-`local_steps` finds the newest step again.
+`local_steps` finds the newest step at the next start.
 """
 
 from __future__ import annotations
@@ -37,54 +37,54 @@ from .run import Run, failing_together
 
 _logger = logging.getLogger("holdfast")
 
-_KEPT = 2  # local steps
-_BRANCHES = 8  # more branches than the kept steps can be on
-_SENDERS = 4  # files that a host sends at a time
-_SILENCE = 60.0  # seconds between two events about local saves
+_KEPT = 2  # number of local steps to keep
+_BRANCHES = 8  # history length; more than the branches that the kept steps can be on
+_SENDERS = 4  # number of files that a host sends at a time
+_SILENCE = 60.0  # minimum seconds between two events about local saves
 
 
 class LocalHistory(NamedTuple):
-    """The last branches of a run's history when a save begins; later histories have larger numbers."""
+    """The recent branches of a run's history at the start of a save; later histories have larger numbers."""
 
     number: int
     branches: tuple[LocalBranch, ...]
 
 
 class LocalTier(StepPlace):
-    """The local steps of a run; all processes call the same methods."""
+    """The local steps of a run; all processes call its methods in the same order."""
 
     shown = "the local places of the hosts"
 
-    # The program's thread changes the history: at a restore before the first step, and when a step shows that the
-    # program went back. A save uses the history of its beginning, and process 0 stores it right before the commit.
-    # Until then, the steps of an abandoned branch count.
+    # The program's thread changes the history: on a restore before the first step, and when the step number shows that
+    # the program went back. A save uses the history as of its start, and process 0 stores it right before the commit.
+    # Until then, steps of an abandoned branch still count.
 
     def __init__(self, options: Local, run: Run) -> None:
         self.url, self._options = options.url, options
         self._run, self._steps = run, run.steps
         self._processes, self._clock, self._events = run.processes, run.clock, run.events
-        self._previous: int | None = None  # the step after which the next local save is due
-        self._seen: int | None = None  # the last step that the program has reported
-        self._before: int | None = None  # the step before, unless the run has gone back since
-        self._newest = -1  # the largest local step of the history
-        # A later restore: its step, and whether it was local. The program may only inspect that step.
+        self._previous: int | None = None  # the step from which the interval to the next local save counts
+        self._seen: int | None = None  # the last step that the program reported
+        self._before: int | None = None  # the step reported before it, unless the run has gone back since
+        self._newest = -1  # the highest local step in the history
+        # A restore after the first step: its step, and whether it was local. The program may only be inspecting it.
         self._restored: tuple[int, bool] | None = None
         self.background = BackgroundSave(seconds(run.options.save_timeout_secs))
-        self._lost: Exception | None = None  # of a save that missed a process, or the store: the next one would, too
+        self._lost: Exception | None = None  # of a save that lost contact with the others, as would the next
         self._error: str | None = None
         self._warned: set[type[Exception]] = set()
-        self._saves = 0  # since the last event about them
-        self._last_event: float | None = None  # its time on the monotonic clock
-        self._kept: dict[str, int] = {}  # the local steps that count, by their folder, in ascending order
-        self._space: Location | None = None  # the folder of the run; None until this run has its directory
+        self._saves = 0  # saves since the last event about them
+        self._last_event: float | None = None  # monotonic time of the last event
+        self._kept: dict[str, int] = {}  # local steps that count, by folder name, in ascending order
+        self._space: Location | None = None  # the run's folder on this host; None until it is created
         self._hosts = LocalHosts(options, run.steps, run.processes)
         self._sequence = self._hosts.sequence
         self._history = LocalHistory(0, ())
         self._continue_after(-1, ())
-        self._saving = self._history, self._history  # before and after the commit of a save in the directory
-        self._noted = 0  # the number of the history that was noted last
-        self._noting = Lock()  # the saves of both places note it, and change which local steps are kept
-        self._saved: frozenset[int] = frozenset()  # the local steps that this run has saved, for its next start
+        self._saving = self._history, self._history  # histories before and after the commit of a save to the directory
+        self._noted = 0  # number of the last stored history
+        self._noting = Lock()  # saves to both places store the history and change the kept local steps
+        self._saved: frozenset[int] = frozenset()  # local steps that this run has saved, readable at its next start
         if self._hosts.newest is not None:
             self._read(self._hosts.newest)
 
@@ -126,8 +126,8 @@ class LocalTier(StepPlace):
         return {"local": True, "peer_bytes": self.bytes_from_peers} if is_local else {}
 
     def _see(self, step: int, *, again: bool = False) -> None:
-        """Take a step of the program; change the history if the run went back, or saves a step ``again``."""
-        # All processes see the same steps, which decide when local saves are due; a restore may be of one process.
+        """Process a step reported by the program; change the history if the run went back or saves a step ``again``."""
+        # All processes see the same steps, which decide when local saves are due; only one may have called restore.
         last, self._seen = self._seen, step
         restored, self._restored = self._restored, None
         if last is None or step > last:
@@ -135,7 +135,7 @@ class LocalTier(StepPlace):
             return
         is_same = step == last
         if is_same and restored is not None and self._before is not None and restored[0] < self._before:
-            restored = None  # only inspected: a program that continues from there would report the step before first
+            restored = None  # only inspected: a program that resumes there would report an earlier step first
         if is_same and restored is None and not again:
             return
         if not is_same:
@@ -143,25 +143,25 @@ class LocalTier(StepPlace):
             self._previous = None if self._previous is None else min(self._previous, step - 1)
         if restored is not None:
             number, is_local = restored
-            # A step of the directory is whole: no local step before it is needed any more.
+            # A restored step of the directory is whole, so no local step before it is needed.
             self._continue_after(min(number, step - 1), self._history.branches if is_local else ())
         elif step <= self._newest:
             self._continue_after(step - 1, self._history.branches)
 
     def _continue_after(self, step: int, before: tuple[LocalBranch, ...]) -> None:
-        """Begin a branch after a step; ``before`` are the branches that lead to it."""
+        """Start a branch after a step; ``before`` are the branches that lead to it."""
         branch = LocalBranch(self._hosts.program.attempt, self._sequence, step)
         branches = (*(earlier for earlier in before if earlier.after < step), branch)[-_BRANCHES:]
         self._history = LocalHistory(self._history.number + 1, branches)
         self._newest = step
 
     def _read(self, whole: WholeStep) -> None:
-        """Make a step of the hosts readable for the run, and keep it."""
+        """Make a step on the hosts readable for the run, and keep it."""
         self._kept = dict(sorted({**self._kept, whole.folder: whole.step}.items(), key=itemgetter(1)))
         self._steps.borrowed = {**self._steps.borrowed, whole.step: self._hosts.opened(whole)}
 
     def place_of(self, step: int) -> Location:
-        """Return the folder with this host's files of a kept step."""
+        """Return this host's folder of a kept step."""
         (*_, folder) = (folder for folder, kept in self._kept.items() if kept == step)
         return self._hosts.root / str(self._hosts.program.run) / OWN / folder
 
@@ -187,7 +187,7 @@ class LocalTier(StepPlace):
             self._steps.borrowed = {other: stored for other, stored in self._steps.borrowed.items() if other < step}
             before, last = self._history, self._seen
             self._see(step, again=True)
-            # If a step is saved again, the local one counts until the commit, and from then on the directory's.
+            # If a step is saved again, the local one counts until the commit, and the directory's from then on.
             self._saving = before if step == last else self._history, self._history
         elif point == "commit":
             self.note(self._saving[0])
@@ -196,7 +196,7 @@ class LocalTier(StepPlace):
             if self._processes.is_primary:
                 try:
                     self.note(history)
-                except (StorageError, OwnershipError) as error:  # the local step may stand in for this one, if damaged
+                except (StorageError, OwnershipError) as error:  # the local step may replace a damaged one
                     _logger.debug("%s: the history after step %d is not noted: %s", self._steps.location, step, error)
             with self._noting:
                 self._keep(_on_line(self._kept, history))
@@ -206,9 +206,9 @@ class LocalTier(StepPlace):
             self._forget_found()
 
     def note(self, history: LocalHistory) -> None:
-        """Store a history right before the commit of a save, so that other local steps do not count; on process 0."""
+        """Store a history right before a save commits, so that local steps outside it do not count; on process 0."""
         with self._noting:
-            if history.number >= self._noted:  # the same history again after a fetch from the mirror
+            if history.number >= self._noted:  # equal when it is stored again after a fetch from the mirror
                 self._steps.note_branches(history.branches)
                 self._noted = history.number
 
@@ -224,7 +224,7 @@ class LocalTier(StepPlace):
         content: StepContent,
         due_items: Callable[[StepContent], Mapping[str, ItemToSave]],
     ) -> bool:
-        """Save a step if that is due; return whether it was. It is written and copied in the background."""
+        """Save a step locally if it is due, writing and copying in the background; return whether it was due."""
         began, step = time.perf_counter(), content.step
         if not self.due(step):
             return False
@@ -240,7 +240,7 @@ class LocalTier(StepPlace):
             folder = f"{self._sequence:08d}.{step}.{self._hosts.program.attempt}"
             if self._hosts.leads:
                 try:
-                    self._remove_uncounted(space, folder)  # before the save, because they may be what fills the disk
+                    self._remove_uncounted(space, folder)  # before the save, because they may be filling the disk
                 except StorageError as error:
                     _logger.debug("%s: local steps that do not count are not removed: %s", space, error)
             save = Save(
@@ -259,13 +259,13 @@ class LocalTier(StepPlace):
                     self.background.start(complete, what=f"the local step {step}", step=step)
                 else:
                     complete()
-            except BaseException as error:  # an interrupt, or the system has no more threads
+            except BaseException as error:  # an interrupt, or no more threads are available
                 save.give_up(error)
                 raise
         return True
 
     def miss(self, step: int, error: BaseException) -> None:
-        """Report to the other processes at once that this one has failed and takes no part in a save."""
+        """Report at once to the other processes that this one has failed and takes no part in a local save."""
         if self.due(step):
             leave_save(self._begin(step), error)
 
@@ -273,19 +273,19 @@ class LocalTier(StepPlace):
         """Count a due save before anything can fail, so that all processes count alike."""
         self._previous = self._newest = step
         self._sequence += 1
-        self._forget_found()  # from now on, older ones are removed
+        self._forget_found()  # older local steps are removed from now on
         return self._processes.rendezvous("local save")
 
     def _folder(self, step: int, rendezvous: Rendezvous | None) -> Location | None:
-        """Return the folder of the run, or None if a process cannot make it."""
+        """Return the run's folder, or None if a process cannot create it."""
         lost, self._lost = self._lost, None
         if lost is not None:
-            raise lost  # this save would wait as long again
+            raise lost  # this save would wait for the same timeout
         if self._space is None:
             try:
                 self._space = self._hosts.make_folder(rendezvous)
             except (StorageError, PeerFailedError) as error:
-                if missed_a_process(error):  # perhaps the store of the processes is gone
+                if missed_a_process(error):  # the processes' store may be gone
                     raise
                 self._failed(step, error)
                 leave_save(rendezvous, error)
@@ -308,7 +308,7 @@ class LocalTier(StepPlace):
                     return
                 items = save.write(awaited)
                 if rendezvous is not None:
-                    rendezvous.broadcast("merged", b"", timeout, gathered=True)  # all processes have written
+                    rendezvous.broadcast("merged", b"", timeout, gathered=True)  # wait until all processes have written
                 sent = self._send_copies(space / OWN / folder) if self._hosts.leads else 0
                 if rendezvous is not None:
                     rendezvous.gather("copied", b"", timeout)
@@ -329,7 +329,7 @@ class LocalTier(StepPlace):
                 self._run.committed(self.place_of(step), record)
             if self._hosts.leads:
                 self._remove_uncounted(space, folder)
-        except Exception as error:  # training continues, and its steps are in the directory
+        except Exception as error:  # training continues, with the steps in the directory
             self._failed(step, error)
             return
         self._error = None
@@ -350,10 +350,10 @@ class LocalTier(StepPlace):
             self._last_event, self._saves = now, 0
 
     def _check_owner(self) -> None:
-        """Raise OwnershipError if another run has taken over, on process 0; its local steps are in the same folder."""
+        """Raise OwnershipError on process 0 if another run has taken over, as its local steps share this folder."""
         try:
             self._steps.ownership.check()
-        except StorageError as error:  # local steps are also for such a failure
+        except StorageError as error:  # local saves must also work while the storage is unavailable
             _logger.debug("%s: whether this run still owns it is not known: %s", self._steps.location, error)
 
     def _failed(self, step: int, error: Exception) -> None:
@@ -367,7 +367,7 @@ class LocalTier(StepPlace):
         self._warned.add(type(error))
 
     def _send_copies(self, folder: Location) -> int:
-        """Send the files of a step to the hosts that keep copies; return the bytes sent."""
+        """Send a step's files to the hosts that keep copies; return the number of bytes sent."""
         files = list(files_in(folder))
         work = [(number, path, size) for number in self._hosts.copies for path, size in files]
 
@@ -379,7 +379,7 @@ class LocalTier(StepPlace):
         return sum(size for _, _, size in work)
 
     def _remove_uncounted(self, space: Location, newest: str) -> None:
-        """Remove this host's local steps of failed saves and of earlier starts."""
+        """Remove this host's local steps left by failed saves and earlier starts."""
         for where in (OWN, COPIES):
             for entry in (space / where).entries():
                 if entry.name not in self._kept and sequence_of(entry.name) < sequence_of(newest):
@@ -398,7 +398,7 @@ class LocalTier(StepPlace):
         )
 
     def close(self, *, finished: bool) -> None:
-        """Stop serving; remove the local steps if the run has finished and its directory has all of them."""
+        """Stop serving files; remove the local steps if the run finished and its directory has all of them."""
         try:
             self.background.join()
         finally:
@@ -421,7 +421,7 @@ def _on_line(kept: Mapping[str, int], history: LocalHistory) -> dict[str, int]:
 
 
 def _remove(folder: Location) -> None:
-    """Remove a local step, its record first, so that a part of it never counts."""
+    """Remove a local step, record first, so that a partly removed step never counts."""
     try:
         (folder / RECORD).remove()
         folder.remove_tree()

@@ -1,4 +1,4 @@
-"""The checkpoints of one run: when to save, what to keep, and which one to resume from."""
+"""Manages the checkpoints of one run: when to save, what to keep, and which step to resume from."""
 
 from __future__ import annotations
 
@@ -40,35 +40,35 @@ _AFTER_ERROR = 10.0  # seconds to wait for the mirror when the program ends with
 
 
 class CheckpointManager(ExplainsNames):
-    """Keeps the checkpoints of one run in one directory.
+    """Manages the checkpoints of one run in one directory.
 
-    A manager is used from one thread. Any number of managers may read a directory; one at a time writes to it. In a
-    program of several processes, each makes a manager and calls the same methods at the same steps: they save together,
-    process 0 decides about time and metrics, and only process 0 deletes.
+    Use a manager from one thread only. Any number of managers may read a directory; only one at a time writes to it.
+    In a program of several processes, each creates a manager and calls the same methods at the same steps: they save
+    together, process 0 decides about time and metrics, and only process 0 deletes.
 
     Args:
-        directory: The directory of the checkpoints: a path or a URL. It is made when something is saved.
-        checkpointers: A checkpointer for a single item, or a dictionary of them for several. None is a single item: a
-            tree, saved in the background.
+        directory: The checkpoint directory: a path or a URL. It is created by the first save.
+        checkpointers: A checkpointer for a single item, or a dictionary of checkpointers by item. None means a single
+            item: a tree, saved in the background.
         options: When to save and what to keep.
-        metadata: Facts about the run, as JSON can hold them; stored with the checkpoints.
-        clock: The source of the time.
+        metadata: Facts about the run, as JSON-serializable values; stored with the checkpoints.
+        clock: The time source.
         coordinator: How processes find each other. None uses jax.distributed or torch.distributed if one of them is
             initialized; ``hf.processes.Alone()`` is this process alone.
-        observer: The observer of the run, such as a rehearsal or a trace (``holdfast.observer.Observer``). None is the
-            observer of the process, which does nothing unless ``holdfast supervise`` or ``holdfast drill`` started it.
+        observer: The run's observer, such as a rehearsal or a trace (``holdfast.observer.Observer``). None uses the
+            process's observer, which does nothing unless ``holdfast supervise`` or ``holdfast drill`` started it.
 
     Attributes:
-        directory: The directory of the checkpoints.
+        directory: The checkpoint directory.
         options: When to save and what to keep.
-        events: The events of the run, stored in ``events.jsonl`` in its directory.
+        events: The run's events, stored in ``events.jsonl`` in its directory.
         processes: The processes that save together.
-        observer: The observer of the run.
+        observer: The run's observer.
 
     Raises:
         CheckpointExistsError: The directory has checkpoints of another library, or of another ``step_prefix``, and none
-            of this run, which would start from 0 next to them. A manager that is ``read_only`` opens it, and restores
-            the steps of Orbax.
+            of this run, which would start from 0 next to them. A ``read_only`` manager opens it, and restores
+            Orbax steps.
 
     >>> import tempfile, numpy as np
     >>> with tempfile.TemporaryDirectory() as directory:
@@ -108,13 +108,13 @@ class CheckpointManager(ExplainsNames):
         self.processes = ProcessGroup(self.directory.url, coordinator, barrier)
         self._run = Run(self.directory, self.options, self._clock, self.processes, self.observer, metadata)
         self._steps, self._background, self.events = self._run.steps, self._run.background, self._run.events
-        self._mirror: RunMirror | None = None  # None without one, and for a manager that only reads
+        self._mirror: RunMirror | None = None  # None without a mirror, and for read-only managers
         if mirror is not None and writes:
             self._mirror = RunMirror(as_location(mirror.url), mirror, self._run)
             self._run.add_place(self._mirror)
-        self._local: LocalTier | None = None  # the local steps of the hosts; None likewise
+        self._local: LocalTier | None = None  # local steps on the hosts; None as for the mirror
         if self.options.local is not None and writes:
-            from .local_tier import LocalTier  # needs sockets, which take longer to import than a small save
+            from .local_tier import LocalTier  # imported lazily: importing sockets takes longer than a small save
 
             self._run.compare_options()
             self._local = LocalTier(self.options.local, self._run)
@@ -133,7 +133,7 @@ class CheckpointManager(ExplainsNames):
     # ---- the places besides the directory
 
     def fetch(self, step: int) -> bool:
-        """Copy a step from the mirror into the directory if that lacks it, or find it on the hosts.
+        """Copy a step that the directory lacks from the mirror, or find it on the hosts.
 
         A new manager fetches the newest step automatically, and :meth:`restore` fetches the requested one.
 
@@ -146,17 +146,17 @@ class CheckpointManager(ExplainsNames):
         return self._run.fetch_missing(valid_step(step))
 
     def mirror_status(self) -> MirrorStatus | None:
-        """Return what the mirror has and what it is doing; None without a mirror, and on processes other than 0."""
+        """Return the status of the mirror; None without a mirror, and on processes other than 0."""
         return self._mirror.status() if self._mirror is not None and self.processes.is_primary else None
 
     def finish_mirror(self, timeout_secs: float | None = None) -> bool:
-        """Copy the newest step to the mirror, due or not, and end the mirror; :meth:`close` does it otherwise.
+        """Copy the newest step to the mirror, due or not, and stop mirroring; otherwise, :meth:`close` does so.
 
-        A warning says which step the mirror lacks then, and what to do.
+        If the mirror still lacks that step, a warning names it and says what to do.
 
         Args:
-            timeout_secs: How long to wait at most, in seconds. This returns at once if the copy takes longer at the
-                measured rate. None waits for ``wait_secs`` of the mirror.
+            timeout_secs: The longest wait, in seconds. The call returns at once if the copy would take longer at the
+                measured rate. None waits for the mirror's ``wait_secs``.
 
         Returns:
             Whether the mirror has the newest step; True without a mirror.
@@ -173,7 +173,7 @@ class CheckpointManager(ExplainsNames):
         """Return the newest committed step, or None; at the start of a run, it may be one that only the hosts have.
 
         Args:
-            item: An item that the step must have; not every step has the items of ``item_intervals``.
+            item: An item that the step must have; items of ``item_intervals`` are not in every step.
         """
         if item is not None:
             return newest_with(item, self._steps.infos())
@@ -181,7 +181,7 @@ class CheckpointManager(ExplainsNames):
         return max(here.union(self._steps.borrowed), default=None)
 
     def item_due(self, item: str, step: int) -> bool:
-        """Return whether a save at a step has an item, so that a loop need not collect a large one unnecessarily.
+        """Return whether a save at a step includes an item, so that a loop collects a large one only if needed.
 
         Args:
             item: The item.
@@ -197,7 +197,7 @@ class CheckpointManager(ExplainsNames):
         return best(self._steps.infos(), self.options.best_fn, self.options.ranking_mode)
 
     def why_kept(self, step: int) -> tuple[str, ...]:
-        """Return every reason for which a committed step is kept; empty if it is about to be deleted.
+        """Return all reasons why a committed step is kept; empty if it is about to be deleted.
 
         Args:
             step: The step.
@@ -209,7 +209,7 @@ class CheckpointManager(ExplainsNames):
         return self._steps.why_kept(step)
 
     def metrics(self, step: int) -> Any:
-        """Return the metrics stored with a step, a dictionary if they were given as one; None without any.
+        """Return the metrics stored with a step, as a dictionary if they were given as one; None without any.
 
         Args:
             step: The step.
@@ -223,7 +223,7 @@ class CheckpointManager(ExplainsNames):
         return None if stored is None else as_given(stored)
 
     def custom_metadata(self, step: int) -> Mapping[str, Any] | None:
-        """Return the ``custom_metadata`` with which a step was saved, or None.
+        """Return the ``custom_metadata`` that a step was saved with, or None.
 
         Args:
             step: The step.
@@ -234,17 +234,17 @@ class CheckpointManager(ExplainsNames):
         return self._steps.listed_record(step).custom_metadata
 
     def metadata(self) -> Mapping[str, Any] | None:
-        """Return the facts about the run that are stored with the checkpoints, or None."""
+        """Return the facts about the run stored with the checkpoints, or None."""
         return self._run.metadata()
 
     def structure(self, step: int | None = None) -> Any:
-        """Return the tree of a step with a description of every leaf, without reading its data.
+        """Return a step's tree with a description of every leaf, without reading its data.
 
         Args:
             step: The step; None is the newest.
 
         Returns:
-            The tree with a description of every leaf, or a dictionary of those by item if the manager has several.
+            The tree with a description of every leaf, or a dictionary of such trees by item if the manager has several.
         """
         chosen = self.latest_step() if step is None else step
         if chosen is None:
@@ -252,7 +252,7 @@ class CheckpointManager(ExplainsNames):
         return self._restorer.structure(chosen)
 
     def reload(self) -> None:
-        """Read the directory again, to see what another process has done; waits for a save that is under way."""
+        """Reread the directory to see changes by other processes; waits for a save in progress."""
         self._background.join()
         self._steps.reload(forget=True)
 
@@ -284,22 +284,22 @@ class CheckpointManager(ExplainsNames):
     def restore(
         self, step: int | None = None, items: Any = None, *, restore_kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Read a step back.
+        """Restore a step.
 
         Args:
-            step: The step; None is the newest that is whole.
+            step: The step; None is the newest whole one.
             items: A template, or a dictionary of templates if the manager has several items: only the named items are
                 restored; None restores all. An item of ``item_intervals`` that the step lacks is left out, with a
                 warning that names the step that has it: ``restore(manager.latest_step("replay"), {"replay": None})``
                 reads that one. Without a template, arrays are numpy arrays, or torch tensors if the program has
                 imported torch.
-            restore_kwargs: Further arguments for the handler, or a dictionary of them by item.
+            restore_kwargs: Further arguments for the handler, or a dictionary of such arguments by item.
 
         Returns:
             The item, or a dictionary of items if the manager has several.
 
         Raises:
-            CheckpointNotFoundError: There is no such step, or none at all.
+            CheckpointNotFoundError: There is no such step, or no step at all.
             DamagedCheckpointError: The step is damaged.
             TreeMismatchError: A template and the saved item differ.
             NoWholeCheckpointError: No step was given, and all of them are damaged.
@@ -314,9 +314,9 @@ class CheckpointManager(ExplainsNames):
         return self._restorer.restore_step(step, items, restore_kwargs or {})
 
     def restore_latest(self, items: Any = None, *, restore_kwargs: Mapping[str, Any] | None = None) -> Restored | None:
-        """Read the newest step that is whole.
+        """Restore the newest whole step.
 
-        Damaged steps are skipped, with a warning for each; a template that does not fit is an error at once.
+        Damaged steps are skipped, with a warning for each; a template that does not match raises an error at once.
 
         Args:
             items: As for :meth:`restore`.
@@ -337,14 +337,14 @@ class CheckpointManager(ExplainsNames):
         return None if whole is None else self._restorer.resume(whole, began)
 
     def peek(self, items: Collection[str] = (), *, step: int | None = None) -> Peek | None:
-        """Return what a restore would read, for programs that depend on the step that they resume from.
+        """Preview the step that a restore would read, for programs that depend on the step they resume from.
 
         Only the named items are read, so this may return a step that the restore skips because other items of it are
         damaged. The call does not count as a restore.
 
         Args:
             items: The items to read, such as ``["extras"]``.
-            step: The step; None is the newest that is whole as far as it is read.
+            step: The step; None is the newest one whose requested items are whole.
 
         Returns:
             The step with these items as ``extras``, or None if the directory holds no checkpoint.
@@ -377,7 +377,7 @@ class CheckpointManager(ExplainsNames):
     def decide(self, step: int, *, metrics: Any = None) -> Decision:
         """Return whether a save is due, and the reason.
 
-        The run begins with the first step that is asked about. After a save that failed, the next step is due.
+        The run begins with the first step passed to this. After a failed save, the next step is due.
 
         Args:
             step: The number of optimizer updates done.
@@ -401,7 +401,7 @@ class CheckpointManager(ExplainsNames):
         save_kwargs: Mapping[str, Any] | None = None,
         reason: str | None = None,
     ) -> bool:
-        """Save a step if that is due.
+        """Save a step if it is due.
 
         Args:
             step: The number of optimizer updates in the items, 0 or more.
@@ -410,20 +410,20 @@ class CheckpointManager(ExplainsNames):
             metrics: Numbers to store with the checkpoint and to rank it by: a dictionary or another container, which
                 may hold dictionaries, lists, tuples, namedtuples, dataclasses and arrays of up to 4096 numbers. They
                 are returned, and passed to ``best_fn``, as dictionaries and lists.
-            custom_metadata: Facts about this step, as JSON can hold them; see :meth:`custom_metadata`.
-            force: Save although nothing is due; a checkpoint of the same step is replaced, atomically. After
+            custom_metadata: Facts about this step, as JSON-serializable values; see :meth:`custom_metadata`.
+            force: Save even if nothing is due; a checkpoint of the same step is replaced, atomically. After
                 :meth:`restore` of an older step, the steps after it are replaced without ``force``, too.
-            save_kwargs: Further arguments for the handler, or a dictionary of them by item.
-            reason: Why it is saved, for the log and the record, instead of the reason of the triggers.
+            save_kwargs: Further arguments for the handler, or a dictionary of such arguments by item.
+            reason: The reason for the save, for the log and the record, in place of the triggers' reason.
 
         Returns:
-            Whether it was saved; a background save is not committed yet. A step whose folder has other files is not.
+            Whether it was saved; a background save is not committed yet. A folder with other files prevents a save.
 
         Raises:
             SaveFailedError: The previous background save failed; this step is saved nevertheless, unless another
                 process did not answer.
             UnsupportedLeafError: An item cannot be saved; nothing was written.
-            OptionError: The items are not the manager's, or JSON cannot hold ``custom_metadata``.
+            OptionError: The items are not the manager's, or ``custom_metadata`` is not JSON-serializable.
             OwnershipError: Another run writes to this directory.
         """
         self._run.check_writable()
@@ -431,7 +431,7 @@ class CheckpointManager(ExplainsNames):
         try:
             saved = self._saves.save(content, force, reason)
         except BaseException as error:
-            # An error of the previous background save is not about this step.
+            # an error of the previous background save does not concern this step
             if isinstance(error, SaveFailedError) and not missed_a_process(error.__cause__):
                 self._save_locally(content)
             elif self._local is not None:
@@ -444,7 +444,7 @@ class CheckpointManager(ExplainsNames):
         return self._local is not None and self._local.save(content, self._saves.due_items)
 
     def local_due(self, step: int) -> bool:
-        """Return whether a save in the local places of the hosts is due at a step; False without the option ``local``.
+        """Return whether a local save on the hosts is due at a step; False without the option ``local``.
 
         Args:
             step: The number of optimizer updates done.
@@ -460,7 +460,7 @@ class CheckpointManager(ExplainsNames):
         custom_metadata: Mapping[str, Any] | None = None,
         save_kwargs: Mapping[str, Any] | None = None,
     ) -> bool:
-        """Save a step in the local places of the hosts, if that is due; :meth:`save` does it, too.
+        """Save a step locally on the hosts if it is due; :meth:`save` does so as well.
 
         An error in writing or copying is logged, and training continues.
 
@@ -472,7 +472,7 @@ class CheckpointManager(ExplainsNames):
             save_kwargs: As for :meth:`save`.
 
         Returns:
-            Whether it was due.
+            Whether a local save was due.
 
         Raises:
             UnsupportedLeafError: An item cannot be saved; nothing was written.
@@ -483,13 +483,13 @@ class CheckpointManager(ExplainsNames):
         return self._save_locally(StepContent(valid_step(step), items, metrics, custom_metadata, save_kwargs or {}))
 
     def local_status(self) -> LocalStatus | None:
-        """Return what this run has in the local places of its hosts; None without the option ``local``."""
+        """Return the status of this run's local steps on the hosts; None without the option ``local``."""
         return None if self._local is None else self._local.status()
 
     def record_metrics(self, step: int, metrics: Any) -> None:
-        """Store metrics with a step that was saved or is being saved; new values replace old ones.
+        """Store metrics with a step that is saved or being saved; new values replace old ones.
 
-        A manager that is ``read_only`` leaves them to the run that is alive, as ``hf.record_metrics`` does.
+        A ``read_only`` manager stores them for the live run to pick up, as ``hf.record_metrics`` does.
 
         Args:
             step: The step.
@@ -509,7 +509,7 @@ class CheckpointManager(ExplainsNames):
         self._pin(step, True)
 
     def unpin(self, step: int) -> None:
-        """Leave a step to the rules again."""
+        """Unpin a step, so that the retention rules decide about it again."""
         self._pin(step, False)
 
     def _pin(self, step: int, pinned: bool) -> None:
@@ -521,27 +521,27 @@ class CheckpointManager(ExplainsNames):
 
         Args:
             step: The step.
-            mirror: Whether to delete it in the mirror, too. A manager without the option ``mirror``, in the directory
-                of a run that had one, notes the step for the next run with it.
+            mirror: Whether to delete it from the mirror as well. A manager without the option ``mirror``, in the
+                directory of a run that had one, records the deletion for the next run with that option.
 
         Raises:
             CheckpointNotFoundError: There is no such step.
         """
         self._run.check_writable()
         if self._local is not None:
-            self._background.join()  # saves store the history of the local steps
+            self._background.join()  # saves store the history of local steps
             self._run.wait_for_places()
         self._delete("delete", self._steps.delete, step, mirror, everywhere=mirror)
 
     def delete_after(self, step: int) -> list[int]:
-        """Delete all steps later than one, pinned and damaged ones, too, to return to a step for good.
+        """Delete all steps after the given one, including pinned and damaged ones, to return to it permanently.
 
         ::
 
             state = manager.restore(1200, template)
             manager.delete_after(1200)  # otherwise retention and the next resume take them for the newest
 
-        The latest is deleted first, so that an interrupted call leaves the earlier steps without gaps.
+        The latest step is deleted first, so that an interrupted call leaves the earlier steps without gaps.
 
         Args:
             step: The step to return to.
@@ -558,7 +558,7 @@ class CheckpointManager(ExplainsNames):
         return self._delete("delete after", self._steps.delete_after, step, everywhere=True)
 
     def _delete(self, action: str, work: Callable[..., T], step: int, *inputs: Any, everywhere: bool) -> T:
-        """Delete in the directory; ``everywhere`` lets the other places obey the tombstone now."""
+        """Delete from the directory; ``everywhere`` notifies the other places, which then apply the tombstone."""
         with self._saves.apart_from_save_of(step):
             deleted: T = self._run.change(f"{action} {step}", work, step, *inputs)
         self._saves.deleted()
@@ -569,10 +569,10 @@ class CheckpointManager(ExplainsNames):
     # ---- ownership, and the end
 
     def acquire(self) -> None:
-        """Acquire ownership of the directory, and remove what interrupted runs have left in it.
+        """Acquire ownership of the directory, and remove leftovers of interrupted runs.
 
-        The first save does this automatically. With an early call, a second run learns at once that the directory is
-        taken, not after an hour of training.
+        The first save does this automatically. An early call shows at once that another run has taken the directory,
+        not only after an hour of training.
 
         Raises:
             OwnershipError: Another run writes to this directory.
@@ -580,24 +580,24 @@ class CheckpointManager(ExplainsNames):
         self._run.acquire()
 
     def is_saving_in_progress(self) -> bool:
-        """Return whether a save is under way in the background."""
+        """Return whether a background save is in progress."""
         return self._background.running
 
     def wait_until_finished(self) -> None:
-        """Wait until the current save is durable, also in the local places of the hosts, but not for the mirror.
+        """Wait until the current save is durable, including local saves on the hosts, but not the mirror.
 
         Raises:
-            SaveFailedError: It failed.
+            SaveFailedError: The save failed.
         """
         self._background.wait()
         self._run.wait_for_places()
 
     def check_for_errors(self) -> None:
-        """Raise the SaveFailedError of a save that has failed, if it was not raised before; does not wait."""
+        """Raise the SaveFailedError of a failed save, unless it was raised before; does not wait."""
         self._background.check()
 
     def close(self) -> None:
-        """Wait for the save that is under way, and a limited time for the mirror; then release the directory.
+        """Wait for the save in progress and, for a limited time, for the mirror; then release the directory.
 
         Raises:
             SaveFailedError: The save failed.
@@ -605,7 +605,7 @@ class CheckpointManager(ExplainsNames):
         self._close(None)
 
     def _close(self, error: BaseException | None) -> None:
-        """Close the manager; ``error`` is the exception with which the program leaves its ``with`` statement."""
+        """Close the manager; ``error`` is the exception that ended the ``with`` block."""
         if not self._run.close():
             return
         try:
@@ -635,15 +635,15 @@ class CheckpointManager(ExplainsNames):
 
 
 def note_resume(manager: CheckpointManager, step: int) -> list[int]:
-    """Note that the run resumes from a step, warn of the later steps at once, and return them in ascending order."""
-    # A restore leaves the warning to the next save, as its caller may only inspect the step.
+    """Record that the run resumes from a step, warn about the later steps at once, and return these in order."""
+    # A restore defers the warning to the next save, as its caller may only inspect the step.
     later = manager._restorer.resumes_from(valid_step(step))
     manager._abandoned.warn(later)
     return later
 
 
 def on_commit(manager: CheckpointManager, listener: Callable[[Location, CheckpointRecord], None]) -> None:
-    """Call a function with the folder and record of each step, also local ones, on the thread that commits it."""
+    """Call ``listener`` with the folder and record of each step, including local ones, on the committing thread."""
     manager._run.committed = listener
 
 
@@ -662,13 +662,13 @@ def step_location(manager: CheckpointManager, step: int) -> Location:
 
 
 def elsewhere(manager: CheckpointManager, step: object) -> str:
-    """Return the end of a message about a step that other places have and the run cannot read; else ""."""
+    """Return a message suffix about a step that only other places have and the run cannot read, or ""."""
     return manager._steps.elsewhere(step)
 
 
 @contextlib.contextmanager
 def part_of_save(manager: CheckpointManager, step: int, *, locally: bool = False) -> Iterator[None]:
-    """Report to the other processes at once if the block fails before a save, or before a local one."""
+    """If the block, which precedes a save or a local save, fails, report this to the other processes at once."""
     try:
         yield
     except BaseException as error:
@@ -680,7 +680,7 @@ def part_of_save(manager: CheckpointManager, step: int, *, locally: bool = False
 
 
 def settle_mirror(manager: CheckpointManager) -> bool:
-    """Bring only deletions and pins to the mirror that the run had; return whether that succeeded."""
+    """Apply pending deletions and pins to the run's former mirror, copying no steps; return whether that succeeded."""
     manager.acquire()
     url = manager._steps.identity.mirror
     if manager._mirror is not None or url is None or not manager.processes.is_primary:
@@ -689,7 +689,7 @@ def settle_mirror(manager: CheckpointManager) -> bool:
 
 
 def best_step_in(directory: Location) -> int:
-    """Return the step of a run that its ``best_fn`` ranks first; raise an error if there is none."""
+    """Return a run's best step by its ``best_fn``; raise an error if there is none."""
     options = stored_options(directory)
     if options is None or options.best_fn is None:
         raise OptionError(

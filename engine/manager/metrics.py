@@ -1,4 +1,4 @@
-"""Metrics of a step: finding and comparing one of them, and the form in which they are stored.
+"""Metrics of a step: looking up and comparing a metric, and converting metrics to their stored form.
 
 Metrics are a dictionary of numbers, and of lists, arrays, dictionaries and other containers of them. Metrics of another
 type are stored in a dictionary under the name ``""``, and are returned unchanged.
@@ -23,11 +23,11 @@ Metric = str | Callable[[Any], Any]
 Mode = Literal["max", "min"]  # whether larger or smaller values are better
 
 _ABSENT = object()
-_NAMELESS = "metric"  # the name of the result of a lambda
-_WHOLE = ""  # the name for metrics that are no dictionary
-_MOST = 4096  # numbers of one array or list
+_NAMELESS = "metric"  # name for the result of a lambda
+_WHOLE = ""  # key under which non-dictionary metrics are stored
+_MOST = 4096  # maximum number of values in an array or list
 _OF_EVALUATION = re.compile(r"(val|valid|validation|eval|evaluation|test|dev)(?![a-z])", re.IGNORECASE)
-_PATIENCE = 1000  # steps without an evaluation, at most, before the warning
+_PATIENCE = 1000  # maximum number of steps without an evaluation before the warning
 
 
 def metric_value(metrics: Mapping[str, Any] | None, metric: Metric) -> float | None:
@@ -43,7 +43,7 @@ def metric_value(metrics: Mapping[str, Any] | None, metric: Metric) -> float | N
 
 
 def metric_name(metric: Metric) -> str:
-    """Return the name of a metric for messages; for a function, its own name."""
+    """Return a metric's name for messages; for a function, the function's name."""
     if isinstance(metric, str):
         return metric
     name = getattr(metric, "__name__", "")
@@ -63,7 +63,7 @@ def better(value: float, other: float, mode: Mode) -> bool:
 
 
 def _lookup(metrics: Mapping[str, Any], name: str) -> Any:
-    # A key may contain slashes itself, so every way of splitting the name is tried, longest key first.
+    # A key may itself contain slashes, so try every way of splitting the name, longest key first.
     if name in metrics:
         return metrics[name]
     parts = name.split("/")
@@ -77,10 +77,10 @@ def _lookup(metrics: Mapping[str, Any], name: str) -> Any:
 
 
 def number_of(value: Any) -> int | float | None:
-    """Return a value, or an array of one element, as a plain number; None for anything else, such as text."""
+    """Convert a value, or an array of one element, to a plain number; return None for anything else, such as text."""
     if not isinstance(value, (int, float)):
-        # An array of one element of any shape is a number; `float` would warn about one of shape (1,). This
-        # raises the errors of the computation behind an array, which must not pass for a missing metric.
+        # An array of one element is a number, whatever its shape; `float` would warn about the shape (1,). ``item()``
+        # raises errors of the computation behind an array, which must not be taken for a missing metric.
         if math.prod(getattr(value, "shape", ())) != 1:
             return None
         item = getattr(value, "item", None)
@@ -99,7 +99,7 @@ def _rank(value: Any) -> float | None:
     number = number_of(value)
     try:
         return None if number is None or math.isnan(number) else float(number)
-    except OverflowError:  # the integer is too large for a float
+    except OverflowError:  # integer too large for a float
         return None
 
 
@@ -111,18 +111,18 @@ def named(metrics: Any) -> Mapping[str, Any]:
 
 
 def as_given(metrics: Mapping[str, Any]) -> Any:
-    """Return metrics as the program gave them, perhaps not as a dictionary."""
+    """Return metrics as given by the program, which may not be a dictionary."""
     return metrics[_WHOLE] if metrics.keys() == {_WHOLE} else metrics
 
 
 def plain_metrics(metrics: Any, *, omitted: Callable[[str, Exception], None] | None = None) -> dict[str, Any]:
-    """Convert metrics to plain numbers in dictionaries and lists; ``omitted`` receives refused entries."""
+    """Convert metrics to plain numbers in dictionaries and lists; ``omitted`` receives rejected entries."""
     plain: dict[str, Any] = _plain(named(metrics), "", omitted)
     return plain
 
 
 def plain_containers(metrics: Mapping[str, Any]) -> Any:
-    """Convert the containers of metrics to those that are stored; values on a device stay there."""
+    """Convert metric containers to the stored kinds; values on a device stay there."""
     fields = _fields(metrics)
     if fields is not None:
         return {str(key): plain_containers(value) for key, value in fields.items()}
@@ -154,7 +154,7 @@ def _plain(value: Any, path: str, omitted: Callable[[str, Exception], None] | No
 
 
 def _entries(value: Any) -> dict[str, Any]:
-    """Return the entries of a container that is no mapping; the keys of lists and arrays are their indices."""
+    """Return the entries of a non-mapping container; for lists and arrays, the keys are indices."""
     fields = _fields(value)
     if fields is None and (isinstance(value, (list, tuple)) or bool(getattr(value, "shape", None))):
         fields = {str(index): inner for index, inner in enumerate(value)}
@@ -176,16 +176,16 @@ def _fields(value: Any) -> dict[Any, Any] | None:
 
 
 class MetricWatch:
-    """Warns, once, of reports without the metric that ranks checkpoints: its name is probably misspelt."""
+    """Warns once if reports lack the metric that ranks checkpoints, whose name is probably misspelt."""
 
     def __init__(self, metric: Metric, where: str) -> None:
         self._metric = metric
         self._where = where
         self._steps = 0
-        self.ended = False  # whether the metric was reported, or the warning was given
+        self.ended = False  # whether the metric was reported, or the warning given
 
     def note(self, step: int, metrics: Mapping[str, Any] | None, saved: Iterable[float | None]) -> None:
-        """Note the metrics of a step, which stay on their device; ``saved`` are the values of the saved steps."""
+        """Check the metrics of a step without device transfers; ``saved`` are the values of the saved steps."""
         self._steps += 1
         if not metrics and self._steps < _PATIENCE:
             return
@@ -193,7 +193,7 @@ class MetricWatch:
         names = list(_names(metrics or {}))
         if missing is None or any(value is not None for value in saved):
             self.ended = True
-        # An evaluation metric, such as val_loss, may be missing for a while: loops evaluate rarely.
+        # An evaluation metric, such as val_loss, may be missing for a while, as loops evaluate rarely.
         elif self._steps >= _PATIENCE or not _OF_EVALUATION.match(missing) or any(map(_OF_EVALUATION.match, names)):
             self.ended = True
             import difflib  # imported lazily: only for a warning
@@ -222,15 +222,15 @@ def _kind(value: Any) -> str:
 
 
 def _missing(metrics: Mapping[str, Any], metric: Metric) -> tuple[str | None, Any]:
-    """Return the metric's name and value, or ``_ABSENT``, if it is no number; None as its name if it is one."""
+    """Return the name of a metric that is not a number (None if it is one), and its value or ``_ABSENT``."""
     name, value = metric_name(metric), _ABSENT
     try:
         value = _lookup(metrics, metric) if isinstance(metric, str) else metric(as_given(metrics))
     except KeyError as error:
         name = str(error.args[0]) if error.args else name
-    except Exception:  # the save that ranks this step reports it
+    except Exception:  # reported by the save that ranks this step
         return None, None
-    # A value on a device is not fetched.
+    # Values on a device are not transferred.
     texts = (str, bytes, bytearray, Mapping, list, tuple)
     is_none = (
         value is _ABSENT or value is None or isinstance(value, texts) or math.prod(getattr(value, "shape", ())) != 1

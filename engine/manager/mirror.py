@@ -1,4 +1,4 @@
-"""The mirror of a run: a thread copies committed steps to a second directory, and a new run fetches them from there.
+"""The mirror of a run: a thread copies committed steps to a second directory, from which a new run can fetch them.
 
 The mirror has the same layout and commit protocol as the run's directory, one writer, and its own retention rules; only
 process 0 copies. The thread copies the newest step that is due, and skips earlier ones if it falls behind; the run does
@@ -45,26 +45,26 @@ from .run import Run
 
 _logger = logging.getLogger("holdfast")
 
-FIRST_PAUSE = 1.0  # seconds until the first new attempt after an error; each later pause is twice as long
+FIRST_PAUSE = 1.0  # seconds before the first retry after an error; each later pause is twice as long
 _LONGEST_PAUSE = 300.0
-DELETION_WAIT = 30.0  # seconds that a deletion waits for the mirror
-_FETCH = 86400.0  # seconds that the other processes wait while process 0 fetches a step
+DELETION_WAIT = 30.0  # seconds that an explicit deletion waits for the mirror to apply it
+_FETCH = 86400.0  # timeout in seconds of the other processes while process 0 fetches a step
 _NICE = 10
-_LOOK = 0.2  # seconds between two checks whether a copy still fits
-_MARGIN = 1.2  # factor by which a copy may take longer than the measured rate says
+_LOOK = 0.2  # seconds between checks whether the copy can still finish in time
+_MARGIN = 1.2  # safety factor on the copy time that the measured rate predicts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MirrorStatus:
-    """What a mirror has, and what it is doing.
+    """The state and current activity of a mirror.
 
     Attributes:
-        path: Where it is.
-        step: The newest step that is whole there, or None; also None while the mirror was not reached yet.
+        path: The mirror's location.
+        step: The newest whole step in the mirror, or None; also None until the mirror was first reached.
         copying: The step that is being copied, or None.
-        bytes_left: Bytes of the newest step of the run that are not in the mirror yet.
-        bytes_per_second: How fast the last copy was while the run did not save, or None before the first one.
-        error: Why the last attempt failed; None after one that succeeded.
+        bytes_left: Bytes of the run's newest step that the mirror still lacks.
+        bytes_per_second: The rate of the last copy, measured outside of saves, or None before the first one.
+        error: Why the last attempt failed; None after a successful one.
     """
 
     path: str
@@ -76,17 +76,17 @@ class MirrorStatus:
 
 
 class _Copying:
-    """A copy of a step that is under way: its throttle, its progress, and its rate while no save delays it."""
+    """A copy in progress: its throttle, its progress, and its rate while no save delays it."""
 
     def __init__(self, record: CheckpointRecord, rate: float | None) -> None:
         self.record = record
         self.throttle = Throttle(rate)
         self.progress = CopyProgress()
-        self._since: tuple[float, int] | None = None  # a time, and the bytes that had arrived by then
+        self._since: tuple[float, int] | None = None  # start time of the measurement, and bytes copied by then
         self._seconds, self._bytes = 0.0, 0
 
     def measure(self, yes: bool) -> None:
-        """Begin to measure the rate, or stop."""
+        """Start or stop measuring the rate."""
         now = time.monotonic(), self.progress.arrived
         if self._since is not None:
             self._seconds += now[0] - self._since[0]
@@ -95,12 +95,12 @@ class _Copying:
 
     @property
     def rate(self) -> float | None:
-        """Bytes a second; None if nothing was measured."""
+        """Measured rate in bytes a second; None if nothing was measured."""
         return self._bytes / max(self._seconds, 1e-3) if self._bytes else None
 
 
 class _Obsolete(Exception):  # noqa: N818 - no error
-    """Ends a copy: the run ends, the step was deleted or replaced, or it is not the last step of the run."""
+    """Ends a copy that is obsolete: the run ends, its step was deleted or replaced, or only a newer one counts."""
 
 
 def _mirror_options(mirror: Mirror, run: CheckpointManagerOptions) -> CheckpointManagerOptions:
@@ -119,7 +119,7 @@ def _mirror_options(mirror: Mirror, run: CheckpointManagerOptions) -> Checkpoint
 
 
 class RunMirror(StepPlace):
-    """The mirror of a run; process 0 reads and writes it."""
+    """The mirror of a run; only process 0 reads and writes it."""
 
     shown = "the mirror"
     writes_directory = True
@@ -130,24 +130,24 @@ class RunMirror(StepPlace):
         self._run, self._processes, self._clock, self._events = run.steps, run.processes, run.clock, run.events
         if location.overlaps(self._run.location):
             raise OptionError(f"mirror={location} and the directory {self._run.location} must not contain each other")
-        self._limit = seconds(mirror.wait_secs)  # seconds that the end of the run waits
+        self._limit = seconds(mirror.wait_secs)  # seconds to wait for the mirror at the end of the run
         self._options = _mirror_options(mirror, run.options)
         self._triggers = save_triggers(self._options)
         self._bandwidth = None if mirror.max_bandwidth is None else bytes_per_second(mirror.max_bandwidth)
         self._far: RunDirectory | None = None
-        self._changes = False  # whether this run changes the mirror, or is about to: then only its thread reads it
-        self._looking = Lock(reentrant=True)  # an older listing of another thread must not undo a deletion
+        self._changes = False  # whether this run writes to the mirror or is about to; if so, only its thread rereads it
+        self._looking = Lock(reentrant=True)  # so that a stale listing by another thread cannot undo a deletion
         self._thread: Helper | None = None
         self.process = os.getpid()
-        self._ending = threading.Event()  # set when nothing more may be committed
+        self._ending = threading.Event()  # set once nothing more may be committed
         self._wake = threading.Condition()  # guards the attributes below
-        self._saving = False  # whether the run is saving on a disk
+        self._saving = False  # whether a save to a local disk is in progress
         self._due = False
-        self._final = False  # whether the run ends, and its newest step is copied, due or not
-        self._has_finished = False  # whether this run, and not another, ended the mirror
+        self._final = False  # whether the run is ending, so that its newest step is copied even if not due
+        self._has_finished = False  # whether this run itself, not a takeover by another, ended the mirror
         self._foreign = False  # whether the mirror belongs to another run
         self._refused: set[str] = set()  # fingerprints of steps that are damaged in the run's directory
-        self._warned: set[str] = set()  # kinds of errors that were logged
+        self._warned: set[str] = set()  # error types already logged
         self._error: str | None = None
         self._copying: _Copying | None = None
         self._copied = CopiedFiles()
@@ -169,7 +169,7 @@ class RunMirror(StepPlace):
         return newer
 
     def steps(self, *, required: bool = False) -> list[int]:
-        """Return the steps in the mirror, in ascending order; [], with a warning, if it cannot be read."""
+        """Return the steps in the mirror, in ascending order; warn and return [] if it cannot be read."""
         try:
             far, tombstones = self._look(), self._run.tombstones
             self._check_same_run(far)
@@ -195,11 +195,11 @@ class RunMirror(StepPlace):
         return fetched
 
     def _copy_here(self, step: int, overwrite: bool) -> bool:
-        """Copy a step into the run's directory, which this run owns; return whether it is there."""
+        """Copy a step into the run's directory, which this run owns; return whether the directory has it now."""
         run = self._run
         try:
             far = self._look()
-            tombstones = run.tombstones  # read first: a step has a tombstone until it is deleted
+            tombstones = run.tombstones  # read before the step: its tombstone exists until it is deleted
             record = far.record(step) if step in far else None
             if record is None or tombstones.cover(step, record):
                 return False
@@ -211,8 +211,8 @@ class RunMirror(StepPlace):
             with copied_step(source, destination, record, overwrite=overwrite) as copied:
                 run.ownership.check()
                 if run.branches and step > max(run.steps_and_damaged(), default=-1):
-                    run.note_branches(NO_LOCAL_STEPS)  # the run continued elsewhere
-        except CheckpointExistsError as error:  # another program may have committed the step meanwhile
+                    run.note_branches(NO_LOCAL_STEPS)  # local steps no longer count: the run continued elsewhere
+        except CheckpointExistsError as error:  # another program may have committed the step in the meantime
             run.reload()
             if step not in run:
                 _logger.warning("%s: step %d cannot be fetched: %s", self.location, step, error)
@@ -246,7 +246,7 @@ class RunMirror(StepPlace):
             elif point in ("saving", "ended"):
                 self._saving = point == "saving" and self._run.location.is_local
             self._changed()
-            # A listener may delete on the thread that copies.
+            # not on the copying thread, where a listener may be deleting: it would wait for itself
             waits = point == "deleted" and is_primary and threading.current_thread() is not self._thread
             if waits:
                 self._wake.wait_for(lambda: not self._run.tombstones or self._error is not None, DELETION_WAIT)
@@ -264,7 +264,7 @@ class RunMirror(StepPlace):
         _logger.warning(text, self.location, self._run.tombstones, self._run.location, why)
 
     def settle(self) -> bool:
-        """Bring deletions and pins to the mirror on this thread; return whether that succeeded."""
+        """Apply pending deletions and pins to the mirror on this thread; return whether that succeeded."""
         stored = stored_options(self.location)
         if stored is not None:
             self._options = replace(stored, read_only=False, step_prefix=self._options.step_prefix)
@@ -272,7 +272,7 @@ class RunMirror(StepPlace):
             far = self._look()
             if far.steps_and_damaged():
                 of = far.identity.directory
-                if of not in (None, self._run.location.url):  # the directory of this run may be a copy
+                if of not in (None, self._run.location.url):  # differs if this run's directory may be a copy
                     raise OptionError(f"it is the mirror of the run in {of}")
                 far = self._acquire()
                 self._delete_covered(far)
@@ -300,13 +300,13 @@ class RunMirror(StepPlace):
             self.finish(None)
 
     def finish(self, timeout: float | None) -> bool:
-        """Copy the newest step, due or not, if that takes less than ``timeout`` seconds (None: ``wait_secs``)."""
+        """Copy the newest step, even if not due, if it takes less than ``timeout`` seconds (None: ``wait_secs``)."""
         limit = self._limit if timeout is None else timeout
-        if self._ending.is_set() and self._has_finished:  # the witness recorded steps after a preemption's save
+        if self._ending.is_set() and self._has_finished:  # copy the records that the witness added since
             late = Helper(lambda: self._refresh(self._newest()), "holdfast-mirror", daemon=True)
             late.start()
             late.join(limit)
-        elif self._thread is None:  # the manager has only read
+        elif self._thread is None:  # no thread: the manager has only read
             self._end()
         elif not self._ending.is_set():
             deadline = time.monotonic() + limit
@@ -325,7 +325,7 @@ class RunMirror(StepPlace):
         return self._lacking() is None
 
     def _stop(self, timeout: float = 60.0) -> None:
-        """Stop the thread and wait for it; after that, it commits nothing more."""
+        """Stop the thread and wait for it; nothing is committed afterwards."""
         self._ending.set()
         self._changed()
         thread = self._thread
@@ -333,13 +333,13 @@ class RunMirror(StepPlace):
             thread.join(timeout)
 
     def _end(self) -> None:
-        self._stop(1.0)  # the thread may wait for the answer of a store
+        self._stop(1.0)  # short timeout: the thread may be waiting for a reply from a store
         _open.discard(self)
         if self._far is not None:
             self._far.ownership.release()
 
     def _warn_of_lacking(self) -> None:
-        """Log which folder has the newest step, if the mirror lacks it."""
+        """Warn which folder has the newest step, if the mirror lacks it."""
         if (record := self._lacking()) is None:
             return
         step = _step_of(record)
@@ -357,10 +357,10 @@ class RunMirror(StepPlace):
 
     def _work(self) -> None:
         if sys.platform == "linux" and self.location.is_local:
-            # Threads inherit the priority, and loads use the threads of TensorStore: only a local mirror lowers it.
+            # Only a local mirror lowers the priority: threads inherit it, and loads share TensorStore's threads.
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-        pause: float | None = None  # after an error; new steps do not shorten it
+        pause: float | None = None  # retry pause after an error; new steps do not shorten it
         while not self._ending.is_set():
             final = self._wait(pause)
             try:
@@ -368,7 +368,7 @@ class RunMirror(StepPlace):
             except _Obsolete:
                 self._due = True
                 continue
-            except Exception as error:  # training continues after any error
+            except Exception as error:  # no error here may stop training
                 if self._ending.is_set():
                     return
                 pause = min(_LONGEST_PAUSE, 2 * pause if pause else FIRST_PAUSE)
@@ -386,14 +386,14 @@ class RunMirror(StepPlace):
             self._changed()
 
     def _wait(self, pause: float | None) -> bool:
-        """Wait for work, or after an error until its pause has passed; return whether the run ends."""
+        """Wait for work, or for the retry pause after an error; return whether the run is ending."""
         with self._wake:
             self._wake.wait_for(lambda: self._ending.is_set() or self._final or (self._due and pause is None), pause)
             self._due = False
             return self._final
 
     def _changed(self) -> None:
-        """Wake all waiting threads; let the current copy yield to a save, and end it if it is obsolete."""
+        """Wake all waiting threads; pause the current copy during a save, and cancel it if it is obsolete."""
         with self._wake:
             self._wake.notify_all()
             copying = self._copying
@@ -415,7 +415,7 @@ class RunMirror(StepPlace):
     def _round(self) -> None:
         far = self._acquire()
         while True:
-            self._delete_covered(far)  # before copying a step that was deleted and saved again
+            self._delete_covered(far)  # first, in case a deleted step was saved again and is copied next
             self._follow(far)
             if (record := self._next(far)) is None:
                 break
@@ -426,7 +426,7 @@ class RunMirror(StepPlace):
             self._refresh(self._newest())
 
     def _delete_covered(self, far: RunDirectory) -> None:
-        """Delete the steps that the run deleted explicitly and has not saved again, the latest first."""
+        """Delete from the mirror, latest first, the steps that the run deleted explicitly and has not saved again."""
         tombstones = self._run.settled_tombstones()
         for step in reversed(far.steps_and_damaged()) if tombstones else ():
             record = far.record(step) if step in far else None
@@ -495,7 +495,7 @@ class RunMirror(StepPlace):
         far.sweep_partial()
 
     def _follow(self, far: RunDirectory) -> None:
-        """Copy the current metrics and pins of the run's steps to their copies."""
+        """Apply the current metrics and pins of the run's steps to their copies in the mirror."""
         here = {info.step: info for info in self._run.infos()}
         for info in far.infos():
             if info.step in here and info != here[info.step]:
@@ -505,13 +505,13 @@ class RunMirror(StepPlace):
                     far.add(info.step, follow(far.step_location(info.step), copy, original))
 
     def _refresh(self, record: CheckpointRecord | None) -> None:
-        """Copy the witness records that were added to a step since it was copied."""
+        """Copy the witness records that were added to a step after it was copied."""
         if self._far is not None and record is not None and self._far.has_copy(record):
             step = _step_of(record)
             copy_witness(self._run.step_location(step), self._far.step_location(step), again=True)
 
     def _look(self) -> RunDirectory:
-        """Return the mirror's directory, read again unless this run writes there."""
+        """Return the mirror's directory, reread unless this run writes to it."""
         with self._looking:
             if self._far is None:
                 self._far = RunDirectory(self.location, self._options, self._clock, self._stop)
@@ -520,11 +520,11 @@ class RunMirror(StepPlace):
             return self._far
 
     def _check_same_run(self, far: RunDirectory) -> None:
-        """Raise OptionError if the mirror belongs to another run; an empty directory adopts its identity."""
+        """Raise OptionError if the mirror belongs to another run; an empty directory adopts the mirror's identity."""
         ours, theirs = self._run.identity.run, far.identity
         if ours is not None and theirs.run is not None:
             same = ours == theirs.run or not far.steps_and_damaged()
-        else:  # a common step decides
+        else:  # no identity on one side: compare a step that both have
             common = [step for step in far.steps() if step in self._run]
             same = any(self._run.has_copy(far.record(step)) for step in common)
             same = same or not (common or (theirs.run is not None and self._run.steps()))
@@ -548,18 +548,18 @@ class RunMirror(StepPlace):
                 )
 
     def _is_lost(self) -> bool:
-        """Return whether another run has taken the mirror over, or it never belonged to this run."""
+        """Return whether another run has taken over the mirror, or it never belonged to this run."""
         return self._foreign or (self._changes and self._far is not None and not self._far.ownership.held)
 
     def _acquire(self) -> RunDirectory:
-        """Acquire the mirror; an interrupted copy of the newest step stays, and is completed."""
+        """Acquire ownership of the mirror; keep an interrupted copy of the newest step, so that it can be completed."""
         if not self._changes:
             with self._looking:
                 far = self._look()
                 self._check_same_run(far)
                 self._changes = True
             belongs = RunIdentity(run=self._run.identity.run, directory=self._run.location.url)
-            try:  # this may take long, and others only look
+            try:  # outside the lock: this may take long, and other threads only read
                 far.acquire(self._run.stored_metadata(), belongs, partial=self._newest())
             except BaseException:
                 self._changes = False
@@ -571,12 +571,12 @@ class RunMirror(StepPlace):
     # ---- the steps in both places
 
     def _newest(self) -> CheckpointRecord | None:
-        """Return the step that the run saved last, or else its newest: later steps are of another branch."""
+        """Return the step that the run saved last, or its newest otherwise: later steps belong to another branch."""
         saved, newest = self._run.last_saved, max(self._run.steps(), default=-1)
         return (None if saved is None else self._run.known_record(saved)) or self._run.known_record(newest)
 
     def _lacking(self) -> CheckpointRecord | None:
-        """Return the newest step of the run unless the mirror is known to have it."""
+        """Return the run's newest step, or None if the mirror is known to have it."""
         newest = self._newest()
         return None if newest is not None and self._far is not None and self._far.has_copy(newest) else newest
 
@@ -591,7 +591,7 @@ class RunMirror(StepPlace):
     # ---- errors
 
     def _warn(self, error: Exception, then: str) -> None:
-        """Log an error, each kind once until the mirror works again."""
+        """Log an error, each type only once until the mirror works again."""
         name, self._error = type(error).__name__, str(error) or type(error).__name__
         self._changed()
         if self._is_lost():
@@ -618,7 +618,7 @@ _open: weakref.WeakSet[RunMirror] = weakref.WeakSet()
 
 @atexit.register
 def _warn_at_exit() -> None:
-    """Log the steps that are missing in mirrors whose managers were not closed."""
+    """Warn about the steps that mirrors lack whose managers were not closed."""
     for mirror in list(_open):
-        if mirror.process == os.getpid():  # a forked child has no mirror
+        if mirror.process == os.getpid():  # a forked child does not own the mirror
             mirror._warn_of_lacking()

@@ -1,8 +1,8 @@
-"""The options of checkpoint managers, declared once.
+"""The options of checkpoint managers, declared in one place.
 
 :class:`CheckpointOptions` declares when to save and what to keep, for managers, the callbacks of ``integrations/``
 and the ``checkpoint:`` section of recipes. Signatures and docstrings of the public classes are written out, and tests
-compare them with the declarations. The ``metadata`` of a field holds the least and the greatest number that it takes.
+compare them with the declarations. The ``metadata`` of a field holds its smallest and largest allowed value.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ def _location(url: Place, shown: str) -> Location:
 
 
 def limits(least: int, greatest: int | None = None) -> dict[str, Any]:
-    """Return the metadata of an option that is a whole number: its least and its greatest value."""
+    """Return the metadata of an integer option: its smallest and largest allowed value."""
     return {"least": least, "greatest": greatest}
 
 
 def option_texts(taker: type) -> dict[str, str]:
-    """Return the text of each option in the docstring of a class; nothing under ``python -OO``."""
+    """Return the text of each option in a class docstring; empty under ``python -OO``."""
     text = inspect.cleandoc(taker.__doc__ or "")
     title = "Args" if "\nArgs:" in text else "Attributes"
     sections = re.findall(rf"^{title}:.*\n((?: {{4}}.*\n?|\n)+)", text, re.MULTILINE)
@@ -67,7 +67,7 @@ def option_texts(taker: type) -> dict[str, str]:
 
 
 def takes_texts_of(source: type) -> Callable[[type[T]], type[T]]:
-    """Complete the options that a docstring lists without a text, from the docstring of ``source``."""
+    """Fill in the options that a docstring lists without a text, from the docstring of ``source``."""
 
     def complete(taker: type[T]) -> type[T]:
         texts = option_texts(source)
@@ -92,14 +92,14 @@ def takes_texts_of(source: type) -> Callable[[type[T]], type[T]]:
 
 
 def shown_call(taker: object, directory: object, options: Any) -> str:
-    """Return the call that makes a manager or a callback: its directory, and the options that differ from defaults."""
+    """Return the call that creates a manager or callback: its directory, and the options that differ from defaults."""
     values = [(option.name, getattr(options, option.name), option.default) for option in fields(options)]
     given = [f"{name}={value!r}" for name, value, default in values if default is not MISSING and value != default]
     return f"{type(taker).__name__}({', '.join([repr(str(directory)), *given])})"
 
 
 def refuse_options(taker: str, unknown: Iterable[str], accepted: Collection[str]) -> None:
-    """Raise UnknownArgumentError for an unknown option, with the equivalent of another library's name."""
+    """Raise UnknownArgumentError for an unknown option, hinting at the equivalent of another library's name."""
     for name in unknown:
         only = name in CheckpointManagerOptions.__dataclass_fields__
         hint = _ONLY_MANAGERS if only else instead_of(name, accepted)
@@ -107,33 +107,33 @@ def refuse_options(taker: str, unknown: Iterable[str], accepted: Collection[str]
 
 
 def explains_options(taker: F) -> F:
-    """Decorate a class or function that takes options so that its error about an unknown one gives the equivalent."""
+    """Decorate a class or function so that its error about an unknown option suggests the equivalent."""
     return explains_arguments(taker, refuse_options)
 
 
 @explains_options
 @dataclass(frozen=True, kw_only=True)
 class Mirror:
-    """A second place for the checkpoints of a run: steps are copied there in the background, and back at the start.
+    """A second place for a run's checkpoints: steps are copied there in the background, and back at the start.
 
-    Without an interval, every step is due; if copying takes longer than the time between two, the newest is copied.
-    Without an option that says what to keep, the rules of the run hold.
+    Without an interval, every step is due; if copying is slower than saving, only the newest due step is copied.
+    Without an option that says what to keep, the run's retention rules apply.
 
     >>> Mirror("s3://bucket/run", save_interval_steps=1000, max_to_keep=2, max_bandwidth="50 MB/s").max_to_keep
     2
 
     Attributes:
-        url: Where the mirror is: a path or a URL.
-        save_interval_steps: Copy a step when it is past the next multiple of this after the last copy.
+        url: The location of the mirror: a path or a URL.
+        save_interval_steps: Copy a step once it is past the next multiple of this after the last copy.
         save_interval_secs: Copy a step that was saved at least this long after the last copied one: seconds, or
             ``"15m"``, ``"1h"``.
-        max_to_keep: Keep this many checkpoints: the newest, or with ``best_fn`` the best; if fewer have its metric,
-            the newest of the others fill up.
-        keep_latest: Keep this many of the newest checkpoints as well, best or not.
+        max_to_keep: Keep this many checkpoints: the newest, or with ``best_fn`` the best; if too few have its metric,
+            the newest of the others make up the number.
+        keep_latest: Also keep this many of the newest checkpoints, whether or not they are among the best.
         keep_period: Keep the first checkpoint at or past each multiple of this many steps.
-        keep_time_interval: Keep every checkpoint saved at least this long after the last one so kept.
-        max_bandwidth: The most to copy in a second: bytes, or text such as ``"50 MB/s"``.
-        wait_secs: How long the end of a run waits for the copy of its last step, at most.
+        keep_time_interval: Keep every checkpoint saved at least this long after the last one kept by this rule.
+        max_bandwidth: The maximum copy rate: bytes per second, or text such as ``"50 MB/s"``.
+        wait_secs: The maximum time to wait for the copy of the last step at the end of a run.
     """
 
     url: Place = field(kw_only=False)
@@ -159,7 +159,7 @@ class Mirror:
 @explains_options
 @dataclass(frozen=True, kw_only=True)
 class Local:
-    """Saves every few steps into the memory or on the disk of each host, with copies on other hosts.
+    """Saves every few steps to the memory or disk of each host, with copies on other hosts.
 
     A run resumes from the newest step that is whole across the hosts, or from the newest one in its directory if that
     is newer. After the loss of any one host (``copies=1``), nothing is read from the directory.
@@ -168,15 +168,15 @@ class Local:
     1
 
     Attributes:
-        url: A path on every host, such as ``/dev/shm/holdfast`` for its memory, or a folder on its disk. Two steps
-            lie there, and a third while it is written; each takes the share of this host and of those that it keeps
-            copies of.
+        url: A path on every host, such as ``/dev/shm/holdfast`` for its memory, or a folder on its disk. It holds
+            two steps, and a third while it is written; each takes the space of this host's share and of the shares
+            that it keeps copies of.
         every: Save whenever the step passes a multiple of this.
-        copies: How many other hosts keep a copy of the files of each host.
-        failure_domain: What this host fails together with, such as the name of its rack: copies go to hosts of other
-            domains, if there are some. None is a domain of its own.
-        host: The identity of this host, if processes with one hostname are to count as several hosts, such as in tests.
-        address: The address at which the other hosts reach this one. None takes the address of the network interface
+        copies: The number of other hosts that keep a copy of each host's files.
+        failure_domain: What this host fails together with, such as the name of its rack; copies go to hosts in other
+            domains if possible. None treats each host as its own domain.
+        host: The identity of this host, to make processes with one hostname count as several hosts, such as in tests.
+        address: The address at which other hosts reach this one. None uses the address of the network interface
             that leads to process 0.
     """
 
@@ -201,14 +201,14 @@ class Local:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalStatus:
-    """What a run has in the memory or on the disks of its hosts.
+    """The state of a run's local saves, in the memory or on the disks of its hosts.
 
     Attributes:
         path: The folder on this host.
         step: The newest step that this run has saved there, or None.
-        hosts: How many hosts the program has.
-        copies_on: The hosts that keep copies of the files of this one.
-        error: Why the last local save failed; None after one that succeeded.
+        hosts: The number of hosts in the program.
+        copies_on: The hosts that keep copies of this host's files.
+        error: Why the last local save failed; None after a successful one.
     """
 
     path: str
@@ -220,10 +220,10 @@ class LocalStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions:
-    """When to save and what to keep: the options that managers, callbacks and recipes have in common.
+    """When to save and what to keep: the options shared by managers, callbacks and recipes.
 
     The triggers add up: a step is saved when any of them asks for it. If none of ``save_interval_steps``,
-    ``save_interval_secs`` and ``save_on_best`` is given, ``DEFAULT_TRIGGER`` holds; giving one of them adds no other.
+    ``save_interval_secs`` and ``save_on_best`` is given, ``DEFAULT_TRIGGER`` applies; giving one of them adds no other.
     The retention rules add up, too: a step is kept when any of them wants it, and the newest is always kept.
     """
 
@@ -275,20 +275,20 @@ class CheckpointOptions:
         return self.best_mode or "max"
 
     def _further_rules(self) -> tuple[KeepPolicy, ...]:
-        """Return the rules from options of a subclass, for :func:`retention_rules`."""
+        """Return the rules for options of a subclass, for :func:`retention_rules`."""
         return ()
 
     def _time_rule(self, secs: float) -> KeepPolicy:
         return Every(secs=secs)
 
     def policies(self) -> tuple[tuple[SavePolicy, ...], tuple[KeepPolicy, ...]]:
-        """Return the policies that a program has passed: when to save, and what to keep."""
+        """Return the custom policies that a program has passed: when to save, and what to keep."""
         return (), ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramPolicies(CheckpointOptions):
-    """Options with the policies that a program can pass."""
+    """Options that also take custom policies."""
 
     save: SavePolicy | Sequence[SavePolicy] | None = None
     keep: KeepPolicy | Sequence[KeepPolicy] | None = None
@@ -333,53 +333,53 @@ class CheckpointManagerOptions(ProgramPolicies):
     """When a manager saves and which checkpoints it keeps.
 
     A step is saved when any trigger asks for it: ``save_interval_steps``, ``save_interval_secs`` or ``save_on_best``.
-    With none of these given, ``save`` saves every step. A checkpoint is kept when any rule wants it; the newest is
+    If none of these is given, every step is saved. A checkpoint is kept when any rule wants it; the newest is
     always kept.
 
     Attributes:
         save_interval_steps: Save whenever the step passes a multiple of this.
         save_interval_secs: Save when this much time has passed since the last save: seconds, or ``"15m"``, ``"1h"``.
-            ``"auto"``, or ``"auto 1m to 1h"`` with the least and the greatest interval, learns from the run's events
-            which interval loses least.
-        save_on_best: Save when the metric is better than at every checkpoint so far; needs ``best_fn``.
+            ``"auto"``, or ``"auto 1m to 1h"`` with lower and upper bounds, learns from the run's events which
+            interval loses the least time.
+        save_on_best: Save when the metric is better than at every earlier checkpoint; requires ``best_fn``.
         best_fn: The metric that ranks checkpoints: its name, or a function of the metrics.
-        best_mode: Whether the largest (``"max"``) or the smallest (``"min"``) value of the metric is best; a name in
-            ``best_fn`` needs it. None is the largest value of a function.
-        max_to_keep: Keep this many checkpoints: the newest, or with ``best_fn`` the best; if fewer have its metric,
-            the newest of the others fill up. None keeps all.
-        keep_latest: Keep this many of the newest checkpoints as well, best or not.
+        best_mode: Whether the largest (``"max"``) or the smallest (``"min"``) value of the metric is best; required
+            if ``best_fn`` is a name. None means the largest for a function.
+        max_to_keep: Keep this many checkpoints: the newest, or with ``best_fn`` the best; if too few have its metric,
+            the newest of the others make up the number. None keeps all.
+        keep_latest: Also keep this many of the newest checkpoints, whether or not they are among the best.
         keep_period: Keep the first checkpoint at or past each multiple of this many steps.
         keep_time_interval: Keep every checkpoint that was saved at least this long after the last one that this rule
-            keeps; roughly one an hour for ``"1h"``.
+            keeps; about one an hour for ``"1h"``.
         keep_steps: Keep the checkpoints of these steps.
         mirror: A second place, such as ``s3://bucket/run``, or a ``Mirror`` with its own interval and limits:
             steps are copied there in the background, and a run resumes from the newest step of both places.
-        local: A ``Local``: saves every few steps into the memory or on the disk of each host, with copies on other
-            hosts. A run resumes from these if they are newer than what is in the directory.
-        reuse_unchanged: Do not write arrays again that have not changed: a step shares their data files, by hard links,
-            with the step before the last one; S3 and Google copy them. Every step stays whole and can be copied or
+        local: A ``Local``: saves every few steps to the memory or disk of each host, with copies on other
+            hosts. A run resumes from these steps if they are newer than those in the directory.
+        reuse_unchanged: Do not rewrite unchanged arrays: a step shares their data files, by hard links, with the
+            step before the last one; S3 and Google copy the files. Every step stays whole and can be copied or
             deleted.
-        step_name_width: In a new directory, how many digits the names of steps have at least, such as 8 for
-            ``00001200``; earlier versions refuse such a directory. The names in a directory that is there stay.
+        step_name_width: The minimum number of digits in step names in a new directory, such as 8 for
+            ``00001200``; earlier versions refuse such a directory. An existing directory keeps its names.
         save: When to save, as policies that add up: ``hf.Every(steps=100)``, a ``hf.SavePolicy`` of your own, or a list
             of them, instead of ``save_interval_steps`` and ``save_interval_secs``.
         keep: What to keep, as policies that add up: ``hf.Every(steps=100, keep=5)``, a ``hf.KeepPolicy`` of your own,
-            or a list of them, instead of ``max_to_keep`` and the periods of ``keep_...``. None keeps what the
-            ``hf.Every`` of ``save`` say if one of them has a number; otherwise, all that no other option limits.
-        keep_checkpoints_without_metrics: Keep all checkpoints without metrics. By default the other rules apply to
-            them as to all others.
-        item_intervals: Of a manager with several items, those that few checkpoints have, such as a replay buffer: for
-            each, the number of steps; a save at or past a multiple of it has the item, and so has the first one and one
-            with ``force=True``. The newest checkpoint that has it is kept.
+            or a list of them, instead of ``max_to_keep`` and the periods of ``keep_...``. By default, the ``hf.Every``
+            in ``save`` determine this if any of them has ``keep``; otherwise, all is kept that no other option limits.
+        keep_checkpoints_without_metrics: Keep all checkpoints without metrics. By default, the other rules apply to
+            them as well.
+        item_intervals: For a manager with several items, those that only some checkpoints have, such as a replay
+            buffer, each with a number of steps: a save at or past a multiple of it has the item, and so has the first
+            save, and one with ``force=True``. The newest checkpoint that has the item is kept.
         step_prefix: Steps live in directories named ``<step_prefix>_<step>`` instead of ``<step>``; a prefix that ends
             in ``-`` needs no underscore.
-        read_only: Only read: nothing is saved, deleted or swept, and the directory may belong to another run.
-        save_timeout_secs: How long waiting for a save may take before it is an error: seconds, or ``"10m"``.
-        barrier_timeout_secs: How long a process waits for the others of its program before it raises an error that
-            names them: seconds, or ``"10m"``.
-        load_and_broadcast: Whether the processes of a program read once what several of them restore, and hand it on
-            through the collective operations of JAX or torch. None is for programs on several machines, and for
-            checkpoints in an object store, if that saves at least 64 MiB. False never does. True always does, also at
+        read_only: Read only: nothing is saved, deleted or swept, and the directory may belong to another run.
+        save_timeout_secs: The timeout for waiting for a save: seconds, or ``"10m"``.
+        barrier_timeout_secs: The timeout for waiting for the program's other processes, after which an error names
+            those that are missing: seconds, or ``"10m"``.
+        load_and_broadcast: Whether data that several processes of a program restore is read once and distributed
+            with the collective operations of JAX or torch. None does so for programs on several machines, and for
+            checkpoints in an object store, if it saves at least 64 MiB. False never does. True always does, also at
             ``restore(step)``.
     """
 
@@ -416,7 +416,7 @@ def mirror_of(options: CheckpointOptions) -> Mirror | None:
 
 
 def has_triggers(options: CheckpointOptions) -> bool:
-    """Return whether any option says when to save; otherwise the default trigger applies."""
+    """Return whether any option says when to save; if none does, the default trigger applies."""
     has_period = any(getattr(options, name) is not None for name in _SAVE_PERIODS)
     return has_period or options.save_on_best or bool(options.policies()[0])
 
@@ -436,7 +436,7 @@ def save_triggers(options: CheckpointOptions) -> tuple[SavePolicy, ...]:
 
 
 def retention_rules(options: CheckpointOptions) -> tuple[KeepPolicy, ...]:
-    """Return the retention rules; everything is kept without ``max_to_keep``, ``keep_latest`` and policies."""
+    """Return the retention rules; without ``max_to_keep``, ``keep_latest`` and policies, everything is kept."""
     rules: list[KeepPolicy] = [*options.policies()[1]]
     is_limited = bool(rules) or options.max_to_keep is not None or options.keep_latest is not None
     if options.best_fn is not None:
@@ -458,20 +458,20 @@ def retention_rules(options: CheckpointOptions) -> tuple[KeepPolicy, ...]:
 
 
 def options_document(options: CheckpointManagerOptions) -> dict[str, Any]:
-    """Return the retention rules as JSON, for readers of the directory."""
+    """Convert the retention rules to JSON, for readers of the directory."""
     function, policies = options.best_fn, options.policies()[1]
     custom = [type(policy).__qualname__ for policy in policies if not isinstance(policy, Every)]
     interval = options.keep_time_interval
     return {
         "keep": [asdict(policy) for policy in policies if isinstance(policy, Every)],
-        "keep_function": ", ".join(custom) or None,  # only the program has these policies
+        "keep_function": ", ".join(custom) or None,  # names only: the policies exist only in the program
         "max_to_keep": options.max_to_keep,
         "keep_latest": options.keep_latest,
         "keep_period": options.keep_period,
         "keep_time_interval": None if interval is None else seconds(interval, name="keep_time_interval"),
         "keep_steps": sorted(map(int, options.keep_steps)),
         "best_fn": function if isinstance(function, str) else None,
-        "best_function": metric_name(function) if callable(function) else None,  # only the program has the function
+        "best_function": metric_name(function) if callable(function) else None,  # name only, as above
         "best_mode": options.ranking_mode,
         "keep_checkpoints_without_metrics": options.keep_checkpoints_without_metrics,
         "item_intervals": dict(options.item_intervals),
@@ -480,7 +480,7 @@ def options_document(options: CheckpointManagerOptions) -> dict[str, Any]:
 
 
 def options_from_document(document: Mapping[str, Any]) -> CheckpointManagerOptions:
-    """Read what :func:`options_document` returned; ignore unknown names, refuse invalid values with OptionError."""
+    """Parse the result of :func:`options_document`; ignore unknown names, raise OptionError for invalid values."""
     names = options_document(CheckpointManagerOptions()).keys() & CheckpointManagerOptions.__dataclass_fields__.keys()
     try:
         values = {name: value for name, value in document.items() if name in names}
@@ -491,12 +491,12 @@ def options_from_document(document: Mapping[str, Any]) -> CheckpointManagerOptio
 
 
 def as_int(value: object) -> object:
-    """Convert a whole number of any library to an int; return anything else, also True, unchanged."""
+    """Convert an integer of any library to int; return anything else, including True, unchanged."""
     return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
 
 
 def _check_limits(options: Any) -> None:
-    """Raise OptionError for a number that is not whole or beyond its limits; convert each to an int."""
+    """Raise OptionError for a number that is not an integer or out of range; convert each to int."""
     for option in fields(options):
         value = as_int(getattr(options, option.name))
         if value is None or "least" not in option.metadata:

@@ -1,11 +1,11 @@
-"""Who may write to a directory, and which run it belongs to.
+"""Which run may write to a directory, and which run the directory belongs to.
 
 A second run is refused; within one process, the newer manager takes over. On a file system, the owner holds a
 :class:`~holdfast.engine.storage.FileLock`. Without locks (object stores, some network file systems), the newest owner
-writes its token, and an older one sees it before it commits.
+writes its token, and an older owner notices this before it commits.
 
-A run's directory and its mirror share the identity of the run, which ``options.json`` stores with the retention rules.
-A run gives an identity to a directory without one when it acquires it.
+A run's directory and its mirror share the run's identity, which ``options.json`` stores with the retention rules.
+A run assigns an identity to a directory without one when it acquires it.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ from .options import CheckpointManagerOptions, options_document, options_from_do
 
 _logger = logging.getLogger("holdfast")
 
-_LIMIT = 16 << 20  # bytes of a file that this module reads
-_LOOKS = 5  # reads, at most, of a file that another manager seems to own
+_LIMIT = 16 << 20  # size limit in bytes for files read by this module
+_LOOKS = 5  # maximum reads of a file that another manager seems to own
 _PAUSE = 0.1  # seconds between these reads
 
 
 class Ownership:
-    """The right to write to one directory."""
+    """The right to write to a directory."""
 
     def __init__(self, directory: Location, clock: Clock, drain: Callable[[], None] | None = None) -> None:
         self._directory = directory
         self._clock = clock
-        # Called before a newer owner in this process takes over: it waits until this one has stopped writing.
+        # Called before a newer owner in this process takes over; waits until this owner has stopped writing.
         self._drain = None if drain is None else weakref.WeakMethod(drain)
         self._token = os.urandom(16).hex()
         self._lock = FileLock(directory / OWNER)
         self._process: int | None = None  # PID of the owner; a forked child does not own the directory
         self._lost = False
-        self._size: int | None = None  # bytes of the file, once it is written
-        # An object store has several URLs for one place, and equal locations.
+        self._size: int | None = None  # size of the owner file in bytes, once written
+        # Several URLs can name the same place in an object store; their locations are equal.
         self._key = os.path.realpath(directory.path) if directory.is_local else directory
 
     @property
@@ -64,7 +64,7 @@ class Ownership:
         return self._process == os.getpid() and not self._lost
 
     def check_usable(self) -> None:
-        """Raise OwnershipError if no save can succeed, as something else is at the path of a file of the run."""
+        """Raise OwnershipError if something else blocks the path of a run's file, so that no save can succeed."""
         if not self._directory.is_local:
             return
         owner, options = self._directory / OWNER, self._directory / OPTIONS
@@ -80,13 +80,13 @@ class Ownership:
         self.check_not_lost()
         while True:
             with FileLock.handover:
-                if self._process is not None:  # another thread may have called this meanwhile
+                if self._process is not None:  # another thread may have taken ownership meanwhile
                     return
                 earlier = _owners.get(self._key)
                 if earlier is None or not earlier.held:
                     self._take()
                     return
-            earlier._give_up()  # without the lock, which a listener that closes that manager needs
+            earlier._give_up()  # without holding the lock: a listener may close that manager, which needs it
 
     def _take(self) -> None:
         self._directory.make_directory()
@@ -119,7 +119,7 @@ class Ownership:
             self.check_not_lost()
 
     def _is_taken_over(self) -> bool:
-        """Return whether two reads agree that another manager owns the file; a network may garble one of them."""
+        """Return whether two reads agree that another manager owns the file; a network may garble a single read."""
         earlier = None
         for look in range(_LOOKS):
             time.sleep(_PAUSE if look else 0.0)
@@ -137,14 +137,14 @@ class Ownership:
         try:
             content = file.read_own(limit=_LIMIT)
             document = json.loads(content)
-            if "digest" in document:  # version 0.1 wrote none
+            if "digest" in document:  # absent in files written by version 0.1
                 decode_document(content, "owner", source=str(file))
             return str(document["token"])
         except (ObjectNotFoundError, DamagedCheckpointError, FormatVersionError, LookupError, TypeError, ValueError):
             return None
 
     def check_not_lost(self) -> None:
-        """Raise OwnershipError if a newer manager took over, or this process is a fork of the owner's."""
+        """Raise OwnershipError if a newer manager has taken over, or if this process is a fork of the owner."""
         if self._lost or self._process not in (None, os.getpid()):
             raise OwnershipError(
                 f"{self._directory}: another manager has taken over this directory; this one may not write to it. "
@@ -176,7 +176,7 @@ class Ownership:
                 f"{self._directory}: another run is writing to this directory ({self._describe()}). "
                 "Stop it, wait for it to end, or use another directory"
             ) from None
-        if self._lock.obstacle is not None:  # only the token protects the directory
+        if self._lock.obstacle is not None:  # without a lock, only the token protects the directory
             path, obstacle = self._directory / OWNER, self._lock.obstacle
             self._lock.release()
             _logger.warning(
@@ -192,7 +192,7 @@ class Ownership:
         if self._lock.descriptor is None:
             (self._directory / OWNER).write_bytes(content)
             return
-        # The file is written in place: replacing it would leave the lock on a file without a name.
+        # Write in place: replacing the file would leave the lock on an unlinked file.
         with os_errors((self._directory / OWNER).url, "write"):
             os.ftruncate(self._lock.descriptor, 0)
             os.pwrite(self._lock.descriptor, content, 0)
@@ -209,16 +209,16 @@ _owners: weakref.WeakValueDictionary[str | Location, Ownership] = weakref.WeakVa
 
 # ---- the identity of a run
 
-OPTIONS = "options.json"  # name of the file that holds the retention options of the last run, and its identity
+OPTIONS = "options.json"  # file with the last run's retention options, and its identity
 
 
 class Tombstone(NamedTuple):
-    """A deleted step, or all later ones, that the mirror may still have; a step saved again is not covered."""
+    """Marks a step, or all later ones, as deleted for places that may still have it; not a step saved again."""
 
     step: int
-    later: bool = False  # whether it is about all steps after this one
-    time: float | None = None  # it covers what was saved until then, in seconds since the epoch; None covers any record
-    fingerprint: str | None = None  # of the step's record at that time
+    later: bool = False  # whether it covers all steps after this one
+    time: float | None = None  # covers records saved until then, in seconds since the epoch; None covers any record
+    fingerprint: str | None = None  # fingerprint of the step's record at that time
 
     def covers(self, step: int, record: CheckpointRecord | None) -> bool:
         if step <= self.step if self.later else step != self.step:
@@ -230,7 +230,7 @@ class Tombstone(NamedTuple):
 
 class Tombstones(frozenset[Tombstone]):
     def cover(self, step: int, record: CheckpointRecord | None) -> bool:
-        """Return whether a step was deleted, given the mirror's record of it, or None if that is damaged."""
+        """Return whether a step was deleted, given the mirror's record of it, or None if the record is damaged."""
         return any(tombstone.covers(step, record) for tombstone in self)
 
     def __str__(self) -> str:
@@ -239,7 +239,7 @@ class Tombstones(frozenset[Tombstone]):
         return " and ".join(listed + ([] if after is None else [f"all steps after {after}"]))
 
     def numbers(self) -> tuple[list[int], int | None]:
-        """Return the single steps, and the step after which all were deleted."""
+        """Return the single deleted steps, and the step after which all steps were deleted."""
         steps = sorted({tombstone.step for tombstone in self if not tombstone.later})
         return steps, min((tombstone.step for tombstone in self if tombstone.later), default=None)
 
@@ -247,29 +247,29 @@ class Tombstones(frozenset[Tombstone]):
 class LocalBranch(NamedTuple):
     """A part of a run's history: the local saves that one start of the program makes after a step."""
 
-    attempt: str  # unique text of the start
-    sequence: int  # the number of the last local save before
-    after: int  # the step from which the program continues; -1 without one
+    attempt: str  # random text, unique to the start
+    sequence: int  # the sequence number of the last local save before it
+    after: int  # the step after which the program continues; -1 without one
 
 
-_NAMES = ("run", "directory", "mirror", "local")  # fields of an identity that are text
-NO_LOCAL_STEPS = (LocalBranch("-", 0, -1),)  # the history of a run whose local steps no longer count
+_NAMES = ("run", "directory", "mirror", "local")  # the text fields of an identity
+NO_LOCAL_STEPS = (LocalBranch("-", 0, -1),)  # history in which no local steps count
 
 
 @dataclass(frozen=True, slots=True)
 class RunIdentity:
-    """Which run a directory, or a mirror, belongs to."""
+    """Identifies the run that a directory or a mirror belongs to."""
 
-    run: str | None = None  # a token; None if the directory is new, or was written by holdfast 0.1
+    run: str | None = None  # random token; None if the directory is new, or was written by holdfast 0.1
     directory: str | None = None  # in a mirror: the URL of the run's directory
     mirror: str | None = None  # in the run's directory: the URL of its mirror
-    tombstones: Mapping[str, Tombstones] = field(default_factory=dict)  # by the series of the steps
+    tombstones: Mapping[str, Tombstones] = field(default_factory=dict)  # by step series
     local: str | None = None  # in the run's directory: where its hosts keep local steps
-    # The last branches of the history that leads to the newest step, by series; other local steps do not count.
+    # The recent branches of the history that leads to the newest step, by series; other local steps do not count.
     branches: Mapping[str, tuple[LocalBranch, ...]] = field(default_factory=dict)
 
     def over(self, other: RunIdentity) -> RunIdentity:
-        """Return ``other``, with the fields that this identity has."""
+        """Return ``other``, overridden by the fields that are set in this identity."""
         return replace(other, **{name: value for name in _NAMES if (value := getattr(self, name)) is not None})
 
     def with_tombstones(self, series: str, tombstones: Tombstones) -> RunIdentity:
@@ -285,7 +285,7 @@ def stored_options(location: Location) -> CheckpointManagerOptions | None:
 
 
 def stored_rules(location: Location) -> tuple[CheckpointManagerOptions | None, str | None]:
-    """Return these options, and the name of the program's function or policy that chose steps, if any."""
+    """Return these options, and the name of the program's own function or policy that ranks or keeps steps, if any."""
     try:
         document = _read(location)["options"]
         options = options_from_document(document)
@@ -296,7 +296,7 @@ def stored_rules(location: Location) -> tuple[CheckpointManagerOptions | None, s
 
 
 def stored_identity(location: Location) -> RunIdentity:
-    """Return the identity stored in a directory; without one, an identity without a token."""
+    """Return the identity stored in a directory, or an empty one."""
     try:
         run = _mapping(_read(location).get("run"))
     except (ObjectNotFoundError, DamagedCheckpointError, FormatVersionError):
@@ -313,7 +313,7 @@ def _mapping(value: Any) -> dict[str, Any]:
 
 
 def store_identity(location: Location, options: Mapping[str, Any], identity: RunIdentity) -> None:
-    """Store the retention options of a run and its identity in one file."""
+    """Store a run's retention options and its identity in one file."""
     document = {
         **{name: getattr(identity, name) for name in _NAMES},
         "branches": {name: [list(branch) for branch in listed] for name, listed in sorted(identity.branches.items())},
@@ -327,7 +327,7 @@ def store_identity(location: Location, options: Mapping[str, Any], identity: Run
 
 
 def copy_options(source: Location, destination: Location) -> None:
-    """Copy the retention options of a run; identity and mirror of the copy stay its own."""
+    """Copy a run's retention options; the copy keeps its own identity and mirror."""
     options = stored_options(source)
     if options is not None:
         store_identity(destination, options_document(options), stored_identity(destination))
@@ -346,7 +346,7 @@ def _branch(value: Any) -> LocalBranch:
 
 
 def _encoded(tombstones: Tombstones) -> dict[str, Any]:
-    steps, after = tombstones.numbers()  # earlier versions read these
+    steps, after = tombstones.numbers()  # earlier versions read only these two
     return {"steps": steps, "after": after, "records": [list(tombstone) for tombstone in sorted(tombstones, key=repr)]}
 
 
@@ -354,7 +354,7 @@ def _tombstones(value: Any) -> Tombstones:
     match value:
         case {"records": [*records]}:
             return Tombstones(Tombstone(*fields) for fields in records if _is_tombstone(fields))
-        case {"steps": [*steps], "after": after}:  # of an earlier version
+        case {"steps": [*steps], "after": after}:  # written by an earlier version
             later = [Tombstone(after, later=True)] if isinstance(after, int) else []
             return Tombstones([*(Tombstone(step) for step in steps if isinstance(step, int)), *later])
     return Tombstones()

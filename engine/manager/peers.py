@@ -1,8 +1,8 @@
-"""Transfers between the hosts of a program: each serves the files below a folder, and stores the files of others.
+"""Transfers between the hosts of a program: each host serves the files below a folder and stores files sent by others.
 
-A server listens on an address of its host. Every message is a frame: the lengths of its head (JSON) and its body, the
-crc32c of both, then head and body. Lengths are checked before memory is allocated, a connection begins with the token
-of the program, paths stay below the folder, and nothing waits longer than a deadline.
+A server listens on its host's address. Every message is a frame: the lengths of its head (JSON) and its body, the
+crc32c of both, then the head and the body. Lengths are checked before memory is allocated, a connection begins with
+the program's token, paths stay below the folder, and nothing waits longer than a deadline.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from ..storage import Buffer, DataReader, aligned_empty
 
 _logger = logging.getLogger("holdfast")
 
-PIECE = 1 << 20  # bytes of the body of a frame, at most
+PIECE = 1 << 20  # maximum bytes in the body of a frame
 
 _FRAME = struct.Struct("<III")  # lengths of head and body, and the crc32c of both
-_HEAD = 64 << 10  # bytes of the head of a frame, at most
-PATIENCE = 30.0  # seconds in which a peer must send or take the next bytes
-_STRANGERS = 64  # connections without the token yet, at most; more must wait
-_HELLO = 1 << 10  # bytes of the head of a frame that has the token
-_IDLE = 300.0  # seconds after which a connection without requests is closed
+_HEAD = 64 << 10  # maximum bytes in the head of a frame
+PATIENCE = 30.0  # timeout in seconds for a peer to send or accept the next bytes
+_STRANGERS = 64  # maximum number of unauthenticated connections; more have to wait
+_HELLO = 1 << 10  # maximum bytes in the head of the frame with the token
+_IDLE = 300.0  # seconds after which an idle connection is closed
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class PeerServer:
-    """Serves the files below a folder to peers that send the token first, and stores the files that they send."""
+    """Serves the files below a folder to peers that present the token, and stores the files that they send."""
 
     def __init__(self, root: str, token: str, host: str, *, timeout: float = PATIENCE) -> None:
         self._root = root
@@ -64,7 +64,7 @@ class PeerServer:
                 f"this host cannot listen on its address {host}: {error}; name one that the other hosts reach with "
                 "Local(address=...)"
             ) from error
-        self.address = host, int(self._listener.getsockname()[1])  # where peers reach it
+        self.address = host, int(self._listener.getsockname()[1])  # host and port under which peers reach the server
         threading.Thread(target=self._accept, name="holdfast-peers", daemon=True).start()
 
     def close(self) -> None:
@@ -75,14 +75,14 @@ class PeerServer:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()
-        self._strangers.release()  # the thread may be waiting for it, and then finds the listener closed
+        self._strangers.release()  # wakes the accept thread if it waits for this; it then finds the listener closed
 
     def _accept(self) -> None:
         while True:
             self._strangers.acquire()
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # closed
+            except OSError:  # the listener was closed
                 return
             with self._lock:
                 if self._closed:
@@ -102,14 +102,14 @@ class PeerServer:
                     asked, _ = _receive(connection)
                     connection.settimeout(self._timeout)
                     self._answer(connection, asked)
-        except Exception as error:  # the peer has gone, or is a stranger
+        except Exception as error:  # the peer is gone, or is not authorized
             _logger.debug("a connection between hosts has ended: %s", error or type(error).__name__)
         finally:
             with self._lock:
                 self._connections.discard(connection)
 
     def _knows_token(self, connection: socket.socket) -> bool:
-        """Return whether the connection begins with the token, within the time that a stranger has."""
+        """Return whether the connection presents the token before the deadline for unauthenticated peers."""
         try:
             hello, _ = _receive(connection, memoryview(b""), deadline=time.monotonic() + self._timeout)
             return hmac.compare_digest(str(hello.get("token")).encode(), self._token.encode())
@@ -129,12 +129,12 @@ class PeerServer:
                 for part in _read(descriptor, int(asked["offset"]), int(asked["length"])):
                     _send(connection, {}, part)
         except (OSError, ValueError) as error:
-            for _ in pieces:  # the peer reads an answer only after it has sent everything
+            for _ in pieces:  # drain: the peer reads the reply only after it has sent everything
                 pass
             _send(connection, {"error": str(error)[:4000] or type(error).__name__})
 
     def _place(self, asked: Mapping[str, Any]) -> str:
-        """Return the path of a requested file; raise ValueError unless it is below the root."""
+        """Return the path of a requested file; raise ValueError unless it lies below the root."""
         names = str(asked.get("path")).split("/")
         path = os.path.join(self._root, *names)
         if not {"", ".", ".."}.isdisjoint(names) or any("\0" in name for name in names):
@@ -147,7 +147,7 @@ class PeerServer:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:
             if size and hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(descriptor, 0, size)  # a full disk is noticed before anything is sent
+                os.posix_fallocate(descriptor, 0, size)  # detects a full disk before the data is transferred
             for piece in pieces:
                 while piece:
                     piece = piece[os.write(descriptor, piece) :]
@@ -155,7 +155,7 @@ class PeerServer:
 
 
 class Peer:
-    """Another host that serves files; threads may use it at the same time, each on its own connection."""
+    """Another host that serves files; thread-safe, with a separate connection for each thread."""
 
     def __init__(self, name: str, address: tuple[str, int], token: str, *, timeout: float = PATIENCE) -> None:
         self._name = name
@@ -167,7 +167,7 @@ class Peer:
         self.bytes_read = 0
 
     def read(self, path: str, offset: int, memory: memoryview) -> None:
-        """Fill memory with a range of a file; raise StorageError if the host does not have it."""
+        """Fill memory with a range of a file; raise StorageError if the host cannot provide it."""
         asked = {"do": "read", "path": path, "offset": offset, "length": len(memory)}
 
         def work(connection: socket.socket) -> None:
@@ -184,7 +184,7 @@ class Peer:
             self.bytes_read += len(memory)
 
     def write(self, path: str, size: int, pieces: Callable[[], Iterable[memoryview]]) -> None:
-        """Send a file of ``size`` bytes, which the host then stores; raise StorageError if it cannot."""
+        """Send a file of ``size`` bytes for the host to store; raise StorageError if it cannot."""
 
         def work(connection: socket.socket) -> None:
             _send(connection, {"do": "write", "path": path, "size": size})
@@ -196,7 +196,7 @@ class Peer:
         self._do(work)
 
     def _reply(self, connection: socket.socket, memory: memoryview | None = None) -> memoryview:
-        """Return the body of the next frame; raise the error that the peer has reported."""
+        """Return the body of the next frame; raise an error that the peer reported."""
         head, body = _receive(connection, memory)
         if "error" in head:
             raise StorageError(f"{self._name}: {head['error']}")
@@ -209,7 +209,7 @@ class Peer:
             connection.close()
 
     def _do(self, work: Callable[[socket.socket], None]) -> None:
-        """Do work on a connection; retry on a new one if the kept connection was closed meanwhile."""
+        """Do work on a pooled or new connection; retry on a new one if the pooled connection was closed."""
         with self._lock:
             kept = self._idle.pop() if self._idle else None
         try:
@@ -241,7 +241,7 @@ class Peer:
 
 
 class RemoteReader(DataReader):
-    """A file on other hosts, read by ranges from the first host that answers."""
+    """Reads ranges of a file from the first host that answers."""
 
     def __init__(self, path: str, size: int, holders: Sequence[tuple[Peer, str]]) -> None:
         self._path = path
@@ -269,13 +269,13 @@ class RemoteReader(DataReader):
 
 
 def check_private(path: str, *, shared: bool) -> None:
-    """Raise StoragePermissionError if a folder exists in which another user of the host can put files."""
-    # A shared folder may belong to root, and be one like /dev/shm, where users cannot exchange files of others.
+    """Raise StoragePermissionError if the folder exists and another user of the host can put files into it."""
+    # A shared folder may belong to root, and be like /dev/shm, where users cannot replace the files of others.
     owners = {os.geteuid(), 0} if shared else {os.geteuid()}
     try:
         status = os.lstat(path)
         is_link = stat.S_ISLNK(status.st_mode)
-        if is_link and shared and status.st_uid in owners:  # such as to a disk that is mounted elsewhere
+        if is_link and shared and status.st_uid in owners:  # such as a link to a disk mounted elsewhere
             status, is_link = os.stat(path), False
     except FileNotFoundError:
         return
@@ -289,14 +289,14 @@ def check_private(path: str, *, shared: bool) -> None:
 
 
 def own_address(towards: str | None) -> str:
-    """Return the address from which this host reaches another one, or with None the internet; sends nothing."""
+    """Return the address from which this host reaches another, or with None the internet; sends nothing."""
     address = "127.0.0.1"
-    for target in (towards, "192.0.2.1"):  # an address for documentation, which no host has
+    for target in (towards, "192.0.2.1"):  # a documentation-only address, which no host has
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             if target is not None:
                 probe.connect((target, 9))
                 address = str(probe.getsockname()[0])
-        # On the host of process 0, its name often means the loopback interface, which the other hosts do not reach.
+        # On process 0's host, its name often resolves to the loopback interface, which other hosts cannot reach.
         if not address.startswith("127.") or towards in _LOOPBACK:
             break
     return address
@@ -313,7 +313,7 @@ def _send(connection: socket.socket, head: Mapping[str, Any], body: memoryview |
 def _receive(
     connection: socket.socket, memory: memoryview | None = None, *, deadline: float | None = None
 ) -> tuple[dict[str, Any], memoryview]:
-    """Return head and body of the next frame; the body is in ``memory`` if given. Strangers have a deadline."""
+    """Return head and body of the next frame, the body in ``memory`` if given; strangers have a ``deadline``."""
     head_size, body_size, crc = _FRAME.unpack(_exactly(connection, memoryview(bytearray(_FRAME.size)), deadline))
     limit = PIECE if memory is None else min(PIECE, len(memory))
     if head_size > (_HEAD if deadline is None else _HELLO) or body_size > limit:

@@ -1,4 +1,4 @@
-"""The interface of places that hold steps besides the directory: the mirror, and the local places of the hosts."""
+"""The interface of places that hold steps besides the directory: the mirror, and local storage on the hosts."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ its pin have changed; steps were deleted explicitly, and no later run may take t
 
 
 class StepPlace:
-    """A place of steps besides the directory; all processes of a program call the same methods."""
+    """A place besides the directory that holds steps; all processes of a program call the same methods."""
 
-    shown = ""  # how messages name it
+    shown = ""  # the name used in messages
     url: Place = ""
-    background = BackgroundSave()  # the saves of this place, if it has a thread for them
-    writes_directory = False  # whether a fetch copies a step into the directory, which requires its ownership
-    identity = RunIdentity()  # the fields of the run's identity that this place supplies
+    background = BackgroundSave()  # the saves to this place, if a thread of its own writes them
+    writes_directory = False  # whether a fetch copies a step into the directory, and so requires its ownership
+    identity = RunIdentity()  # the fields that this place adds to the run's identity
 
     @property
     def unused(self) -> Mapping[int, str]:
-        """The steps that are damaged or whose run is uncertain, each with the reason."""
+        """The steps that are damaged or may belong to another run, each with the reason."""
         return {}
 
     def reached(self, point: Point, step: int) -> None:
-        """Handle a point that the run has reached in its directory."""
+        """Handle a point that the run's work in its directory has reached."""
 
     def newer_steps(self) -> Collection[int]:
-        """Return the steps that are newer than every step of the directory, the newest first."""
+        """Return the steps newer than every step in the directory, newest first."""
         return ()
 
     def steps(self) -> Collection[int]:
@@ -41,23 +41,23 @@ class StepPlace:
         return ()
 
     def may_have(self, step: int) -> bool:
-        """Return whether this place may have a step that the directory lacks; the same on all processes."""
+        """Return whether this place may have a step that the directory lacks; all processes get the same answer."""
         return False
 
     def fetch(self, step: int, overwrite: bool) -> bool:
-        """Make a step readable for the run; return whether it is. ``overwrite`` replaces a damaged one."""
+        """Make a step readable for the run; return whether that succeeded. ``overwrite`` replaces a damaged one."""
         return False
 
     def elsewhere(self, step: object) -> str:
-        """Return the end of a message about a step that this place has and the run cannot read; else ""."""
+        """Return a message suffix about a step that this place has but the run cannot read, or ""."""
         return ""
 
     def restored(self, step: int) -> dict[str, Any]:
-        """Note that a step was restored; return facts for its event if this place supplied it."""
+        """Record that a step was restored; return facts for the event if this place supplied the step."""
         return {}
 
     def drop(self, step: int, damage: str) -> None:
-        """Stop reading a step of this place, as it is damaged."""
+        """Stop reading a step from this place because it is damaged."""
 
     def close(self, *, finished: bool) -> None:
-        """End with the run, which has ``finished`` or failed; wait a limited time for copies under way."""
+        """Close with the run, which has ``finished`` or failed; wait a limited time for copies in progress."""

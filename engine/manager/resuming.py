@@ -1,4 +1,4 @@
-"""The step that a run resumes from: the newest that is whole for all processes, in any of its places."""
+"""The step that a run resumes from: the newest step that is whole for all processes, in any of its places."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _logger = logging.getLogger("holdfast")
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """A checkpoint that was restored.
+    """A restored checkpoint.
 
     Attributes:
         step: Its step.
         items: The restored item, or a dictionary of items if the manager has several.
-        skipped: Newer steps that are damaged or not used, also local ones of the hosts, each with the reason.
+        skipped: Newer steps that are damaged or unused, including local ones on the hosts, each with the reason.
     """
 
     step: int
@@ -45,15 +45,15 @@ class Restored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peek:
-    """What a restore would take, without the state.
+    """A preview of what a restore would load, without the state.
 
     Attributes:
         step: The step; None for a checkpoint without a number.
-        extras: What was saved with the state by name, as it is loaded without a template; for a checkpoint of
+        extras: The values saved along with the state, by name, as loaded without a template; for a checkpoint of
             ``holdfast.graph``, its numbers and texts by their paths.
-        metrics: The metrics that are stored with it, or None.
-        metadata: The facts about the run that are stored with the checkpoints, or None.
-        custom_metadata: What was passed as ``custom_metadata`` when it was saved, or None.
+        metrics: The metrics stored with it, or None.
+        metadata: The facts about the run stored with the checkpoints, or None.
+        custom_metadata: The ``custom_metadata`` it was saved with, or None.
     """
 
     step: int | None
@@ -64,7 +64,7 @@ class Peek:
 
 
 class _Damage(NamedTuple):
-    """Why a step was not restored, and on which process."""
+    """Why a step could not be restored, and on which process."""
 
     reason: str
     unreadable: bool = False
@@ -72,12 +72,12 @@ class _Damage(NamedTuple):
     process: int = 0
 
 
-ReadStep = tuple[int, Any, Sequence[tuple[int, _Damage]]]  # its number and items, and the damaged steps after it
+ReadStep = tuple[int, Any, Sequence[tuple[int, _Damage]]]  # step number, items, and the damaged steps newer than it
 
 
 @dataclass(frozen=True, slots=True)
 class StepRestorer:
-    """Reads steps back, and passes the step that the run resumes from to the parts of a manager."""
+    """Restores steps, and informs the parts of a manager about the step that the run resumes from."""
 
     run: Run
     items: ItemSet
@@ -87,7 +87,7 @@ class StepRestorer:
     def restore_step(self, step: int, items: Any, kwargs: Mapping[str, Any]) -> Any:
         began = time.perf_counter()
         self._fetch_missing(step)
-        # A program may restore a step on one process, so reads are shared only if its options ask for that.
+        # Reads are shared only if the options ask for it, as a program may restore a step on a single process.
         with self._shared_reads(together=False) as shared:
             try:
                 values = self._read(step, items, kwargs, shared)
@@ -104,7 +104,7 @@ class StepRestorer:
         return values
 
     def resume(self, whole: ReadStep, began: float) -> Restored:
-        """Resume from the step that :meth:`newest_whole` returned; warn of the damaged ones."""
+        """Resume from the step that :meth:`newest_whole` returned; warn about the damaged ones."""
         step, values, damaged = whole
         unused = {newer: why for place in self.run.places for newer, why in place.unused.items() if newer > step}
         skipped = dict(sorted({**unused, **{n: damage.reason for n, damage in damaged}}.items(), reverse=True))
@@ -117,7 +117,7 @@ class StepRestorer:
         return Restored(step, values, tuple(skipped.items()))
 
     def peek(self, items: Collection[str], step: int | None) -> tuple[int, Any] | None:
-        """Return the step that a restore would take, with the named items."""
+        """Return the step that a restore would load, with the named items."""
         if step is not None:
             self._fetch_missing(step)
         whole = self.newest_whole(dict.fromkeys(items), {}, step, peeks=True)
@@ -126,7 +126,7 @@ class StepRestorer:
     def newest_whole(
         self, items: Any, kwargs: Mapping[str, Any], named: int | None = None, *, peeks: bool = False
     ) -> ReadStep | None:
-        """Read the newest step that is whole for all processes, or the named one; skip damaged ones with a warning."""
+        """Read the newest step that is whole for all processes, or the given one; warn about and skip damaged ones."""
         read = partial(self._read_everywhere, items=items, kwargs=kwargs)
         directory = self.run.steps.location
         damaged: list[tuple[int, _Damage]] = []
@@ -152,10 +152,10 @@ class StepRestorer:
                 if damage is None:
                     return step, values, damaged
                 self._drop(step, damage)
-            if damage.deleted:  # the run that writes here has deleted it, and has newer steps
+            if damage.deleted:  # the run writing here has deleted it, and has newer steps
                 if step in missing:
                     if named is not None:
-                        self.run.steps.stored_record(step)  # raises the error that lists the steps
+                        self.run.steps.stored_record(step)  # raises an error that lists the existing steps
                     raise CheckpointNotFoundError(
                         f"{directory}: process 0 sees step {step}, and process {damage.process} does not, also when it "
                         "looks again; all processes must see the same directory: is it a disk that they "
@@ -166,7 +166,7 @@ class StepRestorer:
                 self.run.steps.reload()
                 steps = self._newest_first(named)
                 continue
-            if not peeks:  # at once, as the next step may end all with an error
+            if not peeks:  # logged at once, as the next step may raise an error
                 _logger.warning("%s: step %d is damaged and passed over: %s", directory, step, damage.reason)
             damaged.append((step, damage))
         if damaged:
@@ -179,7 +179,7 @@ class StepRestorer:
     def resumes_from(
         self, step: int, *, skipped: Mapping[int, str] | None = None, began: float | None = None
     ) -> list[int]:
-        """Note that the run resumes from a step; return the later ones."""
+        """Record that the run resumes from a step; return the later steps."""
         facts: dict[str, Any] = {}
         for place in self.run.places:
             facts.update(place.restored(step))
@@ -204,7 +204,7 @@ class StepRestorer:
             place.drop(step, damage.reason)
 
     def _stands_in_alone(self, step: int, error: DamagedCheckpointError) -> bool:
-        """Return whether the hosts' copy replaces a damaged step; of several processes, not all may ask."""
+        """Return whether the hosts' copy replaces a damaged step; with several processes, not all may be restoring."""
         places = [place for place in self.run.places if not place.writes_directory and step in place.steps()]
         if not places:
             return False
@@ -222,20 +222,20 @@ class StepRestorer:
         return False
 
     def _stands_in(self, place: StepPlace, step: int, damage: _Damage) -> None:
-        """Warn that a damaged step of the directory is read from another place."""
+        """Warn that another place supplies a damaged step of the directory."""
         text = "%s: step %d was damaged, and is that of %s now: %s"
         _logger.warning(text, self.run.steps.location, step, place.shown, damage.reason)
         if not place.writes_directory:
             self.run.steps.mark_damaged(step, damage.reason, unreadable=damage.unreadable)
 
     def _fetch_missing(self, step: int) -> None:
-        """Fetch a step that perhaps only another place has; then all processes call this."""
+        """Fetch a step that only another place may have; if so, all processes make this call."""
         if any(place.may_have(step) for place in self.run.places):
             self.run.fetch_missing(step)
 
     @contextlib.contextmanager
     def _shared_reads(self, *, together: bool) -> Iterator[SharedReads | None]:
-        """Begin reads that all processes share, if they make the call ``together`` or always do; else yield None."""
+        """Begin reads that all processes share if they restore ``together``, or always by option; else yield None."""
         option, processes = self.run.options.load_and_broadcast, self.run.processes
         transport = processes.transport() if option or (option is None and together) else None
         rendezvous = None if transport is None else processes.rendezvous("restore: shared reads")
@@ -246,7 +246,7 @@ class StepRestorer:
             yield shared
 
     def _newest_first(self, named: int | None) -> list[tuple[int, bool]]:
-        """Return the steps, and whether each can be read without a fetch; or only the named one."""
+        """Return the steps, newest first, and whether each is readable without a fetch; or only the given one."""
         if named is not None:
             return [(named, True)]
         steps: list[tuple[int, bool]] = self.run.processes.decide("steps", self.run.steps_everywhere)
@@ -270,7 +270,7 @@ class StepRestorer:
         except DamagedCheckpointError:
             if not self.run.steps.may_read_again(step, stored, attempt):
                 raise
-            if shared is not None:  # perhaps not all processes read it again
+            if shared is not None:  # the other processes are perhaps not reading it again
                 shared.leave()
             return self._read(step, items, kwargs, None, attempt + 1)
         if shared is not None:
@@ -278,12 +278,12 @@ class StepRestorer:
         return values
 
     def _read_everywhere(self, step: int, items: Any, kwargs: Mapping[str, Any]) -> tuple[Any, _Damage | None]:
-        """Read a step on all processes; return it, and the damage that any of them found."""
+        """Read a step on all processes; return it, and the damage found by any of them."""
         values = damage = broken = None
         with self._shared_reads(together=True) as shared:
             try:
                 values = self._read(step, items, kwargs, shared)
-            except PeerFailedError as error:  # its reason follows: damage, or an error that ends all
+            except PeerFailedError as error:  # the actual reason follows: damage, or a fatal error
                 broken = error
             except BaseException as error:
                 if shared is not None:

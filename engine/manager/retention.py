@@ -1,7 +1,7 @@
-"""Retention: the union of pure rules, each of which names the steps that it keeps, with reasons.
+"""Retention: a union of pure rules, each of which returns the steps that it keeps, with reasons.
 
-Rules depend on the list of steps alone, so that a restart changes nothing and rules keep what they have kept. "Newest"
-always means the highest step, never the latest time: clocks differ and jump.
+Rules depend only on the list of steps, so that a restart changes nothing and rules keep what they kept before. "Newest"
+always means the highest step, never the latest time, as clocks differ and jump.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ NEWEST = "newest"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepInfo:
-    """One committed checkpoint, as a :class:`KeepPolicy` sees it.
+    """A committed checkpoint, as seen by a :class:`KeepPolicy`.
 
     Attributes:
         step: The number of optimizer updates in it.
         time: When it was committed, in seconds since 1970-01-01 UTC, by the clock of the machine that wrote it.
         metrics: The metrics stored with it, or None.
-        pinned: Whether it stays even if no policy keeps it.
+        pinned: Whether it is kept even if no policy wants it.
         items: The names of its items.
     """
 
@@ -41,7 +41,7 @@ class StepInfo:
     metrics: Mapping[str, Any] | None = None
     pinned: bool = False
     items: Collection[str] = ()
-    # The last requested metric and its value: a function is called only once, although each save ranks all steps.
+    # Caches the last requested metric: although each save ranks all steps, a function is called only once for each.
     _value: tuple[Metric, float | None] | None = field(default=None, init=False, repr=False, compare=False)
 
     def value(self, metric: Metric) -> float | None:
@@ -64,7 +64,7 @@ def info_of(step: int, record: CheckpointRecord) -> StepInfo:
 
 
 def infos_of(entries: Iterable[StepEntry]) -> list[StepInfo]:
-    """Return the steps of a directory as the rules see them, without damaged ones."""
+    """Return the steps of a directory as retention rules see them, without damaged ones."""
     return [info_of(entry.step, entry.record) for entry in entries if entry.record is not None]
 
 
@@ -73,9 +73,9 @@ def infos_of(entries: Iterable[StepEntry]) -> list[StepInfo]:
 
 @runtime_checkable
 class KeepPolicy(Protocol):
-    """Names steps to keep, for ``keep=``; the other policies decide about the rest, and the newest always stays.
+    """Selects steps to keep, for ``keep=``; the other policies decide about the rest, and the newest is always kept.
 
-    A step that is not kept once is deleted for good. So a policy should keep the same steps again after the others are
+    A step that is not kept is deleted for good. So a policy should select the same steps again after the others are
     gone.
 
     >>> class KeepEven(KeepPolicy):
@@ -85,7 +85,7 @@ class KeepPolicy(Protocol):
 
     @abc.abstractmethod
     def kept(self, steps: Sequence[StepInfo]) -> dict[int, str]:
-        """Return the steps that this policy keeps, each with the reason for users.
+        """Return the steps that this policy keeps, each with a reason to show to users.
 
         Args:
             steps: All committed steps, in any order.
@@ -109,7 +109,7 @@ class KeepLatest:
 
 @dataclass(frozen=True)
 class KeepBest:
-    """Keeps the ``n`` best steps by a metric, newer ones first if equal; without enough of them, the newest others."""
+    """Keeps the ``n`` best steps by a metric, newer first among equals; fills up with the newest steps without it."""
 
     n: int
     metric: Metric
@@ -130,7 +130,7 @@ class KeepBest:
 
 @dataclass(frozen=True)
 class KeepItem:
-    """Keeps the newest step with an item that not every step has."""
+    """Keeps the newest step that contains a given item, as not every step has it."""
 
     item: str
 
@@ -163,12 +163,12 @@ class KeepSteps:
 
 
 def kept_steps(steps: Sequence[StepInfo], rules: Sequence[KeepPolicy]) -> set[int]:
-    """Return the steps that a rule keeps, and the newest in any case."""
+    """Return the steps that any rule keeps, and always the newest."""
     return set().union(*_verdicts(steps, rules))
 
 
 def reasons(steps: Sequence[StepInfo], rules: Sequence[KeepPolicy]) -> dict[int, tuple[str, ...]]:
-    """Return the steps from :func:`kept_steps` in ascending order, each with every reason."""
+    """Return the steps from :func:`kept_steps` in ascending order, each with all its reasons."""
     by_step: dict[int, list[str]] = {}
     for verdict in _verdicts(steps, rules):
         for step, reason in verdict.items():
@@ -183,19 +183,19 @@ def _verdicts(steps: Sequence[StepInfo], rules: Sequence[KeepPolicy]) -> Iterato
 
 
 def newest_with(item: str, steps: Sequence[StepInfo], before: float = math.inf) -> int | None:
-    """Return the newest step with an item, before a step; None without one. ``steps`` are in ascending order."""
+    """Return the newest step with an item, before a given step; None without one. ``steps`` are in ascending order."""
     return next((info.step for info in reversed(steps) if item in info.items and info.step < before), None)
 
 
 def best(steps: Sequence[StepInfo], metric: Metric, mode: Mode = "max") -> int | None:
-    """Return the step with the best value of a metric; the newest of equal ones."""
+    """Return the step with the best value of a metric; the newest among equals."""
     ranked = _ranked(steps, metric, mode, 1)
     return ranked[0][0] if ranked else None
 
 
 def _ranked(steps: Sequence[StepInfo], metric: Metric, mode: Mode, n: int) -> list[tuple[int, float]]:
     sign = 1 if mode == "max" else -1
-    # In reverse, as the best steps are usually among the newest: nlargest is fast if it sees them first.
+    # Newest first, as the best steps are usually among them, and nlargest is fast if it sees these first.
     ranks = ((sign * value, info.step) for info in reversed(steps) if (value := info.value(metric)) is not None)
     return [(step, sign * rank) for rank, step in heapq.nlargest(n, ranks)]
 

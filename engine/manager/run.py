@@ -1,4 +1,4 @@
-"""A run: its steps and events, the right to change them, and the actions that all of its processes take together."""
+"""A run: its steps and events, the right to change them, and the actions that all its processes take together."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _logger = logging.getLogger("holdfast")
 
 @contextlib.contextmanager
 def failing_together(rendezvous: Rendezvous | None) -> Iterator[None]:
-    """If the block fails, report it to the other processes at once: this one takes no part in the save."""
+    """If the block fails, report this to the other processes at once, as this process takes no part in the save."""
     try:
         yield
     except BaseException as error:
@@ -36,7 +36,7 @@ def failing_together(rendezvous: Rendezvous | None) -> Iterator[None]:
 
 
 class Run:
-    """The steps of a run, in its directory and in other places, its events, and the right to change them."""
+    """The steps of a run, in its directory and in other places; its events; and the right to change them."""
 
     def __init__(
         self,
@@ -53,15 +53,15 @@ class Run:
         self.observer = observer
         self.background = BackgroundSave(seconds(options.save_timeout_secs))
         self.events = RunEvents(directory, clock, processes.index, observer)
-        self.places: list[StepPlace] = []  # besides the directory, the nearest first
+        self.places: list[StepPlace] = []  # the places besides the directory, nearest first
         self.steps = RunDirectory(
             directory, options, clock, self._drain, writes=processes.is_primary, places=self.places
         )
         if not options.read_only:
             self.steps.ownership.check_usable()
-        self.changing = Lock(reentrant=True)  # of the thread that begins a save, or takes ownership
-        self.learned: LearnedInterval | None = None  # on process 0, the trigger that learns the interval between saves
-        # Called with the folder and the record of each committed step, also local ones, on the thread that saves.
+        self.changing = Lock(reentrant=True)  # held by the thread that begins a save or takes ownership
+        self.learned: LearnedInterval | None = None  # on process 0: the trigger that learns the save interval
+        # Called with the folder and record of each committed step, including local ones, on the saving thread.
         self.committed: Callable[[Location, CheckpointRecord], object] | None = None
         self._metadata = check_json("metadata", metadata)
         self._compared = False  # whether the processes have compared their options
@@ -74,14 +74,14 @@ class Run:
     # ---- the right to change the run
 
     def check_writable(self) -> None:
-        """Raise StateError if nothing may be written: the manager is closed, or only reads."""
+        """Raise StateError if writing is not allowed: the manager is closed or read-only."""
         if self._closed:
             raise StateError(f"{self.steps.location}: this manager is closed; make a new one")
         if self.options.read_only:
             raise StateError(f"{self.steps.location}: this manager was made with read_only=True")
 
     def acquire(self, *adding: StepPlace) -> None:
-        """Acquire the directory, remove the remains of interrupted runs, and notify the other places."""
+        """Acquire the directory, remove leftovers of interrupted runs, and notify the other places."""
         self.check_writable()
         with self.changing:
             if self._acquired:
@@ -89,7 +89,7 @@ class Run:
                 return
             local = self.options.local
             identity = RunIdentity(local=None if local is None else as_location(local.url).url)
-            for place in (*self.places, *adding):  # also of a place that is being added
+            for place in (*self.places, *adding):  # including a place that is just being added
                 identity = place.identity.over(identity)
             self.compare_options()
             strays = self.processes.decide("acquire", self.steps.acquire, self._metadata, identity)
@@ -102,7 +102,7 @@ class Run:
             self.notify("changed")
 
     def change(self, action: str, work: Callable[..., Any], *inputs: Any) -> Any:
-        """Change the directory on process 0, and then the index of the other processes in memory."""
+        """Change the directory on process 0, and then the in-memory index of the other processes."""
         self.acquire()
         answer = self.processes.decide(action, work, *inputs)
         if not self.processes.is_primary:
@@ -111,29 +111,29 @@ class Run:
         return answer
 
     def close(self) -> bool:
-        """Refuse all further changes; return False if an earlier call did so."""
+        """Refuse all further changes; return False if already closed."""
         with self.changing:  # a save of another thread has begun before this, or is refused
             was_open, self._closed = not self._closed, True
             return was_open
 
     def _drain(self) -> None:
-        """Wait until no thread begins a save and none is under way, as a newer manager takes over."""
+        """Wait until no save is beginning or in progress, because a newer manager takes over."""
         with self.idle(self.background, *(place.background for place in self.places)):
             pass
 
     @contextlib.contextmanager
     def idle(self, *saves: BackgroundSave) -> Iterator[None]:
-        """Wait until saves have ended, and let no other thread begin one during a block."""
+        """Wait until saves have ended, and prevent other threads from beginning one during the block."""
         while True:
             for save in saves:
-                save.join()  # without the lock, which listeners may need
+                save.join()  # without holding the lock, which listeners may need
             with self.changing:
                 if not any(save.running for save in saves):
                     yield
                     return
 
     def compare_options(self) -> None:
-        """Compare, once, the options that decide which calls the processes make together."""
+        """Compare once the options that determine which collective calls the processes make."""
         if self._compared:
             return
         options, mirror, local = self.options, mirror_of(self.options), self.options.local
@@ -158,7 +158,7 @@ class Run:
     # ---- the places besides the directory
 
     def add_place(self, place: StepPlace) -> None:
-        """Add a place, and fetch its newest step that is newer than every step of the directory."""
+        """Add a place, and fetch its newest step if it is newer than every step in the directory."""
         self.compare_options()
         for step in place.newer_steps():
             if self._fetch_from(place, step):
@@ -172,13 +172,13 @@ class Run:
             place.background.join()
 
     def notify(self, point: Point, step: int = -1) -> None:
-        """Tell all places that the run has reached a point."""
+        """Notify all places that the run has reached a point."""
         for place in self.places:
             place.reached(point, step)
 
     def fetch(self, step: int, *, overwrite: bool = False) -> StepPlace | None:
-        """Return the place from which a step could be fetched, or None; ``overwrite`` replaces a damaged one."""
-        # The farthest place goes first for a damaged step, because its copy repairs the directory.
+        """Fetch a step and return the place that supplied it, or None; ``overwrite`` replaces a damaged one."""
+        # For a damaged step, the farthest place goes first, because its copy repairs the directory.
         places = self.places[::-1] if overwrite else self.places
         return next((place for place in places if self._fetch_from(place, step, overwrite)), None)
 
@@ -188,14 +188,14 @@ class Run:
         return place.fetch(step, overwrite)
 
     def fetch_missing(self, step: int) -> bool:
-        """Fetch a step that the directory lacks on process 0; return whether it can be read."""
+        """Fetch a step if process 0 does not find it in the directory; return whether it can be read."""
         if step in self.steps.borrowed:
             return True
         is_here = self.processes.decide(f"look for step {step}", self.steps.__contains__, step)
         return is_here or self.fetch(step) is not None
 
     def steps_everywhere(self) -> list[tuple[int, bool]]:
-        """Return all steps, also damaged ones, the newest last, and whether each can be read without a fetch."""
+        """Return all steps, including damaged ones, newest last, and whether each is readable without a fetch."""
         here = {*self.steps.steps_and_damaged(), *self.steps.borrowed}
         there = {step for place in self.places for step in place.steps()}
         left = self.steps.left_behind()

@@ -1,4 +1,4 @@
-"""The saves of a run: whether one is due, its snapshot, and the work after its commit."""
+"""The saves of a run: deciding whether one is due, its snapshot, and the work after its commit."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _logger = logging.getLogger("holdfast")
 
 @dataclass(slots=True)
 class SaveQueue:
-    """Saves one step after the other, on the caller's thread or in the background."""
+    """Saves steps one at a time, on the caller's thread or in the background."""
 
     run: Run
     items: ItemSet
     decisions: SaveDecisions
     abandoned: AbandonedSteps
-    _pending: PendingSave | None = None  # the save that is under way
+    _pending: PendingSave | None = None  # the save in progress
     _warned_of_repeated: bool = False
-    _watch: MetricWatch | None = None  # None once the metric that ranks checkpoints was reported
+    _watch: MetricWatch | None = None  # None once the ranking metric was reported
 
     def __post_init__(self) -> None:
         best_fn = self.run.options.best_fn
@@ -50,7 +50,7 @@ class SaveQueue:
             metrics = named(metrics)
             if self.run.options.save_on_best and callable(self.run.options.best_fn):
                 metrics = plain_containers(metrics)
-        # A function of the metrics fetches them from the device: it is called only if a trigger calls it as well.
+        # best_fn as a function fetches metrics from the device, so it is called only if a trigger calls it as well.
         if isinstance(self.run.options.best_fn, str) or self.run.options.save_on_best:
             self.note_metrics(step, metrics)
         decision = self.decisions.decide(step, metrics, saved=self._is_saved(step), earlier=self._earlier())
@@ -59,12 +59,12 @@ class SaveQueue:
         return decision
 
     def _is_saved(self, step: int) -> bool:
-        """Return whether a step is saved or being saved, and is not to be replaced."""
+        """Return whether a step is saved or being saved, and must not be replaced."""
         is_pending = self._pending is not None and self._pending.step == step
         return is_pending or (step in self.run.steps and not self.abandoned.replaces(step))
 
     def note_metrics(self, step: int, metrics: Mapping[str, Any] | None) -> None:
-        """Warn, once, of metrics without the one that ranks checkpoints."""
+        """Warn once if the metrics lack the one that ranks checkpoints."""
         best_fn = self.run.options.best_fn
         if self._watch is not None and best_fn is not None:
             self._watch.note(step, metrics, (info.value(best_fn) for info in self.run.steps.infos()))
@@ -76,7 +76,7 @@ class SaveQueue:
         return interval is None or previous is None or passes(interval, step, previous)
 
     def _items_left_out(self, step: int) -> list[str]:
-        """Return the items that are not due at a step; process 0 decides."""
+        """Return the items that are not due at a step, as decided by process 0."""
         intervals = self.run.options.item_intervals
         if not intervals:
             return []
@@ -84,11 +84,11 @@ class SaveQueue:
         return self.run.processes.decide(label, lambda: [item for item in intervals if not self.item_due(item, step)])
 
     def due_items(self, content: StepContent) -> dict[str, ItemToSave]:
-        """Return the items of a step that are due, ready to be saved."""
+        """Return the due items of a step, ready to be saved."""
         return self.items.to_save(content, self._items_left_out(content.step))
 
     def _earlier(self) -> Sequence[StepInfo]:
-        """Return the steps that a new best must beat, including the one that is being saved."""
+        """Return the steps that a new best must beat, including the one being saved."""
         pending = self._pending
         if pending is None or not self.run.options.save_on_best:
             return self.run.steps.infos()
@@ -108,32 +108,32 @@ class SaveQueue:
                 _logger.warning(text, step, decision.reason)
             return False
         self.run.acquire()
-        if self.run.steps.is_stray(step) and (reason is not None or not force):  # An explicit save is refused.
+        if self.run.steps.is_stray(step) and (reason is not None or not force):  # an explicit save is refused
             return False
         if force:
-            self.run.observer.reached("step", step)  # decide() was perhaps not called for this step
+            self.run.observer.reached("step", step)  # decide() may not have been called for this step
         with self.run.idle(self.run.background):
             self.run.check_writable()
             if self.run.background.has_missed_a_process and (lost := self.run.background.take_error()) is not None:
-                self.run.processes.fail("save", lost)  # this save would wait as long again
+                self.run.processes.fail("save", lost)  # this save would wait for the same timeout
                 raise lost
             left_out = [] if force else self._items_left_out(step)
             rendezvous = self.run.processes.rendezvous("save")
             try:
                 with failing_together(rendezvous):
-                    # Anything that may fail on one process only comes after this, so that all see the same steps.
+                    # What may fail on a single process only follows here, so that all processes see the same steps.
                     self.run.notify("saving", step)
                     self.run.steps.ownership.check(at_once=True)
                     self.run.steps.make_room(step, replaces=replaces)
                     pending = PendingSave(content, reason or decision.reason)
-                    # A callback, which gives a reason, has called decide() before.
+                    # A callback, which passes a reason, has called decide() before.
                     if reason is None or not isinstance(self.run.options.best_fn, str):
                         self.note_metrics(step, pending.metrics)
                     values = self.items.to_save(content, left_out)
                 save = Save(
                     self.run.steps.step_location(step),
                     values,
-                    overwrite=True,  # a step that is there was committed by a superseded run
+                    overwrite=True,  # an existing step was committed by a superseded run
                     owned=True,
                     began=began,
                     rendezvous=rendezvous,
@@ -147,7 +147,7 @@ class SaveQueue:
                 _logger.warning(text, self.run.steps.location, step)
             earlier: SaveFailedError | None = None
             try:
-                self.run.observer.reached("saving", step)  # here, so that a drill knows of it before the thread begins
+                self.run.observer.reached("saving", step)  # before the thread starts, so that a drill knows of it
                 later = self.run.steps.steps_after(step)
                 self.abandoned.saving(step, later, leaves=LEFT_BEHIND in (content.custom_metadata or {}))
                 self.decisions.save_begins(step)
@@ -158,7 +158,7 @@ class SaveQueue:
                 if save.in_background:
                     label = f"step {step} of {self.run.steps.location}"
                     self.run.background.start(functools.partial(self._complete, pending, save), what=label, step=step)
-            except BaseException as error:  # an interrupt, or the system has no more threads
+            except BaseException as error:  # an interrupt, or no more threads are available
                 if save.give_up(error):
                     self._ended(pending, failed=True)
                 if earlier is not None:
@@ -172,7 +172,7 @@ class SaveQueue:
         step = pending.step
         try:
             with save.completing() as claimed:
-                if not claimed:  # an interrupt ended the save before this thread began
+                if not claimed:  # an interrupt ended the save before this thread started
                     return
                 self.items.save_begins(step, self.run.steps)
                 items = save.write(awaited)
@@ -214,7 +214,7 @@ class SaveQueue:
             ) from error
 
     def _record(self, pending: PendingSave, items: Mapping[str, ItemRecord]) -> CheckpointRecord:
-        """Check the ownership once more, and make the commit record."""
+        """Check the ownership once more, and create the commit record."""
         self.run.steps.ownership.check()
         if self.run.options.local is None:
             self.run.steps.note_branches(NO_LOCAL_STEPS)
@@ -241,7 +241,7 @@ class SaveQueue:
         if not self.run.processes.is_primary:
             self._change_metrics(step, recorded)
         changing = self.run.changing
-        if changing.acquire(blocking=False):  # a save that is under way, or begins, deletes old steps at its end
+        if changing.acquire(blocking=False):  # a save in progress, or about to start, deletes old steps when it ends
             try:
                 if not self.run.background.running:
                     self.run.background.start(
@@ -251,7 +251,7 @@ class SaveQueue:
                 changing.release()
 
     def _add_metrics(self, step: int, metrics: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Add metrics to a step; return None if the save under way will store them."""
+        """Add metrics to a step; return None if the save in progress will store them."""
         pending = self._pending
         if pending is not None and pending.step == step and pending.add(metrics):
             return None
@@ -259,19 +259,19 @@ class SaveQueue:
         return metrics
 
     def deleted(self) -> None:
-        """Count the next save from the newest remaining step."""
+        """Count the interval to the next save from the newest remaining step."""
         self.decisions.deleted(max(self.run.steps.steps(), default=0))
 
     @contextlib.contextmanager
     def apart_from_save_of(self, step: int) -> Iterator[None]:
-        """Wait for the save of a step, and prevent another one during the block, which changes the step."""
+        """Wait for a save of the step to end, and prevent another during the block, which changes the step."""
         while True:
             with self.run.changing:
                 pending = self._pending
                 if pending is None or pending.step != step or not self.run.background.running:
                     yield
                     return
-            self.run.background.join()  # without the lock, which listeners may need
+            self.run.background.join()  # without holding the lock, which listeners may need
 
     def _change_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         with self.apart_from_save_of(step):
