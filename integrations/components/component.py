@@ -1,4 +1,4 @@
-"""Components: the mixin `Checkpointable`, and the protocol behind it."""
+"""Components: the `Checkpointable` mixin and the protocol behind it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _logger = logging.getLogger("holdfast")
 
 @runtime_checkable
 class Component(Protocol):
-    """An object with a state and components below it, which can be a component in a tree."""
+    """An object with a state that can be part of a component tree, with components of its own below it."""
 
     def get_state(self) -> Any:
         """Return the state, with or without the states of the components below, which are saved separately."""
@@ -292,7 +292,7 @@ class Checkpointable:
 
 
 def _refuse_tree_above(target: LiveComponent, saved: SavedComponent) -> None:
-    """Raise OptionError if the path is that of a whole tree, where that of one of its components is needed."""
+    """Raise OptionError if the path of a whole tree was passed where a component's own path is needed."""
     there = descend(saved, target.path)
     own_names = {path[:1] for path, _ in target.named()}
     names = [type(component.value).__qualname__ for component in (target, target.root)]
@@ -329,7 +329,7 @@ def _take(live: LiveComponent, selection: Selection, options: Mapping[str, Any])
 
 
 def _give(component: LiveComponent, state: Any) -> None:
-    """Set the states of the components below, then the own state, then those of components that this has created."""
+    """Set the states of the components below, then the own state, then those of components that it created."""
     name = type(component.value).__qualname__
     if not isinstance(state, Mapping):
         raise TreeMismatchError(f"{name}: expected a dictionary, found {type(state).__name__}")

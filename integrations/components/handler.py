@@ -86,7 +86,7 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
             **kwargs: No other arguments are accepted.
 
         Returns:
-            The tree, ready to be written into a folder.
+            The tree, ready to be written to a folder.
 
         Raises:
             UnsupportedLeafError: A state cannot be saved; the message names the value.

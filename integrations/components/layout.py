@@ -1,9 +1,9 @@
 """The directory of a component tree: its records and documents, and what a commit adds to it.
 
-The root's commit record has an item for every component: ``state`` for the root's own state, and the path of the
-component for all others (``learner/p0``, in the folder ``learner/p0/state``). The directory of each part has a record
-too, derived from the root's, so that the part can be loaded, verified and copied alone. The folder of
-each state has a description of the component, ``component.json``.
+The root's commit record has an item for every component: ``state`` for the root's own state, and the component path
+for all others (``learner/p0``, in the folder ``learner/p0/state``). The directory of each part also has a record,
+derived from the root's, so that the part can be loaded, verified and copied alone. Each state folder has a
+component description, ``component.json``.
 """
 
 from __future__ import annotations

@@ -240,7 +240,7 @@ def _lines(by_component: Iterable[tuple[Path, Iterable[str]]]) -> tuple[str, ...
 
 @dataclass(eq=False)
 class TreeConstruction:
-    """Constructs the components of one call, with their states; one that several specs refer to is constructed once."""
+    """Constructs the components for one call, with their states; each only once, even if several specs refer to it."""
 
     saved: SavedComponent
     base: type

@@ -1,8 +1,8 @@
 """The state of a single component, without the components below it: how it is captured and restored.
 
-A component with its own ``get_state`` decides what its state is. The state of any other is everything that the walk of
-:mod:`~holdfast.integrations.graph` reaches from its attributes, up to the components below. Values that a torch
-optimizer keeps for parameters of other components belong to the optimizer, under the paths of the parameters.
+A component with its own ``get_state`` decides what its state is. For any other, it is everything that the walk of
+:mod:`~holdfast.integrations.graph` reaches from its attributes, down to the components below. Values that a torch
+optimizer keeps for parameters of other components belong to the optimizer, under the parameters' paths.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ def copied(tree: Any) -> Any:
 
 
 def divided(live: LiveComponent, state: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[LiveComponent, Any]]]:
-    """Split a state into the component's own and those of the components below, whose names RLlib nests like paths."""
+    """Split a state into the component's own and those of its components, whose names RLlib nests like paths."""
     flat = dict(state)
     for child in live.children:
         *keys, last = child.name.split("/")
@@ -380,7 +380,7 @@ def own_graph(component: LiveComponent) -> LiveGraph:
     """Return the graph of a component's own values, which ends at other components."""
     component.added.clear()
     graph = walk(component, ends=component.ends)
-    # Parameters of its optimizers without a name in it are added under their paths from the root of the tree.
+    # Optimizer parameters without a name in this component are added under their paths from the root of the tree.
     for parameter in [outside for node in graph.nodes for outside in outside_parameters(node)]:
         if (path := _parameters(component.root).get(id(parameter))) is not None:
             component.add((_TREE, *map(unescape_key, path)), parameter)

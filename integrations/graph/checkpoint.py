@@ -46,12 +46,12 @@ class _CheckpointState(NodeState):
 
 
 class Checkpoint(Node):
-    """Saves and restores the objects that are attached to it, by the names of the attributes that lead to them.
+    """Saves and restores the objects attached to it, by the names of the attributes that lead to them.
 
     Objects are torch modules and optimizers, flax nnx modules and optimizers, pytrees such as a ``TrainState``, arrays,
     numbers and text, lists, dictionaries, plain objects with attributes, and objects with ``get_state`` and
-    ``set_state`` or ``state_dict`` and ``load_state_dict``, such as data iterators. An object that can be reached in
-    several ways is saved once.
+    ``set_state`` or ``state_dict`` and ``load_state_dict``, such as data iterators. An object that is reachable in
+    several ways is saved only once.
 
     Args:
         root: An object whose own attributes are saved as if they were the checkpoint's; or a weak reference to one.
@@ -263,7 +263,7 @@ def numbered(checkpoint: Checkpoint, number: int) -> Iterator[CapturedGraph]:
 
 @dataclass(frozen=True)
 class CheckpointTemplate:
-    """A checkpoint object's values as a restore template; the arguments are those of `Checkpoint.restore`."""
+    """The restore template of a checkpoint object; the arguments are those of `Checkpoint.restore`."""
 
     checkpoint: Checkpoint
     _: KW_ONLY

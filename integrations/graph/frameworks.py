@@ -73,7 +73,7 @@ def module_children(module: Any) -> list[tuple[str, Any]]:
 
 
 class TensorSlot:
-    """A tensor, which is changed in place; a lazy module's parameter takes the shape of its first value."""
+    """A tensor, changed in place; a lazy module's parameter takes the shape of its first value."""
 
     def __init__(self, tensor: Any) -> None:
         self.anchor = tensor
@@ -170,7 +170,7 @@ class ModuleState(PartState):
         state = self.target.state_dict()
         bare = dict(zip(state, joined_names(list(state)), strict=True))
         extra = {bare[name]: state[name] for name in self._beyond(state)}
-        if current_coordinator().process_count == 1 and (sums := accumulated(self.target)):  # one per process otherwise
+        if current_coordinator().process_count == 1 and (sums := accumulated(self.target)):  # else one sum per process
             extra[_ACCUMULATED] = sums
         return pack_tree(encode_state(extra))
 
@@ -357,7 +357,7 @@ def variable_accessors(variable: Any) -> tuple[Callable[[], Any], Callable[[Any]
 
 # ---- Keras 3 on torch and jax: models, layers, optimizers, metrics and variables
 #
-# Their state is in their variables. As in TensorFlow, a variable or layer has the name of the attribute that holds it.
+# Their state is in their variables. As in TensorFlow, a variable or layer is named by the attribute that holds it.
 # If there is none, as in a Sequential model, a layer has the name that the program gave it, or its class name
 # numbered within the layer that holds it, as in the files of ``save_weights``
 # (https://keras.io/api/models/model_saving_apis/weights_saving_and_loading). Keras counts layers in each process

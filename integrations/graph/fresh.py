@@ -26,11 +26,11 @@ class _Object:
         view = node.view
         slot = view.slot if isinstance(view, Leaf) else None
         self.edges: dict[str, _Object] = {}
-        self.is_leaf, self.has_values = slot is not None, node.has_value  # of the object or of objects below it
+        self.is_leaf, self.has_values = slot is not None, node.has_value  # values of the object or of objects below it
         self.is_state, self.is_option = isinstance(slot, StateSlot), isinstance(slot, OptionSlot)
         self.is_dict, self.is_sequence = isinstance(node.value, dict), isinstance(node.value, list | tuple | deque)
         self.is_packed = isinstance(view, Leaf) and view.packed is not None
-        # Whether a restore can take the elements as one value, or the object is None.
+        # Whether a restore can take the elements as one value (`opens`), or create the object itself (`is_made`).
         self.opens = isinstance(view, Leaf) and (node.value is None or view.opened is not None)
         self.template = _template(node)
         is_array = self.template is not None and self.template.kind in MADE_KINDS

@@ -55,7 +55,7 @@ class CheckpointManager:
         checkpoint: The checkpoint object to save.
         directory: A path or URL.
         max_to_keep: How many of the newest checkpoints to keep; None keeps all.
-        keep_checkpoint_every_n_hours: Keep one checkpoint per this many hours permanently, as TensorFlow does: one
+        keep_checkpoint_every_n_hours: Keep one checkpoint per this many hours permanently, as TensorFlow does: each
             saved this long after the last one kept, or after the directory's first manager was created. It is pinned
             when the limit would delete it: no later manager deletes or lists it, whatever its options are.
         checkpoint_name: The name before the number.
@@ -168,7 +168,7 @@ class CheckpointManager:
         return [self._path(step) for step in why if step not in for_good]
 
     def save(self, checkpoint_number: Any = None, check_interval: bool = True) -> str | None:
-        """Save, unless it is too early.
+        """Save, unless the checkpoint interval has not passed yet.
 
         Args:
             checkpoint_number: The number for the name, instead of the next one; may be a counter from any library.

@@ -182,7 +182,7 @@ class Matching:
                     slot = self._slots.setdefault(id(part), slot)
                 queue.append(_Visit(child, part, classify(part, slot), below, slot, within))
             elif owner is not None and (covers := self._covers(child, arrays=self._final)) is not None:
-                kind = OrderedDict if isinstance(value, OrderedDict) else dict  # dict's would bypass the key order
+                kind = OrderedDict if isinstance(value, OrderedDict) else dict  # dict's would lose the key order
                 add = partial(kind.__setitem__, value, self.values.keys(number).get(segment, unescape_key(segment)))
                 yield Assignment(child, Attachment(owner.anchor, (*owner.trail, segment), ..., add), below, covers)
             elif child in self.graph.with_values and (view.optimizer is None or segment != GROUPS):
@@ -206,7 +206,7 @@ class Matching:
         order = [next((index for index, one in enumerate(saved) if one in numbers), -1) for numbers in bound]
         if sorted(order) == list(range(len(saved))):
             return view.listed(order, ())
-        return [edge for edge in view.edges if not isinstance(edge.value, list)]  # the saved parameters are others
+        return [edge for edge in view.edges if not isinstance(edge.value, list)]  # the saved parameters are different
 
     def _optimizer_values(self, new: Collection[int]) -> Iterator[Assignment]:
         """Yield assignments of values and options for newly bound optimizers and parameters."""

@@ -68,7 +68,7 @@ def is_code_or_tool(value: Any) -> bool:
 
 
 def is_actor_class(cls: Any) -> bool:
-    """True for a class made by ``ray.remote``: its object was never initialized, and is code without state."""
+    """True for an actor class made by ``ray.remote``: its instance is uninitialized, so it is code without state."""
     return any(name_of_class(base) == "ray.actor.ActorClass" for base in cls.__mro__)
 
 

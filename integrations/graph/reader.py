@@ -255,7 +255,7 @@ def checkpoints_iterator(
         directory: The directory of the numbered checkpoints; it need not exist yet.
         min_interval_secs: The minimum time from one checkpoint to the next, in seconds.
         timeout: How long to wait for a new checkpoint, in seconds; None waits forever.
-        timeout_fn: Called on timeout; True ends the iteration, anything else waits again. None ends it at once.
+        timeout_fn: Called on timeout; True ends the iteration, anything else waits again. None ends it on timeout.
         poll_secs: The polling interval, in seconds.
 
     Yields:

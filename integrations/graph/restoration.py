@@ -53,7 +53,7 @@ class RestoreReport:
     Attributes:
         checkpoint: The checkpoint's path or URL; ``""`` if no checkpoint was given.
         restored: Values or components in the program that were restored.
-        missing: Values or components in the program for which the checkpoint has none; they stay as they are.
+        missing: Values or components in the program that the checkpoint lacks; they stay as they are.
         missing_values: Values of restored components that the checkpoint does not have.
         pending: Values in the checkpoint that wait for an object.
         unused: Values in the checkpoint whose counterparts in the program have no such value; or components in the
@@ -107,7 +107,7 @@ class RestoreReport:
 
 
 class RestoreStatus:
-    """The progress of a restore; later calls may see more objects.
+    """The progress of a restore; later calls take new objects into account.
 
     Values for objects that are built later are restored by `try_complete` and the assertions at the latest, never by a
     save.
@@ -144,7 +144,7 @@ class RestoreStatus:
         """Check that program and checkpoint match exactly.
 
         Raises:
-            UnmatchedObjectsError: A value is in one of them only.
+            UnmatchedObjectsError: A value is in only one of them.
         """
         report = self._checked()
         if not report.complete:
@@ -155,7 +155,7 @@ class RestoreStatus:
         """Check that every value that the program has now was restored.
 
         Raises:
-            UnmatchedObjectsError: One was not.
+            UnmatchedObjectsError: A value was not restored.
         """
         report = self._checked()
         if report.missing or report.conflicts:
@@ -166,7 +166,7 @@ class RestoreStatus:
         """Check that anything other than the root was found in the checkpoint.
 
         Raises:
-            UnmatchedObjectsError: Nothing but the root was.
+            UnmatchedObjectsError: Nothing but the root was found.
         """
         report = self._checked()
         if not report.nontrivial:
@@ -337,7 +337,7 @@ class Restoration:
         left = self.progress.left()
         lacking, depths = self._matching.lacking, {len(path) for path in self._matching.lacking}
         named = {path[:depth] for path in left.values() for depth in depths}
-        lacking = [path for path in lacking if path not in named]  # skip if values below are under other paths
+        lacking = [path for path in lacking if path not in named]  # entries whose values were restored elsewhere
         return RestoreReport(
             checkpoint=self.progress.where,
             restored=_formatted(node.path for node in restored),

@@ -204,13 +204,13 @@ class Node:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Part:
-    """A part of a program; its children are the attributes of ``value`` and the entries of ``added``."""
+    """A part of a program, which is walked by the children that it names itself."""
 
-    value: Any  # its attributes are children; a restore replaces them in place
+    value: Any  # has the children as attributes, where a restore replaces them
     added: dict[str, Any] = field(default_factory=dict, kw_only=True)  # further children, by name
 
     def __holdfast_children__(self) -> dict[str, Any]:
-        """Return the added children by name."""
+        """Return the children by name."""
         return self.added
 
     def __holdfast_root__(self) -> Any:

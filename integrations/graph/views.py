@@ -180,7 +180,7 @@ def _classify_object(value: Any, slot: Slot) -> View:
     if is_stateful(value):
         return Leaf(StateSlot(value, *_anchor(value, slot)), shared=True)
     contents, parameters = expand(value), getattr(type(value), "__dataclass_params__", None)
-    is_dataclass = contents is not None and contents.kind == "dataclass"  # JAX's own dataclasses have other kinds
+    is_dataclass = contents is not None and contents.kind == "dataclass"  # those registered with JAX have another kind
     if is_dataclass and parameters is not None and not parameters.frozen:
         names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
         return Branch(class_name(value), _attributes(value, [(name, getattr(value, name)) for name in names], slot))

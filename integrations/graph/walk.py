@@ -119,7 +119,7 @@ class _Walk:
             check_origin(node.value, node.path)
             if not isinstance(view, Branch):
                 continue
-            # The outermost module with an own state includes all buffers and the states of inner modules.
+            # The outermost module with its own state includes all buffers and the states of inner modules.
             gives = covered or any(isinstance(edge.value, ModuleState) for edge in view.edges)
             options = [] if view.optimizer is None else [options_edge(view.optimizer)]
             for edge in [*view.edges, *options]:
