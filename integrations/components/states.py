@@ -134,7 +134,7 @@ def fetched(
 
 
 def own_states(live: Iterable[LiveComponent], *, snapshot: bool = False, partial: bool = False) -> dict[Path, Any]:
-    """Capture the states of components; with ``partial``, values for parameters outside the tree may be missing."""
+    """Capture component states; with ``partial``, optimizer values for parameters outside the tree may be missing."""
 
     def ask(live: LiveComponent) -> Any:
         return call_get_state(live.value, not_components=sorted(child.name for child in live.children) or None)

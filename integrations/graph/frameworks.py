@@ -317,7 +317,7 @@ def _snapshot(value: Any) -> Any:
 
 
 def divided_like(parameter: Any, shape: Any, dtype: Any) -> Any:
-    """Return a template sharded like its DTensor parameter, for a value of the same shape; ``...`` for all others."""
+    """Return a template sharded like the DTensor parameter, for a value of the same shape; ``...`` for all others."""
     if type(parameter).__name__ != "DTensor" or shape != tuple(parameter.shape):
         return ...
     torch: Any = loaded("torch")

@@ -56,7 +56,7 @@ class CheckpointManager:
         directory: A path or URL.
         max_to_keep: How many of the newest checkpoints to keep; None keeps all.
         keep_checkpoint_every_n_hours: Keep one checkpoint per this many hours permanently, as TensorFlow does: each
-            saved this long after the last one kept, or after the directory's first manager was created. It is pinned
+            saved this long or more after the last one, or after the directory's first manager was created. It is pinned
             when the limit would delete it: no later manager deletes or lists it, whatever its options are.
         checkpoint_name: The name before the number.
         step_counter: The program's step: a number that changes in place, such as a `Value` or a tensor, or a

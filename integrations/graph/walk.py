@@ -83,7 +83,7 @@ def walk(
     root: Node | Part, *, strict: bool = True, ends: Callable[[Any], bool] = lambda _: False, tensors: bool = True
 ) -> LiveGraph:
     """Find all objects; with ``strict``, raise UnsupportedLeafError if one can be neither saved nor restored."""
-    # The graph also has nodes beyond its ends, which only name parameters for its optimizers.
+    # Nodes beyond the ends of the graph only name parameters for its optimizers.
     walker = _Walk(ends, tensors)
     nodes = walker.discover(root)
     if strict and walker.problems:
