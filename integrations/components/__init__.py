@@ -1,4 +1,4 @@
-"""Trees of components: each is saved into a directory, restored alone or with its tree, and constructed from there."""
+"""Component trees: each component is saved to a directory, restored alone or with its tree, and constructed from it."""
 
 from __future__ import annotations
 

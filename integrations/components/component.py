@@ -1,4 +1,4 @@
-"""Components: the mixin `Checkpointable`, and the protocol behind it."""
+"""Components: the `Checkpointable` mixin and the protocol behind it."""
 
 from __future__ import annotations
 
@@ -40,25 +40,25 @@ _logger = logging.getLogger("holdfast")
 
 @runtime_checkable
 class Component(Protocol):
-    """An object with a state and components below it, which can be a component of a tree."""
+    """An object with a state that can be part of a component tree, with components of its own below it."""
 
     def get_state(self) -> Any:
         """Return the state, with or without the states of the components below, which are saved separately."""
 
     def set_state(self, state: Any) -> None:
-        """Take a state, or a part of it: values that are not in it stay as they are."""
+        """Restore a state or a part of it: values that are not in it stay as they are."""
 
     def get_checkpointable_components(self) -> Iterable[tuple[str, Any]]:
         """Return the components below by name: objects like this one, modules, optimizers, or any other objects."""
 
 
 class Checkpointable:
-    """Base of components: objects that are saved into a directory, restored from it, and constructed from it.
+    """Base class of components: objects that are saved to a directory, restored from it, and constructed from it.
 
-    By default, a component's state is everything that can be reached from its attributes (tensors, arrays, modules,
+    By default, a component's state is everything reachable from its attributes (tensors, arrays, modules,
     optimizers, numbers, text, containers, random generators, other objects), and its components are the attributes that
-    are `Checkpointable` themselves, also inside of lists and dictionaries. Its constructor's arguments are kept when it
-    is made. Each method may be overridden. Names in a class's ``__untracked__`` are not part of the state.
+    are `Checkpointable` themselves, also inside lists and dictionaries. Its constructor arguments are kept when it
+    is created. Each method may be overridden. Names in a class's ``__untracked__`` are not part of the state.
 
     >>> import tempfile, numpy as np
     >>> class Policy(Checkpointable):
@@ -95,34 +95,34 @@ class Checkpointable:
         filesystem: Any = None,
         **unknown: Never,
     ) -> str:
-        """Save this component and all below it, each into its own directory; one atomic checkpoint.
+        """Save this component and all components below it, each to its own directory, as one atomic checkpoint.
 
-        In a program of several processes, process 0 saves. The others may call this, too, with the same path: they wait
+        With several processes, process 0 saves. The others may call this, too, with the same path: they wait
         until process 0 is done.
 
         Args:
-            path: Where: a path or a URL (``memory://``, ``s3://``, ``gs://``, ``az://``, ...); None makes a new
+            path: A path or URL (``memory://``, ``s3://``, ``gs://``, ``az://``, ...); None creates a new
                 temporary directory.
-            state: The state to save in the place of ``get_state()``; without components that are not in it.
-            overwrite: Replace an existing tree of components; a crash leaves the old one or the new one, whole.
+            state: The state to save instead of ``get_state()``; components that are not in it are left out.
+            overwrite: Replace an existing component tree; after a crash, either the old or the new tree is complete.
             layout: Sizes of chunks and data files, and how chunks are compressed: ``hf.Layout(compression=3)``.
-            use_msgpack: Keep a component's arrays in one msgpack file, rather than in a database.
-            step: The number of the step, for ``holdfast ls`` on a directory of steps: ``runs/x/1200`` for step 1200.
-            metrics: Metrics to keep with it: numbers by name.
-            coordinator: How processes find each other. None takes jax.distributed or torch.distributed if one of
+            use_msgpack: Store a component's arrays in one msgpack file, rather than in a database.
+            step: The step number, for ``holdfast ls`` on a directory of steps: ``runs/x/1200`` for step 1200.
+            metrics: Metrics to store with the checkpoint: numbers by name.
+            coordinator: How processes find each other. None uses jax.distributed or torch.distributed if one of
                 them is initialized; ``hf.processes.Alone()`` saves the components of this process.
-            filesystem: The file system of fsspec or pyarrow in which ``path`` is; the URL that is returned then stands
-                for it in processes that have passed an equal one.
+            filesystem: The fsspec or pyarrow file system that contains ``path``; the returned URL then refers to it
+                in processes that have passed an equal file system.
 
         Returns:
-            The path or URL, for all methods that restore.
+            The path or URL, which all restoring methods accept.
 
         Raises:
-            UnsupportedLeafError: A state cannot be saved; names the value. Nothing was written.
-            CheckpointExistsError: Something is there already.
-            StorageConflictError: Another save to the same path has begun since.
-            StorageError: The storage refused; the tree that was there before is whole.
-            PeerFailedError: Process 0 of several could not save.
+            UnsupportedLeafError: A state cannot be saved; the message names the value. Nothing was written.
+            CheckpointExistsError: Something exists at the path already.
+            StorageConflictError: Another save to the same path has started since.
+            StorageError: The storage refused the write; the tree that was there before is intact.
+            PeerFailedError: With several processes: process 0 could not save.
         """
         refuse_unknown("save_to_path", unknown, Checkpointable.save_to_path)
         location = None if path is None else as_location(path, filesystem=filesystem, writes=True)
@@ -154,26 +154,26 @@ class Checkpointable:
         filesystem: Any = None,
         **unknown: Never,
     ) -> RestoreReport:
-        """Restore this component and all below it, in place: objects keep their identity.
+        """Restore this component and all components below it in place: objects keep their identity.
 
         Args:
-            path: The directory of a tree of components, or of one of its parts.
-            component: Restores only this component, such as ``"learner/p1"``, from the component at ``path``, which may
+            path: The directory of a component tree, or of one of its parts.
+            component: Restore only this component, such as ``"learner/p1"``, from the component at ``path``, which may
                 have another name there: ``path`` is its own directory, ``<tree>/learner/p1``, not the tree's.
-            keep: Patterns of paths such as ``"**/lr"``: values that match stay as they are. A path is the component's
+            keep: Path patterns such as ``"**/lr"``: matching values stay as they are. A path is the component's
                 path and the value's path within it: ``learner/optimizer/groups/0/lr``. A pattern that matches nothing
                 is an error.
-            strict: Whether components and values that only the program or only the checkpoint has are errors.
-            filesystem: The file system of fsspec or pyarrow in which ``path`` is.
+            strict: Treat components and values that only the program or only the checkpoint has as errors.
+            filesystem: The fsspec or pyarrow file system that contains ``path``.
 
         Returns:
-            The report: the restored components and values, and the others.
+            The report on the restored components and values, and on the others.
 
         Raises:
-            CheckpointNotFoundError: Nothing was saved there.
-            DamagedCheckpointError: A state does not verify; nothing was changed.
+            CheckpointNotFoundError: There is no saved component at the path.
+            DamagedCheckpointError: A state fails verification; nothing was changed.
             TreeMismatchError: There is no such component; or a state does not fit, and nothing was changed. Or, with
-                ``strict``, only one side has a value; those that both sides have were restored.
+                ``strict``, only one side has a value; values that both sides have were restored.
         """
         refuse_unknown("restore_from_path", unknown, Checkpointable.restore_from_path)
         live = live_tree(self)
@@ -197,33 +197,33 @@ class Checkpointable:
         filesystem: Any = None,
         **overrides: Any,
     ) -> Self:
-        """Make a component from its directory: with the class, the arguments and the state that were saved.
+        """Construct a component from its directory, with the saved class, arguments and state.
 
-        The saved class may be this one or one that derives from it. Loaded classes of components need no permission.
-        All other classes and functions that the checkpoint names must be allowed; otherwise nothing is imported and
-        nothing is made.
+        The saved class may be this class or one derived from it. Loaded component classes need no permission.
+        All other classes and functions that the checkpoint names must be allowed; otherwise nothing is imported or
+        constructed.
 
         Args:
-            path: The directory of a tree of components, or of one of its parts.
+            path: The directory of a component tree, or of one of its parts.
             trust: Import everything the checkpoint names. Only for checkpoints that you trust as much as your code.
             allowed: Classes and functions that the checkpoint may name, or patterns of import paths such as
                 ``"mygame.*"``; added to those of :func:`~holdfast.components.allow`. A pattern allows objects that are
-                defined in such modules, and none that these import from others.
-            renamed: For import paths in the checkpoint the classes, or their import paths, that they stand for now.
-            fallback: Make one of this class, with the overrides alone, if the saved class no longer exists.
-            strict: Whether components and values that only one side has are errors.
-            filesystem: The file system of fsspec or pyarrow in which ``path`` is.
-            **overrides: Constructor arguments by name, in the place of the saved ones. They also win over plain values
-                of the same name in the state: attributes, and options of optimizers.
+                defined in matching modules, but not objects that these modules import from others.
+            renamed: Maps import paths in the checkpoint to the current classes, or to their import paths.
+            fallback: Construct a component of this class from the overrides alone if the saved class no longer exists.
+            strict: Treat components and values that only one side has as errors.
+            filesystem: The fsspec or pyarrow file system that contains ``path``.
+            **overrides: Constructor arguments by name, instead of the saved ones. They also win over plain values
+                of the same name in the state: attributes and optimizer options.
 
         Returns:
             The component.
 
         Raises:
             NotAllowedError: The checkpoint names a class or function that is not allowed; nothing was imported.
-            OptionError: The saved class does not derive from this one; or an override is none of its arguments.
-            CheckpointNotFoundError: Nothing was saved there.
-            DamagedCheckpointError: The component there does not verify.
+            OptionError: The saved class does not derive from this one, or an override is not one of its arguments.
+            CheckpointNotFoundError: There is no saved component at the path.
+            DamagedCheckpointError: The component at the path fails verification.
         """
         permissions = Permissions(trust=trust, allowed=allowed, renamed=renamed, base=Checkpointable)
         saved = open_component(as_location(path, filesystem=filesystem))
@@ -237,21 +237,21 @@ class Checkpointable:
     def get_state(
         self, components: Names | None = None, *, not_components: Names | None = None, **options: Any
     ) -> dict[str, Any]:
-        """Return the state: a snapshot, which later changes do not affect.
+        """Return the state as a snapshot, which later changes do not affect.
 
         Args:
-            components: Only these of the components below, such as ``"learner/p0"``, a list of such paths, or a pattern
-                such as ``"learner/*"``; None is all. Components on the way to them come without the rest below them.
-            not_components: None of these; this wins over ``components``.
-            **options: Arguments for components below that have a ``get_state`` of their own: each gets those that it
-                takes, such as ``inference_only=True``.
+            components: Include only these components below, such as ``"learner/p0"``, a list of paths, or a pattern
+                such as ``"learner/*"``; None includes all. Components above them come without their other components.
+            not_components: Exclude these components; this takes precedence over ``components``.
+            **options: Arguments for components below that have their own ``get_state``: each receives those that it
+                accepts, such as ``inference_only=True``.
 
         Returns:
-            The component's own state, and under their names the states of the components below.
+            The component's own state, and the states of the components below under their names.
 
         Raises:
-            TreeMismatchError: There is no such component; names those that exist.
-            OptionError: No component takes an option.
+            TreeMismatchError: There is no such component; the message names those that exist.
+            OptionError: No component accepts one of the options.
         """
         live, own_name = live_tree(self), type(self).__qualname__
         saved_under = {path: component.path for path, component in paths_of(live).items()}
@@ -267,7 +267,7 @@ class Checkpointable:
 
     @inherited
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Take a state that :meth:`get_state` returned, or a part of it: values that are not in it stay as they are.
+        """Restore a state from :meth:`get_state` or a part of it: values that are not in it stay as they are.
 
         Args:
             state: The state.
@@ -278,21 +278,21 @@ class Checkpointable:
         _give(live_tree(self), state)
 
     def get_checkpointable_components(self) -> Sequence[tuple[str, Any]]:
-        """Return the components below by name: attributes that are components, also in lists and dictionaries."""
+        """Return the components below by name: attributes that are components, also inside lists and dictionaries."""
         return discovered(self)
 
     def get_ctor_args_and_kwargs(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Return the constructor arguments for such an object, or None if they are not known."""
+        """Return the constructor arguments for recreating this object, or None if they are not known."""
         kept = getattr(self, "__dict__", {}).get(ARGUMENTS)
         return (kept.args, dict(kept.kwargs)) if isinstance(kept, CtorArguments) else None
 
     def get_metadata(self) -> dict[str, Any]:
-        """Return facts for human readers, as JSON, for ``metadata.json``, which also has versions, commit and time."""
+        """Return JSON facts for human readers, for ``metadata.json``, which also has versions, commit and time."""
         return {}
 
 
 def _refuse_tree_above(target: LiveComponent, saved: SavedComponent) -> None:
-    """Raise OptionError for the path of a whole tree if the path of one of its components is meant."""
+    """Raise OptionError if the path of a whole tree was passed where a component's own path is needed."""
     there = descend(saved, target.path)
     own_names = {path[:1] for path, _ in target.named()}
     names = [type(component.value).__qualname__ for component in (target, target.root)]
@@ -329,7 +329,7 @@ def _take(live: LiveComponent, selection: Selection, options: Mapping[str, Any])
 
 
 def _give(component: LiveComponent, state: Any) -> None:
-    """Set the states of the components below one, its own, and those of components that its own state has created."""
+    """Set the states of the components below, then the own state, then those of components that it created."""
     name = type(component.value).__qualname__
     if not isinstance(state, Mapping):
         raise TreeMismatchError(f"{name}: expected a dictionary, found {type(state).__name__}")

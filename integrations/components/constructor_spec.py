@@ -1,6 +1,6 @@
-"""Constructor specs: the arguments of a constructor as JSON, which is read without trust in its content.
+"""Constructor specs: constructor arguments as JSON, which is read without trusting its content.
 
-Values of JSON stand for themselves. Every JSON object has one key, which names the kind of a value, such as
+JSON values stand for themselves. Every JSON object has one key, which names the kind of the value, such as
 ``{"tuple": [...]}`` or ``{"component": "learner/p0"}``. A spec never holds Python code, pickled or otherwise.
 """
 
@@ -39,23 +39,23 @@ from .permissions import Permissions
 
 _logger = logging.getLogger("holdfast")
 
-_ARRAY_LIMIT = 1 << 20  # maximum number of bytes of an array that is kept as an argument
+_ARRAY_LIMIT = 1 << 20  # maximum size in bytes of an array that is kept as an argument
 _WRITTEN_DEPTH = 50
 _READ_DEPTH = 200
-# Dtypes of tensors that numpy has as well.
+# Tensor dtypes that numpy has as well.
 _TORCH_DTYPES = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool")
-_MISSING = "missing"  # the kind of an argument that could not be kept
-_NUMBERS = "numbers"  # the kind of a long sequence of numbers
-_NESTED = "recipe"  # the kind of an object that has its own spec
+_MISSING = "missing"  # kind: an argument that could not be kept
+_NUMBERS = "numbers"  # kind: a long sequence of numbers
+_NESTED = "recipe"  # kind: an object with a spec of its own
 
-# Returns the reference to a component of the same tree, or None for any other object.
+# Returns the reference to a component in the same tree, or None for any other object.
 Reference = Callable[[Any], str | None]
-# Returns the spec of an object whose arguments are known, or None.
+# Returns the spec of an object with known constructor arguments, or None.
 Nested = Callable[[Any], "dict[str, Any] | None"]
 
 
 class CtorArguments(Untracked):
-    """The arguments that an object was constructed with, as an attribute that is neither compared nor tracked."""
+    """An object's constructor arguments, kept as an attribute that is neither compared nor tracked."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         super().__init__(None)
@@ -63,14 +63,14 @@ class CtorArguments(Untracked):
         self.kwargs = {name: _kept(value) for name, value in kwargs.items()}
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, CtorArguments)  # flax compiles again if static attributes differ
+        return isinstance(other, CtorArguments)  # flax recompiles if static attributes differ
 
     def __hash__(self) -> int:
         return hash(CtorArguments)
 
 
 def _kept(value: Any, depth: int = 0) -> Any:
-    """Copy plain containers, which the object may change."""
+    """Copy plain containers, since the object may change them."""
     if depth > _WRITTEN_DEPTH:  # too deep to be written
         return value
     if type(value) is dict:
@@ -88,7 +88,7 @@ class NotData(TypeError):  # noqa: N818 - becomes a note in the spec
 def encode_spec(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], reference: Reference, nested: Nested
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return arguments as JSON, and the problems of those that cannot be kept."""
+    """Return the arguments as JSON, and the problems with those that cannot be kept."""
     problems: list[str] = []
 
     def encode(value: Any, name: str) -> Any:
@@ -172,7 +172,7 @@ def _named(target: Any) -> str:
 
 
 def _encode_of_framework(value: Any) -> dict[str, Any] | None:
-    """Encode an object of an array library: an array, a dtype, a device, a random stream; None for other objects."""
+    """Encode an array library's object: an array, a dtype, a device or a random stream; None for other objects."""
     if isinstance(value, np.dtype):
         return {"dtype": dtype_name(value)}
     if isinstance(value, np.ndarray | np.generic):
@@ -223,7 +223,7 @@ class Missing:
 
 
 class ConstructorFailed(Exception):  # noqa: N818 - carries an error, and is never raised to the user
-    """Carries an error of a constructor past the handlers that report damage."""
+    """Carries a constructor's error past the handlers that report damage."""
 
 
 def construct(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> Any:
@@ -238,7 +238,7 @@ def construct(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any], where: s
 
 @dataclasses.dataclass(eq=False)
 class SpecDecoder:
-    """Decodes arguments; callbacks find components by their paths, and construct objects from nested specs."""
+    """Decodes arguments; callbacks look up components by path, and construct objects from nested specs."""
 
     permissions: Permissions
     component: Callable[[str], Any]
@@ -272,13 +272,13 @@ class SpecDecoder:
             "torch.dtype": lambda value, _: _dtype("torch", _identifier(value)),
             "device": lambda value, _: _device(value),
             "jax.dtype": lambda value, _: _dtype("jax.numpy", dtype_from_name(as_text(value)).name),
-            # Any seed works: the state has the streams.
+            # any seed works, since the state restores the streams
             "nnx.Rngs": lambda value, _: _framework("flax.nnx").Rngs(**{_identifier(key): 0 for key in as_list(value)}),
             _MISSING: lambda value, _: self._noted(Missing(as_text(value))),
         }
 
     def decode(self, value: Any) -> Any:
-        """Return one argument, or a `Missing` if it, or a part of it, was not kept."""
+        """Return one argument, or a `Missing` if the argument or a part of it was not kept."""
         self._missing.clear()
         try:
             argument = self._decode(value, 0)
@@ -339,7 +339,7 @@ class SpecDecoder:
 
 
 def available(text: str) -> str:
-    """Return the name of a torch device, or of an available one if this machine lacks it."""
+    """Return the name of a torch device, or of an available device if this machine lacks it."""
     device = text.partition(":")[0]
     if device not in _DEVICES:
         return text
@@ -356,7 +356,7 @@ def available(text: str) -> str:
 def _device(value: Any) -> Any:
     try:
         return _framework("torch").device(available(as_text(value)))
-    except RuntimeError as error:  # torch's error for an unknown name
+    except RuntimeError as error:  # raised by torch for an unknown device
         raise ValueError(str(error)) from error
 
 
@@ -417,7 +417,7 @@ def _identifier(value: Any) -> str:
 
 
 def check_spec(value: Any) -> dict[str, Any]:
-    """Return a spec if it has positional and named arguments; raise TypeError otherwise."""
+    """Return a value if it is a spec with positional and keyword arguments; raise TypeError otherwise."""
     if not (isinstance(value, dict) and isinstance(value.get("args"), list) and isinstance(value.get("kwargs"), dict)):
         raise TypeError(f"expected a constructor spec, found {value!r:.80}")
     return value

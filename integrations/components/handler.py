@@ -1,4 +1,4 @@
-"""Trees of components as items of checkpoints, saved at once or in the background."""
+"""Component trees as checkpoint items, saved at once or in the background."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from .saving import prepare
 
 
 class ComponentCheckpointHandler(PreparedCheckpointHandler):
-    """Saves a component and all below it, and restores a running one in place.
+    """Saves a component and all components below it, and restores a running component in place.
 
-    The item's folder is a tree of components as ``save_to_path`` makes it: it can be given to ``restore_from_path``
-    and ``from_checkpoint``, and so can every directory of a component in it.
+    The item's folder is a component tree as written by ``save_to_path``: it can be passed to ``restore_from_path``
+    and ``from_checkpoint``, and so can the directory of each component in it.
 
-    In a program of several processes, a save writes the components of process 0, and all processes restore these.
+    With several processes, a save writes the components of process 0, and all processes restore these.
 
     Args:
         layout: Sizes of chunks and data files, and how chunks are compressed.
-        compression: Level of zstd that chunks are compressed with, instead of the layout's.
-        use_msgpack: Keep a component's arrays in one msgpack file, rather than in a database.
+        compression: The zstd compression level for chunks, instead of the layout's.
+        use_msgpack: Store a component's arrays in one msgpack file, rather than in a database.
 
     >>> import tempfile, numpy as np
     >>> from holdfast import AsyncCheckpointer, CheckpointManager
@@ -75,21 +75,21 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
         reuse: WrittenSteps | None = None,
         **kwargs: Any,
     ) -> PreparedItem:
-        """Take the states of a component and of all below it.
+        """Capture the states of a component and all components below it.
 
         Args:
             item: The component.
-            snapshot: Whether it may change between this call and the writing.
-            state: The state to save in place of its own; without components that are not in it.
+            snapshot: Whether the component may change between this call and the write.
+            state: The state to save instead of the component's own; components that are not in it are left out.
             layout: Sizes of chunks and data files, instead of the handler's own.
-            reuse: The data files of earlier steps: what has not changed is not written again.
-            **kwargs: No others are known.
+            reuse: The data files of earlier steps; unchanged data is not written again.
+            **kwargs: No other arguments are accepted.
 
         Returns:
-            The tree, ready to be written into a folder.
+            The tree, ready to be written to a folder.
 
         Raises:
-            UnsupportedLeafError: A state cannot be saved; names the value.
+            UnsupportedLeafError: A state cannot be saved; the message names the value.
         """
         refuse_arguments(self, kwargs, self.prepare)
         layout, handlers = layout or self.layout, self._handlers if snapshot else None
@@ -111,28 +111,28 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
         renamed: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Restore a running component, or make a new one.
+        """Restore a running component, or construct a new one.
 
         Args:
-            directory: The folder.
-            item: The running component; or the class of the new one, or None for the saved class.
-            files: The files of the folder, from the commit record.
-            strict: Whether components and values that only the program or only the checkpoint has are errors.
-            misfits: For a running component: values that do not fit stay as they are, and are noted here.
-            modes: For a running component: whether modules are trained or evaluated, and parameters need gradients, as
-                at the save.
-            keep: For a running component: patterns of paths such as ``"**/lr"``; values that match stay as they are.
-            overrides: For a new one: constructor arguments by name, in the place of the saved ones.
-            trust: For a new one: import everything the checkpoint names.
-            allowed: For a new one: classes, functions and patterns of import paths that the checkpoint may name.
-            renamed: For a new one: the classes that import paths in the checkpoint stand for now.
-            **kwargs: No others are known.
+            directory: The item's folder.
+            item: The running component; or the class of the new component, or None for the saved class.
+            files: The folder's files, from the commit record.
+            strict: Treat components and values that only the program or only the checkpoint has as errors.
+            misfits: For a running component: values that do not fit stay as they are, and are recorded here.
+            modes: For a running component: whether to restore the training or evaluation mode of modules, and whether
+                parameters require gradients.
+            keep: For a running component: path patterns such as ``"**/lr"``; matching values stay as they are.
+            overrides: For a new component: constructor arguments by name, instead of the saved ones.
+            trust: For a new component: import everything the checkpoint names.
+            allowed: For a new component: classes, functions and import path patterns that the checkpoint may name.
+            renamed: For a new component: maps import paths in the checkpoint to the current classes.
+            **kwargs: No other arguments are accepted.
 
         Returns:
             The component.
 
         Raises:
-            DamagedCheckpointError: The stored data does not verify.
+            DamagedCheckpointError: The stored data fails verification.
             TreeMismatchError: Program and checkpoint do not match.
             NotAllowedError: The checkpoint names a class or function that is not allowed.
         """
@@ -153,7 +153,7 @@ class ComponentCheckpointHandler(PreparedCheckpointHandler):
         return TreeConstruction(saved, item or object, permissions).run(overrides or {}, strict=strict)
 
     def structure(self, directory: Location, *, files: Files | None = None, **kwargs: Any) -> Any:
-        """Return the state with a description of every leaf in its place; no data is read."""
+        """Return the state with a description in place of each leaf; no data is read."""
         return full_state(_opened(directory, files), NativeComponent.structure)
 
 

@@ -1,9 +1,9 @@
-"""The directory of a tree of components: the records and documents in it, and what a commit adds to it.
+"""The directory of a component tree: its records and documents, and what a commit adds to it.
 
-The root's commit record has an item for every component: ``state`` for the root's own state, and the path of the
-component for all others (``learner/p0``, in the folder ``learner/p0/state``). The directory of each part has a record
-too, derived from the root's, so that the part can be loaded, verified and copied alone. The folder of
-each state has a description of the component, ``component.json``.
+The root's commit record has an item for every component: ``state`` for the root's own state, and the component path
+for all others (``learner/p0``, in the folder ``learner/p0/state``). The directory of each part also has a record,
+derived from the root's, so that the part can be loaded, verified and copied alone. Each state folder has a
+component description, ``component.json``.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ from ..graph import Path, as_list
 from .constructor_spec import as_text, check_spec
 from .names import STATE
 
-# Major and minor version of the layout that is written: a reader of the same major version understands it.
+# Layout version that is written (major, minor): a reader of the same major version understands it.
 VERSION = (1, 0)
 _DOCUMENT = "component"
-METADATA = "metadata.json"  # a copy of the description in the state's folder, for human readers
-# The folder for arrays in a state's folder: made first, so that both names become durable together.
+METADATA = "metadata.json"  # a copy of the description in the state folder, for human readers
+# Array folder within a state folder; created first, so that both names become durable together.
 DATA = "d"
-_LEVELS = 32  # directories above a path that are searched for its tree
+_LEVELS = 32  # number of parent directories searched for the tree of a path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """The description of one component."""
+    """The description of a single component."""
 
-    type: str  # import path of its class: ``"module:qualified.name"``
+    type: str  # import path of the class: ``"module:qualified.name"``
     constructor: Mapping[str, Any] | None  # ``{"args": [...], "kwargs": {...}}``; None if unknown
     obstacle: str = ""  # why the arguments are unknown
-    path: Path = ()  # from the root of the tree that was saved
-    components: tuple[Path, ...] = ()  # the paths of the components right below, from this one
-    # Components below it that are saved elsewhere in the tree: their paths from it, each with the path from the root of
-    # the tree that it is saved under.
+    path: Path = ()  # from the root of the saved tree
+    components: tuple[Path, ...] = ()  # relative paths of the child components
+    # Components below that are saved elsewhere in the tree: their relative paths, each with the path from the root
+    # under which the component is saved.
     same: Mapping[Path, Path] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)  # for human readers; nothing depends on it
 
@@ -83,7 +83,7 @@ class Description:
 
     @classmethod
     def decode(cls, content: bytes, *, source: str) -> Description:
-        """Read the untrusted content of a file; ``source`` is its path, for messages."""
+        """Decode a file's untrusted content; ``source`` is its path, for messages."""
         body = decode_document(content, _DOCUMENT, source=source)
         version = body.get("layout")
         match = re.fullmatch(r"([0-9]{1,9})\.[0-9]{1,9}", version) if isinstance(version, str) else None
@@ -134,7 +134,7 @@ def below(root: Location, path: Path) -> Location:
 
 
 def parts_of(record: CheckpointRecord) -> dict[Path, ItemRecord]:
-    """Return the items of a record that are components, by path."""
+    """Return a record's items that are components, by path."""
     parts = {}
     for name, item in record.items.items():
         path = _path_of(name)
@@ -145,7 +145,7 @@ def parts_of(record: CheckpointRecord) -> dict[Path, ItemRecord]:
 
 
 def part_records(record: CheckpointRecord) -> dict[Path, CheckpointRecord]:
-    """Return the record of each part by path: it has the items of the part and of the components below it."""
+    """Return the record of each part by path, with the items of the part and of the components below it."""
     parts = parts_of(record)
     items: dict[Path, dict[str, ItemRecord]] = {path: {} for path in parts}
     for path, item in parts.items():
@@ -157,7 +157,7 @@ def part_records(record: CheckpointRecord) -> dict[Path, CheckpointRecord]:
 
 
 def whole_around(location: Location) -> tuple[Location, CheckpointRecord, Path] | None:
-    """Find the tree that a directory is part of: its root, its record and the path from there."""
+    """Find the tree that a directory is part of: its root, its record, and the path from the root to the directory."""
     names: tuple[str, ...] = ()
     directory = location
     for _ in range(_LEVELS):
@@ -176,7 +176,7 @@ def record_at(directory: Location) -> CheckpointRecord | None:
 
 
 class ComponentParts(CommitParts):
-    """The part of a commit that writes and removes the records and the metadata of components."""
+    """Writes and removes the records and metadata of components in a commit."""
 
     def __init__(self, location: Location, descriptions: Mapping[Path, bytes]) -> None:
         super().__init__(location)
@@ -220,7 +220,7 @@ class ComponentParts(CommitParts):
             directory = below(self.location, path)
             (directory / METADATA).write_bytes(self._descriptions[path], atomic=replaces)
             if path:
-                write_record(directory, part)  # syncs the folder: both names are durable
+                write_record(directory, part)  # syncs the folder, so both names are durable
         self.location.sync_directory()
 
     def repair(self, record: CheckpointRecord) -> None:

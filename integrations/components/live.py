@@ -1,4 +1,4 @@
-"""The tree of components of a running program."""
+"""The component tree of a running program."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from ...engine.stateful import ActorState, adapted, is_stateful
 from ..graph import Part, Path, is_actor_class, is_module, is_optimizer, nnx_children, tracked_attributes, unwrapped
 from .names import STATE, format_component_path, named_path
 
-ARGUMENTS = "_holdfast_recipe"  # name of the attribute that keeps the arguments of the constructor
-_DEPTH = 8  # maximum depth of containers that are searched for components
+ARGUMENTS = "_holdfast_recipe"  # name of the attribute that keeps the constructor arguments
+_DEPTH = 8  # maximum depth of containers searched for components
 
 
 @dataclass(slots=True, eq=False)
 class LiveComponent(Part):
-    """A component, which is walked by its attributes and the components that it names."""
+    """A live component; a walk visits its attributes and the components that it names."""
 
     path: Path  # from the root
-    name: str = ""  # in the component above; empty for the root
+    name: str = ""  # name within the component above; empty for the root
     children: list[LiveComponent] = field(default_factory=list)
-    # further paths of components, with the path where each is in the tree
+    # further paths of components, each with the component's own path in the tree
     same: dict[Path, Path] = field(default_factory=dict)
-    above: LiveComponent | None = None  # the root of the tree; None for itself
-    parameters: dict[int, Path] | None = None  # of a root: paths of tensors by identity, once needed
+    above: LiveComponent | None = None  # the tree's root; None for the root itself
+    parameters: dict[int, Path] | None = None  # root only: tensor paths by tensor id, computed on demand
 
     @property
     def root(self) -> LiveComponent:
@@ -54,7 +54,7 @@ class LiveComponent(Part):
         if is_nnx(value) or isinstance(value, ActorState):
             return {}
         if is_optimizer(value) or isinstance(value, np.ndarray) or is_torch_tensor(value):
-            return {STATE: value}  # an object without a name
+            return {STATE: value}  # a bare object, which has no name
         attributes = dict(tracked_attributes(value))
         if not attributes and not hasattr(value, "__dict__"):
             which = f"component {format_component_path(self.path)}" if self.path else "the component"
@@ -68,18 +68,18 @@ class LiveComponent(Part):
         for path, other in self.named():
             if path[0] not in held:
                 named.add(path, other.value if other.is_whole else other)
-            elif not other.is_whole:  # Others are found in their container.
+            elif not other.is_whole:  # whole objects are found in their container
                 named.add((f"{'/'.join(path)} (component)",), other)
         return {**held, **named.added}
 
     @property
     def ends(self) -> Callable[[Any], bool]:
-        """A predicate: True for objects that are saved as components, including this one if another refers to it."""
+        """A predicate: True for objects saved as components, including this one if another component refers to it."""
         below = {id(child.value) for child in self.children}
         return lambda value: isinstance(value, Part) or id(value) in below or is_component(value)
 
     def walk(self) -> Iterator[LiveComponent]:
-        """Generate this component and all below it, those above first."""
+        """Yield this component and all components below it, parents first."""
         yield self
         for child in self.children:
             yield from child.walk()
@@ -88,7 +88,7 @@ class LiveComponent(Part):
         return child.path[len(self.path) :]
 
     def named(self) -> list[tuple[Path, LiveComponent]]:
-        """Return the components that it names, with their paths from it; those elsewhere in the tree come last."""
+        """Return the components that it names, with relative paths; those located elsewhere in the tree come last."""
         named = [(self.relative(child), child) for child in self.children]
         if self.same:
             by_path = paths_of(self.root)
@@ -97,12 +97,12 @@ class LiveComponent(Part):
 
 
 def live_tree(root: Any, path: Path = (), name: str = "", top: LiveComponent | None = None) -> LiveComponent:
-    """Return the tree of the components below one; an object that is found twice is in it once, at its first path."""
+    """Return the component tree of an object; a component that is found twice is included once, at its first path."""
     start = LiveComponent(root, path, name, above=top)
     seen = {id(root): start}
 
     def visit(owner: LiveComponent) -> None:
-        taken: dict[Path, bool] = {}  # True for a component, False for paths above it: a directory has one owner
+        taken: dict[Path, bool] = {}  # True for components, False for paths above them: a directory has one owner
         for name, value in components_of(owner.value):
             below = named_path(name, owner.value)
             above = [below[:length] for length in range(1, len(below))]
@@ -126,7 +126,7 @@ def live_tree(root: Any, path: Path = (), name: str = "", top: LiveComponent | N
 
 
 def paths_of(root: LiveComponent) -> dict[Path, LiveComponent]:
-    """Return the components of a tree by all their paths."""
+    """Return a tree's components by all of their paths."""
     by_path = {component.path: component for component in root.walk()}
     for component in list(by_path.values()):
         for path, goal in component.same.items():
@@ -136,7 +136,7 @@ def paths_of(root: LiveComponent) -> dict[Path, LiveComponent]:
 
 
 def modules_of(root: Any) -> dict[str, Any]:
-    """Return the components of a tree that are torch modules, by their paths."""
+    """Return the torch modules among a tree's components, by path."""
     return {"/".join(part.path): part.value for part in live_tree(root).walk() if is_module(part.value)}
 
 
@@ -168,7 +168,7 @@ def is_component(value: Any) -> bool:
 
 
 def method_of(value: Any, name: str) -> Callable[..., Any] | None:
-    """Return a method of an object, or None; attributes that only ``__getattr__`` knows do not count."""
+    """Return an object's method, or None; attributes that only ``__getattr__`` provides do not count."""
     is_known = hasattr(type(value), name) or name in getattr(value, "__dict__", ())
     if not is_known or isinstance(value, type) or is_actor_class(type(value)):
         return None
@@ -177,7 +177,7 @@ def method_of(value: Any, name: str) -> Callable[..., Any] | None:
 
 
 def attributes_with_state(component: LiveComponent) -> dict[str, Any]:
-    """Return the attributes of a torch module that hold a state unknown to torch."""
+    """Return a torch module's attributes that hold state unknown to torch."""
     below = {id(child.value) for child in component.children}
     return {
         name: value
@@ -194,7 +194,7 @@ def _has_state(value: Any) -> bool:
 
 
 def discovered(value: Any) -> list[tuple[str, Any]]:
-    """Return the components among the attributes of an object, also in containers and modules."""
+    """Return the components among an object's attributes, including those in containers and modules."""
     attributes = dict(tracked_attributes(value)) | (value._modules if is_module(value) else {})
     return [pair for name, child in attributes.items() for pair in _search(child, is_component, str(name))]
 
@@ -202,7 +202,7 @@ def discovered(value: Any) -> list[tuple[str, Any]]:
 def _search(
     value: Any, is_goal: Callable[[Any], bool], name: str = "", depth: int = 0, *, objects: bool = True
 ) -> Iterator[tuple[str, Any]]:
-    """Generate the goals in containers, and with ``objects`` in modules, too, each with the keys that lead to it."""
+    """Yield the matching objects in containers, and with ``objects`` in modules, each with the keys that lead to it."""
     if is_goal(value):
         yield name, value
     elif depth < _DEPTH and (objects or isinstance(value, dict | list | tuple | deque)):
@@ -211,7 +211,7 @@ def _search(
 
 
 def _elements(value: Any) -> Sequence[tuple[Any, Any]]:
-    """Return the keys and elements of a container; none if it holds only plain values."""
+    """Return a container's keys and elements; none if it holds only plain values."""
     if isinstance(value, dict | list | tuple | deque):
         if set(map(type, value.values() if isinstance(value, dict) else value)).issubset(PLAIN):
             return []

@@ -1,7 +1,7 @@
-"""Paths of components: how users and programs write them, and which components a call selects.
+"""Component paths: how users and programs write them, and which components a call selects.
 
-A component's path consists of the names of the edges that lead to it, as in :mod:`~holdfast.integrations.graph`. A dot
-is part of a name, because names of policies often contain dots; if a path without a slash matches nothing, its dots
+A component's path consists of the edge names that lead to it, as in :mod:`~holdfast.integrations.graph`. A dot
+is part of a name, because policy names often contain dots; if a path without a slash matches nothing, its dots
 separate keys.
 """
 
@@ -13,11 +13,11 @@ from ...engine.errors import OptionError, TreeMismatchError, shortened
 from ...engine.pytree import PathFilter, escape_first, escape_key, unescape_key
 from ..graph import Path, parse_path
 
-STATE = "state"  # name of the folder of a component's state, and of the root's item in the commit record
+STATE = "state"  # name of a component's state folder, and of the root's item in the commit record
 
-_STATE_ESCAPED = escape_first(STATE)  # the segment for a component called ``state``
+_STATE_ESCAPED = escape_first(STATE)  # the path segment for a component named ``state``
 
-# Paths of components, or patterns of them such as ``"learner/*"``; each selects all components below it, too.
+# Component paths, or patterns such as ``"learner/*"``; each also selects all components below it.
 Names = str | Collection[str]
 
 
@@ -41,12 +41,12 @@ def _read_key(key: str, text: str) -> str:
 
 
 def format_component_path(path: Path) -> str:
-    """Format a path as users write it; the root is ``(root)``."""
+    """Format a component path as users write it; the root is ``(root)``."""
     return "/".join(STATE if segment == _STATE_ESCAPED else segment.replace("%2E", ".") for segment in path) or "(root)"
 
 
 def named_path(name: object, owner: object) -> Path:
-    """Return the path from a component to one of this name below it."""
+    """Return the relative path from a component to the one of this name below it."""
     if not isinstance(name, str) or not all(name.split("/")):
         raise OptionError(f"{type(owner).__qualname__} has a component called {name!r}; names are text, none is empty")
     return tuple(_STATE_ESCAPED if key == STATE else escape_key(key) for key in name.split("/"))
@@ -64,7 +64,7 @@ def find(text: str, components: Iterable[Path], where: str) -> Path:
 
 
 class Selection:
-    """The components that a call selects; ``known`` has all paths, each with the one that it is saved under."""
+    """The components that a call selects; ``known`` maps each path to the one under which the component is saved."""
 
     def __init__(
         self, components: Names | None, not_components: Names | None, known: Mapping[Path, Path], where: str
@@ -83,7 +83,7 @@ class Selection:
         return self.has(path) or (not excluded and any(selected[: len(path)] == path for selected in self._in or ()))
 
     def below(self, path: Path) -> tuple[list[str] | None, list[str] | None]:
-        """Return the selected and the excluded components below one, by their paths from it; None if all or none."""
+        """Return the selected and the excluded components below one, as relative paths; None if all or none."""
         chosen = None if self._in is None or self.has(path) else _relative(self._in, path)
         return chosen, _relative(self._out, path) or None
 

@@ -1,4 +1,4 @@
-"""The classes and functions that a checkpoint may name: no others are imported, looked up or called."""
+"""The classes and functions that a checkpoint may name; no others are imported, looked up or called."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 _NAME = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*:[^\W\d]\w*(?:\.(?:[^\W\d]\w*|<locals>))*")
 _LONGEST = 500
-_MAIN = "__main__:"  # prefix of the import paths of classes that the program itself defines
+_MAIN = "__main__:"  # import path prefix of classes in the main program
 _FRAMEWORK_CLASSES = (("torch.nn.modules.", "torch.nn", "Module"), ("torch.optim.", "torch.optim", "Optimizer"))
 
 _allowed: dict[str, Any] = {}
@@ -26,19 +26,19 @@ _renamed: dict[str, Any] = {}
 
 
 def was_main(path: str, cls: type) -> bool:
-    """True if an import path names a class in the program that was run, by its qualified name."""
+    """True if an import path names a class in the main program, by its qualified name."""
     return path == f"{_MAIN}{cls.__qualname__}"
 
 
 def allow(thing: T) -> T:
-    """Allow every checkpoint to name a class or function; also a decorator.
+    """Allow all checkpoints to name a class or function; can be used as a decorator.
 
     Args:
-        thing: A class or function; or a pattern of import paths such as ``"mygame.*"``. A module that matches is
+        thing: A class or function, or an import path pattern such as ``"mygame.*"``. A matching module is
             imported when a checkpoint names something in it.
 
     Returns:
-        The same.
+        The class, function or pattern itself.
 
     >>> @allow
     ... class Config:
@@ -49,7 +49,7 @@ def allow(thing: T) -> T:
 
 
 def allowed_objects() -> list[Any]:
-    """Return the classes and functions that every checkpoint may name."""
+    """Return the classes and functions that all checkpoints may name."""
     return list(_allowed.values())
 
 
@@ -63,7 +63,7 @@ def _add(target: Any, allowed: dict[str, Any], patterns: list[str], option: str)
 
 
 def rename(old: str, new: Any) -> None:
-    """Declare the class or function that a name in older checkpoints stands for now.
+    """Declare which class or function a name in older checkpoints refers to now.
 
     Args:
         old: The import path in the checkpoints, such as ``"game.policies:Net"``.
@@ -83,7 +83,7 @@ def _checked(path: Any) -> str:
 
 
 class Permissions:
-    """The classes and functions that one call allows."""
+    """The permissions for one call: which classes and functions a checkpoint may name."""
 
     def __init__(
         self,
@@ -103,10 +103,10 @@ class Permissions:
             _add(target, self._allowed, self._patterns, "allowed=")
         self._renamed = {**_renamed, **{_checked(old): new for old, new in (renamed or {}).items()}}
         self._base = base
-        self.main: str | None = None  # the module that was the ``__main__`` of the program that saved
+        self.main: str | None = None  # the module that was ``__main__`` in the program that saved
 
     def resolve(self, path: Any, where: str, *, made: bool = False) -> Any:
-        """Return the class or function of an import path; ``made`` if the checkpoint asks for an instance."""
+        """Return the class or function at an import path; ``made`` if the checkpoint requests an instance."""
         if not _is_import_path(path):
             raise NotAllowedError(f"{where}: {path!r:.120} is not the import path of a class or function")
         named = path
@@ -136,12 +136,12 @@ class Permissions:
         )
 
     def _matches(self, path: str) -> bool:
-        """True if a pattern matches an import path, with its colon or with a dot instead."""
+        """True if a pattern matches an import path, written with its colon or with a dot instead."""
         dotted = path.replace(":", ".")
         return any(fnmatch.fnmatchcase(text, pattern) for pattern in self._patterns for text in (path, dotted))
 
     def _defined_at(self, target: Any, path: str, where: str) -> Any:
-        """Return an object that a pattern allows, if it is defined at that path rather than imported there."""
+        """Return an object allowed by a pattern, if it is defined at that path rather than imported there."""
         module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
         home = f"{module}:{name}" if isinstance(module, str) and isinstance(name, str) else None
         if home is not None and (self._matches(home) or self._allowed.get(home) is target):
@@ -152,10 +152,10 @@ class Permissions:
         )
 
     def _loaded(self, path: str, made: bool) -> Any | None:
-        """Return a loaded class that is harmless: of a component, or a layer or optimizer of torch."""
+        """Return a loaded class that is harmless: a component class, or a torch layer or optimizer."""
         classes = () if self._base is None else (self._base, *derived_classes(self._base))
         if matching := [cls for cls in classes if import_path(cls) == path]:
-            return matching[-1]  # the newest one: a notebook may define a class again
+            return matching[-1]  # the newest: a notebook may redefine a class
         module, name = path.split(":")
         for prefix, home, base in () if made else _FRAMEWORK_CLASSES:
             root = sys.modules.get(home)

@@ -1,4 +1,4 @@
-"""Saved trees of components, opened for reading: a whole tree, or one part by its own directory."""
+"""Saved component trees, opened for reading: a whole tree, or one part by its own directory."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ from .states import GRAPH, read_document, stored_state
 
 _logger = logging.getLogger("holdfast")
 
-_SEARCHED = 100  # directories in which a message looks for a tree to name
-_SMALL = 16 << 20  # maximum number of bytes of a pickled class with its arguments
+_SEARCHED = 100  # maximum number of directories searched for a tree to name in a message
+_SMALL = 16 << 20  # maximum size in bytes of a pickled class with its arguments
 _FRAMEWORKS = {"jax": "jax", "torch": "torch", "key": "jax"}
 
 
 class NativeComponent:
-    """A component in a checkpoint of holdfast; its ``path`` begins at the component that was opened."""
+    """A component in a holdfast checkpoint; its ``path`` starts at the component that was opened."""
 
-    left_out: Sequence[str] = ()  # what the file has and the state that was read lacks, one line each, with the reason
+    left_out: Sequence[str] = ()  # what the file has but the returned state lacks, one line each, with the reason
 
     def __init__(self, root: Location, items: Mapping[Path, ItemRecord], path: Path = ()) -> None:
         self._root = root
@@ -60,7 +60,7 @@ class NativeComponent:
 
     @cached_property
     def children(self) -> Mapping[Path, NativeComponent]:
-        """The components below it by their paths from it."""
+        """The components below, by their paths from this one."""
         children: dict[Path, NativeComponent] = {}
         for path in self.description.components:
             if (*self.path, *path) not in self._items:
@@ -78,9 +78,9 @@ class NativeComponent:
         return NativeComponent(self._root, self._items, path) if inside else None
 
     def state(self, component: Any = None) -> Any:
-        """Read its own state, without the components below; raise DamagedCheckpointError."""
-        # Arrays are of the libraries that they were saved from. Named tuples and dataclasses are dictionaries, unless
-        # a component of the program shows their classes.
+        """Read the component's own state, without the components below; raise DamagedCheckpointError."""
+        # Arrays are loaded with the libraries they were saved from. Named tuples and dataclasses become dictionaries,
+        # unless a component of the program shows their classes.
         with collection_paused():
             reader = self._reader()
             libraries = [(leaf.name, _FRAMEWORKS.get(leaf.saved.kind)) for leaf in reader.leaves]
@@ -89,7 +89,7 @@ class NativeComponent:
             return tree if component is None else with_records(tree, reader.tree.structure, component, self.location)
 
     def graph(self) -> StoredGraph:
-        """Open its own state as a graph, which one of its values may describe as text."""
+        """Open the component's own state as a graph, which one of its values may describe as text."""
         reader = self._reader()
         values = {leaf.name: leaf for leaf in reader.leaves if leaf.name != GRAPH}
         texts = leaf_values(reader, [leaf for leaf in reader.leaves if leaf.name == GRAPH])
@@ -100,12 +100,12 @@ class NativeComponent:
         return TreeReader(self._folder, self._item.files)
 
     def structure(self) -> Any:
-        """Return its own state with a description of every leaf in its place; no data is read."""
+        """Return the component's own state with a description in place of each leaf; no data is read."""
         return tree_metadata(self._reader())
 
 
 class RLlibComponent(RLlibDirectory):
-    """A component in a checkpoint of RLlib, with the interface of `NativeComponent`."""
+    """A component in an RLlib checkpoint, with the interface of `NativeComponent`."""
 
     @cached_property
     def description(self) -> Description:
@@ -123,10 +123,10 @@ class RLlibComponent(RLlibDirectory):
         return self.own_state(none=True)
 
     def graph(self) -> StoredGraph:
-        return stored_state(self.own_state(none=False), self.location)  # None is no key of a tree
+        return stored_state(self.own_state(none=False), self.location)  # None cannot be a tree key
 
     def _constructor(self) -> tuple[str, dict[str, Any] | None, str]:
-        """Return the name of the class, the constructor spec, and why there is none."""
+        """Return the class name, the constructor spec, and the reason if there is no spec."""
         if CONSTRUCTOR not in self.names:
             return "", None, f"{self.location} has no {CONSTRUCTOR}"
         file, name = self.location / CONSTRUCTOR, ""
@@ -139,7 +139,7 @@ class RLlibComponent(RLlibDirectory):
             if not isinstance(given, tuple) or len(given) != 2:
                 return name, None, f"{file} has no constructor arguments"
             args, kwargs = without_objects(list(given), [], len(content))
-        except DamagedCheckpointError as error:  # states can be restored without it
+        except DamagedCheckpointError as error:  # states can be restored without the arguments
             return name, None, f"{file} cannot be read: {error}"
         named = isinstance(kwargs, dict) and all(isinstance(key, str) and key.isidentifier() for key in kwargs)
         if not isinstance(args, list | tuple) or not named:
@@ -175,17 +175,17 @@ def of_record(location: Location, record: CheckpointRecord) -> NativeComponent:
 
 
 def read_state(path: Place) -> Any:
-    """Read the state of a saved component and of all below it, as ``get_state`` returns it; run nothing.
+    """Read the state of a saved component and all components below it, as ``get_state`` returns it; run no code.
 
     Args:
-        path: The directory of a tree of components, or of one of its parts; also one that RLlib wrote.
+        path: The directory of a component tree, or of one of its parts; RLlib directories are supported, too.
 
     Returns:
-        A dictionary: the component's own state, and under their names the states of the components below.
+        A dictionary: the component's own state, and the states of the components below under their names.
 
     Raises:
-        CheckpointNotFoundError: There is none.
-        DamagedCheckpointError: It does not verify.
+        CheckpointNotFoundError: There is no saved component at the path.
+        DamagedCheckpointError: The component fails verification.
     """
     location = as_location(path)
     if not has_record(location):
@@ -194,7 +194,7 @@ def read_state(path: Place) -> Any:
 
 
 def _part_of_a_whole(location: Location) -> SavedComponent:
-    """Open a part whose own record is missing, from the record of the tree around it."""
+    """Open a part whose own record is missing, using the record of the tree around it."""
     around = whole_around(location)
     if around is None:
         raise CheckpointNotFoundError(f"{location}: there is no tree of components here{_what_is_at(location)}")
@@ -202,7 +202,7 @@ def _part_of_a_whole(location: Location) -> SavedComponent:
     parts = parts_of(record)
     if path in parts:
         return NativeComponent(location, parts_of(part_records(record)[path]))
-    while around is not None:  # a shared component, by a path that it is not saved under
+    while around is not None:  # a shared component, at a path that it is not saved under
         top, whole, rest = around
         other = descend(NativeComponent(top, parts_of(whole)), rest)
         if other is not None:
@@ -231,14 +231,14 @@ def _what_is_at(location: Location) -> str:
 
 
 def all_components(component: SavedComponent) -> Iterator[SavedComponent]:
-    """Generate a component and all below it, those above first."""
+    """Yield a component and all components below it, parents first."""
     yield component
     for child in component.children.values():
         yield from all_components(child)
 
 
 def descend(saved: SavedComponent, path: Path) -> SavedComponent | None:
-    """Return the component at a path from another, even if it was saved under a different path, or None."""
+    """Return the component at a path below another, even if it was saved under a different path, or None."""
     if not path:
         return saved
     for name, child in saved.children.items():
@@ -252,7 +252,7 @@ def descend(saved: SavedComponent, path: Path) -> SavedComponent | None:
 
 
 def full_state(component: SavedComponent, read: Callable[[Any], Any] = lambda part: part.state()) -> Any:
-    """Return the state of a component with the states of all below it; ``read`` reads the state of one."""
+    """Return a component's state with those of all components below; ``read`` reads the state of one component."""
     state = read(component)
     for path, child in component.children.items():
         if not isinstance(state, dict):
@@ -263,18 +263,18 @@ def full_state(component: SavedComponent, read: Callable[[Any], Any] = lambda pa
 
 # ---- named tuples and dataclasses in a state: they are restored as objects of the program's own classes
 
-# A checkpoint names their classes, but never causes an import or a call.
-_KINDS = ("namedtuple", "dataclass", "node")  # Dataclasses that are registered with jax are nodes.
+# A checkpoint names their classes, but never triggers an import or a call.
+_KINDS = ("namedtuple", "dataclass", "node")  # Dataclasses registered with JAX are nodes.
 
 
 def with_records(tree: Any, structure: TreeDef | None, component: Any, where: Location) -> Any:
-    """Return a loaded tree in which named tuples and dataclasses replace the dictionaries of their fields."""
+    """Return a loaded tree with named tuples and dataclasses in place of the dictionaries of their fields."""
     lost: set[str] = set()
 
     @cache
     def shown() -> dict[str, Any]:
         classes = allowed_objects()
-        with contextlib.suppress(Exception):  # a new object may have no state yet
+        with contextlib.suppress(Exception):  # a new object may not have a state yet
             classes += _kinds_within(component.get_state(), 0)
         return {name_of_class(cls): cls for cls in classes}
 
@@ -306,7 +306,7 @@ def with_records(tree: Any, structure: TreeDef | None, component: Any, where: Lo
 
 
 def _import_paths(label: str, module: str) -> Iterator[str]:
-    """Generate the import paths that a name may stand for; the module of a program that is run is ``__main__``."""
+    """Yield the import paths that a name may stand for; the module of the main program is ``__main__``."""
     parts = label.split(".")
     for size in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[size:])

@@ -1,4 +1,4 @@
-"""Restores of saved trees of components: into running ones, or into new ones made from their constructor specs."""
+"""Restore saved component trees: into running components, or into new ones built from their constructor specs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .reading import SavedComponent, all_components, descend
 from .states import OwnReport, forget_moments, is_remote, overrides, own_states, prepare_state, stored_state
 
 _logger = logging.getLogger("holdfast")
-# Returns True if the program keeps its value at a path of a component.
+# Returns True if the program keeps its own value at a path in a component.
 Keep = Callable[[Path, SavedLeaf | None], bool]
 _KEPT = (
     "; nothing was changed. A path is that of the component and that of the value in it, such as "
@@ -36,16 +36,16 @@ def kept_values(patterns: Patterns | None) -> PathFilter | None:
 
 @dataclass(eq=False)
 class TreeRestore:
-    """One restore into a live component: every state is read and thereby verified before anything changes."""
+    """One restore into a live component: every state is read, and thereby verified, before anything changes."""
 
     target: LiveComponent
     saved: SavedComponent
     _: KW_ONLY
     strict: bool
     keep: Keep | PathFilter | None = None
-    fresh: bool = False  # whether the component was just made
-    misfits: Misfits | None = None  # values that do not fit stay as they are, and are listed here
-    modes: bool = False  # whether the modes of modules and ``requires_grad`` flags are restored, too
+    fresh: bool = False  # whether the component was just constructed
+    misfits: Misfits | None = None  # records values that do not fit, which stay as they are
+    modes: bool = False  # whether to restore module modes and ``requires_grad`` flags, too
 
     def __post_init__(self) -> None:
         self._origins = self._match(self.target)
@@ -69,13 +69,13 @@ class TreeRestore:
         return _lines((path, origin.left_out) for path, origin in self._origins.items())
 
     def _lines(self, of: Callable[[OwnReport], Iterable[str]]) -> tuple[str, ...]:
-        """Return lines from the reports of restored components, each with the path of the component."""
+        """Return lines from the reports of the restored components, each with the component's path."""
         return _lines((path, of(report)) for path, report in self._done.items())
 
     def _match(self, target: LiveComponent) -> dict[Path, SavedComponent]:
-        """Return the saved component of each live one, by path; those below others come first."""
+        """Return the saved component for each live one, by path; components come after those below them."""
         origins: dict[Path, SavedComponent] = {}
-        elsewhere: dict[Path, SavedComponent] = {}  # for components that the program names here and has elsewhere
+        elsewhere: dict[Path, SavedComponent] = {}  # for components named here but located elsewhere in the program
 
         def visit(live: LiveComponent, saved: SavedComponent) -> None:
             for child in live.children:
@@ -94,7 +94,7 @@ class TreeRestore:
         return origins
 
     def _missing(self) -> list[str]:
-        """Return the components of the program that the checkpoint lacks, under their names in the target."""
+        """Return the program's components that the checkpoint lacks, under their names in the target."""
         here = list(self.target.walk())
         within = {component.path for component in here}
         every = [(component.path, component.path) for component in here]
@@ -102,7 +102,7 @@ class TreeRestore:
         return [format_component_path(path) for path, goal in every if goal not in self._origins]
 
     def _saved_paths(self, opened: Mapping[Path, Any]) -> Iterator[Path]:
-        """Generate the paths of saved values that patterns may match, including those of components yet to be made."""
+        """Yield the paths of saved values that patterns may match, including those of components yet to be created."""
         matched = {origin.path for origin in self._origins.values()}
         others = [saved for saved in all_components(self.saved) if saved.path not in matched]
         below = {(*self.target.path, *saved.path[len(self.saved.path) :]): saved.graph() for saved in others}
@@ -123,10 +123,10 @@ class TreeRestore:
         return apply
 
     def run(self) -> RestoreReport:
-        """Restore every component, then those that exist only since another one was restored."""
+        """Restore every component, then those that were created by restoring others."""
         try:
             live = paths_of(self.target.root)
-            if not self.fresh:  # nothing can fail after the last one
+            if not self.fresh:  # the last one needs no undo, as nothing can fail after it
                 remote = [live[path] for path in [*self._origins][:-1] if is_remote(live[path].value)]
                 self._asked = own_states(remote, snapshot=True, partial=True)
             for path in self._origins:
@@ -158,7 +158,7 @@ class TreeRestore:
         return report
 
     def _new_origins(self) -> dict[Path, SavedComponent]:
-        """Return the saved components of live ones that did not exist before."""
+        """Return the saved components for live ones that did not exist before."""
         self.target = refreshed(self.target)
         new = {path: origin for path, origin in self._match(self.target).items() if path not in self._done}
         self._origins.update(new)
@@ -171,7 +171,7 @@ class TreeRestore:
         self._done[live.path] = change()
 
     def _kept(self, above: Path, stored: StoredGraph) -> list[Path]:
-        """Return the paths of the values that a component keeps."""
+        """Return the paths of the values for which a component keeps its own."""
         keep, values = self.keep, [(stored.graph.path(number), node.value) for number, node in stored.graph.values()]
         if isinstance(keep, PathFilter):
             return [path for path, _ in values if not keep.chooses((*above, *path))]
@@ -183,11 +183,11 @@ class TreeRestore:
                 continue
             try:
                 self._prepared(live, state if overrides(live.value, "set_state") else stored_state(state))()
-            except Exception:  # the caller gets the error of the restore
+            except Exception:  # the caller gets the restore's error
                 _logger.warning("%s: its state could not be undone", format_component_path(live.path), exc_info=True)
 
     def _forget_moments(self) -> None:
-        """Remove restored optimizer states of parameters that did not fit, anywhere in the tree."""
+        """Remove restored optimizer values for parameters that did not fit, anywhere in the tree."""
         fresh = [tensor for own in self._done.values() for tensor in own.fresh]
         if fresh:
             live = paths_of(self.target.root)
@@ -218,12 +218,12 @@ class TreeRestore:
 
 
 def _is_used(saved: SavedComponent, used: Collection[Path]) -> bool:
-    """True if a saved component was restored, or only contains components that were."""
+    """True if a saved component was restored, or holds nothing but components that were."""
     return saved.path in used or (any(path[: len(saved.path)] == saved.path for path in used) and saved.state() == {})
 
 
 def _opened(origin: SavedComponent, component: LiveComponent) -> Any:
-    """Return the state for the component's own ``set_state``, or its opened graph."""
+    """Return the state for the component's own ``set_state``, or the opened graph if it has none."""
     return origin.state(component.value) if overrides(component.value, "set_state") else origin.graph()
 
 
@@ -240,7 +240,7 @@ def _lines(by_component: Iterable[tuple[Path, Iterable[str]]]) -> tuple[str, ...
 
 @dataclass(eq=False)
 class TreeConstruction:
-    """Constructs the components of one call, with their states; one that several specs refer to is constructed once."""
+    """Constructs the components for one call, with their states; each only once, even if several specs refer to it."""
 
     saved: SavedComponent
     base: type
@@ -257,7 +257,7 @@ class TreeConstruction:
         except ConstructorFailed as failed:
             (error,) = failed.args
             raise error from error.__cause__
-        # The overrides win over plain values of the same name in the state: attributes, options of optimizers.
+        # Overrides win over plain state values of the same name: attributes, optimizer options.
         names = {escape_key(name) for name in overrides}
 
         def keep(path: Path, leaf: SavedLeaf | None) -> bool:
@@ -314,8 +314,8 @@ class TreeConstruction:
                 "Make the object yourself and call restore_from_path"
             ) from error
         last_of = {parameter.kind: name for name, parameter in signature.parameters.items()}
-        unnamed = last_of.get(inspect.Parameter.VAR_POSITIONAL, "")  # the name of *args
-        others = last_of.get(inspect.Parameter.VAR_KEYWORD, "")  # the name of **kwargs
+        unnamed = last_of.get(inspect.Parameter.VAR_POSITIONAL, "")  # name of the *args parameter
+        others = last_of.get(inspect.Parameter.VAR_KEYWORD, "")  # name of the **kwargs parameter
         names = [name for name in signature.parameters if name not in (unnamed, others)]
         unknown = [name for name in overrides if name not in names]
         if unknown and not others:
@@ -346,7 +346,7 @@ class TreeConstruction:
         return construct(cls, bound.args, bound.kwargs, where)
 
     def _component(self, reference: str) -> Any:
-        """Return the component that a spec refers to by its path in the tree that was saved."""
+        """Return the component that a spec refers to by its path in the saved tree."""
         goal = tuple(segment for segment in reference.split("/") if segment)
         start = self.saved.description.path
         saved = descend(self.saved, goal[len(start) :]) if goal[: len(start)] == start else None
@@ -357,7 +357,7 @@ class TreeConstruction:
         return self.made[saved.path]
 
     def _nested(self, content: Any) -> Any:
-        """Make an object from a spec inside another spec."""
+        """Construct an object from a spec that is nested in another spec."""
         spec = check_spec(content.get("constructor") if isinstance(content, dict) else content)
         where = str(self.saved.location)
         cls = self.permissions.resolve(content.get("class"), where, made=True)

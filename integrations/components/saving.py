@@ -1,6 +1,6 @@
-"""Saves of trees of components: prepared first, so that errors occur before anything is written, and committed as one.
+"""Save component trees: prepare first, so that errors occur before anything is written, then commit all as one.
 
-The metadata records the versions of libraries and the commit of the program's git repository.
+The metadata records library versions and the commit of the program's git repository.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ from .states import divided, own_states
 
 _logger = logging.getLogger("holdfast")
 
-_REMOTE = "holdfast.integrations.ray.components:RemoteComponent"  # starts an actor, unlike the handle of one
+_REMOTE = "holdfast.integrations.ray.components:RemoteComponent"  # starts an actor, unlike an actor handle
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedComponents:
-    """A tree of components, ready to be written as a checkpoint or as an item of one."""
+    """A component tree, ready to be written as a checkpoint or as an item of one."""
 
-    states: Mapping[Path, PreparedItem]  # by the paths of the components; () is the root
-    descriptions: Mapping[Path, bytes]  # the contents of the components' description files
-    files: dict[str, FileRecord] = field(default_factory=dict)  # of the item, once it is written
+    states: Mapping[Path, PreparedItem]  # by component path; () is the root
+    descriptions: Mapping[Path, bytes]  # contents of the component description files
+    files: dict[str, FileRecord] = field(default_factory=dict)  # the item's files, once it is written
 
     def commit(
         self, location: Location, *, overwrite: bool, step: int | None, metrics: Mapping[str, float] | None
     ) -> None:
-        """Write the tree into a directory, as one atomic checkpoint."""
+        """Write the tree to a directory, as one atomic checkpoint."""
         paths = {item_name(path): path for path in self.states}
         parts = ComponentParts(location, self.descriptions)
         pending = commit_protocol(location)(location, paths, overwrite=overwrite, parts=parts)
@@ -67,7 +67,7 @@ class PreparedComponents:
             raise
 
     def write(self, folder: Location, member: ProcessInfo) -> bytes:
-        # Only process 0 calls this.
+        # called on process 0 only
         items = self._write_states({path: below(folder, path) / STATE for path in self.states}, member.awaited)
         self.files.clear()
         for item in items.values():
@@ -102,7 +102,7 @@ def prepare(
     handlers: dict[Path, PyTreeCheckpointHandler] | None = None,
     reuse: WrittenSteps | None = None,
 ) -> PreparedComponents:
-    """Prepare the states and descriptions of a component and of all below it."""
+    """Prepare the states and descriptions of a component and all components below it."""
     if layout is not None and not isinstance(layout, Layout):
         raise OptionError(f"layout={layout!r:.80} must be a Layout, such as hf.Layout(compression=3)")
     if use_msgpack and layout is not None and layout.compression is not None:
@@ -165,7 +165,7 @@ def _own_states(live: LiveComponent) -> dict[Path, Any]:
 
 
 def _given(live: LiveComponent, state: Mapping[str, Any]) -> dict[Path, Any]:
-    """Split a state of the whole tree, without changing it."""
+    """Split a state of the whole tree by component, without changing it."""
     own_state, below = divided(live, state)
     states: dict[Path, Any] = {live.path: own_state}
     for child, inner in below:
@@ -195,7 +195,7 @@ def _described(component: LiveComponent, paths: Mapping[int, Path], saved: Mappi
 
 
 def _spec_of(value: Any, paths: Mapping[int, Path]) -> tuple[dict[str, Any] | None, str]:
-    """Return the constructor spec of an object, or the reason why it is unknown."""
+    """Return an object's constructor spec, or the reason why it is unknown."""
     method, name = method_of(value, "get_ctor_args_and_kwargs"), type(value).__qualname__
     if isinstance(value, ActorState):
         return None, (
@@ -233,7 +233,7 @@ def _spec_of(value: Any, paths: Mapping[int, Path]) -> tuple[dict[str, Any] | No
 
 _LIBRARIES = ("numpy", "torch", "jax", "flax", "optax")
 _COMMIT = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
-_GIT_LIMIT = 4 << 20  # maximum number of bytes that are read from a file of git
+_GIT_LIMIT = 4 << 20  # maximum number of bytes read from a git file
 
 
 def versions() -> dict[str, str]:
@@ -250,18 +250,18 @@ _version = functools.cache(metadata.version)
 
 @functools.cache
 def commit_of(module: str) -> str | None:
-    """Return the commit of the git repository of a module, or None; run nothing."""
-    # Cached: this process has not loaded the code of a later commit.
+    """Return the commit of a module's git repository, or None, without running git."""
+    # Cached, because a later commit is not the code that this process has loaded.
     file = getattr(sys.modules.get(module), "__file__", None)
     return commit_in(FilePath(file).resolve().parent if isinstance(file, str) else FilePath.cwd())
 
 
 def commit_in(start: FilePath) -> str | None:
-    """Return the commit of the git repository around a folder, or None; run nothing."""
+    """Return the commit of the git repository around a folder, or None, without running git."""
     with contextlib.suppress(OSError, ValueError):
         for folder in (start, *start.parents):
             git = folder / ".git"
-            if git.is_file():  # the file of a worktree or a submodule
+            if git.is_file():  # the .git file of a worktree or a submodule
                 git = folder / _read_text(git).removeprefix("gitdir:").strip()
             if git.is_dir():
                 return _head(git)

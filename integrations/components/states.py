@@ -1,8 +1,8 @@
-"""The state of one component, without the components below it: how it is taken and restored.
+"""The state of a single component, without the components below it: how it is captured and restored.
 
-A component with its own ``get_state`` decides what its state is. The state of any other is everything that the walk of
-:mod:`~holdfast.integrations.graph` reaches from its attributes, up to the components below. Values that a torch
-optimizer keeps for parameters of other components belong to the optimizer, under the paths of the parameters.
+A component with its own ``get_state`` decides what its state is. For any other, it is everything that the walk of
+:mod:`~holdfast.integrations.graph` reaches from its attributes, down to the components below. Values that a torch
+optimizer keeps for parameters of other components belong to the optimizer, under the parameters' paths.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ _logger = logging.getLogger("holdfast")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Key of a state for the document of its graph, as text, unless the names of the values imply the graph.
+# State key for the graph document, as text; it is left out if the value names imply the graph.
 GRAPH = "__graph__"
 
-_AT_ONCE = 32  # maximum number of states that are requested from remote components at the same time
+_AT_ONCE = 32  # maximum number of concurrent state requests to remote components
 
 
 class _GivenState(Location):
-    """The location of a state that the program gave, for messages."""
+    """The location of a state that the program passed, for messages."""
 
     @property
     def url(self) -> str:
@@ -80,11 +80,11 @@ _GIVEN = _GivenState(LocalBackend(), "/")
 
 @dataclass(slots=True)
 class OwnReport:
-    missing: tuple[str, ...] = ()  # values of the component that the state lacks
-    unused: tuple[str, ...] = ()  # values of the state that the component has no place for
+    missing: tuple[str, ...] = ()  # values in the component that the state lacks
+    unused: tuple[str, ...] = ()  # values in the state that the component has no place for
     different: dict[str, str] = field(default_factory=dict)  # values that do not fit, each with the reason
-    fresh: tuple[Any, ...] = ()  # the tensors among them
-    modes: tuple[str, ...] = ()  # modes of modules and ``requires_grad`` flags that have changed, as text for users
+    fresh: tuple[Any, ...] = ()  # tensors among the values that do not fit
+    modes: tuple[str, ...] = ()  # changed module modes, ``requires_grad`` flags and optimizer options, as text
 
 
 def inherited(method: F) -> F:
@@ -94,28 +94,28 @@ def inherited(method: F) -> F:
 
 
 def overrides(value: Any, method: str) -> bool:
-    """True if an object has its own ``get_state`` or ``set_state``, not the one that components inherit."""
+    """True if an object has its own ``get_state`` or ``set_state`` rather than the inherited one."""
     implementation = getattr(type(value), method, None)
-    # The walk names the values of optimizers better.
+    # For optimizers, the walk gives the values better names.
     return implementation is not None and not hasattr(implementation, "inherited") and not is_optimizer(value)
 
 
 def call_get_state(target: Any, /, **given: Any) -> Any:
-    """Call an object's own ``get_state`` with the arguments that it takes and that are not None."""
+    """Call an object's own ``get_state`` with the given arguments that it accepts and that are not None."""
     return target.get_state(**{key: value for key, value in given.items() if value is not None and takes(target, key)})
 
 
 def takes(value: Any, name: str) -> bool:
-    """True if an object's own ``get_state`` takes an argument of this name."""
+    """True if an object's own ``get_state`` accepts an argument of this name."""
     try:
         parameters = inspect.signature(value.get_state).parameters.values()
-    except (TypeError, ValueError):  # Functions in C may have no signature.
+    except (TypeError, ValueError):  # C functions may have no signature.
         return False
     return any(parameter.kind is parameter.VAR_KEYWORD or parameter.name == name for parameter in parameters)
 
 
 def is_remote(value: Any) -> bool:
-    """True if the class declares that ``get_state`` may run in a thread, concurrently with others."""
+    """True if the class declares that ``get_state`` may run in a thread, concurrently with other calls."""
     return getattr(type(value), "__remote__", False) is True and overrides(value, "get_state")
 
 
@@ -123,7 +123,7 @@ def is_remote(value: Any) -> bool:
 def fetched(
     components: Iterable[LiveComponent], ask: Callable[[LiveComponent], Any]
 ) -> Iterator[Callable[[LiveComponent], Any]]:
-    """Request the states of remote components concurrently; yield a function that returns the state of a component."""
+    """Request the states of remote components concurrently; yield a function that returns a component's state."""
     remote = [component for component in components if is_remote(component.value)]
     pool = ThreadPoolExecutor(min(len(remote), _AT_ONCE) or 1, "holdfast-states")
     states = {id(component.value): pool.submit(contextvars.copy_context().run, ask, component) for component in remote}
@@ -134,7 +134,7 @@ def fetched(
 
 
 def own_states(live: Iterable[LiveComponent], *, snapshot: bool = False, partial: bool = False) -> dict[Path, Any]:
-    """Take the states of components; with ``partial``, values for parameters outside of the tree may be missing."""
+    """Capture component states; with ``partial``, optimizer values for parameters outside the tree may be missing."""
 
     def ask(live: LiveComponent) -> Any:
         return call_get_state(live.value, not_components=sorted(child.name for child in live.children) or None)
@@ -153,13 +153,13 @@ def own_states(live: Iterable[LiveComponent], *, snapshot: bool = False, partial
 
 
 def fresh_components(root: Any) -> dict[str, FreshObjects]:
-    """Describe the components of a tree without their own ``get_state``; raise UnsupportedLeafError as a save does."""
+    """Describe a tree's components without their own ``get_state``; raise UnsupportedLeafError as a save does."""
     walked = [component for component in live_tree(root).walk() if not overrides(component.value, "get_state")]
     return {format_component_path(component.path): FreshObjects(own_graph(component)) for component in walked}
 
 
 def default_state(component: LiveComponent, *, snapshot: bool, partial: bool = False) -> dict[str, Any]:
-    """Take the state of a component without its own ``get_state``."""
+    """Capture the state of a component without its own ``get_state``."""
     graph = own_graph(component)
     if not partial:
         _refuse_unnamed(component, graph)
@@ -196,7 +196,7 @@ def _refuse_unnamed(component: LiveComponent, graph: LiveGraph) -> None:
 
 
 def _refuse_outside(component: LiveComponent, graph: LiveGraph) -> None:
-    """Raise UnsupportedLeafError for optimizers whose values would be lost, as no name leads to their parameters."""
+    """Raise UnsupportedLeafError for optimizers whose values would be lost, as no path leads to their parameters."""
     lost = [(node, outside_parameters(node)) for node in graph.nodes if node.groups]
     lines = [
         f"  {format_node_path(node.path)}: {len(parameters)} of its parameters, of shapes "
@@ -214,7 +214,7 @@ def _refuse_outside(component: LiveComponent, graph: LiveGraph) -> None:
 
 
 def _needs_document(document: Mapping[str, Any], tree: Any) -> bool:
-    """True if a graph is more than its values in their containers."""
+    """True if a graph has more structure than its values in their containers."""
     nodes = document["nodes"]
     names = set(flatten(tree).names)
     edges = sum(len(node.get("edges", ())) for node in nodes)
@@ -226,7 +226,7 @@ def _needs_document(document: Mapping[str, Any], tree: Any) -> bool:
 
 
 def copied(tree: Any) -> Any:
-    """Return a tree with copies of everything that can change."""
+    """Return a tree with copies of everything mutable."""
     if isinstance(tree, np.ndarray):
         return tree.copy()
     if is_torch_tensor(tree):
@@ -234,13 +234,13 @@ def copied(tree: Any) -> Any:
     if isinstance(tree, PackedNumbers):
         return tree.unpack()
     contents = None if is_leaf(tree) else expand(tree)
-    if contents is not None and contents.kind != "mapping":  # Some mappings cannot be made from a dictionary.
+    if contents is not None and contents.kind != "mapping":  # Some mappings cannot be built from a dictionary.
         return contents.build([copied(child) for child in contents.values])
     return copy.copy(tree) if isinstance(tree, set) else tree
 
 
 def divided(live: LiveComponent, state: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[LiveComponent, Any]]]:
-    """Split a state into the component's own and those of the components below, whose names RLlib nests like paths."""
+    """Split a state into the component's own and those of its components, whose names RLlib nests like paths."""
     flat = dict(state)
     for child in live.children:
         *keys, last = child.name.split("/")
@@ -248,14 +248,14 @@ def divided(live: LiveComponent, state: Mapping[str, Any]) -> tuple[dict[str, An
         for key in keys if child.name not in state else ():
             if not isinstance(holder.get(key), Mapping):
                 break
-            holder[key] = dict(holder[key])  # a copy, from which the state is taken
+            holder[key] = dict(holder[key])  # a copy, from which the child's state is removed
             holder = holder[key]
         else:
             if holder is not flat and last in holder:
                 flat[child.name] = holder.pop(last)
     for name in {child.name.partition("/")[0] for child in live.children}:
         if flat.get(name) == {} and state.get(name):
-            del flat[name]  # it held only states of components
+            del flat[name]  # it held only component states
     return flat, [(child, flat.pop(child.name)) for child in live.children if child.name in flat]
 
 
@@ -264,14 +264,14 @@ def prepare_state(
     stored: StoredGraph,
     *,
     ignore: Iterable[Path] = (),  # paths of values that stay as they are
-    fitting: bool = False,  # whether only values that fit are read
-    modes: bool = False,  # whether modules get the modes that they had, too
+    fitting: bool = False,  # whether to read only values that fit
+    modes: bool = False,  # whether to restore module modes, too
 ) -> Callable[[], OwnReport]:
-    """Read the state of a component without its own ``set_state``; return a function that changes the component."""
+    """Read the state for a component without its own ``set_state``; return a function that changes the component."""
     source = stored.checkpoint
     graph = own_graph(component)
     restoration = Restoration(stored, component, ignore=ignore, final=True, ends=component.ends)
-    restoration.progress.partial = True  # The report lists the values that are left over.
+    restoration.progress.partial = True  # The report lists the leftover values.
     misfits = Misfits()
     try:
         prepared = restoration.prepare(misfits if fitting else None)
@@ -290,7 +290,7 @@ def prepare_state(
         prepared()
         report = restoration.report()
         unused = report.pending + report.unused
-        # Earlier versions did not save what optimizers keep for parameters of some components.
+        # Earlier versions did not save optimizer values for parameters of some components.
         without = [number for number, node in enumerate(stored.graph.nodes) if node.groups and not any(node.groups)]
         lost = [format_node_path((*stored.graph.path(number), OPTIMIZER_SLOTS)) for number in without]
         if unused and report.missing and not (report.restored or lost or fitting):
@@ -311,14 +311,14 @@ def prepare_state(
 
 
 def _options(graph: LiveGraph) -> dict[str, Any]:
-    """Return the plain options of torch optimizers that no schedule changes, such as learning rates, by path."""
+    """Return the plain options of torch optimizers that no scheduler changes, such as learning rates, by path."""
     slots = [(node.path, node.slot) for node in graph.leaves() if isinstance(node.slot, OptionSlot)]
     fixed = [(path, slot.get()) for path, slot in slots if slot.name == "initial_lr" or "initial_lr" not in slot.group]
     return {format_node_path(path): value for path, value in fixed if is_python_value(value)}
 
 
 def forget_moments(component: LiveComponent, tensors: Sequence[Any]) -> list[str]:
-    """Remove what a component's torch optimizers keep for tensors of another shape; return a line for each."""
+    """Remove a component's torch optimizer values for tensors of another shape; return a line for each."""
     # A component that restores an optimizer does not see the values of another component's parameters.
     if overrides(component.value, "set_state"):
         return []
@@ -338,7 +338,7 @@ def _called(component: LiveComponent) -> str:
 
 
 def stored_state(state: Any, source: Location = _GIVEN) -> StoredGraph:
-    """Open a state in memory for a component without its own ``set_state``."""
+    """Open an in-memory state for a component without its own ``set_state``."""
     if not isinstance(state, Mapping):
         raise TreeMismatchError(f"{source}: expected a dictionary as state, found {type(state).__name__}")
     values = {key: value for key, value in state.items() if key != GRAPH}
@@ -346,7 +346,7 @@ def stored_state(state: Any, source: Location = _GIVEN) -> StoredGraph:
     flat = flatten(pack_tree(values))
     packed = [name for name, value in zip(flat.names, flat.values, strict=True) if isinstance(value, PackedNumbers)]
     if any(json.dumps(f"{name}.0") in str(state.get(GRAPH)) for name in packed):
-        flat = flatten(values)  # Documents of earlier versions name every element.
+        flat = flatten(values)  # Documents of earlier versions name each element.
     described = dict(zip(flat.names, describe(flat.names, flat.values), strict=True))
     leaves = [SavedLeaf(name, Saved.of(leaf)) for name, leaf in described.items()]
     arrays = {name: leaf for name, leaf in described.items() if isinstance(leaf, ArrayLeaf)}
@@ -360,11 +360,11 @@ def read_document(text: Any, source: Location) -> Any:
         raise DamagedCheckpointError(f"{source}: {GRAPH} does not describe a graph: {error}") from error
 
 
-_TREE = "(tree)"  # name of the edge to parameters of other components that have no name in this one
+_TREE = "(tree)"  # edge name for other components' parameters that have no name in this component
 
 
 def _parameters(top: LiveComponent) -> dict[int, Path]:
-    """Return the paths of all tensors of a tree of components, by their ids."""
+    """Return the paths of all tensors in a component tree, by tensor id."""
     if top.parameters is None:
         top.parameters = {}
         for component in top.walk():
@@ -377,10 +377,10 @@ def _parameters(top: LiveComponent) -> dict[int, Path]:
 
 @collection_paused()
 def own_graph(component: LiveComponent) -> LiveGraph:
-    """Return the graph of a component's own values, up to other components."""
+    """Return the graph of a component's own values, which ends at other components."""
     component.added.clear()
     graph = walk(component, ends=component.ends)
-    # Parameters of its optimizers that it does not name are in it under their paths from the root of the tree.
+    # Optimizer parameters without a name in this component are added under their paths from the root of the tree.
     for parameter in [outside for node in graph.nodes for outside in outside_parameters(node)]:
         if (path := _parameters(component.root).get(id(parameter))) is not None:
             component.add((_TREE, *map(unescape_key, path)), parameter)
@@ -388,7 +388,7 @@ def own_graph(component: LiveComponent) -> LiveGraph:
 
 
 def outside_parameters(node: LiveNode) -> list[Any]:
-    """Return the parameters of an optimizer that are not in the graph."""
+    """Return an optimizer's parameters that are not in the graph."""
     if node.optimizer is None or not node.groups:
         return []
     within = {id(parameter.value) for group in node.groups for parameter in group}

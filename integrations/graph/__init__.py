@@ -1,4 +1,4 @@
-"""Graphs of live objects: walked by named edges, saved as trees, and restored by name, at once or later."""
+"""Live object graphs: walked by named edges, saved as trees, and restored by name, at once or later."""
 
 from __future__ import annotations
 

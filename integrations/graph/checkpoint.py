@@ -1,4 +1,4 @@
-"""The checkpoint object: the objects attached to it are saved, and restored by name."""
+"""The checkpoint object: saves the objects attached to it, and restores them by name."""
 
 from __future__ import annotations
 
@@ -39,26 +39,26 @@ _logger = logging.getLogger("holdfast")
 
 @dataclass(slots=True, eq=False)
 class _CheckpointState(NodeState):
-    managers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # they count steps from the last restore
-    reported: Mapping[Path, str] = field(default_factory=dict)  # skipped objects that the last save has logged
-    restorations: list[Restoration] = field(default_factory=list)  # restores with values for later objects
+    managers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # count steps from the last restore
+    reported: Mapping[Path, str] = field(default_factory=dict)  # skipped objects already logged by the last save
+    restorations: list[Restoration] = field(default_factory=list)  # restores with values for objects attached later
     saver: _GraphSaver = field(default_factory=lambda: _GraphSaver())
 
 
 class Checkpoint(Node):
-    """Saves and restores the objects that are attached to it, by the names of the attributes that lead to them.
+    """Saves and restores the objects attached to it, by the names of the attributes that lead to them.
 
     Objects are torch modules and optimizers, flax nnx modules and optimizers, pytrees such as a ``TrainState``, arrays,
     numbers and text, lists, dictionaries, plain objects with attributes, and objects with ``get_state`` and
-    ``set_state`` or ``state_dict`` and ``load_state_dict``, such as data iterators. An object that can be reached in
-    several ways is saved once.
+    ``set_state`` or ``state_dict`` and ``load_state_dict``, such as data iterators. An object that is reachable in
+    several ways is saved only once.
 
     Args:
         root: An object whose own attributes are saved as if they were the checkpoint's; or a weak reference to one.
         **objects: The objects to attach, by name.
 
     Raises:
-        OptionError: A name is taken: by the root, or by a method of this class.
+        OptionError: A name is already used by the root or by a method of this class.
 
     >>> import tempfile, numpy as np
     >>> weights, loaded = np.arange(3.0), np.zeros(3)
@@ -88,11 +88,11 @@ class Checkpoint(Node):
         return self._holdfast.counter or 0
 
     def save(self, prefix: Place, *, background: bool = False, layout: Layout | None = None) -> str:
-        """Save to ``<prefix>-<number>``, with the next number that is free.
+        """Save to ``<prefix>-<number>``, with the next free number.
 
         Args:
-            prefix: A path or URL whose last part is the beginning of a name.
-            background: Return as soon as the objects may change again, and write then.
+            prefix: A path or URL; its last part is the start of the checkpoint's name.
+            background: Return as soon as the objects may be changed again, and write in the background.
             layout: Sizes of chunks, segments and data files.
 
         Returns:
@@ -100,8 +100,8 @@ class Checkpoint(Node):
 
         Raises:
             UnsupportedLeafError: An attached object cannot be saved; nothing was written.
-            StateError: Values of an earlier restore still wait for their objects, or objects for their values.
-            SaveFailedError: The background save before this one failed; this one is done nevertheless.
+            StateError: Values from an earlier restore still wait for their objects, or objects for their values.
+            SaveFailedError: The previous background save failed; this save is done nevertheless.
         """
         base, saver = as_location(prefix, writes=True), self._holdfast.saver
         number = saver.next_number(base, self.save_counter)
@@ -112,37 +112,37 @@ class Checkpoint(Node):
     def write(
         self, path: Place, *, overwrite: bool = False, background: bool = False, layout: Layout | None = None
     ) -> str:
-        """Save to exactly this path; nothing is numbered.
+        """Save to exactly this path, without a number.
 
         Args:
             path: A path or URL.
-            overwrite: Replace a checkpoint that is there.
-            background: Return as soon as the objects may change again, and write then.
+            overwrite: Replace an existing checkpoint at the path.
+            background: Return as soon as the objects may be changed again, and write in the background.
             layout: Sizes of chunks, segments and data files.
 
         Returns:
             The path.
 
         Raises:
-            CheckpointExistsError: Something is there already.
+            CheckpointExistsError: The path exists already.
             UnsupportedLeafError: An attached object cannot be saved; nothing was written.
-            StateError: Values of an earlier restore still wait for their objects, or objects for their values.
-            SaveFailedError: The background save before this one failed; this one is done nevertheless.
+            StateError: Values from an earlier restore still wait for their objects, or objects for their values.
+            SaveFailedError: The previous background save failed; this save is done nevertheless.
         """
         location = as_location(path, writes=True)
         saver = self._holdfast.saver
         return saver.put(location, snapshot(self), overwrite=overwrite, background=background, layout=layout)
 
     def unsaved(self) -> Mapping[str, str]:
-        """Return the objects that can be reached from here and are not saved, each with the reason."""
+        """Return the reachable objects that are not saved, each with the reason."""
         return {format_node_path(path): reason for path, reason in walk(self, strict=False).skipped.items()}
 
     def wait_until_finished(self) -> None:
-        """Wait for the save that is under way; raise SaveFailedError if it failed."""
+        """Wait for the save in progress; raise SaveFailedError if it failed."""
         self._holdfast.saver.wait_until_finished()
 
     def close(self) -> None:
-        """Wait for the save that is under way; raise SaveFailedError if it failed."""
+        """Wait for the save in progress; raise SaveFailedError if it failed."""
         self._holdfast.saver.wait_until_finished()
 
     def restore(
@@ -154,29 +154,29 @@ class Checkpoint(Node):
         select: Patterns | None = None,
         exclude: Patterns | None = None,
     ) -> RestoreStatus:
-        """Restore the objects that are attached now, and those attached later as soon as they are.
+        """Restore the objects that are attached now, and later ones as soon as they are attached.
 
-        Tensors, numpy arrays and nnx variables change in place; a value that cannot change is replaced where it is
+        Tensors, numpy arrays and nnx variables change in place; a value that cannot do so is replaced where it is
         attached. Shapes and dtypes are validated before anything is changed.
 
         Args:
-            path: A checkpoint, or a directory of numbered ones, whose newest is taken; None restores nothing.
-            partial: As `RestoreStatus.expect_partial`; and finding nothing at all is no error.
-            rename: For paths in the checkpoint, such as ``"net/l1"``, the paths in the program; or a path and a
-                function of the array, such as ``("net/l1/kernel", np.transpose)``.
-            select: Patterns of paths such as ``"net/**"``; only values that match are restored.
-            exclude: Patterns of paths; values that match stay as they are.
+            path: A checkpoint, or a directory of numbered ones, of which the newest is used; None restores nothing.
+            partial: Like `RestoreStatus.expect_partial`; in addition, finding nothing at all is not an error.
+            rename: Maps paths in the checkpoint, such as ``"net/l1"``, to paths in the program; or to a path and a
+                function applied to the array, such as ``("net/l1/kernel", np.transpose)``.
+            select: Path patterns such as ``"net/**"``; only matching values are restored.
+            exclude: Path patterns; matching values stay as they are.
 
         Returns:
-            The status: assertions about the match, and the report.
+            The status, with assertions about the match, and the report.
 
         Raises:
-            CheckpointNotFoundError: There is none.
-            DamagedCheckpointError: It does not verify; nothing was changed.
-            TreeMismatchError: Objects have other shapes or dtypes than their values, or nothing at all was found in the
-                checkpoint; nothing was changed.
-            UnsupportedLeafError: An attached object can be neither saved nor restored, and neither ``partial`` nor a
-                choice of paths says that this is intended; nothing was changed.
+            CheckpointNotFoundError: There is no checkpoint at the path.
+            DamagedCheckpointError: The checkpoint fails verification; nothing was changed.
+            TreeMismatchError: Objects have other shapes or dtypes than their values, or nothing at all was found in
+                the checkpoint; nothing was changed.
+            UnsupportedLeafError: An attached object can be neither saved nor restored, and neither ``partial`` nor
+                patterns in ``select`` or ``exclude`` show that this is intended; nothing was changed.
         """
         if path is None:
             return RestoreStatus(None, self)
@@ -192,28 +192,28 @@ class Checkpoint(Node):
         select: Patterns | None = None,
         exclude: Patterns | None = None,
     ) -> RestoreStatus:
-        """Restore without touching the number of the next save: the counterpart of :meth:`write`.
+        """Restore without changing the number of the next save: the counterpart of :meth:`write`.
 
-        Args, result and errors are as for :meth:`restore`.
+        Arguments, result and errors are those of :meth:`restore`.
         """
         values = CheckpointTemplate(self, counts=False, partial=partial, rename=rename, select=select, exclude=exclude)
         return values.prepare(self._open(path))()
 
     def peek(self, path: Place) -> Peek:
-        """Return what a restore would read: the step, and the numbers and texts of the program.
+        """Return what a restore would read: the step, and the program's numbers and texts.
 
-        This is for programs that must build objects for the step that they resume from. Nothing changes.
+        This is for programs that must build objects depending on the step that they resume from. Nothing is changed.
 
         Args:
-            path: A checkpoint, or a directory of numbered ones, whose newest is taken.
+            path: A checkpoint, or a directory of numbered checkpoints, of which the newest is used.
 
         Returns:
-            The step, metrics, and numbers and texts by their paths, such as ``{"epoch": 3}``; not the numbers and
+            The step, metrics, and numbers and texts by path, such as ``{"epoch": 3}``; without the numbers and
             texts of optimizers, modules and objects with their own state.
 
         Raises:
-            CheckpointNotFoundError: There is none.
-            DamagedCheckpointError: It does not verify.
+            CheckpointNotFoundError: There is no checkpoint at the path.
+            DamagedCheckpointError: The checkpoint fails verification.
         """
         return plain_values(self._open(path))
 
@@ -230,7 +230,7 @@ class Checkpoint(Node):
 
 
 def snapshot(checkpoint: Checkpoint) -> CapturedGraph:
-    """Return what a save writes; log skipped objects; raise StateError or UnsupportedLeafError."""
+    """Return what a save writes, and log skipped objects; raise StateError or UnsupportedLeafError."""
     state = checkpoint._holdfast
     check_restored(state.restorations)
     with collection_paused():
@@ -249,12 +249,12 @@ def snapshot(checkpoint: Checkpoint) -> CapturedGraph:
 
 @contextlib.contextmanager
 def numbered(checkpoint: Checkpoint, number: int) -> Iterator[CapturedGraph]:
-    """Yield the snapshot of a numbered save; the number becomes free again if the save fails at once."""
+    """Yield the snapshot for a numbered save; if the save fails at once, the number becomes free again."""
     state = checkpoint._holdfast
     before, state.counter = state.counter, number
     try:
         yield snapshot(checkpoint)
-    except SaveFailedError:  # of the previous save: this one is under way, or done
+    except SaveFailedError:  # from the previous save; this one is in progress or done
         raise
     except BaseException:
         state.counter = before
@@ -263,11 +263,11 @@ def numbered(checkpoint: Checkpoint, number: int) -> Iterator[CapturedGraph]:
 
 @dataclass(frozen=True)
 class CheckpointTemplate:
-    """The values of a graph that a checkpoint object takes; the arguments are those of `Checkpoint.restore`."""
+    """The restore template of a checkpoint object; the arguments are those of `Checkpoint.restore`."""
 
     checkpoint: Checkpoint
     _: KW_ONLY
-    counts: bool = True  # whether the number of the next save is restored
+    counts: bool = True  # whether to restore the number of the next save
     partial: bool = False
     rename: Rename | None = None
     select: Patterns | None = None
@@ -277,7 +277,7 @@ class CheckpointTemplate:
         """Read and compare the values; return a function that changes the objects and returns the status."""
         checkpoint, state = self.checkpoint, self.checkpoint._holdfast
         if not (self.partial or self.select or self.exclude):
-            check(checkpoint)  # objects that cannot be saved are an error now, not at the first save
+            check(checkpoint)  # objects that cannot be saved raise an error now, not at the first save
         restoration = Restoration(
             stored, checkpoint, rename=self.rename, select=self.select, exclude=self.exclude, ignore=[(COUNTER,)]
         )
@@ -299,7 +299,7 @@ class CheckpointTemplate:
             wanted = set(restoration.progress.wanted.values())
             for other in state.restorations:
                 if wanted.issuperset(other.progress.left().values()):
-                    other.retire()  # this restore has all values that the other one waits for
+                    other.retire()  # superseded: this restore has all values that the other waits for
             state.restorations = [other for other in state.restorations if not other.retired and other.progress.left()]
             state.restorations.append(restoration)
             for manager in state.managers if self.counts else ():
@@ -310,7 +310,7 @@ class CheckpointTemplate:
 
 
 class _GraphSaver(AsyncCheckpointer):
-    """Saves graphs, numbered or not, at once or in the background."""
+    """Saves graphs, with or without a number, at once or in the background."""
 
     def __init__(self) -> None:
         super().__init__(GraphCheckpointHandler())
@@ -327,7 +327,7 @@ class _GraphSaver(AsyncCheckpointer):
         layout: Layout | None,
     ) -> str:
         self.join()
-        saver = copy.copy(self)  # Another thread, or the handler of a signal, may save meanwhile.
+        saver = copy.copy(self)  # a copy, because another thread or a signal handler may save meanwhile
         saver._number, saver.background = number, background
         save = saver.save if background else partial(Checkpointer.save, saver)
         try:
@@ -344,7 +344,7 @@ class _GraphSaver(AsyncCheckpointer):
         return str(location)
 
     def join(self) -> None:
-        """Wait for the save that is under way, and keep its error."""
+        """Wait for the save in progress, and keep its error for later."""
         self._save.join()
 
     def next_number(self, prefix: Location, counter: int) -> int:
@@ -356,5 +356,5 @@ class _GraphSaver(AsyncCheckpointer):
         record = super()._record(items)
         if self._number is None:
             return record
-        # Retention policies are for checkpoints of a manager; these stay until a user removes them.
+        # Retention policies apply to checkpoints of a manager; this one stays until a user removes it.
         return replace(record, step=self._number, pinned=True, reason="saved by Checkpoint.save")

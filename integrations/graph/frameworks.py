@@ -1,4 +1,4 @@
-"""Objects of torch, flax nnx and Keras as parts of a graph: modules, tensors, optimizers, variables."""
+"""Torch, flax nnx and Keras objects in the object graph: modules, tensors, optimizers, variables."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from .outside import is_actor_class
 from .slots import PartState, Path
 from .tracked import Node, Value
 
-EXTRA_STATE = "_extra_state"  # the last part of the key of a module's `get_extra_state` in a state_dict()
+EXTRA_STATE = "_extra_state"  # last key segment of a module's `get_extra_state` value in a state_dict()
 
 
 def is_module(value: object) -> bool:
-    """True for an initialized torch module: an actor class that ``ray.remote`` made of its class is none."""
+    """True for an initialized torch module, but not for an actor class that ``ray.remote`` made from a module class."""
     torch = loaded("torch")
     return torch is not None and isinstance(value, torch.nn.Module) and not is_actor_class(type(value))
 
@@ -47,13 +47,13 @@ def is_optimizer(value: object) -> bool:
 
 
 def is_uninitialized(tensor: Any) -> bool:
-    """True if a tensor is a parameter of a lazy module and has no shape yet."""
+    """True if a tensor is a lazy module's parameter that has no shape yet."""
     torch: Any = loaded("torch")
     return isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin)
 
 
 def module_children(module: Any) -> list[tuple[str, Any]]:
-    """Return the children of a module by name, including modules in plain lists and dictionaries."""
+    """Return a module's children by name, including modules in plain lists and dictionaries."""
     torch: Any = loaded("torch")
     transient = module._non_persistent_buffers_set
     buffers = {name: buffer for name, buffer in module._buffers.items() if name not in transient}
@@ -73,7 +73,7 @@ def module_children(module: Any) -> list[tuple[str, Any]]:
 
 
 class TensorSlot:
-    """A tensor, which is changed in place; a parameter of a lazy module takes the shape of its first value."""
+    """A tensor, changed in place; a lazy module's parameter takes the shape of its first value."""
 
     def __init__(self, tensor: Any) -> None:
         self.anchor = tensor
@@ -81,7 +81,7 @@ class TensorSlot:
 
     @property
     def overlaps(self) -> bool:
-        """True if elements share memory, as after ``expand``, and cannot be written one by one."""
+        """True if elements share memory, as after ``expand``, and cannot be written individually."""
         torch: Any = loaded("torch")
         tensor = self.anchor
         if is_uninitialized(tensor) or tensor.layout != torch.strided:
@@ -89,7 +89,7 @@ class TensorSlot:
         return any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
     def template(self, shape: Iterable[int]) -> Any:
-        """Return the tensor to compare with: the tensor itself, or what a lazy parameter would become."""
+        """Return the tensor to compare with; for a lazy parameter, a meta tensor in the shape that it would get."""
         if not is_uninitialized(self.anchor):
             return self.anchor
         torch: Any = loaded("torch")
@@ -107,7 +107,7 @@ class TensorSlot:
 
 
 class _ExtraState(PartState):
-    """The value of a module's ``get_extra_state``."""
+    """The return value of a module's ``get_extra_state``."""
 
     def get(self) -> Any:
         return pack_tree(encode_state(self.target.get_extra_state()))
@@ -118,14 +118,14 @@ class _ExtraState(PartState):
 
 # ---- modules and optimizers with their own methods or hooks for their state
 
-OWN_STATE = "_own_state"  # name of the edge from a module to the part of its state_dict() that the graph lacks
+OWN_STATE = "_own_state"  # edge name from a module to the entries of its state_dict() that are not in the graph
 _MODULE_METHODS = ("state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_state_dict")
 _MODULE_HOOKS = (
     *("_state_dict_hooks", "_state_dict_pre_hooks"),
     *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
 _OPTIMIZER_HOOKS = ("_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks")
-# Methods and hooks of these libraries only find or wrap values that are in the graph, too.
+# Methods and hooks of these libraries only look up or wrap values that are in the graph anyway.
 _TRANSPARENT = (
     *("torch.nn.", "torch.optim", "torch.distributed."),
     *("lightning.", "lightning_fabric.", "pytorch_lightning."),
@@ -133,7 +133,7 @@ _TRANSPARENT = (
 
 
 def has_own_protocol(target: Any) -> bool:
-    """True if the class of a module or optimizer, the object itself or a hook changes its state dict."""
+    """True if an overridden method or a hook changes the state dict of a module or optimizer."""
     methods, tables = (_MODULE_METHODS, _MODULE_HOOKS) if is_module(target) else (("state_dict",), _OPTIMIZER_HOOKS)
     hooks = (hook for table in tables for hook in vars(target).get(table, {}).values())
     return (
@@ -155,37 +155,37 @@ def _is_transparent(owner: Any) -> bool:
 
 
 def _function(hook: Any) -> Any:
-    """Return the function of a hook, which torch and partial() wrap."""
+    """Return a hook's underlying function, which torch and partial() wrap."""
     while (inner := getattr(hook, "hook", None) or getattr(hook, "func", None)) is not None:
         hook = inner
     return hook
 
 
 class ModuleState(PartState):
-    """What the ``state_dict()`` of a module, with its children, has besides the parameters in the graph."""
+    """The entries of a module's ``state_dict()``, children included, other than the parameters in the graph."""
 
-    # Buffers are part of it, because a module may accept them in another shape, or compute them again.
+    # Buffers are included, because a module may accept them in another shape, or recompute them.
 
     def get(self) -> Any:
         state = self.target.state_dict()
         bare = dict(zip(state, joined_names(list(state)), strict=True))
         extra = {bare[name]: state[name] for name in self._beyond(state)}
-        if current_coordinator().process_count == 1 and (sums := accumulated(self.target)):  # Several have a sum each.
+        if current_coordinator().process_count == 1 and (sums := accumulated(self.target)):  # else one sum per process
             extra[_ACCUMULATED] = sums
         return pack_tree(encode_state(extra))
 
     def set(self, value: Any) -> None:
         torch: Any = loaded("torch")
-        state = copy.copy(self.target.state_dict())  # copy() keeps the metadata of torch, which is an attribute
+        state = copy.copy(self.target.state_dict())  # copy() keeps torch's metadata, which is an attribute
         wrapped = dict(zip(joined_names(list(state)), state, strict=True))
         for name in self._beyond(state):
             del state[name]
         decoded = decode_state(value)
-        saved = decoded.pop(_ACCUMULATED, None)  # Earlier versions did not save it.
+        saved = decoded.pop(_ACCUMULATED, None)  # missing in checkpoints of earlier versions
         names = set(wrapped.values())
         extra = {key if key in names else wrapped.get(unwrapped_name(key), key): leaf for key, leaf in decoded.items()}
         state.update(extra)
-        # The module may give parameters in another form, such as half precision: they keep the values of the graph.
+        # The module may return parameters in another form, such as half precision; they keep the values from the graph.
         names = set(map(unwrapped_name, extra))
         named = self.target.named_parameters()
         exact = [(parameter, parameter.detach().clone()) for name, parameter in named if unwrapped_name(name) in names]
@@ -193,7 +193,7 @@ class ModuleState(PartState):
         with torch.no_grad():
             for parameter, before in exact:
                 parameter.copy_(before)
-        # One of several processes continues the sum; the others start from zero, as all sums are added up.
+        # Only process 0 continues the sum; the others start from zero, since all sums are added up.
         if saved is not None and current_coordinator().process_index == 0:
             set_accumulated(self.target, saved)
 
@@ -204,11 +204,11 @@ class ModuleState(PartState):
         return [name for name in names if not (is_torch_tensor(state[name]) and _memory(state[name]) in in_graph)]
 
 
-_ACCUMULATED = "holdfast.accumulated"  # what a metric of torchmetrics has accumulated, which its state_dict() lacks
+_ACCUMULATED = "holdfast.accumulated"  # key for a torchmetrics metric's accumulated state, missing in state_dict()
 
 
 def accumulated(metric: Any) -> dict[str, Any]:
-    """Return what a metric of torchmetrics has accumulated since its reset, which its ``state_dict()`` leaves out."""
+    """Return what a torchmetrics metric has accumulated since its reset, which is not in its ``state_dict()``."""
     torchmetrics: Any = loaded("torchmetrics")
     if torchmetrics is None or not isinstance(metric, torchmetrics.Metric):
         return {}
@@ -223,12 +223,12 @@ def set_accumulated(metric: Any, saved: Mapping[str, Any]) -> None:
 
 
 def is_buffer(module: Any, name: str) -> bool:
-    """True if an attribute of a module is a buffer, which its own state includes."""
+    """True if a module's attribute is a buffer, which is saved with the module's own state."""
     return is_module(module) and name in module._buffers and type(module._buffers[name]).__name__ != "DTensor"
 
 
 def _memory(tensor: Any) -> tuple[Any, ...]:
-    """Return a key that is equal for tensors with the same elements in the same order of the same memory."""
+    """Return a key that is equal for tensors that view the same memory with the same shape and strides."""
     local = getattr(tensor, "_local_tensor", tensor)
     if is_uninitialized(local) or not is_dense(local):
         return (id(tensor),)
@@ -236,28 +236,28 @@ def _memory(tensor: Any) -> tuple[Any, ...]:
 
 
 # ---- torch optimizers keep values for each parameter ("optimizer slots") and options for each group of parameters.
-# Both are matched by parameters, never by numbers: another order of modules or of groups does not swap them.
+# Both are matched by parameter, never by index: reordered modules or groups do not swap them.
 
-OPTIMIZER_SLOTS = "slots"  # name of the container of a torch optimizer's values, by the paths of the parameters
-GROUPS = "groups"  # name of the edge from a torch optimizer to the options of its groups
-# Options that decide how an optimizer computes, not what: they depend on the devices of the program.
+OPTIMIZER_SLOTS = "slots"  # name of the node with a torch optimizer's per-parameter values, by parameter path
+GROUPS = "groups"  # edge name from a torch optimizer to its group options
+# Options that affect how an optimizer computes, not what: they depend on the program's devices.
 _EXECUTION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
 def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the saved options of a group, such as its learning rate, by name."""
+    """Return the options of a group that are saved, such as its learning rate, by name."""
     return {name: value for name, value in group.items() if not name.startswith("param") and name not in _EXECUTION}
 
 
 class OptimizerSlot:
-    """One value that an optimizer keeps for a parameter, whether it has it yet or not."""
+    """One value that an optimizer keeps for a parameter; it may not exist yet."""
 
     def __init__(self, optimizer: Any, group: dict[str, Any], parameter: Any, name: str) -> None:
         self.anchor = self.parameter = parameter
         self.trail: Path = (str(id(optimizer)), name)
         self.name = name
         self.group = group
-        self._optimizer = optimizer  # its state may be replaced by load_state_dict() of an optimizer around it
+        self._optimizer = optimizer  # `state` is read anew each time: a wrapper's load_state_dict() may replace it
         self._key = slot_key(name)
 
     def get(self) -> Any:
@@ -268,7 +268,7 @@ class OptimizerSlot:
 
 
 class OptionSlot:
-    """One option of a group, whether the group has it yet or not; a tensor stays the same object."""
+    """One option of a group, which may not exist yet; a tensor option is changed in place."""
 
     def __init__(self, optimizer: Any, number: int, name: str) -> None:
         self.anchor = optimizer
@@ -295,11 +295,11 @@ class OptionSlot:
             self.group[self.name] = decode_state(value)
 
 
-_KEY = "holdfast.key:"  # prefix of the names of values whose keys are numbers or tuples
+_KEY = "holdfast.key:"  # name prefix for values whose keys are numbers or tuples
 
 
 def slot_name(key: Any) -> str:
-    """Return the name in the checkpoint of a value that an optimizer keeps under a key."""
+    """Return the checkpoint name for the key of an optimizer value."""
     return key if isinstance(key, str) else _KEY + json.dumps(key)
 
 
@@ -308,7 +308,7 @@ def slot_key(name: str) -> Any:
 
 
 def is_single_leaf(value: object) -> bool:
-    """True if a value of an optimizer is one leaf; a list of tensors, for example, is a tree."""
+    """True if an optimizer value is one leaf; a list of tensors, for example, is a tree."""
     return is_torch_tensor(value) or is_python_value(value)
 
 
@@ -317,7 +317,7 @@ def _snapshot(value: Any) -> Any:
 
 
 def divided_like(parameter: Any, shape: Any, dtype: Any) -> Any:
-    """Return the template for a value of a DTensor parameter, which is sharded alike; ``...`` for other parameters."""
+    """Return a template sharded like the DTensor parameter, for a value of the same shape; ``...`` for all others."""
     if type(parameter).__name__ != "DTensor" or shape != tuple(parameter.shape):
         return ...
     torch: Any = loaded("torch")
@@ -325,7 +325,7 @@ def divided_like(parameter: Any, shape: Any, dtype: Any) -> Any:
 
 
 def new_optimizer_tensor(slot: OptimizerSlot | OptionSlot, array: Any, strides: Any) -> Any:
-    """Return the tensor that an optimizer would create in a slot, with the strides that were saved."""
+    """Return a new tensor with the saved strides, on the device where the optimizer would create it."""
     tensor, device = decode_state({"torch.Tensor": array, STRIDES: strides}), slot.parameter.device
     on_host = slot.name == "step" and not (slot.group.get("capturable") or slot.group.get("fused"))
     return tensor if on_host or device.type in {"cpu", "meta"} else tensor.to(device)
@@ -337,12 +337,12 @@ def is_nnx_variable(value: object) -> bool:
 
 
 def nnx_children(value: Any) -> list[tuple[str, Any]]:
-    """Return the attributes of an nnx object that are data, not configuration."""
+    """Return the attributes of an nnx object that are data rather than configuration."""
     data = vars(value).get("_pytree__nodes")
     children = []
     for name, child in vars(value).items():
         is_array = is_jax_array(child) or isinstance(child, np.ndarray | list | dict | tuple)
-        # Early versions of flax do not record which attributes are data.
+        # Early flax versions do not record which attributes are data.
         is_data = is_nnx_variable(child) or is_nnx(child) or (is_array if data is None else data.get(name))
         if is_data and not name.startswith(("_pytree__", "_object__")):
             children.append((name, child))
@@ -357,17 +357,17 @@ def variable_accessors(variable: Any) -> tuple[Callable[[], Any], Callable[[Any]
 
 # ---- Keras 3 on torch and jax: models, layers, optimizers, metrics and variables
 #
-# Their state is in their variables. As in TensorFlow, a variable or layer has the name of the attribute that holds it.
-# If there is none, as in a Sequential model, a layer has the name that the program gave it, or the name of its class
-# with a number within the layer that holds it, as in the files of ``save_weights``
+# Their state is in their variables. As in TensorFlow, a variable or layer is named by the attribute that holds it.
+# If there is none, as in a Sequential model, a layer has the name that the program gave it, or its class name
+# numbered within the layer that holds it, as in the files of ``save_weights``
 # (https://keras.io/api/models/model_saving_apis/weights_saving_and_loading). Keras counts layers in each process
-# (``dense_1``), so that its names differ for a second model.
+# (``dense_1``), so a second model gets different names.
 
 LAYER, OPTIMIZER, VARIABLE = "Layer", "Optimizer", "Variable"
 _KINDS = {LAYER, OPTIMIZER, VARIABLE, "Metric", "SeedGenerator"}
 
 
-@lru_cache(maxsize=1024)  # many objects have few types
+@lru_cache(maxsize=1024)  # many objects, few types
 def _kind_of(cls: Any) -> str | None:
     return next((base.__name__ for base in cls.__mro__ if base.__name__ in _KINDS and _is_of_keras(base)), None)
 
@@ -381,7 +381,7 @@ def _is_of_keras(cls: type) -> bool:
 
 
 def keras_kind(value: object) -> str | None:
-    """Return the kind of an object of Keras whose values are tensors of torch or arrays of jax; None for others."""
+    """Return the kind of a Keras object whose values are torch tensors or JAX arrays; None for other objects."""
     if (kind := _kind(value)) is None:
         return None
     arrays = map(_value, _variables(value))
@@ -389,18 +389,18 @@ def keras_kind(value: object) -> str | None:
 
 
 def bare_variable(value: Any) -> Any:
-    """Return the torch parameter that a variable of Keras stands for, or any other object itself."""
+    """Return the torch parameter behind a Keras variable, or any other object itself."""
     return _value(value) if _kind(value) == VARIABLE and is_torch_tensor(_value(value)) else value
 
 
 def keras_children(value: Any, order: list[int] | None = None, saved: Iterable[str] = ()) -> list[tuple[str, Any]]:
-    """Return the variables and parts of an object of Keras by name, with the lists that TensorFlow has ``saved``."""
-    # `order` says for each parameter of an optimizer at which index its values are listed.
+    """Return the variables and parts of a Keras object by name, including those of TensorFlow's lists in ``saved``."""
+    # `order` gives, for each parameter of an optimizer, the index of its values in the saved lists.
     pairs = _parts(value)
     wanted, named, listed = {id(part) for _, part in pairs}, list[tuple[str, Any]](), set[int]()
     for name, child in {**vars(value), **vars(value).get("_modules", {})}.items():
         part, held = _held(child, wanted)
-        if not held or name == "_layers":  # a Sequential model lists its layers by number
+        if not held or name == "_layers":  # a Sequential model's list of layers; they get numbered names instead
             continue
         if order is not None and isinstance(part, list) and len(part) == len(order):
             part = [part[order.index(index)] for index in range(len(order))]
@@ -416,18 +416,18 @@ def keras_children(value: Any, order: list[int] | None = None, saved: Iterable[s
 
 
 def numbered_children(value: Any) -> list[tuple[str, Any]]:
-    """Return them under the names of variables and numbered names of classes, as earlier versions saved them."""
+    """Return the variables and parts under variable names and numbered class names, as earlier versions saved them."""
     return _numbered(_parts(value))
 
 
 def _parts(value: Any) -> list[tuple[str, Any]]:
-    """Return the variables and the parts of an object of Keras, with the optimizer of a model, by their own names."""
-    if _kind(value) == OPTIMIZER:  # the names of its variables contain those of layers, which Keras numbers
+    """Return the variables and parts of a Keras object, and the optimizer of a model, under their own names."""
+    if _kind(value) == OPTIMIZER:  # optimizer variable names contain layer names, which Keras numbers per process
         return [(f"variable_{index}", variable) for index, variable in enumerate(value.variables)]
     if _kind(value) != LAYER:
         return [(_name(variable), variable) for variable in _variables(value)]
     if any(base.__name__ == "TorchModuleWrapper" and _is_of_keras(base) for base in type(value).__mro__):
-        return [("module", value.module)]  # its buffers are no variables of Keras
+        return [("module", value.module)]  # its buffers are not Keras variables
     layers = value._flatten_layers(include_self=False, recursive=False)
     below = {id(variable) for layer in layers for variable in layer.variables}
     pairs = [(_name(variable), variable) for variable in value.variables if id(variable) not in below]
@@ -443,12 +443,12 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
 
 
 def _held(child: Any, wanted: set[int]) -> tuple[Any, set[int]]:
-    """Return the content of an attribute in plain lists and dictionaries, and the ids of its variables and layers."""
+    """Return an attribute's content as plain lists and dictionaries, and the ids of the variables and layers in it."""
     if id(child) in wanted:
         return child, {id(child)}
     if _kind(child) not in (None, LAYER, VARIABLE):
         return child, wanted.intersection(map(id, _variables(child)))
-    # Keras wraps the containers of a program in its own classes; plain containers are its internal records.
+    # Keras wraps the program's containers in its own classes; plain containers are its internal records.
     if not isinstance(child, list | tuple | dict) or not (isinstance(child, tuple) or _is_of_keras(type(child))):
         return None, set()
     parts = [_held(part, wanted) for part in (child.values() if isinstance(child, dict) else child)]
@@ -457,7 +457,7 @@ def _held(child: Any, wanted: set[int]) -> tuple[Any, set[int]]:
 
 
 def why_not_saved(value: Any) -> str | None:
-    """Return why an object of Keras cannot be saved as it is."""
+    """Return why a Keras object cannot be saved as it is, or None."""
     if getattr(value, "built", True) is False:
         how = "build(variables)" if _kind(value) == OPTIMIZER else "build(input_shape), or call it once"
         return f"has no variables yet, as it is not built: call its {how}, before a save or a restore"
@@ -467,7 +467,7 @@ def why_not_saved(value: Any) -> str | None:
 
 
 class _OwnVariables(PartState):
-    """The variables that a layer of the program saves with ``save_own_variables``."""
+    """The variables that a user-defined layer saves with ``save_own_variables``."""
 
     def get(self) -> Any:
         store: dict[str, Any] = {}
@@ -488,21 +488,21 @@ def _value(variable: Any) -> Any:
 
 
 def _name(variable: Any) -> str:
-    """Return the name of a variable without a number that Keras appended."""
+    """Return a variable's name without the number that Keras appends."""
     return "variable" if re.fullmatch(r"variable_\d+", variable.name) else str(variable.name)
 
 
 def _layer_name(layer: Any) -> str:
-    """Return the name of a layer without a number that Keras appended."""
+    """Return a layer's name without the number that Keras appends."""
     given = re.sub("(.)([A-Z][a-z]+)", r"\1_\2", re.sub(r"\W+", "", type(layer).__name__))
-    given = re.sub("([a-z])([A-Z])", r"\1_\2", given).lower()  # as Keras makes names of classes
-    # A Bidirectional layer adds the direction.
+    given = re.sub("([a-z])([A-Z])", r"\1_\2", given).lower()  # snake_case class name, as Keras derives it
+    # A Bidirectional layer prefixes the direction.
     match = re.fullmatch(rf"((forward_|backward_)?{re.escape(given)})(_\d+)?", layer.name)
     return match[1] if match else str(layer.name)
 
 
 def _numbered(pairs: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """Make names unique: the first keeps its own, later ones get numbers."""
+    """Make names unique: the first keeps its name, later ones get a number appended."""
     unique: dict[str, Any] = {}
     for name, value in pairs:
         numbered = (f"{name}_{number}" for number in itertools.count(1))
@@ -511,6 +511,6 @@ def _numbered(pairs: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
 
 
 def _overridden(cls: type, methods: tuple[str, ...], *, everywhere: bool = False) -> bool:
-    """True if a class of the program, or with ``everywhere`` also one of Keras, overrides methods of Keras."""
+    """True if a class of the program overrides a Keras method; with ``everywhere``, Keras subclasses count as well."""
     owners = [base for name in methods for base in [b for b in cls.__mro__ if name in vars(b)][:1]]
     return any(not _is_of_keras(owner) or (everywhere and owner.__name__ != LAYER) for owner in owners)

@@ -1,4 +1,4 @@
-"""A manager of the numbered checkpoints of one checkpoint object in one directory."""
+"""A manager for the numbered checkpoints of one checkpoint object in one directory."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from .restoration import RestoreStatus
 from .stored import GraphCheckpointHandler, StoredGraph
 from .walk import check
 
-_TIMEOUT = 600.0  # seconds that a process waits for the others to agree on the time below
-_SINCE = "holdfast.since"  # key in the metadata of a step: when the first manager of the directory was made
+_TIMEOUT = 600.0  # seconds; how long a process waits for the others to agree on the start time below
+_SINCE = "holdfast.since"  # step metadata key: when the directory's first manager was created
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Options(CheckpointManagerOptions):
-    """Options whose period in time begins before the first step, as TensorFlow's does."""
+    """Options whose first retention period begins before the first step, as in TensorFlow."""
 
     since: float
 
@@ -49,32 +49,32 @@ class _Apart(Every):
 class CheckpointManager:
     """Keeps numbered checkpoints of one checkpoint object in one directory: ``<directory>/<name>-<number>``.
 
-    It writes an ordinary directory of steps, which ``holdfast ls`` lists and one run at a time writes to.
+    It writes an ordinary step directory, which ``holdfast ls`` lists; only one run at a time may write to it.
 
     Args:
         checkpoint: The checkpoint object to save.
         directory: A path or URL.
         max_to_keep: How many of the newest checkpoints to keep; None keeps all.
-        keep_checkpoint_every_n_hours: Keep one checkpoint every this many hours for good, as TensorFlow does: each that
-            was saved so long after the last of them, or after the first manager of the directory was made. It is pinned
+        keep_checkpoint_every_n_hours: Keep one checkpoint per this many hours permanently, as TensorFlow does: each
+            saved this long or more after the last one, or after the directory's first manager was created. It is pinned
             when the limit would delete it: no later manager deletes or lists it, whatever its options are.
         checkpoint_name: The name before the number.
-        step_counter: The step of the program: a number that changes in place, such as a `Value` or a tensor, or a
+        step_counter: The program's step: a number that changes in place, such as a `Value` or a tensor, or a
             function that returns it.
         checkpoint_interval: Save only if the step counter has advanced by this much since the last save.
         init_fn: Called by `restore_or_initialize` if there is no checkpoint.
-        last_checkpoint_step: The step of a checkpoint that was saved before, to count the interval from.
-        background: Return from `save` as soon as the objects may change again, and write then.
+        last_checkpoint_step: The step of an earlier checkpoint, from which the interval is counted.
+        background: Return from `save` as soon as the objects may be changed again, and write in the background.
         layout: Sizes of chunks, segments and data files.
-        clock: The source of the time.
-        mirror: A second place, such as ``s3://bucket/run``, or a `holdfast.Mirror`: checkpoints are copied there in the
-            background, and `restore_or_initialize` takes the newest of both places.
+        clock: The time source.
+        mirror: A second location, such as ``s3://bucket/run``, or a `holdfast.Mirror`: checkpoints are copied there in
+            the background, and `restore_or_initialize` restores the newest of both locations.
 
-    Local steps (``local=`` of other managers) count the updates of a loop, and these checkpoints have their own
-    numbers: `holdfast.CheckpointCallback` saves the same objects, and takes ``local=``.
+    Local steps (``local=`` of other managers) are numbered by the updates of a loop, whereas these checkpoints have
+    their own numbers: `holdfast.CheckpointCallback` saves the same objects, and supports ``local=``.
 
     Raises:
-        OptionError: An option is not valid.
+        OptionError: An option is invalid.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as directory:
@@ -122,7 +122,7 @@ class CheckpointManager:
         self._interval = checkpoint_interval
         self._init = init_fn
         self._last = last_checkpoint_step
-        self._saving: tuple[int, int | None] | None = None  # number of the last save, and `_last` before that save
+        self._saving: tuple[int, int | None] | None = None  # number of the last save, and the `_last` before it
         self._kwargs = {} if layout is None else {"layout": layout}
         self.status: RestoreStatus | None = None
         self._facts = {} if hours is None else {_SINCE: self._since(clock or SystemClock())}
@@ -139,9 +139,9 @@ class CheckpointManager:
             ),
             clock=clock,
         )
-        self._later: set[int] = set()  # steps after the one that was restored last, which are saved again
+        self._later: set[int] = set()  # steps after the last restored one, which may be saved again
         self._limit = None if hours is None else max_to_keep
-        self._left: set[int] = set()  # steps beyond the limit, which are pinned if they stay for good
+        self._left: set[int] = set()  # steps that a save has already pushed beyond the limit
         checkpoint._holdfast.managers.add(self)
 
     @property
@@ -156,31 +156,31 @@ class CheckpointManager:
 
     @property
     def latest_checkpoint(self) -> str | None:
-        """The path of the newest checkpoint that is committed, or None."""
+        """The path of the newest committed checkpoint, or None."""
         step = self._steps.latest_step()
         return None if step is None else self._path(step)
 
     @property
     def checkpoints(self) -> list[str]:
-        """The paths of the checkpoints from the oldest to the newest, without those that are kept for good."""
+        """The paths of the checkpoints from the oldest to the newest, without those that are kept permanently."""
         why = {step: self._steps.why_kept(step) for step in self._in_order()}
         for_good = [step for step in why if "pinned" in why[step] or (why[step] and all(map(_is_period, why[step])))]
         return [self._path(step) for step in why if step not in for_good]
 
     def save(self, checkpoint_number: Any = None, check_interval: bool = True) -> str | None:
-        """Save, unless it is too early.
+        """Save, unless the checkpoint interval has not passed yet.
 
         Args:
-            checkpoint_number: The number for the name instead of the next one; a counter of any library.
-            check_interval: Whether to wait for `checkpoint_interval`. A step that was just saved is never saved again.
+            checkpoint_number: The number for the name, instead of the next one; may be a counter from any library.
+            check_interval: Whether to respect `checkpoint_interval`. A step that was just saved is never saved again.
 
         Returns:
-            The path of the checkpoint, or None if it is too early. A background save is not committed yet.
+            The checkpoint's path, or None if it is too early. A background save is not committed yet.
 
         Raises:
-            CheckpointExistsError: The number is taken, by no checkpoint after the one that was restored last.
-            StateError: Values of an earlier restore still wait for their objects, or objects for their values.
-            SaveFailedError: The background save before this one failed; this one is done nevertheless.
+            CheckpointExistsError: The number is taken, and not by a checkpoint after the last restored one.
+            StateError: Values from an earlier restore still wait for their objects, or objects for their values.
+            SaveFailedError: The previous background save failed; this save is done nevertheless.
             OwnershipError: Another run writes to this directory.
         """
         step, failed = None if self._counter is None else _number(self._counter), None
@@ -190,12 +190,12 @@ class CheckpointManager:
             if is_early or step == self._last:
                 return None
         wanted = None if checkpoint_number is None else _number(checkpoint_number)
-        if self._limit is not None:  # A save under way pushes others off the list.
+        if self._limit is not None:  # a save in progress counts toward the limit
             try:
                 self._steps.wait_until_finished()
             except SaveFailedError as error:
                 failed = error
-        # Process 0 decides for all: another process may see an older listing of the directory.
+        # Process 0 decides for all: other processes may see an outdated directory listing.
         counter, number, left, preserved = self._steps.processes.decide("number", self._next, wanted)
         for preserved_step in preserved:
             self._steps.pin(preserved_step)
@@ -206,7 +206,7 @@ class CheckpointManager:
                 self._steps.save(
                     number, item, force=True, custom_metadata=facts or None, save_kwargs=self._kwargs, reason=reason
                 )
-            except SaveFailedError as error:  # the save before failed; this one is under way
+            except SaveFailedError as error:  # from the previous save; this one is in progress
                 failed = error
         self._saving, self._last = (number, self._last), step
         self._later.discard(number)
@@ -215,19 +215,19 @@ class CheckpointManager:
         return self._path(number)
 
     def restore_or_initialize(self, **options: Any) -> str | None:
-        """Restore the newest checkpoint that is whole, or call `init_fn` if there is none.
+        """Restore the newest undamaged checkpoint, or call `init_fn` if there are no checkpoints.
 
         Damaged checkpoints are skipped with a warning.
 
         Args:
-            **options: As for `Checkpoint.restore`: ``partial``, ``rename``, ``select``, ``exclude``.
+            **options: Those of `Checkpoint.restore`: ``partial``, ``rename``, ``select``, ``exclude``.
 
         Returns:
-            The path of the checkpoint, or None. The status of the restore is in `status`.
+            The checkpoint's path, or None. The status of the restore is in `status`.
 
         Raises:
-            NoWholeCheckpointError: There are checkpoints, and all of them are damaged.
-            TreeMismatchError: Objects have other shapes or dtypes than their values; nothing was changed.
+            NoWholeCheckpointError: All existing checkpoints are damaged.
+            TreeMismatchError: Shapes or dtypes of objects differ from those of their values; nothing was changed.
             UnsupportedLeafError: An attached object can be neither saved nor restored.
         """
         restored = self._steps.restore_latest(CheckpointTemplate(self._checkpoint, **options))
@@ -240,12 +240,12 @@ class CheckpointManager:
         return self._path(restored.step)
 
     def peek(self) -> Peek | None:
-        """Return what `Checkpoint.peek` returns for the newest checkpoint; None if there is none."""
+        """Return the result of `Checkpoint.peek` for the newest checkpoint; None if there is none."""
         newest = self.latest_checkpoint
         return None if newest is None else self._checkpoint.peek(newest)
 
     def _note_restore(self, stored: StoredGraph) -> None:
-        """Count the interval from a checkpoint that was restored, if it is one of this directory."""
+        """Count the interval from a restored checkpoint, if it is in this directory."""
         location = stored.checkpoint
         if str(location) != str(self._directory / location.name):
             return
@@ -255,11 +255,11 @@ class CheckpointManager:
             self._saving, self._last = None, _number(self._counter)
 
     def wait_until_finished(self) -> None:
-        """Wait for the save that is under way; raise SaveFailedError if it failed."""
+        """Wait for the save in progress; raise SaveFailedError if it failed."""
         self._steps.wait_until_finished()
 
     def close(self) -> None:
-        """Wait for the save that is under way and release the directory; raise SaveFailedError if it failed."""
+        """Wait for the save in progress and release the directory; raise SaveFailedError if the save failed."""
         self._steps.close()
 
     def __enter__(self) -> Self:
@@ -269,7 +269,7 @@ class CheckpointManager:
         self.close()
 
     def _since(self, clock: Clock) -> float:
-        """Return when the first manager of the directory was made; 0 if its checkpoints do not record it."""
+        """Return when the directory's first manager was created; 0 if its checkpoints do not record it."""
         steps = list_steps(self._directory, f"{self._name}-")
         facts = [entry.record.custom_metadata or {} for entry in steps if entry.record is not None]
         since = float(facts[-1].get(_SINCE, 0)) if facts else clock.now() - 1
@@ -277,7 +277,7 @@ class CheckpointManager:
         return float(processes.decide("the first manager", lambda: since))
 
     def _next(self, wanted: int | None) -> list[Any]:
-        """Return the next counter, the number of the save, the steps that are left behind, and those to preserve."""
+        """Return the next counter, the save's number, the steps left behind by a restore, and the steps to pin."""
         steps = self._steps.all_steps()
         if wanted is not None and wanted in steps and wanted not in self._later:
             raise CheckpointExistsError(
@@ -293,7 +293,7 @@ class CheckpointManager:
         return [following, number, left, self._preserved(number)]
 
     def _preserved(self, number: int) -> list[int]:
-        """Return the steps that a save pushes off the list, and that the rule of hours keeps for good."""
+        """Return the steps that a save pushes beyond the limit but the hourly rule keeps permanently."""
         if self._limit is None:
             return []
         steps = [step for step in self._in_order() if step != number]
@@ -303,12 +303,12 @@ class CheckpointManager:
         return [step for step in leaving if "pinned" not in why[step] and any(map(_is_period, why[step]))]
 
     def _in_order(self) -> list[int]:
-        """Return all steps in the order of their saves: those that a restore left behind come before the newest."""
+        """Return all steps in the order of their saves; steps left behind by a restore come before the newest."""
         newest = self._steps.latest_step() or 0
         return sorted(self._steps.all_steps(), key=lambda step: (step <= newest, step))
 
     def _forget_failed(self) -> None:
-        """Count the interval from an earlier save if the last one failed, which only a single process knows at once."""
+        """If the last save failed, count the interval from the one before; only a single process knows this at once."""
         if self._saving is None or self._steps.is_saving_in_progress() or not self._steps.processes.alone:
             return
         (number, before), self._saving = self._saving, None

@@ -1,6 +1,6 @@
-"""Match the objects of the program with the nodes of a checkpoint, by a walk over both graphs at once.
+"""Match the program's objects with the nodes of a checkpoint, by walking both graphs at once.
 
-The values and options of a torch optimizer are matched by its parameters, if both program and checkpoint have these.
+A torch optimizer's values and options are matched by its parameters, if both program and checkpoint have these.
 """
 
 from __future__ import annotations
@@ -24,45 +24,45 @@ from .views import Branch, Edge, Leaf, View, classify, edge_at, root_view, seque
 
 _logger = logging.getLogger("holdfast")
 _TORCH = "torch.optim."
-_SCHEDULED = "initial_lr"  # schedulers add this option to groups of any optimizer
+_SCHEDULED = "initial_lr"  # schedulers add this option to the groups of any optimizer
 
 
 class _Visit(NamedTuple):
-    """An object that may stand for a node."""
+    """An object that may correspond to a saved node."""
 
     number: int
     value: Any
     view: View
     path: Path
     slot: Slot | None = None  # None for a root
-    within: frozenset[int] = frozenset()  # the immutable containers around it
+    within: frozenset[int] = frozenset()  # ids of the immutable containers around it
 
 
 class Matching:
-    """The objects found for the nodes of a checkpoint; ``final`` if the program builds none later."""
+    """Matches checkpoint nodes with live objects; ``final`` if the program will not build any more objects."""
 
     def __init__(self, graph: SavedGraph, values: SavedValues, *, final: bool = False) -> None:
         self.graph = graph
         self.values = values
         self.bindings = Bindings(graph)
-        self.unused: dict[int, Path] = {}  # values whose counterparts in the program cannot take them
-        self.waiting: list[Any] = []  # holders that lack an object for a value below them
+        self.unused: dict[int, Path] = {}  # values that their counterparts in the program cannot take
+        self.waiting: list[Any] = []  # holders without an object for a value below them
         self.orders: list[tuple[dict[Any, Any], list[Any]]] = []  # dictionaries, with their keys in the saved order
-        self.lacking: list[Path] = []  # in a final restore: entries that the program's containers lack
-        self.has_unmatched = False  # whether the program has an object that the checkpoint lacks
-        self._final = final  # arrays that the program lacks in a container are made
+        self.lacking: list[Path] = []  # in a final restore: entries missing from the program's containers
+        self.has_unmatched = False  # whether the program has an object missing from the checkpoint
+        self._final = final  # create arrays that are missing from the program's containers
         self._optimizers: dict[int, _LiveOptimizer] = {}
-        self._slots: dict[int, Slot] = {}  # in a pass: the first slot of each mutable container, by id
+        self._slots: dict[int, Slot] = {}  # first slot of each mutable container in this pass, by id
 
     def from_root(self, root: Node | Part) -> Iterator[Assignment]:
-        """Generate the values for everything that can be reached from the root."""
+        """Yield assignments for everything reachable from the root."""
         self.bindings.begin()
         yield from self._match([_Visit(0, root, root_view(root), ())], rebind=True)
         self._optimizers.clear()
         yield from self._optimizer_values(range(len(self.graph.nodes)))
 
     def from_holder(self, holder: Any, key: object = None) -> Iterator[Assignment]:
-        """Generate the values for new objects below a holder that is bound already: under one key, or anywhere."""
+        """Yield assignments for new objects below a bound holder: under the given key, or anywhere if it is None."""
         self.bindings.begin()
         # Classifying thousands of children whenever one is added would take minutes.
         edge = None if key is None else edge_at(holder, key)
@@ -78,7 +78,7 @@ class Matching:
 
     @contextlib.contextmanager
     def undone_on_error(self) -> Iterator[None]:
-        """Undo all bindings since the last call of `from_root` or `from_holder` if the block fails."""
+        """Undo all bindings made since the last call of `from_root` or `from_holder` if the block fails."""
         try:
             yield
         except BaseException:
@@ -89,21 +89,21 @@ class Matching:
     def _match(
         self, queue: list[_Visit], *, rebind: bool = False, start: _Visit | None = None, last: bool = False
     ) -> Iterator[Assignment]:
-        """Walk both graphs; without ``rebind``, skip what is below objects that are bound already, except ``start``."""
+        """Walk both graphs; without ``rebind``, do not descend into bound objects, except ``start``."""
         seen: set[tuple[int, int]] = set()
         later: list[_Visit] = []
         self._slots.clear()
-        for visit in queue:  # the queue grows, and keeps all objects alive, so that their ids are unique
+        for visit in queue:  # the queue grows in the loop, and keeps all objects alive, so that ids stay unique
             number, value, view = visit.number, visit.value, visit.view
             has_aliases = self.values.below(number, arrays=self._final) and self.values.aliases[number]
             if not last and (has_aliases or (isinstance(view, Branch) and view.parameters)):
-                later.append(visit)  # what an optimizer keeps is matched by its parameters, which come first
+                later.append(visit)  # an optimizer's values are matched by its parameters, which must come first
                 continue
             if isinstance(view, Leaf) and view.opened is not None and self._is_opened(number, view):
                 view = view.opened()
             if isinstance(view, Leaf):
                 yield from self._leaf(visit, view)
-            # Parts of an immutable container are visited wherever it is attached, because each attachment is rebuilt.
+            # Parts of an immutable container are visited at each place it is attached, because each place is rebuilt.
             if not isinstance(view, Branch) or id(value) in visit.within:
                 continue
             if not rebind and visit is not start and any(bound == number for bound, _ in self.bindings.of(value)):
@@ -123,14 +123,14 @@ class Matching:
             yield from self._match(later, rebind=rebind, start=start, last=True)
 
     def _is_opened(self, number: int, leaf: Leaf) -> bool:
-        """True if an object that is one value in the program has several in the checkpoint."""
+        """True if an object that is one value in the program is stored as several in the checkpoint."""
         if leaf.packed is None:
             return self.graph.nodes[number].value is None
         is_plain = self.graph.nodes[number].type in SEQUENCES and self.values.below(number) is not None
         return not is_plain and self.values.kinds.get(number) != NUMBERS
 
     def _covers(self, number: int, *, arrays: bool) -> list[tuple[int, Path]] | None:
-        # None as well if it holds an object that the program has elsewhere.
+        # Also None if the container holds an object that the program has elsewhere.
         covers = self.values.below(number, arrays=arrays)
         bound = (binding for one in self.values.aliases[number] for binding in self.bindings.by_number.get(one, ()))
         return covers if all(binding.identity is None for binding in bound) else None
@@ -141,26 +141,26 @@ class Matching:
         if self.graph.nodes[visit.number].value is not None:
             slot, is_none = leaf.slot, self.values.kinds.get(visit.number) == "none"
             if is_none and self._final and leaf.in_place and visit.slot is not None:
-                slot = visit.slot  # what changes in place cannot become None
+                slot = visit.slot  # an object that changes in place cannot become None
                 _logger.warning("%s is None in the checkpoint, and becomes None", format_node_path(visit.path))
             yield Assignment(visit.number, slot, visit.path)
-        elif visit.value is None or leaf.opened or isinstance(leaf.slot, PartState):  # one in a plain state_dict()
+        elif visit.value is None or leaf.opened or isinstance(leaf.slot, PartState):  # or saved in a plain state_dict()
             covers = self._covers(visit.number, arrays=self._final)
             if covers is not None:
                 yield Assignment(visit.number, leaf.slot, visit.path, covers=covers)
 
     def _branch(self, visit: _Visit, view: Branch, queue: list[_Visit]) -> Iterator[Assignment]:
-        """Follow the edges that both graphs have; plain values need none in the program."""
+        """Follow the edges that both graphs have; plain values need no edge in the program."""
         number, value, path = visit.number, visit.value, visit.path
         saved = self.graph.nodes[number].edges
         changes = view.sequence and len(view.edges) != len(saved)
         takes_arrays = self._final and changes
         slot = _slot_of_elements(visit, arrays=takes_arrays) if self.graph.nodes[number].type in SEQUENCES else None
         if slot is not None:
-            # The program may append objects to a list later; nothing would notice objects that it appends to a deque.
+            # The program may append objects to a list later; objects that it appends to a deque would go unnoticed.
             takes_arrays = takes_arrays or (isinstance(value, deque) and not value)
             covers = self._covers(number, arrays=takes_arrays)
-            # Existing elements stay the same objects if other objects hold them, too, or if a tuple holds them.
+            # Existing elements keep their identity if other objects hold them, too, or if a tuple holds them.
             if covers is not None and (changes or not (number in self.values.sharing or isinstance(value, tuple))):
                 yield Assignment(number, slot, path, covers)
                 return
@@ -182,7 +182,7 @@ class Matching:
                     slot = self._slots.setdefault(id(part), slot)
                 queue.append(_Visit(child, part, classify(part, slot), below, slot, within))
             elif owner is not None and (covers := self._covers(child, arrays=self._final)) is not None:
-                kind = OrderedDict if isinstance(value, OrderedDict) else dict  # An OrderedDict would not find the key.
+                kind = OrderedDict if isinstance(value, OrderedDict) else dict  # dict's would lose the key order
                 add = partial(kind.__setitem__, value, self.values.keys(number).get(segment, unescape_key(segment)))
                 yield Assignment(child, Attachment(owner.anchor, (*owner.trail, segment), ..., add), below, covers)
             elif child in self.graph.with_values and (view.optimizer is None or segment != GROUPS):
@@ -192,7 +192,7 @@ class Matching:
                     self.lacking.append(below)
 
     def _edges(self, number: int, view: Branch) -> list[Edge]:
-        """Return the edges of an object as the checkpoint names and orders them."""
+        """Return an object's edges, named and ordered as in the checkpoint."""
         if view.numbered is None or view.listed is None:
             return view.edges
         if self.graph.numbers_keras:
@@ -207,10 +207,10 @@ class Matching:
         order = [next((index for index, one in enumerate(saved) if one in numbers), -1) for numbers in bound]
         if sorted(order) == list(range(len(saved))):
             return view.listed(order, ())
-        return [edge for edge in view.edges if not isinstance(edge.value, list)]  # its parameters are not those saved
+        return [edge for edge in view.edges if not isinstance(edge.value, list)]  # the saved parameters are different
 
     def _optimizer_values(self, new: Collection[int]) -> Iterator[Assignment]:
-        """Generate the values and options of optimizers and parameters that are new."""
+        """Yield assignments of values and options for newly bound optimizers and parameters."""
         for number, kept in self.graph.optimizers.items():
             due = list(kept) if number in new else [parameter for parameter in new if parameter in kept]
             for optimizer, path in self.bindings.objects(number) if due else ():
@@ -221,7 +221,7 @@ class Matching:
                     yield from self._of_optimizer(optimizer, live, path, due)
 
     def _of_optimizer(self, optimizer: Any, live: _LiveOptimizer, path: Path, due: list[int]) -> Iterator[Assignment]:
-        """Generate the values of an optimizer for parameters, and the options of the groups of these."""
+        """Yield assignments of an optimizer's values for parameters, and of the options of these parameters' groups."""
         groups = optimizer.param_groups
         touched: set[int] = set()
         for saved in due:
@@ -240,7 +240,7 @@ class Matching:
                 live.origins.setdefault(index, set()).add(live.saved_group[saved])
                 touched.add(index)
         for index in sorted(touched):
-            # If the parameters were in several groups, the options stay as they are.
+            # If the parameters come from several saved groups, the options stay as they are.
             origin = min(live.origins[index]) if len(live.origins[index]) == 1 else -1
             for segment, value in live.saved_options.get(origin, {}).items():
                 where, name = (*path, GROUPS, str(index), segment), unescape_key(segment)
@@ -251,7 +251,7 @@ class Matching:
 
 
 def _slot_of_elements(visit: _Visit, *, arrays: bool = False) -> Slot | None:
-    """Return the slot of all elements of the program's plain sequence; None for any other object."""
+    """Return the slot for all elements of a plain sequence in the program; None for any other object."""
     value, slot = visit.value, visit.slot
     if slot is None or not isinstance(value, list | tuple | deque) or not is_plain(value, {}, arrays=arrays):
         return None
@@ -259,31 +259,31 @@ def _slot_of_elements(visit: _Visit, *, arrays: bool = False) -> Slot | None:
 
 
 class Binding(NamedTuple):
-    """An object that stands for a node."""
+    """An object that is bound to a node, with its path."""
 
-    identity: int | None  # None for an object that a restore may replace
+    identity: int | None  # id of the object; None if a restore may replace it
     path: Path
-    reference: Callable[[], Any] | None  # None for an object without weak references
+    reference: Callable[[], Any] | None  # None if the object does not support weak references
 
     @property
     def lives(self) -> bool:
-        """True if the object still exists, or cannot have weak references."""
+        """True if the object still exists, or does not support weak references."""
         return self.reference is None or self.reference() is not None
 
 
 class Bindings:
-    """The objects that stand for nodes; the changes of one pass can be undone."""
+    """Bindings of objects to nodes; the changes of one pass can be undone."""
 
     def __init__(self, graph: SavedGraph) -> None:
-        self.conflicts: dict[int, tuple[Path, Path]] = {}  # the paths of two objects that stand for one node
+        self.conflicts: dict[int, tuple[Path, Path]] = {}  # paths of two different objects for one node
         self._graph = graph
         self.by_number: dict[int, list[Binding]] = {}
-        self._numbers: dict[int, dict[int, None]] = {}  # candidate nodes of an object, by its identity
-        self._before: list[tuple[int, list[Binding]]] = []  # the bindings before the pass, by node
+        self._numbers: dict[int, dict[int, None]] = {}  # candidate nodes of each object, by its id
+        self._before: list[tuple[int, list[Binding]]] = []  # bindings before the pass, with their nodes
 
     @property
     def fresh(self) -> dict[int, None]:
-        """The nodes that objects have been bound to since the pass began."""
+        """The nodes that have been bound to objects since the pass began."""
         return dict.fromkeys(number for number, _ in self._before)
 
     def begin(self) -> None:
@@ -295,19 +295,19 @@ class Bindings:
         self.begin()
 
     def objects(self, number: int) -> list[tuple[Any, Path]]:
-        """Return the live objects that stand for a node, with their paths."""
+        """Return the live objects that are bound to a node, with their paths."""
         references = [(reference, path) for _, path, reference in self.by_number.get(number, []) if reference]
         return [(target, path) for reference, path in references if (target := reference()) is not None]
 
     def of(self, holder: Any) -> list[tuple[int, Binding]]:
-        """Return the nodes that an object stands for."""
+        """Return the nodes that an object is bound to, with the bindings."""
         identity = id(_rooted(holder))
         pairs = [(number, binding) for number in self._numbers.get(identity, ()) for binding in self.by_number[number]]
-        # A new object may have the id of one that is gone.
+        # A new object may reuse the id of a deleted one.
         return [(number, binding) for number, binding in pairs if binding.identity == identity and binding.lives]
 
     def bind(self, number: int, value: Any, path: Path, *, fixed: bool) -> bool:
-        """Record that an object stands for a node; return False if another object does."""
+        """Bind an object to a node; return False if another object is bound to it already."""
         bindings, value = self.by_number.get(number, []), _rooted(value)
         identity = id(value) if fixed else None
         if any(binding.identity == identity and binding.path == path and binding.lives for binding in bindings):
@@ -329,26 +329,26 @@ class Bindings:
 
 
 def _rooted(value: Any) -> Any:
-    """Return the root that a checkpoint object stands for, or any other object itself."""
+    """Return the root behind a checkpoint object, or any other object itself."""
     root = value.__holdfast_root__() if isinstance(value, Node | Part) else None
     return value if root is None else root
 
 
 class _LiveOptimizer:
-    """An optimizer that stands for one of the checkpoint; groups are identified by their parameters."""
+    """An optimizer that is matched with one in the checkpoint; groups are identified by their parameters."""
 
     def __init__(self, optimizer: Any, graph: SavedGraph, number: int) -> None:
         node, groups = graph.nodes[number], optimizer.param_groups
         self.kept = graph.optimizers[number]
         self.saved_group = {parameter: index for index, group in enumerate(node.groups) for parameter in group}
         self.group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group["params"]}
-        self.origins: dict[int, set[int]] = {}  # by group: the saved groups of its parameters
+        self.origins: dict[int, set[int]] = {}  # saved groups of the parameters, by group index
         self._reference, self._sizes = weakref.ref(optimizer), [len(group["params"]) for group in groups]
         holder = node.edges.get(GROUPS)
         options = {} if holder is None else graph.nodes[holder].edges
         self.saved_options = {int(key): graph.nodes[child].edges for key, child in options.items() if key.isdecimal()}
-        # Related classes are the same, a base or a derived one, or of torch with the same options: before torch 2.7,
-        # AdamW did not derive from Adam.
+        # Related classes are the same class, a base or derived class, or torch optimizers with the same options: before
+        # torch 2.7, AdamW did not derive from Adam.
         cls = type(getattr(optimizer, "optimizer", optimizer))
         of_torch = node.type.startswith(_TORCH) and cls.__module__.startswith(_TORCH)
         alike = of_torch and self.saved_options.get(0, {}).keys() == group_options(groups[0]).keys()

@@ -1,6 +1,6 @@
-"""Which objects hold no state, which cannot be saved by their attributes, and which only wrap another one.
+"""Detect objects that hold no state, that cannot be saved by their attributes, or that only wrap another object.
 
-The walk reads attributes. Values that an extension type, the runtime of a framework or another process holds would be
+The walk reads attributes. Values held by an extension type, a framework's runtime or another process would be
 lost without an error, so an object is walked only if Python attributes hold all of its values.
 """
 
@@ -28,7 +28,7 @@ _ADVICE = (
     "name the attribute in __untracked__ of its class, or mark it with Untracked"
 )
 _LIBRARIES = {"torch", "jax", "jaxlib", "flax", "optax", "numpy", "lightning", "pytorch_lightning"}
-_ELSEWHERE = {  # where the values are, by a prefix of the name of the class or of a base
+_ELSEWHERE = {  # where the values are, by prefix of the module of the class or of a base
     "ray.actor.": "in another process",
     "ray._raylet.": "in Ray",
     "tensorflow.": "in TensorFlow",
@@ -36,8 +36,8 @@ _ELSEWHERE = {  # where the values are, by a prefix of the name of the class or 
     "tf_keras.": "in TensorFlow",
 }
 _CODE = (type, types.ModuleType, types.UnionType, classmethod, property, functools.partial, np.ufunc)
-_CODE_MODULES = ("builtins", "operator", "types")  # modules of further classes, whose instances can be called
-# Tools of a process, and settings that a program makes at every start, hold no state of training.
+_CODE_MODULES = ("builtins", "operator", "types")  # modules of further classes whose instances are callable
+# Process tools, and settings that a program creates at every start, hold no training state.
 _TOOLS = (re.Pattern, PurePath, np.dtype, types.EllipsisType, types.NotImplementedType)
 _TOOL_MODULES = (
     *("threading.", "logging.", "weakref.", "argparse.", "typing.", "inspect.", "concurrent.futures."),
@@ -52,7 +52,7 @@ _TOOL_NAMES = {
 
 
 def is_code_or_tool(value: Any) -> bool:
-    """True if an object is left out without a warning: code, a lock, a logger, a path, a device, a file to write to."""
+    """True if an object is skipped without a warning: code, a lock, a logger, a path, a device, an output file."""
     is_code = callable(value) and (type(value).__module__ in _CODE_MODULES or hasattr(value, "__wrapped__"))
     if is_code or isinstance(value, (*_CODE, *_TOOLS)):
         return True
@@ -68,12 +68,12 @@ def is_code_or_tool(value: Any) -> bool:
 
 
 def is_actor_class(cls: Any) -> bool:
-    """True for a class that ``ray.remote`` has made: its object, which was never initialized, is code without state."""
+    """True for an actor class made by ``ray.remote``: its instance is uninitialized, so it is code without state."""
     return any(name_of_class(base) == "ray.actor.ActorClass" for base in cls.__mro__)
 
 
 def why_refused(value: Any) -> str | None:
-    """Return why the attributes of an object do not hold all of its state; None if they do."""
+    """Return why an object's attributes do not hold all of its state; None if they do."""
     cls = type(value)
     name = class_name(value)
     for prefix, where in _ELSEWHERE.items():
@@ -89,7 +89,7 @@ def why_refused(value: Any) -> str | None:
 
 
 def why_more(container: Any, keys: Iterable[Any]) -> str | None:
-    """Return why the contents of a container are not all of its state; None if they are."""
+    """Return why a container's contents are not all of its state; None if they are."""
     expected = {*keys, "_metadata"}  # torch adds this attribute to its state dicts
     attributes = getattr(container, "__dict__", {})
     more = [name for name in attributes if name not in expected and not name.startswith(("__", "_holdfast_"))]
@@ -103,7 +103,7 @@ def why_more(container: Any, keys: Iterable[Any]) -> str | None:
 
 @lru_cache(maxsize=1024)
 def _hiding(cls: Any) -> Any | None:
-    """Return the class or base whose instances hold more than ``__dict__`` and ``__slots__``, or None."""
+    """Return the class or base class whose instances hold more than ``__dict__`` and ``__slots__``, or None."""
     while cls is not object:
         base, entries = cls.__base__, vars(cls)
         pointers = sum(name in entries for name in ("__dict__", "__weakref__"))
@@ -116,31 +116,31 @@ def _hiding(cls: Any) -> Any | None:
 
 
 def derived_classes(base: type) -> list[type]:
-    """Return all classes that derive from a base, directly or indirectly; direct ones come first."""
+    """Return all direct and indirect subclasses of a class; direct ones come first."""
     classes: list[type] = type.__subclasses__(base)
-    for cls in classes:  # it grows
+    for cls in classes:  # the list grows in the loop
         further: list[type] = type.__subclasses__(cls)
         classes += [derived for derived in further if derived not in classes]
     return classes
 
 
 def is_kin(cls: type, name: str) -> bool:
-    """True if a name may be that of a class, perhaps moved or wrapped, or of one of its bases or derived classes."""
+    """True if a name may be that of a class, even if it was moved or wrapped, or of one of its bases or subclasses."""
     last = name.rpartition(".")[2]
     is_same = not name or last in _WRAPPERS or _WRAPPED.sub("", last) == _WRAPPED.sub("", cls.__name__)
     return is_same or name in map(name_of_class, (*cls.__mro__, *derived_classes(cls)))
 
 
-_WRAPPERS = {"AcceleratedOptimizer", "LightningOptimizer"}  # their names do not say which optimizer is inside
-_WRAPPED = re.compile("^(Fabric|Lightning)(?=[A-Z])")  # prefixes of classes that are made for a wrapper
+_WRAPPERS = {"AcceleratedOptimizer", "LightningOptimizer"}  # their names do not tell which optimizer is inside
+_WRAPPED = re.compile("^(Fabric|Lightning)(?=[A-Z])")  # name prefixes of generated wrapper classes
 
 
 # ---- wrappers around one module: DDP, ``torch.compile``, Fabric, activation checkpointing
 #
-# A graph has the module in their place, so a path does not depend on how a program runs its module: a module that was
+# The graph has the module in place of its wrapper, so paths do not depend on how a program runs its module: a module
 # saved bare is restored into a wrapped one, and vice versa.
 
-# The attribute that holds the module, by the name of the wrapper's class.
+# Attribute that holds the module, by name of the wrapper class.
 _CLASSES = {
     "DistributedDataParallel": "module",
     "DataParallel": "module",
@@ -160,7 +160,7 @@ def unwrapped(value: Any) -> Any:
     return value
 
 
-@lru_cache(maxsize=1024)  # many objects have few types
+@lru_cache(maxsize=1024)  # many objects, few types
 def _attribute(cls: Any) -> str | None:
     names = (_CLASSES.get(base.__name__) for base in cls.__mro__ if base.__module__.partition(".")[0] in _WRAPPING)
     return next((name for name in names if name is not None), None)

@@ -1,6 +1,6 @@
-"""Read checkpoints without the program that wrote them, and find the newest numbered one of a directory.
+"""Read checkpoints without the program that wrote them, and find the newest numbered checkpoint in a directory.
 
-No file names the newest one: each call lists the directory, so that the directory can be moved, copied and cleaned up.
+No file names the newest checkpoint: each call lists the directory, so that it can be moved, copied and cleaned up.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _logger = logging.getLogger("holdfast")
 
 
 class GraphView:
-    """The objects of a checkpoint and the edges between them.
+    """The objects in a checkpoint and the edges between them.
 
     Args:
         graph: The nodes and edges.
@@ -41,7 +41,7 @@ class GraphView:
         self._graph = graph
 
     def children(self, path: str = "") -> dict[str, str]:
-        """Return the edges of an object by name, each as the shortest path to the object that it leads to.
+        """Return an object's edges: each edge name, with the shortest path to the object that the edge leads to.
 
         Args:
             path: Any path to the object; ``""`` is the root.
@@ -50,7 +50,7 @@ class GraphView:
         return {format_node_path((name,)): format_node_path(self._graph.path(child)) for name, child in edges.items()}
 
     def slots(self, path: str) -> dict[str, dict[str, str]]:
-        """Return the paths of the values that an optimizer keeps: by the path of the parameter, and by name.
+        """Return the paths of an optimizer's values, by parameter path and value name.
 
         Args:
             path: Any path to the optimizer.
@@ -62,11 +62,11 @@ class GraphView:
         return slots
 
     def type_of(self, path: str) -> str:
-        """Return the name of an object's type; ``""`` for most values."""
+        """Return an object's type name; ``""`` for most values."""
         return self._graph.nodes[self._find(path)].type
 
     def same(self, one: str, other: str) -> bool:
-        """Return whether two paths lead to one object."""
+        """Return whether two paths lead to the same object."""
         return self._find(one) == self._find(other)
 
     def _find(self, path: str) -> int:
@@ -77,13 +77,13 @@ class GraphView:
 
 
 class CheckpointReader:
-    """One checkpoint, opened for reading.
+    """A checkpoint that is open for reading.
 
-    Values have their paths as names. Those that TensorFlow wrote have TensorFlow's names, such as
-    ``net/l1/kernel/.ATTRIBUTES/VARIABLE_VALUE``. Both kinds of names read a value of any checkpoint.
+    Values are named by their paths, and those that TensorFlow wrote by TensorFlow's names, such as
+    ``net/l1/kernel/.ATTRIBUTES/VARIABLE_VALUE``. In any checkpoint, a value can be read by either kind of name.
 
     Args:
-        stored: Its graph, opened for reading.
+        stored: The checkpoint's graph, opened for reading.
 
     Attributes:
         path: The path of the checkpoint.
@@ -98,36 +98,36 @@ class CheckpointReader:
         self._named = frozenset(() if stored.variables is None else stored.variables.shapes())
 
     def get_variable_to_shape_map(self) -> dict[str, list[int]]:
-        """Return the shapes of all values by their paths, such as ``net/l1/weight``, or TensorFlow's names."""
+        """Return the shapes of all values by path, such as ``net/l1/weight``, or by TensorFlow name."""
         if self._stored.variables is not None:
             return self._stored.variables.shapes()
         return {path: list(self._stored.leaves[name].saved.shape or ()) for path, name in self._values.items()}
 
     def get_variable_to_dtype_map(self) -> dict[str, np.dtype[Any] | None]:
-        """Return the dtypes of all values; None for values that are no arrays, such as text.
+        """Return the dtypes of all values; None for values that are not arrays, such as text.
 
-        Text of TensorFlow has the object dtype, as it is read into arrays of objects.
+        TensorFlow strings have the object dtype, as they are read into object arrays.
         """
         if self._stored.variables is not None:
             return self._stored.variables.dtypes()
         return {path: self._stored.leaves[name].saved.dtype for path, name in self._values.items()}
 
     def has_tensor(self, path: str) -> bool:
-        """Return whether any path, or a name of TensorFlow's, leads to a value."""
+        """Return whether a path or TensorFlow name leads to a value."""
         return path in self._named or self._name(path) is not None
 
     def get_tensor(self, path: str) -> Any:
         """Read a value.
 
         Args:
-            path: Any path that leads to it, also to the whole state of an iterator and the like; or TensorFlow's name.
+            path: Any path to the value, or to a whole state, such as an iterator's; or the TensorFlow name.
 
         Returns:
             A numpy array or a Python value; for a state, a tree of arrays and Python values.
 
         Raises:
-            ObjectNotFoundError: Nothing is there.
-            DamagedCheckpointError: It does not verify.
+            ObjectNotFoundError: There is no value at the path.
+            DamagedCheckpointError: The checkpoint fails verification.
         """
         if self._stored.variables is not None and path in self._named:
             return self._stored.variables.read_value(path)
@@ -138,7 +138,7 @@ class CheckpointReader:
         return self._stored.load([name])[0]
 
     def _name(self, path: str) -> str | None:
-        """Return the storage name of the value at a path, or with a name of TensorFlow's, or None."""
+        """Return the storage name of the value at a path or TensorFlow name, or None."""
         if path in self._values or path == "":
             return self._values.get(path)
         tensorflow = path.endswith(f"/{ATTRIBUTES}/{VALUE}")
@@ -146,7 +146,7 @@ class CheckpointReader:
         return None if number is None else self._stored.graph.nodes[number].value
 
     def _leaves(self) -> Iterator[tuple[str, str]]:
-        """Generate the paths and storage names of all leaves."""
+        """Yield the path and storage name of each leaf."""
         for number, node in self._stored.graph.values():
             path = self._stored.graph.path(number)
             value = str(node.value)
@@ -159,17 +159,17 @@ def load_checkpoint(path: Place) -> CheckpointReader:
     """Open a checkpoint for reading.
 
     Args:
-        path: A checkpoint, or a directory of numbered ones, whose newest is opened.
+        path: A checkpoint, or a directory of numbered checkpoints, of which the newest is opened.
 
     Raises:
-        CheckpointNotFoundError: There is none.
-        DamagedCheckpointError: It does not verify.
+        CheckpointNotFoundError: There is no checkpoint at the path.
+        DamagedCheckpointError: The checkpoint fails verification.
     """
     return CheckpointReader(open_graph(locate(path)))
 
 
 def plain_values(stored: StoredGraph) -> Peek:
-    """Read the numbers and texts of a checkpoint, without the values of optimizers and the states of objects."""
+    """Read a checkpoint's numbers and texts, except for optimizer values and object states."""
     graph = stored.graph
     options = [graph.path(node.edges[GROUPS]) for node in graph.nodes if node.groups and GROUPS in node.edges]
     names: dict[str, str] = {}
@@ -184,7 +184,7 @@ def plain_values(stored: StoredGraph) -> Peek:
 
 
 def saved_counter(stored: StoredGraph) -> int | None:
-    """Read the number of a numbered checkpoint; None for any other."""
+    """Read the number of a numbered checkpoint; None for any other checkpoint."""
     node = stored.graph.find((COUNTER,))
     leaf = None if node is None else stored.leaves.get(str(stored.graph.nodes[node].value))
     if node is None or leaf is None or leaf.saved.shape not in (None, ()):
@@ -194,7 +194,7 @@ def saved_counter(stored: StoredGraph) -> int | None:
 
 
 def numbers_of(directory: Location, name: str) -> list[int]:
-    """Return the numbers of all entries called ``<name>-<number>``, also of those that are no checkpoints."""
+    """Return the numbers of all entries named ``<name>-<number>``, including those that are not checkpoints."""
     pattern = re.compile(re.escape(name) + r"-(0|[1-9][0-9]*)")
     return [int(match[1]) for entry in directory.entries() if (match := pattern.fullmatch(entry.name))]
 
@@ -202,11 +202,11 @@ def numbers_of(directory: Location, name: str) -> list[int]:
 def latest_checkpoint(directory: Place) -> str | None:
     """Return the path of the newest numbered checkpoint in a directory, or None.
 
-    Among checkpoints of one name, the newest has the highest number; among several names, it is the newest of the name
-    whose newest checkpoint was committed last. Damaged checkpoints are passed over, with a warning.
+    Among checkpoints with the same name, the newest has the highest number; among several names, it is the newest of
+    the name whose newest checkpoint was committed last. Damaged checkpoints are skipped with a warning.
 
     Args:
-        directory: Where numbered checkpoints are, of ``Checkpoint.save``, a `CheckpointManager` or another
+        directory: A directory of numbered checkpoints from ``Checkpoint.save``, a `CheckpointManager` or another
             library.
     """
     location = as_location(directory)
@@ -220,7 +220,7 @@ def latest_checkpoint(directory: Place) -> str | None:
         newest = steps.newest(whole=True)
         if newest is not None or steps.entries:
             return None if newest is None else str(newest.location)
-        named = recognise(location)  # a directory of TensorFlow may name its newest checkpoint
+        named = recognise(location)  # a TensorFlow directory may name its newest checkpoint
     except DamagedCheckpointError as error:
         _logger.warning("%s is damaged and passed over: %s", location, error)
         return None
@@ -228,7 +228,7 @@ def latest_checkpoint(directory: Place) -> str | None:
 
 
 def locate(path: Place) -> Location:
-    """Return the location of a checkpoint, or of the newest one in a directory of numbered ones."""
+    """Return the location of a checkpoint, or of the newest one in a directory of numbered checkpoints."""
     if isinstance(path, int):
         raise OptionError(
             f"{path}: a number alone does not name a checkpoint; give its path, such as "
@@ -249,17 +249,17 @@ def checkpoints_iterator(
     timeout_fn: Callable[[], bool] | None = None,
     poll_secs: float = 1.0,
 ) -> Iterator[str]:
-    """Generate every new checkpoint of a directory, for programs that evaluate a model while another program trains it.
+    """Yield each new checkpoint in a directory, for programs that evaluate a model while another program trains it.
 
     Args:
-        directory: Where numbered checkpoints are, or will be.
-        min_interval_secs: How long to wait at least from one to the next, in seconds.
-        timeout: How long to wait for a new one, in seconds; None waits for ever.
-        timeout_fn: Called when that time is over; True ends the iteration, anything else waits again. None ends it.
-        poll_secs: How long to wait before looking again, in seconds.
+        directory: The directory of the numbered checkpoints; it need not exist yet.
+        min_interval_secs: The minimum time from one checkpoint to the next, in seconds.
+        timeout: How long to wait for a new checkpoint, in seconds; None waits forever.
+        timeout_fn: Called on timeout; True ends the iteration, anything else waits again. None ends it on timeout.
+        poll_secs: The polling interval, in seconds.
 
     Yields:
-        The path of the newest checkpoint; one that is outdated before it is seen is left out.
+        The path of the newest checkpoint; checkpoints that are outdated before they are seen are skipped.
     """
     seen: str | None = None
     while True:

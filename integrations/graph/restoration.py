@@ -1,7 +1,7 @@
-"""Restore objects: compare, read and write their values, at once for existing objects, later for new ones.
+"""Restore objects: compare, read and write their values; existing objects at once, new ones when they are attached.
 
-A save restores nothing: an object that was built since then belongs to the program. :func:`check_restored` refuses a
-save that would lose values of a restore.
+A save restores nothing: an object built after the restore belongs to the program. :func:`check_restored` refuses a
+save that would lose values still waiting to be restored.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ _logger = logging.getLogger("holdfast")
 class RestoreReport:
     """The progress of a restore at the time of the report.
 
-    A restore of a graph lists values by their paths, such as ``net/l1/weight``. A restore of a tree of components lists
-    components by theirs, the root as ``(root)``, and values of restored components as ``learner/p0: net/bias``.
+    A graph restore lists values by their paths, such as ``net/l1/weight``. A restore of a component tree lists
+    components by their paths, the root as ``(root)``, and values of restored components as ``learner/p0: net/bias``.
 
     Attributes:
-        checkpoint: Where the values come from; ``""`` if no checkpoint was given.
+        checkpoint: The checkpoint's path or URL; ``""`` if no checkpoint was given.
         restored: Values or components in the program that were restored.
-        missing: Values or components in the program for which the checkpoint has none; they stay as they are.
+        missing: Values or components in the program that the checkpoint lacks; they stay as they are.
         missing_values: Values of restored components that the checkpoint does not have.
-        pending: Values of the checkpoint that wait for an object.
-        unused: Values of the checkpoint whose counterparts in the program have no such value; or components of the
+        pending: Values in the checkpoint that wait for an object.
+        unused: Values in the checkpoint whose counterparts in the program have no such value; or components in the
             checkpoint that the program does not have.
-        unused_values: Values of the checkpoint that a restored component has no place for, or that are not data.
-        conflicts: Objects of the checkpoint that are two different objects in the program: the path in the checkpoint,
+        unused_values: Values in the checkpoint that a restored component has no place for, or that are not data.
+        conflicts: Objects that are one in the checkpoint but two in the program: the path in the checkpoint,
             and both paths in the program.
-        separate: Pairs of components that are one object in the checkpoint, and two in the program. Both were restored,
+        separate: Pairs of components that are one object in the checkpoint, but two in the program. Both were restored,
             but will differ as soon as training continues.
         skipped: Objects in the program that are neither saved nor restored, each with the reason.
         nontrivial: True if anything but the root was found in the checkpoint.
@@ -85,7 +85,7 @@ class RestoreReport:
         return not self.problems()
 
     def problems(self) -> list[str]:
-        """Return a line for each kind of mismatch."""
+        """Return the report lines for each kind of mismatch."""
         twice = [f"{saved}: {first} and {second}" for saved, first, second in self.conflicts]
         twice += [f"{first} and {second}" for first, second in self.separate]
         return [
@@ -96,7 +96,7 @@ class RestoreReport:
         ]
 
     def _note(self, misfits: Misfits) -> None:
-        """Add the differences to ``misfits``."""
+        """Add the mismatches to ``misfits``."""
         misfits.missing((*self.missing, *self.missing_values))
         misfits.surplus((*self.pending, *self.unused, *self.unused_values))
         for path, first, second in self.conflicts:
@@ -107,9 +107,9 @@ class RestoreReport:
 
 
 class RestoreStatus:
-    """The progress of a restore; later calls may see more objects.
+    """The progress of a restore; later calls take new objects into account.
 
-    Values for objects that are built later are restored at the latest by `try_complete` and the assertions, never by a
+    Values for objects that are built later are restored by `try_complete` and the assertions at the latest, never by a
     save.
 
     Args:
@@ -123,15 +123,15 @@ class RestoreStatus:
 
     @property
     def report(self) -> RestoreReport:
-        """The restored values and the others, for the objects that the program has now."""
+        """A report on restored and unrestored values, for the objects that the program has now."""
         return RestoreReport() if self._restoration is None else self._restoration.report()
 
     def try_complete(self) -> Self:
-        """Restore objects that have been built since, wherever they were attached.
+        """Restore objects that have been built since the restore, wherever they were attached.
 
         Objects that are attached to a `Node` or a tracked list or dictionary are restored at once. This is for objects
-        that are attached elsewhere, such as a layer that is assigned to a module. The assertions do the same. Values
-        that are restored already stay as they are.
+        that are attached elsewhere, such as a layer that is assigned to a module. The assertions call it, too. Values
+        that are already restored stay as they are.
 
         Raises:
             TreeMismatchError: An object does not fit its value; nothing was changed.
@@ -144,7 +144,7 @@ class RestoreStatus:
         """Check that program and checkpoint match exactly.
 
         Raises:
-            UnmatchedObjectsError: A value is in one of them only.
+            UnmatchedObjectsError: A value is in only one of them.
         """
         report = self._checked()
         if not report.complete:
@@ -152,10 +152,10 @@ class RestoreStatus:
         return self
 
     def assert_existing_objects_matched(self) -> Self:
-        """Check that every value that is in the program now was restored.
+        """Check that every value that the program has now was restored.
 
         Raises:
-            UnmatchedObjectsError: One was not.
+            UnmatchedObjectsError: A value was not restored.
         """
         report = self._checked()
         if report.missing or report.conflicts:
@@ -163,10 +163,10 @@ class RestoreStatus:
         return self
 
     def assert_nontrivial_match(self) -> Self:
-        """Check that anything at all was found in the checkpoint.
+        """Check that anything other than the root was found in the checkpoint.
 
         Raises:
-            UnmatchedObjectsError: Nothing but the root was.
+            UnmatchedObjectsError: Nothing but the root was found.
         """
         report = self._checked()
         if not report.nontrivial:
@@ -174,10 +174,10 @@ class RestoreStatus:
         return self
 
     def expect_partial(self) -> Self:
-        """Declare that values of the checkpoint may stay unrestored.
+        """Declare that values in the checkpoint may stay unrestored.
 
-        No warning is logged for them, and a save omits them: it saves the values of the program, and warns of objects
-        that exist and have not received theirs. An object that is attached to a `Node` is restored nevertheless.
+        No warning is logged for them, and a save omits them: it saves the program's values, and warns about objects
+        that exist and have not received theirs. An object that is attached to a `Node` is still restored.
         """
         if self._restoration is not None:
             self._restoration.progress.partial = True
@@ -192,7 +192,7 @@ class RestoreStatus:
 
 
 def describe_no_match(report: RestoreReport) -> str:
-    """Describe a restore that matched nothing, and the values of the checkpoint."""
+    """Describe a restore that matched nothing, and list the values in program and checkpoint."""
     why = ", as nothing has been attached yet"
     if report.missing or report.restored:
         why = (
@@ -205,18 +205,18 @@ def describe_no_match(report: RestoreReport) -> str:
 
 @dataclass(slots=True)
 class RestoreProgress:
-    """Tracks which values of a checkpoint were restored; it outlives the restore, to warn of the others."""
+    """Tracks which checkpoint values were restored; outlives the restore, to warn about the rest."""
 
-    wanted: dict[int, Path]  # the nodes of the values to restore, with their paths
+    wanted: dict[int, Path]  # path by node number, for the values to restore
     where: str
-    restored: set[int] = field(default_factory=set)  # the nodes of the values that were restored
-    partial: bool = True  # whether values may stay unrestored, as after a restore that failed
+    restored: set[int] = field(default_factory=set)  # nodes of the values that were restored
+    partial: bool = True  # whether values may stay unrestored; True until the restore succeeds
 
     def left(self) -> dict[int, Path]:
         return {number: path for number, path in self.wanted.items() if number not in self.restored}
 
     def end(self) -> None:
-        """Log the values that were never restored, when the checkpoint object is gone."""
+        """Log the values that were never restored; called when the checkpoint object is garbage-collected."""
         if not self.partial and (left := self.left()):
             text = "a checkpoint object is gone, and values of %s were never restored; call expect_partial() if that "
             lines = format_section("not restored", _formatted(left.values()))
@@ -224,7 +224,7 @@ class RestoreProgress:
 
 
 class Restoration:
-    """A restore into everything that can be reached from a root; a ``final`` one does not wait for later objects."""
+    """A restore into all objects reachable from a root; a ``final`` one does not wait for later objects."""
 
     def __init__(
         self,
@@ -239,7 +239,7 @@ class Restoration:
         ends: Callable[[Any], bool] = lambda _: False,
     ) -> None:
         self._root = weakref.ref(root)
-        self._ends = ends  # objects at which the values of the report end
+        self._ends = ends  # predicate: the walk for the report stops at these objects
         self._number = next(restore_numbers)
         graph = stored.graph.unwrapped()
         graph = graph.renamed(rename) if rename else graph
@@ -254,40 +254,40 @@ class Restoration:
         self.progress = RestoreProgress(wanted, str(stored.checkpoint))
         weakref.finalize(self, self.progress.end).atexit = False
         self._settled: set[Path] = set()
-        self._replaced: set[Path] = set()  # containers of plain values: elements that the checkpoint lacks are gone
-        self._fresh: set[Path] = set()  # random streams that the checkpoint does not have for this process
-        self.retired = False  # whether a later restore has all values that this one waits for
-        self.reported: set[Path] = set()  # values whose objects a save has found
+        self._replaced: set[Path] = set()  # restored plain containers: elements that the checkpoint lacks are gone
+        self._fresh: set[Path] = set()  # random streams for which the checkpoint has no state from this process
+        self.retired = False  # whether a later restore supersedes this one, as it has all values this one waits for
+        self.reported: set[Path] = set()  # values of late objects that a save has reported already
         self._holders: list[weakref.ref[Any]] = []
         self._keepers: list[Keeper] = []
 
     @property
     def root(self) -> Node | Part:
-        """The object that is restored into; the caller must keep it alive."""
+        """The object that is restored into; the caller must keep a strong reference."""
         root = self._root()
         assert root is not None
         return root
 
     def retire(self) -> None:
-        """End the restore, because a later one has all values that it waits for."""
+        """End this restore because a later one supersedes it."""
         self.retired = True
         self.progress.partial = True
         self._stop_waiting()
 
     def advance(self) -> None:
-        """Restore all values below the root that were not restored yet."""
+        """Restore all values below the root that have not been restored yet."""
         with collection_paused():
             self._write(*self._prepared(self._matching.from_root(self.root)))
 
     def prepare(self, misfits: Misfits | None = None) -> Callable[[], None]:
-        """Read what `advance` would restore, or what fits of it; return a function that changes the objects."""
+        """Read what `advance` would restore, or the part that fits; return a function that changes the objects."""
         with collection_paused():
             values, settled = self._prepared(self._matching.from_root(self.root), misfits)
         self._note(*(assignment for assignment, _ in values), *settled)  # the report counts them as restored
         return partial(self._write, values, settled)
 
     def restore_modes(self) -> list[str]:
-        """Restore ``training``, which 0.1.0 did not save, and ``requires_grad``; return the changes by path."""
+        """Restore ``training``, which 0.1.0 did not save, and ``requires_grad``; return the changes with paths."""
         changed = []
         graph = self._matching.graph
         for number, node in enumerate(graph.nodes):
@@ -307,7 +307,7 @@ class Restoration:
         self._write(*self._prepared(self._matching.from_holder(holder, key)))
 
     def awaited(self) -> list[Path]:
-        """Return the paths of values that `advance` would restore now, and restore nothing."""
+        """Return the paths of the values that `advance` would restore now, without restoring any."""
         due, settled = self._sorted(self._matching.from_root(self.root))
         self._note(*settled)
         self._wait()
@@ -337,7 +337,7 @@ class Restoration:
         left = self.progress.left()
         lacking, depths = self._matching.lacking, {len(path) for path in self._matching.lacking}
         named = {path[:depth] for path in left.values() for depth in depths}
-        lacking = [path for path in lacking if path not in named]  # What these hold was restored under other paths.
+        lacking = [path for path in lacking if path not in named]  # entries whose values were restored elsewhere
         return RestoreReport(
             checkpoint=self.progress.where,
             restored=_formatted(node.path for node in restored),
@@ -353,8 +353,8 @@ class Restoration:
         )
 
     def _divided(self, live: LiveGraph) -> tuple[list[LiveNode], list[LiveNode]]:
-        """Return the restored and the missing values of the program; add others to ``skipped``."""
-        # holdfast 0.1.0 did not save these.
+        """Return the program's restored and missing values; add those that keep their fresh state to ``skipped``."""
+        # State that holdfast 0.1.0 did not save.
         too_new = [] if self._matching.graph.has_own_states else live.own_states
         parts = {path[:depth] for path in self._settled for depth in range(1, len(path))}
         restored, missing = [], []
@@ -368,7 +368,7 @@ class Restoration:
             ):
                 restored.append(node)
             elif isinstance(node.view, Leaf) and node.view.opened is not None and node.path in parts:
-                restored.append(node)  # a sequence, by its elements, or an optimizer, by its groups and parameters
+                restored.append(node)  # a sequence restored by elements, or an optimizer by groups and parameters
             elif any(node.path[: len(path)] == path for path in too_new):
                 live.skipped[node.path] = "keeps its fresh state: the checkpoint is of a version that did not save it"
             elif self._chooses(node.path):
@@ -376,7 +376,7 @@ class Restoration:
         return restored, missing
 
     def warn_of_missing(self) -> None:
-        """Log objects of the program, such as parameters, for which the checkpoint has no values."""
+        """Log shared objects in the program, such as parameters, for which the checkpoint has no values."""
         if not (self._matching.has_unmatched or self._matching.unused):
             return
         _, nodes = self._divided(walk(self.root, strict=False))
@@ -393,7 +393,7 @@ class Restoration:
     def _prepared(
         self, assignments: Iterable[Assignment], misfits: Misfits | None = None
     ) -> tuple[list[tuple[Assignment, Any]], list[Assignment]]:
-        """Read and compare values; return them, and the assignments that are done already."""
+        """Read and compare values; return them, and the assignments that are already done."""
         with self._matching.undone_on_error():
             due, settled = self._sorted(assignments)
             values = self._values.read_values(due, misfits)
@@ -415,7 +415,7 @@ class Restoration:
         self._wait()
 
     def _sorted(self, assignments: Iterable[Assignment]) -> tuple[list[Assignment], list[Assignment]]:
-        """Split assignments into those that are due, and those that a later restore or another path has done."""
+        """Split assignments into those still due and those already done by a later restore or under another path."""
         due: dict[tuple[int, Path], Assignment] = {}  # by slot
         settled: list[Assignment] = []
         fresh: list[Path] = []
@@ -426,7 +426,7 @@ class Restoration:
             key = id(slot.anchor), slot.trail
             first = due.get(key)
             if not self._stored.has_own and type(slot) is StateSlot and is_stream(slot.target):
-                settled.append(assignment)  # the checkpoint has none of this process, which keeps its own
+                settled.append(assignment)  # the checkpoint has no state from this process, so the stream keeps its own
                 fresh.append(assignment.path)
             elif first is None and last_writer(slot) < self._number:
                 due[key] = assignment
@@ -453,7 +453,7 @@ class Restoration:
                 self._matching.unused.pop(number, None)
 
     def _wait(self) -> None:
-        """Make holders report new objects while values wait for objects."""
+        """Make holders report new objects, as long as values wait for objects."""
         waits = not self.retired and len(self.progress.restored) < len(self.progress.wanted)
         for holder in self._matching.waiting if waits else ():
             for target in (holder, holder.__holdfast_root__() if isinstance(holder, Node) else None):
@@ -474,10 +474,10 @@ def _formatted(paths: Iterable[Path]) -> tuple[str, ...]:
 
 
 def check_restored(restorations: Sequence[Restoration]) -> None:
-    """Raise StateError if a save would lose values that a restore still awaits."""
+    """Raise StateError if a save would lose values that a restore is still waiting to assign."""
     lost: list[str] = []
     unrestored: list[str] = []
-    superseded: set[Path] = set()  # the values of later restores
+    superseded: set[Path] = set()  # paths that later restores have values for
     for restoration in reversed(restorations):
         progress = restoration.progress
         if waiting := list(progress.left().values()):

@@ -1,4 +1,4 @@
-"""The graph that a checkpoint describes: nodes, named edges, and the value of each node."""
+"""The graph that is saved in a checkpoint: nodes, named edges, and the value of each node."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .frameworks import EXTRA_STATE, OPTIMIZER_SLOTS
 from .outside import wrapped_nodes
 from .slots import Path, format_node_path, parse_path, storage_name
 
-OWN_STATES = "own_states"  # key of a document that includes the states that modules and optimizers give by methods
-ATTRIBUTES = "attributes"  # key of a document in which the parts of objects of Keras have the names of attributes
+OWN_STATES = "own_states"  # document key: states from the own methods of modules and optimizers are included
+ATTRIBUTES = "attributes"  # document key: the parts of Keras objects are named by attribute
 
-Transform = Callable[[Any], Any]  # returns the array to restore for a saved one
+Transform = Callable[[Any], Any]  # converts a saved array to the array to restore
 
 Rename = Mapping[str, str | tuple[str, Transform]]
 """Paths in the program by paths in the checkpoint, each alone or with a function of the array. All paths below one move
@@ -29,23 +29,23 @@ _MOVED = re.compile(r"holdfast\.engine\.(?=(?:graph|components|formats)\.)")
 
 
 def current_name(name: str) -> str:
-    """Return the current name of a class or function that a checkpoint of 0.1.0 names by its former module."""
+    """Return the current name of a class or function; 0.1.0 checkpoints use former module names."""
     return _MOVED.sub("holdfast.integrations.", name, count=1) if name.startswith("holdfast.") else name
 
 
 @dataclass(slots=True)
 class SavedNode:
     edges: dict[str, int] = field(default_factory=dict)
-    value: str | None = None  # the storage name of the leaf or container that is its value
-    type: str = ""  # the name of the object's type; empty for values, except boxes for numbers
+    value: str | None = None  # storage name of the value, a leaf or a container
+    type: str = ""  # the object's type name; empty for values, except number boxes
     optimizer_slots: list[tuple[int, str, int]] = field(default_factory=list)  # (parameter, name, value)
-    groups: list[list[int]] = field(default_factory=list)  # the parameters of an optimizer's groups
+    groups: list[list[int]] = field(default_factory=list)  # the parameters of each optimizer group
     transform: Transform | None = None  # None restores the value as it is
     training: bool = True  # whether a module was in training mode
 
 
 class SavedGraph:
-    """The graph of a checkpoint; its root is node 0."""
+    """A checkpoint's graph; node 0 is the root."""
 
     def __init__(
         self,
@@ -56,12 +56,12 @@ class SavedGraph:
         numbers_keras: bool = False,
     ) -> None:
         self.nodes = list(nodes)
-        # Whether states that modules and optimizers give by their own methods were saved; 0.1.0 did not save them.
+        # Whether states from the own methods of modules and optimizers were saved; 0.1.0 did not save them.
         self.has_own_states: bool = has_own_states if before is None else before.has_own_states
         self.numbers_keras: bool = numbers_keras if before is None else before.numbers_keras
         self._before = before
-        # The last edge of the shortest path to each node: its start and its name. Paths are made on demand: in a forged
-        # graph, each may be as long as there are nodes.
+        # The last edge of the shortest path to each node: its start and name. Paths are built on demand: in a forged
+        # graph, each may be as long as the number of nodes.
         self.above: dict[int, tuple[int, str]] = {0: (0, "")}
         self._slots: dict[int, tuple[int, int, str]] = {}
         queue = [0]
@@ -76,7 +76,7 @@ class SavedGraph:
                     self._slots.setdefault(value, (number, parameter, name))
 
     def path(self, number: int) -> Path:
-        """Return the shortest path to a node; for a value of an optimizer, the path it is stored under."""
+        """Return the shortest path to a node; for an optimizer's value, the path under which it is stored."""
         if number in self._slots:
             optimizer, parameter, name = self._slots[number]
             return (*self.path(optimizer), OPTIMIZER_SLOTS, *self.path(parameter), name)
@@ -91,7 +91,7 @@ class SavedGraph:
         return (pair for pair in pairs if pair[1].value is not None)
 
     def find(self, path: Path) -> int | None:
-        """Return the node that any path leads to, or None."""
+        """Return the node that a path leads to, even if it is not the shortest path, or None."""
         number: int | None = 0
         for segment in path:
             number = None if number is None else self.nodes[number].edges.get(segment)
@@ -100,11 +100,11 @@ class SavedGraph:
         return number
 
     def container_name(self, number: int) -> str:
-        """Return the storage name of the container that a node was saved as, before any renaming."""
+        """Return the storage name of a node's container, as saved before any renaming."""
         return storage_name(self.path(number)) if self._before is None else self._before.container_name(number)
 
     def unwrapped(self) -> SavedGraph:
-        """Return the graph in which wrapped modules have the paths without their wrappers, too."""
+        """Return a graph in which wrapped modules are also reachable by paths without the wrappers."""
         nodes, is_wrapped = list(self.nodes), False
         for number in reversed(self.above):  # inner wrappers first
             for child in wrapped_nodes(nodes[number].type, nodes[number].edges):
@@ -140,7 +140,7 @@ class SavedGraph:
 
     @cached_property
     def uses(self) -> Counter[int]:
-        """How many edges, optimizer groups and optimizer slots lead to each node."""
+        """The number of edges, optimizer groups and optimizer slots that lead to each node."""
         ends = [number for node in self.nodes for number in node.edges.values()]
         ends += [number for node in self.nodes for group in node.groups for number in group]
         ends += [number for node in self.nodes for first, _, last in node.optimizer_slots for number in (first, last)]
@@ -148,7 +148,7 @@ class SavedGraph:
 
     @cached_property
     def optimizers(self) -> dict[int, dict[int, list[tuple[str, int]]]]:
-        """The values that optimizers keep, as names and nodes: by the node of the optimizer, and by the parameter's."""
+        """Optimizer values as (name, node) pairs, by optimizer node and parameter node."""
         kept_by: dict[int, dict[int, list[tuple[str, int]]]] = {}
         for number, node in enumerate(self.nodes):
             kept: dict[int, list[tuple[str, int]]] = {parameter: [] for group in node.groups for parameter in group}
@@ -160,7 +160,7 @@ class SavedGraph:
 
     @cached_property
     def with_values(self) -> set[int]:
-        """The nodes that have a value, or have nodes with values below them."""
+        """The nodes that have a value, or a node with a value below them."""
         above: dict[int, list[int]] = {}
         for number, node in enumerate(self.nodes):
             for child in node.edges.values():
@@ -176,7 +176,7 @@ class SavedGraph:
 
     @classmethod
     def of_names(cls, names: Iterable[str], kinds: Mapping[str, str]) -> SavedGraph:
-        """Return the graph of a plain tree, with a node for each container and leaf."""
+        """Return the graph of a plain tree, with one node for each container and leaf."""
         nodes = [SavedNode(type=kinds.get("", ""))]
         leaves = dict.fromkeys(names)
         for name in (*leaves, *kinds):
@@ -189,7 +189,7 @@ class SavedGraph:
                     nodes.append(SavedNode(type=kinds.get(".".join(segments[:depth]), "")))
                 number = edges[segment]
             nodes[number].value = name if name in leaves else None
-        # Keys that are themselves paths, as in a flat state_dict, lead to the same values when they are split.
+        # Keys that are paths themselves, as in a flat state_dict, are also split, and lead to the same values.
         for number in range(len(nodes)):
             for segment, child in list(nodes[number].edges.items()):
                 *keys, last = segment.split("%2E")
@@ -229,7 +229,7 @@ class SavedGraph:
 
 
 def _walk_down(nodes: list[SavedNode], start: int, path: Sequence[str]) -> int | None:
-    """Return the node at a path, and add missing nodes; None if the path leads through a value."""
+    """Return the node at a path, creating missing nodes; None if the path leads through a value."""
     for segment in path:
         edges = nodes[start].edges
         if segment not in edges:
@@ -280,7 +280,7 @@ def _segment(value: Any) -> str:
 
 
 def as_list(value: Any, count: int | None = None) -> list[Any]:
-    """Return an untrusted value if it is a list, of ``count`` elements; raise TypeError otherwise."""
+    """Return an untrusted value if it is a list, with ``count`` elements if given; raise TypeError otherwise."""
     if not isinstance(value, list) or (count is not None and len(value) != count):
         raise TypeError(f"expected a list{'' if count is None else f' of {count}'}, found {value!r:.80}")
     return value

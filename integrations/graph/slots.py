@@ -1,11 +1,11 @@
-"""Slots, which a save reads and a restore writes: each holds one value of a live object. Also their paths.
+"""Slots and their paths: each slot holds one value of a live object, which a save reads and a restore writes.
 
-An object that changes in place is its own slot: a tensor, a writable numpy array, a box, an object with a state. Every
+An object that changes in place is its own slot: a tensor, a writable numpy array, a box, an object with state. Every
 other value is replaced where it is attached: an attribute, an entry, or a part of an immutable container, which is
 rebuilt.
 
-A path consists of the names of the edges from the root. The name of an edge is its escaped key, as in the names of
-leaves (:mod:`~holdfast.engine.pytree.names`).
+A path consists of the edge names from the root. An edge's name is its escaped key, as in leaf names
+(:mod:`~holdfast.engine.pytree.names`).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ...engine.pytree import expand, format_path, is_python_value, key_segments,
 from ...engine.stateful import begins_epoch, restore_state, state_of
 from ..hugging_face import as_start
 
-Path = tuple[str, ...]  # the names of the edges from the root to a node, each escaped
+Path = tuple[str, ...]  # the escaped edge names from the root to a node
 
 
 def storage_name(path: Path) -> str:
-    """Return the name of the leaf at a path: ``net.l1.weight``."""
+    """Return the storage name of the leaf at a path: ``net.l1.weight``."""
     return ".".join(path)
 
 
@@ -35,7 +35,7 @@ def format_node_path(path: Path) -> str:
 
 
 def parse_path(text: str) -> Path:
-    """Parse a path that a user wrote as ``net/l1/weight`` or ``net.l1.weight``."""
+    """Parse a path that a user wrote, such as ``net/l1/weight`` or ``net.l1.weight``."""
     if not isinstance(text, str) or not text:
         raise OptionError(f"{text!r} is not a path; write 'net/l1/weight' or 'net.l1.weight'")
     path = tuple(key.replace(".", "%2E") for key in text.split("/")) if "/" in text else tuple(text.split("."))
@@ -48,24 +48,24 @@ def parse_path(text: str) -> Path:
 
 
 def format_section(title: str, names: Sequence[str]) -> list[str]:
-    """Format a list of paths as a line of a report, or as no line if it is empty."""
+    """Format a list of paths as one report line, or as no line if the list is empty."""
     return [f"  {title} ({len(names)}): {shortened(names, 10)}"] if names else []
 
 
 class Slot(Protocol):
-    anchor: Any  # the slot exists as long as this object, which has weak references if possible
+    anchor: Any  # the slot lives as long as this object, which supports weak references if possible
     trail: Path  # the path from the anchor to the slot
 
     def get(self) -> Any:
         """Return the value; ``...`` if the slot is still empty."""
 
     def set(self, value: Any) -> None:
-        """Replace the value by one of the same kind, dtype and shape."""
+        """Replace the value with one of the same kind, dtype and shape."""
 
 
 @dataclass(slots=True, eq=False)
 class Attachment:
-    """The attribute or entry that a value is attached to; a restore attaches another one there."""
+    """The attribute or entry that holds a value; a restore puts another value there."""
 
     anchor: Any
     trail: Path
@@ -83,7 +83,7 @@ class Attachment:
 
 @dataclass(eq=False)
 class BoxSlot:
-    """A value with a function that returns it and one that replaces it."""
+    """A value that is accessed by a getter and a setter function."""
 
     anchor: Any
     trail: Path
@@ -93,7 +93,7 @@ class BoxSlot:
 
 @dataclass(eq=False)
 class StateSlot:
-    """An object with methods for its state (see :mod:`~holdfast.engine.stateful`); its value is a tree."""
+    """An object with state methods (see :mod:`~holdfast.engine.stateful`); its value is a tree."""
 
     target: Any
     anchor: Any
@@ -107,11 +107,11 @@ class StateSlot:
 
 
 class PartState(StateSlot):
-    """A part of an object's state that the object's own methods save and restore; all processes have the same."""
+    """A part of an object's state that the object's own methods save and restore; it is the same on all processes."""
 
 
 class MemberSlot(Attachment):
-    """A member of an enumeration, saved as its name, or as the number or text that it equals."""
+    """An enum member, saved by its name, or as the number or text that it equals."""
 
     def get(self) -> Any:
         return self.value.value if is_python_value(self.value) else self.value.name
@@ -120,7 +120,7 @@ class MemberSlot(Attachment):
         super().set(self.member(value))
 
     def member(self, value: Any) -> Any:
-        """Return the member that a saved value stands for; raise TreeMismatchError if there is none."""
+        """Return the enum member for a saved value; raise TreeMismatchError if there is none."""
         enumeration = type(self.value)
         try:
             return enumeration(value) if is_python_value(self.value) else enumeration[value]
@@ -142,15 +142,15 @@ class PartSlot(Attachment):
 
 @dataclass(slots=True, eq=False)
 class Assignment:
-    """A value of the checkpoint, and the slot that it is restored to."""
+    """A checkpoint value and the slot that it is restored to."""
 
-    saved: int  # the value's node in the checkpoint
+    saved: int  # the value's checkpoint node
     slot: Slot
     path: Path  # the slot's path in the program
-    covers: list[tuple[int, Path]] | None = None  # for a container of plain values: its values, with their paths
+    covers: list[tuple[int, Path]] | None = None  # for a container of plain values: its values and their paths
 
     def values(self) -> list[tuple[int, Path]]:
-        """Return the values that it restores, each with its path in the program."""
+        """Return the values to restore, each with its path in the program."""
         if self.covers is None:
             return [(self.saved, self.path)]
         return [(number, (*self.path, *below)) for number, below in self.covers]
@@ -158,7 +158,7 @@ class Assignment:
 
 def write_slots(changes: list[tuple[Slot, Any]]) -> None:
     parts: dict[tuple[int, Path], tuple[Slot, dict[Path, Any]]] = {}
-    # Loaders that draw from the global generator come first.
+    # Restore loaders that draw from the global generator first.
     for slot, value in sorted(
         changes, key=lambda change: not (isinstance(change[0], StateSlot) and begins_epoch(change[0].target))
     ):
@@ -172,7 +172,7 @@ def write_slots(changes: list[tuple[Slot, Any]]) -> None:
 
 
 def _replaced(value: Any, updates: dict[Path, Any]) -> Any:
-    """Return a container with parts replaced; it shares all other children with the old one."""
+    """Return a container with parts replaced; all other children are shared with the old container."""
     if () in updates:
         return updates[()]
     contents = expand(value)
@@ -188,18 +188,18 @@ def _replaced(value: Any, updates: dict[Path, Any]) -> Any:
 # ---- the last writer of each slot: the latest restore wins, whatever the order in which objects are attached
 
 restore_numbers = itertools.count(1)
-_writers: dict[int, dict[Path, int]] = {}  # by the ids of the anchors, which are alive
+_writers: dict[int, dict[Path, int]] = {}  # by id of the anchor, which is alive
 
 
 @dataclass(eq=False)
 class Keeper:
-    """Keeps an anchor without weak references alive, as long as the restore that has written to it."""
+    """Keeps an anchor that does not support weak references alive as long as the restore that wrote to it."""
 
     anchor: Any
 
 
 def last_writer(slot: Slot) -> int:
-    """Return the number of the restore that wrote to a slot last; 0 if none did."""
+    """Return the number of the last restore that wrote to a slot; 0 if there is none."""
     return _writers.get(id(slot.anchor), {}).get(slot.trail, 0)
 
 

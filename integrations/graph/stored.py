@@ -1,4 +1,4 @@
-"""Graphs on disk, written and opened: a tree of values by readable path, and a document of nodes and edges."""
+"""Write and open graphs on disk: a tree of values by readable path, and a document of nodes and edges."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ from .slots import BoxSlot, MemberSlot, StateSlot, format_node_path, storage_nam
 from .views import Branch, Leaf
 from .walk import LiveGraph, LiveNode
 
-# Prefix of the storage names of values that each process saves for itself; no other name begins with it.
+# Storage name prefix for per-process values; no other storage name starts with it.
 PER_PROCESS = "//"
-_TYPES = {"deque": "collections.deque"}  # names of types that differ from the kind of the container
+_TYPES = {"deque": "collections.deque"}  # type names that differ from the container kind
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedGraph:
-    tree: Any  # each value once, under the shortest path to it
+    tree: Any  # each value once, under its shortest path
     document: dict[str, Any]  # nodes and edges, as JSON
-    per_process: Mapping[str, Any] | None = None  # values that each process saves for itself, by storage name
+    per_process: Mapping[str, Any] | None = None  # per-process values by storage name
 
 
 def capture(graph: LiveGraph, *, apart: bool = False) -> CapturedGraph:
-    """Take the values and the structure of a graph; with ``apart``, each process saves the states of its objects."""
+    """Capture a graph's values and structure; with ``apart``, each process saves its own object states."""
     for number, node in enumerate(graph.nodes):
         node.number = number
     states = [node for node in graph.leaves() if apart and isinstance(node.slot, StateSlot)]
@@ -95,7 +95,7 @@ def _nested(node: LiveNode, elsewhere: Collection[int]) -> Any:
     keys = {edge.segment: edge.key for edge in node.view.edges}
     for segment, child in node.edges.items():
         if child.path != (*node.path, segment) or len(child.path) > MAX_DEPTH:
-            continue  # it is stored under another path, or is too deep to hold a value
+            continue  # stored under another path, or too deep to hold a value
         below = _nested(child, elsewhere)
         if below is not None:
             children[keys.get(segment, segment)] = below
@@ -129,7 +129,7 @@ def _node_document(node: LiveNode, names: Mapping[int, str]) -> dict[str, Any]:
     elif isinstance(node.slot, MemberSlot) or (
         node.view.in_place and isinstance(node.slot, BoxSlot) and is_python_value(node.slot.get())
     ):
-        document["type"] = class_name(node.value)  # of an enumeration, or of a box for one number, such as a `Value`
+        document["type"] = class_name(node.value)  # the type of an enum, or of a number box such as `Value`
     if node.number in names:
         document["value"] = names[node.number]
     if node.optimizer_slots:
@@ -140,16 +140,16 @@ def _node_document(node: LiveNode, names: Mapping[int, str]) -> dict[str, Any]:
 
 
 class GraphCheckpointHandler(PyTreeCheckpointHandler):
-    """Saves a graph of objects as an ordinary tree of values and a document of nodes and edges."""
+    """Saves an object graph as an ordinary tree of values and a document of nodes and edges."""
 
     shares_reads = True
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._own_states = PyTreeCheckpointHandler(**kwargs)  # a handler remembers the structure of one tree
+        self._own_states = PyTreeCheckpointHandler(**kwargs)  # separate, as a handler remembers one tree structure
 
     def prepare(self, item: Any, *, snapshot: bool, **kwargs: Any) -> PreparedItem:
-        """Make a `CapturedGraph` ready to be written."""
+        """Prepare a `CapturedGraph` for writing."""
         assert isinstance(item, CapturedGraph)
         tree = super().prepare(item.tree, snapshot=snapshot, **kwargs)
         share = None
@@ -166,14 +166,14 @@ class GraphCheckpointHandler(PyTreeCheckpointHandler):
         shared: SharedReads | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Open a graph; with a template, return what its ``prepare(stored)`` returns."""
+        """Open a graph; with a template, return the result of its ``prepare(stored)``."""
         tree = TreeReader(directory, files)
         stored = StoredGraph(tree, directory.parent, tree.files, shared)
         return stored if item is None else item.prepare(stored)
 
 
 class StoredGraph:
-    """A graph on disk, opened for reading: its structure is known, its values are not read."""
+    """A graph on disk, opened for reading: its structure is known, but its values have not been read."""
 
     def __init__(
         self,
@@ -181,18 +181,18 @@ class StoredGraph:
         checkpoint: Location,
         files: Mapping[str, FileRecord] | None = None,
         shared: SharedReads | None = None,
-        document: Any = None,  # of nodes and edges, in place of the source's
+        document: Any = None,  # nodes and edges, in place of the source's document
     ) -> None:
         self.checkpoint = checkpoint
         self._source = source
         self._shared = shared
         self.location = source.location  # the item's folder
-        self.variables = source.variables  # None if the names of values are their paths
+        self.variables = source.variables  # None if values are named by their paths
         self.leaves: dict[str, SavedLeaf] = {leaf.name: leaf for leaf in source.leaves}  # by storage name
-        item = own_item(files or {})  # the states of objects of this process
+        item = own_item(files or {})  # this process's object states
         share = None if item is None else own_share(source.location / item.folder, item.files)
         self._share = None if share is None else TreeReader(share.folder, share.files)
-        # Whether the states of objects are those of this process: if one process saved, it was process 0.
+        # Whether the object states belong to this process: if only one process saved, they are those of process 0.
         self.has_own = current_coordinator().process_index == 0 if share is None else share.is_own
         self.containers = _containers(source.tree.structure, "")  # by storage name
         kinds = {name: _TYPES.get(container.kind, container.kind) for name, container in self.containers.items()}
@@ -207,7 +207,7 @@ class StoredGraph:
             self.graph = SavedGraph.of_document(document, [*self.leaves, *self.containers], str(self.location / GRAPH))
 
     def read_arrays(self, names: Sequence[str]) -> list[NDArray[Any] | None]:
-        """Read the arrays of leaves; one that is named twice is copied."""
+        """Read the arrays of leaves; a name that occurs twice gets a copy."""
         arrays: dict[str, NDArray[Any] | None] = {}
         for source, per_process in ((self._source, False), (self._share, True)):
             wanted = list(dict.fromkeys(name for name in names if name.startswith(PER_PROCESS) is per_process))
@@ -218,7 +218,7 @@ class StoredGraph:
         return [array if array is None or is_first else array.copy() for array, is_first in pairs]
 
     def read_parts(self, names: Sequence[str], targets: Sequence[LeafTemplate]) -> tuple[list[Any], dict[int, Any]]:
-        """Read the arrays of leaves for their templates, in the form that `materialize` takes."""
+        """Read the arrays of leaves for their templates, in the form that `materialize` expects."""
         count = Counter(names)
         once = [index for index, name in enumerate(names) if count[name] == 1 and not name.startswith(PER_PROCESS)]
         leaves = [self.leaves[names[index]] for index in once]
@@ -229,7 +229,7 @@ class StoredGraph:
         return [arrays[index] for index in range(len(names))], {once[index]: part for index, part in parts.items()}
 
     def load(self, names: Sequence[str], *, as_tensors: Collection[str] = ()) -> list[Any]:
-        """Read values without templates; those in ``as_tensors`` become tensors if they were saved from torch."""
+        """Read values without templates; those named in ``as_tensors`` become tensors if they were saved from torch."""
         leaves = [self.leaves_of(name) for name in names]
         every = [leaf for group in leaves for leaf in group]
         arrays = self.read_arrays(every)
@@ -245,7 +245,7 @@ class StoredGraph:
         ]
 
     def leaves_of(self, name: str) -> list[str]:
-        """Return the storage names of the leaves of a container in order; for a leaf, its own name."""
+        """Return the storage names of a container's leaves in order; for a leaf, its own name."""
         if name in self.leaves:
             return [name]
         return [leaf for child, _ in self.containers[name].named_children(name) for leaf in self.leaves_of(child)]

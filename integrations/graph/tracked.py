@@ -1,4 +1,4 @@
-"""Holders of objects, which restore what is attached to them after a restore, and boxes for values."""
+"""Object holders, which restore what is attached to them after a restore, and boxes for values."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Resumable(Protocol):
     """A restore with values for objects that do not exist yet."""
 
     def resume(self, holder: object, key: object = None) -> None:
-        """Restore new objects below a holder: under one key, or anywhere."""
+        """Restore new objects below a holder: under the given key, or under any key if it is None."""
 
     def expects_below(self, holder: object, key: object) -> bool:
-        """True if there are values for objects below a key of a holder."""
+        """True if there are values for objects below the given key of a holder."""
 
 
 class Untracked:
@@ -42,7 +42,7 @@ class Untracked:
 
 
 def _forward(operation: Callable[[Any, Any], Any]) -> tuple[Callable[[Value, Any], Any], Callable[[Value, Any], Any]]:
-    """Return the operator of a box with another value or box, and its reflected form."""
+    """Return a binary operator between a box and a value or another box, and its reflected form."""
 
     def forward(box: Value, other: Any) -> Any:
         return operation(box.value, other.value if isinstance(other, Value) else other)
@@ -51,9 +51,9 @@ def _forward(operation: Callable[[Any, Any], Any]) -> tuple[Callable[[Value, Any
 
 
 class Value:
-    """A box for a number or another plain value that changes, such as a counter of steps.
+    """A box for a number or another plain value that changes, such as a step counter.
 
-    It compares and counts as its value does, and the results are plain values, as with a ``tf.Variable``.
+    It compares and calculates like its value, and the results are plain values, as with a ``tf.Variable``.
 
     Args:
         value: A bool, int, float, complex, str, bytes or None.
@@ -67,8 +67,8 @@ class Value:
     (2, True, False)
     """
 
-    __array_ufunc__ = None  # numpy leaves operators to this class
-    __hash__ = object.__hash__  # the box stays the same when its value changes
+    __array_ufunc__ = None  # makes numpy defer operators to this class
+    __hash__ = object.__hash__  # by identity, since the value may change
     __eq__ = _forward(operator.eq)[0]
     __ne__ = _forward(operator.ne)[0]
     __lt__, __gt__ = _forward(operator.lt)
@@ -120,21 +120,21 @@ class Value:
 
 @dataclass(slots=True, eq=False)
 class NodeState:
-    """The data that holdfast keeps for a node, besides the objects that it holds."""
+    """holdfast's own data about a node, apart from the objects that the node holds."""
 
     untracked: set[str] = field(default_factory=set)  # names of objects that are neither saved nor restored
-    root: Any = None  # the object whose edges the node has besides its own, or a weak reference to it
-    counter: int | None = None  # of a checkpoint: the number of its last numbered save
+    root: Any = None  # another object whose edges the node has as well, or a weak reference to it
+    counter: int | None = None  # for a checkpoint: the number of its last numbered save
 
 
 class Node:
     """A holder of named objects: a part of a checkpoint, or a stand-in for a part of one.
 
-    Everything that is assigned to an attribute is saved with it. After a restore, an object that is attached under a
-    name for which the checkpoint has values gets them at once.
+    Every object that is assigned to an attribute is saved with the node. After a restore, an object that is attached
+    under a name for which the checkpoint has values receives them at once.
 
     Args:
-        **objects: The objects it holds, by name.
+        **objects: The objects that the node holds, by name.
 
     >>> node = Node(bias=[0.0, 0.0])
     >>> node.bias
@@ -185,7 +185,7 @@ class Node:
         self._holdfast.untracked.discard(name)
 
     def __holdfast_root__(self) -> Any:
-        """Return the object whose edges this node has, too, or None."""
+        """Return the object whose edges this node also has, or None."""
         root = self._holdfast.root
         return unwrapped(root() if isinstance(root, weakref.ref) else root)
 
@@ -204,21 +204,21 @@ class Node:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Part:
-    """A part of a program that is walked by the children that it names."""
+    """A part of a program, which is walked by the children that it names itself."""
 
-    value: Any  # its attributes are the children, which a restore replaces there
-    added: dict[str, Any] = field(default_factory=dict, kw_only=True)  # other children, by name
+    value: Any  # has the children as attributes, where a restore replaces them
+    added: dict[str, Any] = field(default_factory=dict, kw_only=True)  # further children, by name
 
     def __holdfast_children__(self) -> dict[str, Any]:
         """Return the children by name."""
         return self.added
 
     def __holdfast_root__(self) -> Any:
-        """Return the object whose edges it has, too, or None."""
+        """Return the object whose edges the part also has, or None."""
         return None
 
     def add(self, path: Path, child: Any) -> None:
-        """Add a child, and the parts above it that are missing."""
+        """Add a child at a path, creating missing parts above it."""
         part = self
         for segment in path[:-1]:
             part = part.added.setdefault(segment, Part(None))
@@ -226,17 +226,17 @@ class Part:
 
 
 def stand_for(node: Node, root: Any) -> None:
-    """Give a node the edges of an object, too; ``root`` may be a weak reference to the object."""
+    """Make a node also have the edges of ``root``, an object or a weak reference to it."""
     node._holdfast.root = root
 
 
 class TrackedList(list[Any]):
-    """A list that restores each new element for which a restored checkpoint has values.
+    """A list that restores each new element if a restored checkpoint has values for it.
 
-    A plain list that is attached to a `Node` while values for its elements are pending becomes one of these.
+    A plain list is converted to this type when it is attached to a `Node` while values for its elements are pending.
 
     Args:
-        elements: Its elements.
+        elements: The initial elements.
     """
 
     def __init__(self, elements: Iterable[Any] = ()) -> None:
@@ -246,17 +246,17 @@ class TrackedList(list[Any]):
         self._holdfast_origin = (elements, _contents(self)) if type(elements) is list else None
 
     def append(self, element: Any) -> None:
-        """Add an element, and restore it."""
+        """Append an element, and restore it."""
         super().append(_tracked(self, len(self), element))
         _resume(self, len(self) - 1, super().pop)
 
     def extend(self, elements: Iterable[Any]) -> None:
-        """Add elements, and restore them."""
+        """Append elements, and restore them."""
         for element in elements:
             self.append(element)
 
     def insert(self, index: SupportsIndex, element: Any) -> None:
-        """Add an element in between, and restore the elements whose index is new."""
+        """Insert an element, and restore the elements whose index has changed."""
         before = list(self)
         super().insert(index, element)
         _resume(self, None, partial(super().__setitem__, slice(None), before))
@@ -275,10 +275,10 @@ class TrackedList(list[Any]):
 
 
 class TrackedDict(dict[Any, Any]):
-    """A dictionary that restores each new entry for which a restored checkpoint has values.
+    """A dictionary that restores each new entry if a restored checkpoint has values for it.
 
     Args:
-        entries: Its entries.
+        entries: The initial entries.
     """
 
     def __init__(self, entries: Mapping[Any, Any] | Iterable[tuple[Any, Any]] = ()) -> None:
@@ -293,7 +293,7 @@ class TrackedDict(dict[Any, Any]):
         _resume(self, key, undo)
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
-        """Return an entry; make and restore it if there is none."""
+        """Return an entry; if there is none, create and restore it."""
         if key not in self:
             self[key] = default
         return self[key]
@@ -311,13 +311,13 @@ class TrackedDict(dict[Any, Any]):
         return dict, (dict(self),)
 
 
-_registered: set[str] = set()  # frameworks that know tracked containers as pytrees
+_registered: set[str] = set()  # frameworks in which tracked containers are registered as pytrees
 opens_as(TrackedList, "list")
 opens_as(TrackedDict, "dict")
 
 
 def _register_pytrees() -> None:
-    """Make tracked containers pytrees of the imported frameworks, so that parameters in them are trained."""
+    """Register tracked containers as pytrees in the imported frameworks, so that parameters inside them are trained."""
     if "jax" not in _registered and (jax := loaded("jax")) is not None:
         _registered.add("jax")
         util = jax.tree_util
@@ -336,7 +336,7 @@ def _register_pytrees() -> None:
 
 def _sorted(entries: TrackedDict) -> list[Any]:
     try:
-        return sorted(entries)  # jax sorts the keys of dictionaries, too
+        return sorted(entries)  # JAX sorts dictionary keys, too
     except TypeError:
         return list(entries)
 
@@ -350,7 +350,7 @@ def _dict(keys: Iterable[Any], children: Iterable[Any]) -> TrackedDict:
 
 
 def tracked_attributes(value: object) -> list[tuple[str, Any]]:
-    """Return the attributes of an object, without those that its class or a base names in ``__untracked__``."""
+    """Return an object's attributes, except those named in ``__untracked__`` by its class or a base class."""
     untracked = {name for cls in type(value).__mro__ for name in vars(cls).get("__untracked__", ())}
     tables = [vars(base) for base in reversed(type(value).__mro__) if "__slots__" in vars(base)]
     members = [name for table in tables for name in table if isinstance(table[name], types.MemberDescriptorType)]
@@ -360,10 +360,10 @@ def tracked_attributes(value: object) -> list[tuple[str, Any]]:
 
 
 def check_origin(container: object, path: Path) -> None:
-    """Raise UnsupportedLeafError if the plain container behind a tracked one has been changed."""
+    """Raise UnsupportedLeafError if a tracked container was made from a plain one that has been changed since."""
     if not isinstance(container, TrackedList | TrackedDict) or container._holdfast_origin is None:
         return
-    origin, contents = container._holdfast_origin  # kept alive, so that no other object gets their ids
+    origin, contents = container._holdfast_origin  # both are kept alive, so that ids are not reused
     if [*map(id, _contents(origin))] != [*map(id, contents)]:
         name = type(origin).__name__
         raise UnsupportedLeafError(
@@ -378,7 +378,7 @@ def _contents(container: Any) -> list[Any]:
 
 
 def expect(holder: object, restore: Resumable) -> bool:
-    """Make a holder report new objects to a restore; return whether it can and did not do so before."""
+    """Register a restore to be told about a holder's new objects; return False if impossible or already registered."""
     if not isinstance(holder, Node | TrackedList | TrackedDict) or restore in holder._holdfast_pending:
         return False
     holder._holdfast_pending.append(restore)
@@ -392,17 +392,17 @@ def forget(holder: object, restore: Resumable) -> None:
 
 
 def _resume(holder: Node | TrackedList | TrackedDict, key: object, undo: Callable[[], Any]) -> None:
-    """Report a new object to all restores that wait for its holder, the latest first."""
+    """Tell all restores that wait for this holder about a new object, the latest restore first."""
     try:
         for restore in reversed(list(holder._holdfast_pending)):
             restore.resume(holder, key)
-    except BaseException:  # an object that does not fit is not attached
+    except BaseException:  # an object that does not fit is detached again
         undo()
         raise
 
 
 def _tracked(holder: Node | TrackedList | TrackedDict, key: object, value: Any) -> Any:
-    """Return a tracked container for a plain one if values wait for its contents, or any other value itself."""
+    """Return a tracked copy of a plain list or dictionary if values wait for its contents, or else the value itself."""
     if type(value) in (list, dict) and any(restore.expects_below(holder, key) for restore in holder._holdfast_pending):
         return TrackedList(value) if type(value) is list else TrackedDict(value)
     return value
@@ -410,7 +410,7 @@ def _tracked(holder: Node | TrackedList | TrackedDict, key: object, value: Any) 
 
 @cache
 def _reserved(cls: type) -> frozenset[str]:
-    """Return the names that a class derived from `Node` uses itself."""
+    """Return the attribute names that a class derived from `Node` uses itself."""
     bases = [base for base in cls.__mro__ if base not in (Node, object)]
     names = frozenset(name for base in bases for name in vars(base)).union(Node.__slots__)
     return names - {"__dict__", "__weakref__", "__doc__", "__module__"}

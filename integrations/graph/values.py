@@ -1,8 +1,8 @@
-"""Reads the values of a checkpoint with the types, dtypes and devices of the program.
+"""Read checkpoint values with the program's types, dtypes and devices.
 
 Arrays are restored in place, so the program must have an array for each. Plain values need no object: a list or
-dictionary of plain values, such as a history of losses, takes any number of saved values. An empty deque, such as a
-replay buffer, takes arrays, too.
+dictionary of plain values, such as a loss history, accepts any number of saved values. An empty deque, such as a
+replay buffer, also accepts arrays.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from .slots import Assignment, Attachment, Path, Slot, StateSlot, format_node_pa
 from .stored import PER_PROCESS, StoredGraph
 from .tracked import TrackedDict, TrackedList
 
-# Kinds of leaves that need no object of the program.
+# Leaf kinds that need no counterpart in the program.
 PLAIN_KINDS = NUMBER_KINDS | {NUMBERS, "str", "bytes", "none", "set", "frozenset", "numpy_scalar"}
 NUMBER_VALUES = NUMBER_KINDS | {"numpy_scalar"}
 _NUMBERS = (bool, int, float, complex, np.generic)
-# Kinds of arrays that can be made without an array of the program; those of jax are placed on devices.
+# Array kinds that can be created without a counterpart in the program; JAX arrays need a device placement.
 MADE_KINDS = frozenset({"numpy", "torch"})
 
 PLAIN_CONTAINERS = (list, dict, OrderedDict, tuple, deque, TrackedList, TrackedDict)
@@ -53,22 +53,22 @@ SEQUENCES: dict[str, Any] = {
     "collections.deque": deque,
     f"{TrackedList.__module__}.{TrackedList.__name__}": list,
 }
-_ORDERED = "collections.OrderedDict"  # such as a state dict of torch
+_ORDERED = "collections.OrderedDict"  # such as a torch state dict
 _LABELS = frozenset({*SEQUENCES, "dict", _ORDERED, f"{TrackedDict.__module__}.{TrackedDict.__name__}"})
 
 
 class SavedValues:
-    """Finds plain values and containers of nothing else in a checkpoint, and reads values for slots."""
+    """Finds plain values and purely plain containers in a checkpoint, and reads values for slots."""
 
     def __init__(self, stored: StoredGraph, graph: SavedGraph) -> None:
         self._stored = stored
         self._graph = graph
-        self.kinds: dict[int, str] = {}  # the kinds of the values, by their nodes
-        self._arrays: set[int] = set()  # nodes of arrays of `MADE_KINDS`
+        self.kinds: dict[int, str] = {}  # kinds of the plain values, by node
+        self._arrays: set[int] = set()  # nodes of arrays with a kind in `MADE_KINDS`
         for number, node in graph.values():
             name = str(node.value)
             leaf = stored.leaves.get(name)
-            # A node with a type is a box for a number: the program must make it, like an object with a state.
+            # A node with a type is a number box: the program must create it, like an object with state.
             if leaf is None or node.type or node.transform is not None or name.startswith(PER_PROCESS):
                 continue
             if leaf.saved.kind in PLAIN_KINDS:
@@ -76,22 +76,22 @@ class SavedValues:
             elif leaf.saved.kind in MADE_KINDS and "sharding" not in leaf.saved.details:
                 self._arrays.add(number)
         self._known: dict[tuple[int, bool], list[tuple[int, Path]] | None] = {}
-        self.aliases = defaultdict[int, set[int]](set)  # in containers: stored under other paths; known after `below`
-        self.sharing: set[int] = set()  # containers with inner ones that other edges lead to, too; filled by `below`
-        self._keys: dict[int, dict[str, Any]] = {}  # of dictionaries, by the names of their edges
+        self.aliases = defaultdict[int, set[int]](set)  # by container: nodes saved under other paths; filled by `below`
+        self.sharing: set[int] = set()  # containers whose inner containers are also held elsewhere; filled by `below`
+        self._keys: dict[int, dict[str, Any]] = {}  # keys by edge name, for each container
         self._parameter_of = {value: parameter for node in graph.nodes for parameter, _, value in node.optimizer_slots}
 
     def below(self, number: int, *, arrays: bool = False) -> list[tuple[int, Path]] | None:
         """Return the values in a container, with their paths from it; None if it holds anything but plain values."""
-        # With `arrays`, arrays count as plain values if nothing outside of the container holds them.
+        # With `arrays`, arrays count as plain values unless something outside the container holds them.
         key = number, arrays
         if key not in self._known:
-            self._known[key] = None  # the answer for a container that holds itself
+            self._known[key] = None  # the result for a container that contains itself
             self._known[key] = self._search(number, self._arrays if arrays else set())
         return self._known[key]
 
     def build(self, number: int, values: Mapping[int, Any], made: dict[int, Any]) -> Any:
-        """Return a container with the values of its nodes, or the value of a node itself; each is ``made`` once."""
+        """Return a container built from its nodes' values, or the value of a leaf node; each is ``made`` only once."""
         if number not in values and number not in made:
             made[number] = self._build(number, values, made)
         return values[number] if number in values else made[number]
@@ -101,7 +101,7 @@ class SavedValues:
         if label in SEQUENCES:
             elements = [self.build(edges[segment], values, made) for segment in sorted(edges, key=int)]
             stored = self._container(number)
-            is_deque = stored is not None and stored.kind == "deque"  # a stored deque has its maxlen
+            is_deque = stored is not None and stored.kind == "deque"  # its structure includes the maxlen
             return stored.build(elements) if stored is not None and is_deque else SEQUENCES[label](elements)
         keys = self.keys(number)
         order = [segment for segment in {**keys, **edges} if segment in edges]
@@ -109,7 +109,7 @@ class SavedValues:
         return empty | {keys.get(name, unescape_key(name)): self.build(edges[name], values, made) for name in order}
 
     def keys(self, number: int) -> dict[str, Any]:
-        """Return the keys of a saved container by the names of its edges."""
+        """Return a saved container's keys by edge name."""
         if number not in self._keys:
             stored = self._container(number)
             keys = () if stored is None else stored.keys or range(len(stored.children))
@@ -138,9 +138,9 @@ class SavedValues:
                     held[child] += 1
                     if held[child] > 1:
                         continue
-                elif self._graph.above.get(child) != (node, segment):  # It is stored under another path,
+                elif self._graph.above.get(child) != (node, segment):  # stored under another path, or a cycle
                     if (covers := self.below(child, arrays=bool(arrays))) is None:
-                        return None  # or the container holds itself.
+                        return None  # a cycle, or a value that is not plain
                     self.aliases[number].update({child}, self.aliases[child])
                     values += [(value, (*path, segment, *below)) for value, below in covers]
                     continue
@@ -150,7 +150,7 @@ class SavedValues:
         return values if all(self._graph.uses[child] == count for child, count in held.items()) else None
 
     def read_values(self, due: list[Assignment], misfits: Misfits | None = None) -> list[tuple[Assignment, Any]]:
-        """Compare all values with the program, and return them; with ``misfits``, leave out those that do not fit."""
+        """Compare values with the program and return them; with ``misfits``, record and skip those that do not fit."""
         trees: list[Assignment] = []
         leaves: list[Assignment] = []
         for assignment in due:
@@ -176,7 +176,7 @@ class SavedValues:
         if problems and misfits is not None:
             misfits.kept |= {format_node_path(assignment.path): line for assignment, line in problems}
             lost = {id(assignment) for assignment, _ in problems}
-            # All values that an optimizer keeps for a parameter are lost with the parameter, or with one of them.
+            # If a parameter or an optimizer value for it does not fit, all optimizer values for it are skipped.
             slots = [assignment.slot for assignment, _ in problems]
             tensors = {id(slot.anchor) for slot in slots if isinstance(slot, OptimizerSlot | TensorSlot)}
             lost |= {id(a) for a in due if isinstance(a.slot, OptimizerSlot) and id(a.slot.anchor) in tensors}
@@ -188,7 +188,7 @@ class SavedValues:
         return self._graph.nodes[assignment.saved].value or ""
 
     def _transformed(self, due: list[Assignment], saved: list[Saved]) -> list[NDArray[Any] | None]:
-        """Return all arrays, transformed, if ``rename=`` has functions, and update ``saved``; else an empty list."""
+        """Return all arrays, transformed, if ``rename=`` has functions, and update ``saved``; else return []."""
         transforms = [self._graph.nodes[assignment.saved].transform for assignment in due]
         if not any(transforms):
             return []
@@ -226,7 +226,7 @@ class SavedValues:
         return list(map(_like, due, built))
 
     def _problem(self, assignment: Assignment, target: LeafTemplate, leaf: Saved) -> str | None:
-        """Return why an object cannot take its value, or why an optimizer's value does not fit its parameter."""
+        """Return why a value does not fit its object, or an optimizer value its parameter; None if it fits."""
         if compare(target, leaf) is not None:
             return compare(replace(target, origin="program"), leaf)
         slot = assignment.slot
@@ -243,7 +243,7 @@ class SavedValues:
 
 
 def is_plain(value: Any, plain: dict[int, bool], depth: int = 0, *, arrays: bool = False) -> bool:
-    """True if a value is plain, or holds plain values only; ``plain`` caches the answers by the ids of containers."""
+    """True if a value is plain, or holds only plain values; ``plain`` caches the results by container id."""
     if is_python_value(value):
         return True
     if arrays and (isinstance(value, np.ndarray) or (is_torch_tensor(value) and not value.requires_grad)):
@@ -251,14 +251,14 @@ def is_plain(value: Any, plain: dict[int, bool], depth: int = 0, *, arrays: bool
     if type(value) not in PLAIN_CONTAINERS or depth > MAX_DEPTH:
         return False
     if id(value) not in plain:
-        plain[id(value)] = False  # the answer for a container that holds itself
+        plain[id(value)] = False  # the result for a container that contains itself
         children = value.values() if isinstance(value, dict) else value
         plain[id(value)] = all(is_plain(child, plain, depth + 1, arrays=arrays) for child in children)
     return plain[id(value)]
 
 
 def _without_object(slot: Slot) -> str | None:
-    """Describe an array or plain value that the program has in place of the object for a saved state."""
+    """Describe the array or plain value that the program has in place of an object with saved state, or return None."""
     live = None if isinstance(slot, StateSlot) else slot.get()
     if is_torch_tensor(live):
         return "one array"
@@ -270,7 +270,7 @@ def _is_empty(live: Any) -> bool:
 
 
 def _like(assignment: Assignment, value: Any) -> Any:
-    """Return the elements of a sequence as the type of sequence that the program has."""
+    """Convert a sequence to the type of the program's sequence."""
     live = assignment.slot.get() if isinstance(value, list | tuple | deque) else None
     if not isinstance(live, list | tuple | deque):
         return value
@@ -284,7 +284,7 @@ def _like(assignment: Assignment, value: Any) -> Any:
 
 
 def _transformed(transform: Transform, array: Any, path: Path) -> NDArray[Any]:
-    """Apply a function of ``rename=``; its error names the value."""
+    """Apply a function from ``rename=``; an error names the value."""
     try:
         changed = np.asarray(transform(array), order="C")
     except Exception as error:
@@ -303,9 +303,9 @@ def _template(assignment: Assignment, leaf: Saved) -> Any:
     live = slot.get()
     if _is_empty(live):
         if isinstance(slot, OptimizerSlot | OptionSlot) and leaf.kind == "torch":
-            return divided_like(slot.parameter, leaf.shape, leaf.dtype)  # the optimizer has yet to create it
+            return divided_like(slot.parameter, leaf.shape, leaf.dtype)  # the optimizer has not created it yet
         return ...
-    # The saved type wins if the checkpoint has None, or for numbers: a float may have begun as the int 0.
+    # The saved type wins for numbers, as a float may have started as the int 0, and if the checkpoint has None.
     if leaf.kind == "none" and (is_python_value(live) or type(slot) is Attachment):
         return ...
     if isinstance(live, _NUMBERS) and leaf.kind in NUMBER_VALUES:

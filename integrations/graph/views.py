@@ -57,15 +57,15 @@ from .outside import is_actor_class, is_code_or_tool, unwrapped, why_more, why_r
 from .slots import Attachment, BoxSlot, MemberSlot, PartSlot, Path, Slot, StateSlot
 from .tracked import Node, Part, TrackedDict, TrackedList, Untracked, Value, tracked_attributes
 
-COUNTER = "save_counter"  # name of the edge from a checkpoint to the number of its last numbered save
+COUNTER = "save_counter"  # edge name from a checkpoint to the number of its last numbered save
 
 
 @dataclass(slots=True)
 class Edge:
-    segment: str  # the escaped key, which is the name of the edge
+    segment: str  # the escaped key, used as the edge name
     key: Any
     slot: Slot
-    value: Any = None  # the module or parameter itself, not a wrapper around it
+    value: Any = None  # the unwrapped module or parameter
 
     def __post_init__(self) -> None:
         self.value = bare_variable(unwrapped(self.slot.get()))
@@ -73,33 +73,33 @@ class Edge:
 
 @dataclass(slots=True)
 class Branch:
-    label: str  # the name of the type
+    label: str  # type name
     edges: list[Edge]  # in the object's own order
     sequence: bool = False  # whether the keys are 0, 1, 2, ...
-    functional: bool = False  # whether a restore rebuilds it, which makes it another object
+    functional: bool = False  # whether a restore rebuilds it as a new object
     optimizer: Any = None  # the object itself, if it is a torch optimizer
-    parameters: Sequence[Any] = ()  # of an optimizer of Keras
-    # Edges of an object of Keras: with lists in an order of the parameters, and named as in earlier versions.
+    parameters: Sequence[Any] = ()  # parameters of a Keras optimizer
+    # Edges of a Keras object: with lists in a given parameter order, or named as in earlier versions.
     listed: Callable[[list[int] | None, Iterable[str]], list[Edge]] | None = None
     numbered: Callable[[], list[Edge]] | None = None
 
 
 @dataclass(slots=True)
 class Leaf:
-    """An object with a value."""
+    """An object with a value of its own."""
 
     slot: Slot
-    shared: bool  # whether it is stored once, even if several paths lead to it
-    ready: bool = True  # whether it has a value; parameters of lazy modules have none before the first call
-    in_place: bool = True  # whether a restore changes the object itself, instead of replacing it
+    shared: bool  # whether it is stored only once, even if several paths lead to it
+    ready: bool = True  # whether it has a value; lazy module parameters have none before the first call
+    in_place: bool = True  # whether a restore changes the object itself instead of replacing it
     packed: PackedNumbers | None = None  # the elements of a long sequence of numbers
-    opened: Callable[[], View] | None = None  # returns the branch that a checkpoint may have instead
+    opened: Callable[[], View] | None = None  # returns the branch view, for checkpoints that store several values
 
 
 @dataclass(slots=True)
 class Unsaved:
     reason: str
-    intended: bool = False  # whether the program asks for that, or the object is code or a tool
+    intended: bool = False  # whether the program requested it, or the object is code or a tool
 
 
 View = Branch | Leaf | Unsaved
@@ -133,7 +133,7 @@ def root_view(root: Node | Part) -> Branch:
 
 
 def edge_at(holder: Any, key: object) -> Edge | None:
-    """Return one edge of a node or tracked container, or None if only `classify` can."""
+    """Return one edge of a node or tracked container, or None if it takes a full `classify` to find it."""
     if isinstance(holder, Node) and isinstance(key, str):
         if holder.__holdfast_root__() is not None or key in holder._holdfast.untracked or key not in vars(holder):
             return None
@@ -180,7 +180,7 @@ def _classify_object(value: Any, slot: Slot) -> View:
     if is_stateful(value):
         return Leaf(StateSlot(value, *_anchor(value, slot)), shared=True)
     contents, parameters = expand(value), getattr(type(value), "__dataclass_params__", None)
-    is_dataclass = contents is not None and contents.kind == "dataclass"  # jax builds dataclasses of other kinds
+    is_dataclass = contents is not None and contents.kind == "dataclass"  # those registered with JAX have another kind
     if is_dataclass and parameters is not None and not parameters.frozen:
         names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
         return Branch(class_name(value), _attributes(value, [(name, getattr(value, name)) for name in names], slot))
@@ -190,11 +190,11 @@ def _classify_object(value: Any, slot: Slot) -> View:
         return Unsaved("is a member of an enumeration in a container that cannot change; keep its value, or its name")
     if not isinstance(value, types.SimpleNamespace) and (reason := why_refused(value)) is not None:
         return Unsaved(reason)
-    return Branch(class_name(value), _attributes(value, tracked_attributes(value), slot))  # of a class of the program
+    return Branch(class_name(value), _attributes(value, tracked_attributes(value), slot))  # user-defined class
 
 
 def _node(node: Node, slot: Slot) -> View:
-    """Return the view of a node: its edges, and those of its root if it has one."""
+    """Return a node's view: its own edges, and those of its root if it has one."""
     edges = _attributes(node, [pair for pair in vars(node).items() if pair[0] not in node._holdfast.untracked], slot)
     if node._holdfast.counter is not None:
         edges.append(Edge(COUNTER, COUNTER, Attachment(node, (COUNTER,), node._holdfast.counter)))
@@ -213,7 +213,7 @@ def _with_root(node: Node | Part, edges: list[Edge]) -> View:
 
 
 def _attributes(holder: Any, children: Collection[tuple[str, Any]], slot: Slot) -> list[Edge]:
-    """Return edges to attributes, which a restore sets."""
+    """Return edges to attributes; a restore sets the attributes."""
     anchor, trail = _anchor(holder, slot)
     return [
         Edge(segment, name, Attachment(anchor, (*trail, segment), child, partial(_set_attribute, holder, name)))
@@ -222,7 +222,7 @@ def _attributes(holder: Any, children: Collection[tuple[str, Any]], slot: Slot) 
 
 
 def _container(value: Any, slot: Slot) -> View:
-    """Return the view of a container, whose entries a restore sets, or which it rebuilds."""
+    """Return a container's view; a restore sets its entries, or rebuilds an immutable container."""
     contents = expand(value)
     assert contents is not None
     keys = contents.keys if contents.keys is not None else range(len(contents.values))
@@ -247,7 +247,7 @@ def _container(value: Any, slot: Slot) -> View:
 
 
 def sequence_slot(value: Any, slot: Slot) -> Slot:
-    """Return the slot of all elements of a sequence; a list or deque stays the same object if possible."""
+    """Return the slot for all elements of a sequence; a list or deque stays the same object if possible."""
     if isinstance(slot, PartSlot) or not isinstance(value, list | deque):
         return slot
     anchor, trail = _anchor(value, slot)
@@ -263,7 +263,7 @@ def _refill(sequence: Any, elements: Any) -> None:
 
 
 def _optimizer(value: Any, slot: Slot) -> View:
-    """View an optimizer as groups and values of parameters, or as its ``state_dict()``; edges lead to inner ones."""
+    """View an optimizer as groups and per-parameter values, or as its ``state_dict()``; edges lead to inner ones."""
     inner = [(name, attribute) for name, attribute in vars(value).items() if is_optimizer(attribute)]
     branch = Branch(class_name(value), _attributes(value, inner, slot), optimizer=value)
     if not has_own_protocol(value):
@@ -277,7 +277,7 @@ def _optimizer(value: Any, slot: Slot) -> View:
 
 
 def options_edge(optimizer: Any) -> Edge:
-    """Return the edge from a torch optimizer to the options of its groups, each of which is its own slot."""
+    """Return the edge from a torch optimizer to its group options; each option is its own slot."""
     options = map(group_options, optimizer.param_groups)
     groups = [{name: OptionSlot(optimizer, index, name) for name in names} for index, names in enumerate(options)]
     return Edge(GROUPS, GROUPS, Attachment(optimizer, (GROUPS,), groups))
@@ -298,12 +298,12 @@ def _keras(role: str, value: Any, slot: Slot) -> View:
 
 
 def _anchor(value: object, slot: Slot) -> tuple[Any, Path]:
-    """Return the anchor for slots below an object, and the path from it to the object."""
+    """Return the anchor for slots below an object, and the path from the anchor to the object."""
     return (value, ()) if type(value).__weakrefoffset__ else (slot.anchor, slot.trail)
 
 
 def _set_attribute(holder: Any, name: str, value: Any) -> None:
-    # __setattr__ of a Node would take the value for a new object.
+    # Node.__setattr__ would treat the value as a new object.
     if isinstance(holder, Node):
         vars(holder)[name] = value
     elif getattr(holder, name, ...) is not value:
@@ -312,7 +312,7 @@ def _set_attribute(holder: Any, name: str, value: Any) -> None:
 
 def _set_item(container: Any, key: Any, value: Any) -> None:
     base: Any = next(base for base in (dict, list, deque) if isinstance(container, base))
-    base.__setitem__(container, key, value)  # not that of a tracked container
+    base.__setitem__(container, key, value)  # bypasses the method of a tracked container
 
 
 def _copy_encoded(tensor: Any, value: Any) -> None:

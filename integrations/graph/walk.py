@@ -1,4 +1,4 @@
-"""A walk over live objects, which finds every object once, under the shortest path to it."""
+"""Walk live objects, finding every object once, under the shortest path to it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .views import Branch, Edge, Leaf, Unsaved, classify, options_edge, root_vie
 class LiveNode:
     value: Any
     view: Branch | Leaf
-    path: Path  # the shortest path to it
+    path: Path  # the shortest path to the object
     edges: dict[str, LiveNode] = field(default_factory=dict)
     optimizer_slots: list[tuple[LiveNode, str, LiveNode]] = field(default_factory=list)  # (parameter, name, value)
-    groups: list[list[LiveNode]] = field(default_factory=list)  # parameters in the graph, by group of an optimizer
-    number: int = -1  # of the node in the document of a save
-    outside: bool = False  # the value is saved elsewhere, and the node only names the object
+    groups: list[list[LiveNode]] = field(default_factory=list)  # per optimizer group: the parameters in the graph
+    number: int = -1  # node number in the saved document
+    outside: bool = False  # the value is saved elsewhere; the node only names the object
 
     @property
     def has_value(self) -> bool:
@@ -43,12 +43,12 @@ class LiveNode:
 
 @dataclass(slots=True)
 class LiveGraph:
-    nodes: list[LiveNode]  # by their distance from the root; values of optimizers come last
-    skipped: dict[Path, str]  # objects that are not saved, each with the reason
+    nodes: list[LiveNode]  # by distance from the root; optimizer values come last
+    skipped: dict[Path, str]  # unsaved objects, each with the reason
 
     @property
     def notes(self) -> dict[Path, str]:
-        """Notes on objects that are saved, by path."""
+        """Notes about saved objects, by path."""
         modules = [node for node in self.nodes if is_module(node.value) and keras_kind(node.value) is None]
         children = [child for node in modules for child in node.edges.values()]
         note = "is a plain {} of modules, which state_dict() does not see"
@@ -57,18 +57,18 @@ class LiveGraph:
 
     @property
     def own_states(self) -> list[Path]:
-        """The paths of objects that 0.1.0 did not save: states of modules, enumerations, optimizers in optimizers."""
+        """The paths of objects that 0.1.0 did not save: module states, enums, optimizers inside optimizers."""
         paths = [node.path for node in self.nodes if isinstance(node.value, ModuleState | enum.Enum)]
         optimizers = [node for node in self.nodes if node.optimizer is not None]
         return paths + [child.path for node in optimizers for name, child in node.edges.items() if name != GROUPS]
 
     @property
     def own(self) -> list[LiveNode]:
-        """The nodes that are not only names of objects outside of the graph."""
+        """The nodes other than those that only name objects outside the graph."""
         return [node for node in self.nodes if not node.outside]
 
     def without_names(self) -> LiveGraph:
-        """Return the graph without the names of parameters outside of it, unless an optimizer needs any."""
+        """Return the graph without nodes that only name outside parameters, unless an optimizer needs them."""
         if any(node.groups or node.optimizer_slots for node in self.nodes):
             return self
         for node in self.own:
@@ -83,7 +83,7 @@ def walk(
     root: Node | Part, *, strict: bool = True, ends: Callable[[Any], bool] = lambda _: False, tensors: bool = True
 ) -> LiveGraph:
     """Find all objects; with ``strict``, raise UnsupportedLeafError if one can be neither saved nor restored."""
-    # Objects beyond those at which the graph ends are in it as names of parameters for its optimizers.
+    # Nodes beyond the ends of the graph only name parameters for its optimizers.
     walker = _Walk(ends, tensors)
     nodes = walker.discover(root)
     if strict and walker.problems:
@@ -95,7 +95,7 @@ def walk(
 
 
 def check(root: Node | Part) -> None:
-    """Raise UnsupportedLeafError if anything that can be reached can be neither saved nor restored."""
+    """Raise UnsupportedLeafError if a reachable object can be neither saved nor restored."""
     with collection_paused():
         walk(root, tensors=False)  # tensors can always be saved
 
@@ -108,18 +108,18 @@ class _Walk:
         self._known: dict[int, LiveNode] = {}
 
     def discover(self, root: Node | Part) -> list[LiveNode]:
-        """Find all nodes and edges, breadth first, so that each node has the shortest path to it."""
+        """Find all nodes and edges, breadth first, so that each node gets its shortest path."""
         start = LiveNode(root, root_view(root), ())
         self._known[id(root)] = start
         if (stood_for := root.__holdfast_root__()) is not None:
             self._known[id(stood_for)] = start
         queue, outside = [(start, False)], list[tuple[LiveNode, bool]]()
-        for node, covered in itertools.chain(queue, outside):  # both grow
+        for node, covered in itertools.chain(queue, outside):  # both lists grow in the loop
             view = node.view
             check_origin(node.value, node.path)
             if not isinstance(view, Branch):
                 continue
-            # The own state of the outermost module that has one includes all buffers and the states of inner modules.
+            # The outermost module with its own state includes all buffers and the states of inner modules.
             gives = covered or any(isinstance(edge.value, ModuleState) for edge in view.edges)
             options = [] if view.optimizer is None else [options_edge(view.optimizer)]
             for edge in [*view.edges, *options]:
@@ -178,7 +178,7 @@ class _Walk:
 
 
 def _is_constant(value: Any, depth: int = 4) -> bool:
-    """True for a tuple of plain values: Python may make equal constants one object."""
+    """True for a tuple of plain values: Python may merge equal constants into one object."""
     return type(value) is tuple and all(
         is_python_value(child) or (depth > 0 and _is_constant(child, depth - 1)) for child in value
     )
