@@ -375,8 +375,8 @@ def is_checkpoint(path: Place) -> bool:
 
 def _checkpoint(restored: Any, source: Place) -> dict[str, Any]:
     """Merge restored items into a Lightning checkpoint dictionary with the data position of this process."""
-    # If another number of processes saved, the position also has the positions of all of them, as ``shares``. A process
-    # that had no position gets the one of process 0.
+    # If the number of processes has changed, the position has those of all saving processes as ``shares``. A process
+    # without a saved position gets that of process 0.
     tree, position = restored, None
     if isinstance(restored, dict) and "state_dict" not in restored and ITEM in restored:
         tree, position = restored[ITEM], restored.get(PROCESS)
