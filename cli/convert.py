@@ -21,7 +21,7 @@ from .progress import progress_of
 from .report import count, print_json
 from .streams import configure_logging, say
 
-_OPTIONS = {  # the options of the commands, by the arguments of functions that errors name
+_OPTIONS = {  # function arguments in error messages -> the corresponding command options
     "overwrite=True": "--overwrite",
     "item=": "--item",
     "step='best'": "--step best",
@@ -78,7 +78,7 @@ def import_(source: str, destination: str, overwrite: bool, as_json: bool) -> in
     such as dir/ckpt-5, or their directory), Keras's .keras and .h5 files, .npz files, and directories of RLlib.
     Nothing in them is ever executed.
     """
-    configure_logging("error")  # This command prints the leaves that it leaves out.
+    configure_logging("error")  # the command itself prints which leaves are left out
     location = checkpoints_at(source)
     if is_ours(location):
         raise OptionError(f"{source} is holdfast's own; holdfast cp copies it")
@@ -157,7 +157,7 @@ def export(
 
 @contextlib.contextmanager
 def _command_options_in_errors() -> Iterator[None]:
-    """Replace arguments of functions in error messages by the options of the command."""
+    """Replace function arguments in error messages with the corresponding command options."""
     try:
         yield
     except (CheckpointExistsError, OptionError, TreeMismatchError) as error:

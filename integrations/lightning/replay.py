@@ -253,7 +253,7 @@ class EpochReplay:
         self._restore_random(saved, saved.tree["random"])
 
     def _begin_again(self, saved: SavedPosition) -> None:
-        """Return the loaders to the start of an epoch to draw its batches again; Lightning makes the iterators next."""
+        """Rewind the loaders to the epoch start, to draw its batches again; Lightning creates the iterators next."""
         parts, now = self._loaders(), self._loop.epoch_progress.current.processed
         if (start := saved.tree.get("epoch")) is None:  # All loaders were stateful at the save.
             raise loaders.other_loaders(parts, saved.tree["loaders"])
