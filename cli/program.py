@@ -156,7 +156,7 @@ class Program:
         return self.end(grace)
 
     def end(self, grace: float) -> int:
-        """End the program, and return its status: SIGTERM, and after ``grace`` seconds SIGKILL to all its processes."""
+        """Send SIGTERM to the program, and after ``grace`` seconds SIGKILL to all its processes; return its status."""
         self._process.send_signal(signal.SIGTERM)
         if self.wait(lambda: False, grace) is None:
             for pid in _descendants(self.pid):
