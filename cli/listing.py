@@ -169,7 +169,7 @@ def _print_runs(runs: list[dict[str, Any]]) -> None:
 
 
 def shown(summary: CheckpointSummary) -> dict[str, Any]:
-    """Return a checkpoint as JSON."""
+    """Convert a checkpoint summary to JSON."""
     facts = {**asdict(summary), "step": None if summary.step < 0 else summary.step}
     del facts["added_bytes"]  # depends on the other steps in the list
     return facts

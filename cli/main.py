@@ -33,7 +33,7 @@ _JSON = "--json"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command with its arguments, by default ``sys.argv``, and return the exit status."""
+    """Run the command with the given arguments, by default those in ``sys.argv``; return the exit status."""
     open_closed_streams()
     if arguments is None and sys.argv[1:2] != ["run"]:  # a recipe's code may rely on the final GC
         atexit.register(gc.freeze)  # faster exit: no final collection over all imported modules

@@ -27,7 +27,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right:
     widths = [max(map(_width, column)) for column in zip(*lines, strict=True)]
     on_terminal = sys.stdout.isatty()
     if on_terminal and len(rows) <= _WRAPPED:
-        import shutil  # imported lazily: it imports compression modules
+        import shutil  # imported lazily, because it imports compression modules
 
         if _table_width(widths) > shutil.get_terminal_size().columns:
             _print_fitted(columns, rows, widths, right)  # imports rich, which takes as long as listing a run
@@ -112,7 +112,7 @@ def print_tree(title: str, leaves: Sequence[tuple[str, int, str]]) -> None:
 
 def print_json(value: Mapping[str, Any]) -> None:
     """Print strict JSON, with null in place of NaN and infinities."""
-    from ..engine.manager import finite  # imported lazily: a table needs no manager
+    from ..engine.manager import finite  # imported lazily, because tables do not need it
 
     say(json.dumps(finite(value), indent=2, allow_nan=False))
 

@@ -1,8 +1,8 @@
-"""``holdfast supervise`` starts a program again until its run has finished.
+"""``holdfast supervise`` restarts a program until its run has finished.
 
-The supervisor relies on the record of the run: whether it has finished or was preempted, and its newest step. The exit
-status of the program is secondary, because torchrun turns every status into 1, and some trainers end with 0 after
-SIGTERM.
+The supervisor relies on the run's own record: whether it has finished or was preempted, and its newest step. The
+program's exit status is secondary, because torchrun turns every failure into status 1, and some trainers exit with 0
+after SIGTERM.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Start:
     returncode: int
     progress: bool | None  # whether it committed a step newer than all before; None if unknown
     asked: bool = False  # whether the supervisor itself received a signal to end
-    early: bool = False  # whether it ended within ``EARLY`` seconds, before its run began
+    early: bool = False  # whether it ended within ``EARLY`` seconds without starting a run
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ def choose(
     steps: Sequence[int], validations: Sequence[int], options: DrillOptions
 ) -> tuple[list[Interruption], list[str]]:
     """Choose interruptions for a run with these steps (at least two); also return notes on what is omitted."""
-    # After SIGKILL, the run resumes from an earlier step, so the same step can be interrupted again.
+    # After SIGKILL, the run resumes from an earlier step, and can be interrupted at the same step again.
     kill, term = signal.SIGKILL, options.preemption
     chosen: list[Interruption] = []
     notes: list[str] = []

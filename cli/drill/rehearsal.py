@@ -45,7 +45,7 @@ class Rehearsal(Observer):
         self._alone = True
         self._steps: dict[int, int] = {}  # step -> position in this start, from 1
         self._validated: int | None = None
-        self._signalled: int | None = None  # position of the step at which the signal was due
+        self._signalled: int | None = None  # position of the step at which the signal was sent (by process 0)
         self._largest = 0  # size of the largest checkpoint, in bytes
         self._writing = 0  # number of pending saves
         self._changed = threading.Condition()

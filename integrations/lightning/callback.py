@@ -1,4 +1,4 @@
-"""The callback of a Lightning trainer: saves, keeps, resumes."""
+"""The Lightning callback: saves checkpoints, applies retention, and resumes runs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ logger = logging.getLogger("holdfast")
 
 @takes_texts_of(LoopCallback)
 class CheckpointCallback(ResumingCallback):
-    """Saves a Lightning run, keeps the right checkpoints, and resumes the run where it stopped, automatically.
+    """Saves a Lightning run, keeps the right checkpoints, and automatically resumes the run where it stopped.
 
     ::
 
@@ -65,52 +65,52 @@ class CheckpointCallback(ResumingCallback):
         trainer = L.Trainer(callbacks=[callback])
         trainer.fit(model, datamodule)  # the same command again resumes; no ckpt_path
 
-    Step N means ``trainer.global_step == N``: N optimizer updates are in the checkpoint. Batches that train the module
-    without an optimizer of Lightning count as well, as in manual optimization with ``use_pl_optimizer=False``. A run
-    that is interrupted anywhere and resumed ends with the same bits as an uninterrupted run. In the middle of an
-    epoch, data loaders with ``state_dict`` and ``load_state_dict`` continue where they were; others draw the earlier
-    batches again.
+    Step N means ``trainer.global_step == N``: the checkpoint includes N optimizer updates. Batches that train without a
+    Lightning optimizer count as well, as in manual optimization with ``use_pl_optimizer=False``. A run that is
+    interrupted anywhere and resumed ends with the same bits as an uninterrupted run. In the middle of an epoch, data
+    loaders with ``state_dict`` and ``load_state_dict`` continue where they were; others draw the earlier batches
+    again.
 
     A ``ckpt_path`` given to ``fit`` wins over the newest checkpoint; it may name a step of this or another directory,
     or one of Lightning's own files. Without one, only this directory decides: a run never resumes from the files of a
     ``ModelCheckpoint``. ``trainer.test(ckpt_path="best")`` and ``"last"`` work as usual.
 
-    SIGTERM only sets a flag. The next point between two batches, or before a validation, saves, waits until the files
-    are durable, and ends the process with status 143; workers of data loaders survive until then. A signal within a
-    validation ends the process at once, and the run resumes from the last saved step: nothing can be saved in a
-    validation, in which callbacks may have replaced the weights by an average. After other exceptions, the callback
-    does not save (except with ``save_on_exception``), but lets a pending save finish. Under SLURM, the signal for
-    requeueing saves in the same way, requeues the job, and ends the process with status 75; files that Lightning has
-    saved for requeueing are left alone.
+    SIGTERM only sets a flag. At the next point between two batches, or before a validation, the callback saves, waits
+    until the files are durable, and ends the process with status 143; data loader workers survive until then. A signal
+    during a validation ends the process at once, and the run resumes from the last saved step: nothing can be saved
+    during a validation, when callbacks may have replaced the weights with an average. After other exceptions, the
+    callback does not save (except with ``save_on_exception``), but lets a pending save finish. Under SLURM, the requeue
+    signal triggers a save in the same way, requeues the job, and ends the process with status 75; Lightning's own
+    requeue checkpoints are left alone.
 
-    Under DDP (``strategy="ddp"``) and ``ModelParallelStrategy`` (FSDP2) all processes save one checkpoint, each
-    a share of the parameters and of the optimizers, and each its own random generators and place in the data; SIGTERM
-    to any of them stops all at the same step. Every process must see the same directory.
+    Under DDP (``strategy="ddp"``) and ``ModelParallelStrategy`` (FSDP2) all processes save one checkpoint together:
+    each saves a share of the parameters and optimizer state, and its own random generators and data position. SIGTERM
+    to any of them stops all at the same step. All processes must see the same directory.
 
-    A checkpoint holds arrays and plain values, each under its own path, such as ``state_dict/layer.weight``; nothing is
-    pickled. Hyper-parameters and callback states that are neither are left out, and named in a warning.
+    A checkpoint contains arrays and plain values, each under its own path, such as ``state_dict/layer.weight``; nothing
+    is pickled. Hyper-parameters and callback states that are neither are left out, and named in a warning.
 
     ``init_from`` loads strictly into the module's state dict: all of its parameters and buffers, and no others. With
-    ``partial="initialize"``, it takes those that fit, and a resume takes what fits of module, optimizers and schedules.
+    ``partial="initialize"``, it loads those that fit, and a resume restores what fits of module, optimizers, schedules.
 
     Args:
-        dirpath: Where the checkpoints go: a path or a URL.
+        dirpath: The checkpoint directory: a path or a URL.
         save_interval_steps, save_interval_secs, save_on_best, best_fn, best_mode, max_to_keep, keep_latest,
         keep_period, keep_time_interval, keep_steps, mirror, local, reuse_unchanged, step_name_width, save, keep,
         save_at_end, resume, init_from, partial, compression, signals, grace_secs, replicated, witness, on_inexact,
         witness_steps_after_signal, clock, metadata, hyperparameters, reshard, keep_checkpoints_without_metrics,
         item_intervals, step_prefix, save_timeout_secs, barrier_timeout_secs, load_and_broadcast:
-        every_n_epochs: Save at the end of every epoch whose number is a multiple of this.
-        save_on_exception: When training ends with an exception, save the state of the last point between two batches.
-            Keeps a copy of the whole state in host memory, renewed after every update; in one process only.
-        export_best: Keep a file with the weights of the best checkpoint, which ``best_fn`` names: ``best.safetensors``,
-            or ``best.ckpt`` for Lightning's ``load_from_checkpoint``. A relative path counts from ``dirpath``.
-        links: Keep links ``last``, and with ``best_fn`` ``best``, to the newest and the best checkpoint, on local
-            disks.
+        every_n_epochs: Save at the end of every epoch whose number is a multiple of this value.
+        save_on_exception: When training ends with an exception, save the state at the last point between two batches.
+            Keeps a copy of the whole state in host memory, renewed after every update; single-process runs only.
+        export_best: Keep a file with the weights of the best checkpoint by ``best_fn``: ``best.safetensors``,
+            or ``best.ckpt`` for Lightning's ``load_from_checkpoint``. A relative path is resolved against ``dirpath``.
+        links: On local disks, keep symlinks to the newest checkpoint, ``last``, and with ``best_fn`` to the best one,
+            ``best``.
 
     Raises:
-        OptionError: The value of an option is invalid.
-        StateError: From the trainer: the callback cannot save its strategy; the message names those that work.
+        OptionError: An option has an invalid value.
+        StateError: In ``fit``: the callback does not support the trainer's strategy; the message names those that work.
     """
 
     filename = "{step}"

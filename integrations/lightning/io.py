@@ -245,18 +245,18 @@ def load_checkpoint(path: Place, step: Step = None) -> dict[str, Any]:
 
     Args:
         path: A checkpoint, or a directory of steps.
-        step: Which step of a directory: its number, or ``"best"``, as the run's ``best_fn`` ranks them. None and
-            ``"latest"`` are the newest whole one.
+        step: The step to load from a directory: its number, or ``"best"`` as ranked by the run's ``best_fn``. None and
+            ``"latest"`` load the newest whole one.
 
     Returns:
         The dictionary; arrays are tensors on the CPU.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint, or none with the metric of ``best_fn``.
-        OptionError: ``step="best"``, and the run ranks its checkpoints by no metric.
-        DamagedCheckpointError: It does not verify.
-        NoWholeCheckpointError: It is a directory of steps, and all of them are damaged.
-        StateError: It was not saved from a Lightning trainer.
+        OptionError: ``step="best"``, but the run does not rank its checkpoints by a metric.
+        DamagedCheckpointError: The checkpoint fails verification.
+        NoWholeCheckpointError: All steps of the directory are damaged.
+        StateError: The checkpoint was not saved from a Lightning trainer.
     """
     return read_checkpoint(_location_of(path, step), with_position=False)
 
@@ -273,9 +273,9 @@ def load_from_checkpoint(
     Args:
         kind: The class to create.
         path: A checkpoint, or a directory of steps.
-        step: Which step of a directory: its number, or ``"best"``, as the run's ``best_fn`` ranks them. None and
-            ``"latest"`` are the newest whole one.
-        strict: Whether the state must have exactly the module's keys; None takes the setting of the module.
+        step: The step to load from a directory: its number, or ``"best"`` as ranked by the run's ``best_fn``. None and
+            ``"latest"`` load the newest whole one.
+        strict: Whether the state must have exactly the module's keys; None uses the module's own setting.
         **arguments: Constructor arguments that override saved hyper-parameters, or that were not saved.
 
     Returns:
@@ -284,9 +284,9 @@ def load_from_checkpoint(
     Raises:
         TypeError: The class is neither a ``LightningModule`` nor a ``LightningDataModule``.
         CheckpointNotFoundError: There is no checkpoint, or none with the metric of ``best_fn``.
-        OptionError: ``step="best"``, and the run ranks its checkpoints by no metric.
-        DamagedCheckpointError: It does not verify.
-        StateError: It was not saved from a Lightning trainer.
+        OptionError: ``step="best"``, but the run does not rank its checkpoints by a metric.
+        DamagedCheckpointError: The checkpoint fails verification.
+        StateError: The checkpoint was not saved from a Lightning trainer.
         RuntimeError: The module's state has other keys or shapes, as in ``load_state_dict``.
     """
     if (package := package_of(kind)) is None:

@@ -36,7 +36,7 @@ class Stage(Enum):
 
 
 class FitRecorder:
-    """Watches one ``fit`` from ``setup`` to its end, and considers a save after each batch and each epoch."""
+    """Follows one ``fit`` from ``setup`` to its end, and decides about a save after each batch and each epoch."""
 
     # The state is consistent after a batch and all the work that belongs to it (the module's own hook, the validation,
     # the schedulers), unless gradients are still being accumulated. This point is reached when the next batch begins,
@@ -56,7 +56,7 @@ class FitRecorder:
         self._replay = EpochReplay(fit, self._hooks, self.witness.resume)
         self.fitting = Fitting(fit.trainer, misfits, fit.options.hyperparameters, self._hooks)
         self.writer = StepWriter(fit, self._replay, self.fitting, self.witness)
-        self._considered = fit.step  # the last step that was considered for a save
+        self._considered = fit.step  # the last step considered for a save
         self._in_batch = False  # whether a batch has begun, and its consistent point is not yet reached
         self._hooks.place(fit.trainer.fit_loop.epoch_loop, "advance", self._batch)
         self._hooks.place(fit.trainer.fit_loop, "on_advance_end", self._epoch_ends)

@@ -128,14 +128,14 @@ class RunStore:
         self._exported: int | None = None  # the step whose weights the ``export_best`` file holds
         self._reported: set[str] = set()
         self.at_teardown = contextlib.ExitStack()  # closed at strategy teardown
-        self._events: list[dict[str, Any]] = []  # the events since the last :meth:`take_events`
+        self._events: list[dict[str, Any]] = []  # events since the last :meth:`take_events` call
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RunStore, (self.directory, self._arguments)
 
     @property
     def manager(self) -> CheckpointManager:
-        """The manager that writes, or was the last to write in this process; otherwise one that only reads."""
+        """The manager that writes, or that last wrote in this process; otherwise a read-only one."""
         if self._manager is None:
             return self._make(replace(self._options, read_only=True))
         return self._manager

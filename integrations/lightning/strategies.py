@@ -33,13 +33,13 @@ _OWN_PROCESSES = {"XLAStrategy"}  # derives from DDPStrategy, but does not use t
 _SHARDED = "ModelParallelStrategy"
 
 _OPTIMIZERS = "optimizer_states"
-_LARGE = 1 << 20  # bytes; from this size on, process 0 broadcasts a tensor instead of sending it through the store
+_LARGE = 1 << 20  # bytes; tensors of at least this size are broadcast by process 0 instead of sent through the store
 
 Path = tuple[Any, ...]
 
 
 def check_strategy(trainer: Any) -> None:
-    """Refuse strategies whose state the callback cannot save."""
+    """Raise StateError for strategies whose state the callback cannot save."""
     strategy = trainer.strategy
     name = type(strategy).__name__
     works = "It works with one process, and in several with strategy='ddp' or ModelParallelStrategy (FSDP2)"
@@ -208,7 +208,7 @@ def mapped(function: Callable[[Any, Path, Any], Any], tree: Any, other: Any, pat
 
 
 class StateHandler(PyTreeCheckpointHandler):
-    """Restores tree entries that have templates like their templates, and the rest as saved."""
+    """Restores entries that have templates to match those, and all other entries as saved."""
 
     shares_reads = True
 
