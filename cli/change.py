@@ -136,7 +136,7 @@ def _of_one_prefix(location: Location, entries: Sequence[StepEntry], prefix: str
 def prune(directory: str, only: bool, prefix: str | None, dry_run: bool, yes: bool, as_json: bool, **given: Any) -> int:
     """Delete the checkpoints of a run that no rule keeps.
 
-    Rules that are not given here are those of the last run. The newest checkpoint and pinned ones stay.
+    Rules not given here are taken from the last run. The newest checkpoint and pinned ones are always kept.
     """
     rules = {name: value for name, value in given.items() if value not in (None, ())}
     run = ChangedRun(directory, prefix)

@@ -159,7 +159,7 @@ def diff(
 ) -> int:
     """Compare two checkpoints leaf by leaf: structure, dtypes, shapes and values.
 
-    Steps follow both places, as in `diff A B 1 2`, or each its own, as in `diff A 1 B 2`.
+    Steps come after both locations, as in `diff A B 1 2`, or each after its own, as in `diff A 1 B 2`.
 
     Exit status: 0 the same, 1 different, 2 they cannot be compared. With a tolerance, NaN equals NaN.
     """

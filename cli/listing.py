@@ -37,7 +37,7 @@ def ls(directories: Sequence[str], as_json: bool) -> int:
     """List the checkpoints of runs, or the runs in a folder.
 
     For each checkpoint: its age, size and metrics, why it is kept, whether it is damaged, and whether the newest resume
-    from it was exact (recorded: none was compared yet). Below them: the mirror of the run, and where its hosts keep
+    from it was exact (recorded: none was compared yet). Below the list: the run's mirror, and where its hosts keep
     local steps.
     """
     configure_logging("warning")

@@ -1,4 +1,4 @@
-"""``holdfast run`` trains a configuration; ``holdfast recipes`` lists the recipes and the keys of their YAML."""
+"""``holdfast run`` trains a recipe; ``holdfast recipes`` lists the recipes and their configuration keys."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def open_closed_streams() -> None:
             setattr(sys, name, open(os.devnull, "w" if number else "r"))  # noqa: SIM115 # stays open as long as the process
         elif number and isinstance(stream := getattr(sys, name), io.TextIOWrapper):
             with contextlib.suppress(OSError):  # raised for a pipe opened for appending
-                stream.reconfigure(errors="backslashreplace")  # show escapes on ASCII terminals
+                stream.reconfigure(errors="backslashreplace")  # ASCII terminals show escapes
 
 
 def write_error(text: str) -> None:

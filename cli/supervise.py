@@ -37,7 +37,7 @@ from .streams import write_error
 _BETWEEN_STACKS = 5.0  # maximum interval between the two stack dumps of a hung program, in seconds
 _SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 STALLED = 3  # the supervisor gives up after this many consecutive restarts without a new checkpoint
-EARLY = 60.0  # seconds; STALLED consecutive starts that end within this time, before their run begins, also end it
+EARLY = 60.0  # seconds; it also gives up after STALLED consecutive starts that end sooner, before a run begins
 
 Kind = Literal["finished", "preempted", "interrupted", "crashed", "hung", "misused"]
 
@@ -264,10 +264,10 @@ def supervise(
     """Run a program, and start it again after a preemption, a crash or a hang.
 
     Write the program after two dashes: holdfast supervise -- python train.py. The run's own events decide whether it
-    has finished or was preempted; SIGTERM and other signals are passed on. Every event is a line on standard error: of
-    words on a terminal, of JSON elsewhere or with --json. Exit status: that of the program; 75 after a preemption of
-    the supervisor itself; 93 if 3 restarts in a row bring no new checkpoint, or 3 starts in a row end within a minute,
-    before the run begins.
+    has finished or was preempted; SIGTERM and other signals are passed on. Every event is logged as a line on standard
+    error: text on a terminal, JSON elsewhere or with --json. Exit status: that of the program; 75 after a preemption
+    of the supervisor itself; 93 if 3 consecutive restarts bring no new checkpoint, or 3 consecutive starts end within
+    a minute, before the run begins.
     """
     policy, watch = RestartPolicy(max_restarts, pause, longest_pause), Watch(hang_timeout, start_timeout, grace)
     log = _Log(None if events is None else Path(events), as_json=as_json)

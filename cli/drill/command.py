@@ -109,10 +109,10 @@ class _StoppedError(Exception):
 def drill(command: Sequence[str], at: Sequence[int], kinds: str | None, as_json: bool, **given: Any) -> int:
     """Rehearse preemptions of a program, and compare its checkpoints bit for bit.
 
-    Write the program after two dashes: holdfast drill -- python train.py. It runs undisturbed for some steps, and once
-    more with SIGTERM and SIGKILL in between, in directories of the drill: those of your runs are neither read nor
-    written. Other files that the program writes, such as logs, go where they always go. Exit status: 0 all checkpoints
-    are identical, 1 they differ (the report names the likely cause), 2 the drill cannot be carried out.
+    Write the program after two dashes: holdfast drill -- python train.py. It runs undisturbed for some steps, and then
+    again, interrupted by SIGTERM and SIGKILL. The drill uses its own directories: those of your runs are neither read
+    nor written. Other files that the program writes, such as logs, go to their usual place. Exit status: 0 all
+    checkpoints are identical, 1 they differ (the report names the likely cause), 2 the drill cannot be carried out.
     """
     chosen = named_kinds(kinds, ["kill", "term"] if at else KINDS)
     options = DrillOptions(at=tuple(sorted(set(at))), kinds=chosen, **given)

@@ -44,8 +44,8 @@ def report(directories: Sequence[str], output: str, no_statistics: bool, norm_st
     """Write the life of runs on one page of HTML, which opens from disk without a network.
 
     It shows the timeline (starts, saves, preemptions, crashes, hangs, fallbacks), metrics with the kept checkpoints,
-    sizes, numbers about every leaf and how norms moved, the tree, and why each step is kept. Without --norm-steps,
-    8 steps are compared, as far as all earlier ones together have 8 GiB at most.
+    sizes, statistics of every leaf and how norms changed, the tree, and why each step is kept. Without --norm-steps,
+    8 steps are compared, or fewer if reading the earlier ones would take more than 8 GiB.
     """
     configure_logging("error")
     target = Path(output)

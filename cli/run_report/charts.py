@@ -23,7 +23,7 @@ from .history import WORDS, Attempt, History, Note, Save
 from .markup import Markup, join, tag
 
 WIDTH, HEIGHT = 1000.0, 100.0  # drawing size, in SVG user units
-_POINTS = 600  # maximum number of points on a line
+_POINTS = 600  # maximum number of points per line
 _BUCKETS = 120  # number of bars in the "waited for saves" lane
 _GAP = 0.04  # maximum width of a pause between starts, as a fraction of the total running time
 _BARS = 150  # maximum number of bars in a size chart
