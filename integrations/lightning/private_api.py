@@ -168,7 +168,7 @@ def forget_choice(trainer: Any) -> None:
 
 
 def is_left_alone(trainer: Any, path: Any) -> bool:
-    """Return whether Lightning itself selected the path, its SLURM requeue checkpoint; log that it is ignored."""
+    """Return whether the path is a SLURM requeue checkpoint that Lightning itself selected; log that it is ignored."""
     connector = trainer._checkpoint_connector
     # If the module creates the first callback in the process, the trainer selected its path before we recorded any.
     was_chosen = path and _is_in_slurm() and vars(connector).get(_GIVEN) is None

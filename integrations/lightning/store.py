@@ -187,7 +187,7 @@ class RunStore:
         return self._options.mirror is not None and not self._has_fetched
 
     def fetch(self) -> None:
-        """Fetch the newest step from the mirror if it is newer than any local step; collective over all processes."""
+        """Fetch the mirror's newest step, unless the directory has a newer one; collective over all processes."""
         if self.may_fetch:
             self._make(replace(self._options, local=None)).close()
             self._has_fetched = True
