@@ -1,21 +1,21 @@
 """The ``holdfast`` command.
 
 ==============  ==========================================================================================
-``main``        the entry point: takes arguments, returns the exit status, prints errors as one line
-``app``         the list of the commands, each a function in one of the modules below; completion
-``arguments``   the arguments and options that several commands share
+``main``        the entry point: parses arguments, returns the exit status, prints errors as one line
+``app``         the list of commands, each a function in one of the modules below; shell completion
+``arguments``   arguments and options shared by several commands
 ``recipes``     run and recipes
 ``listing``     ls and watch
 ``inspect``     show, diff and verify
 ``change``      prune, rm, rollback, pin and unpin
 ``convert``     cp, import and export
-``supervise``   supervise: the rules for restarts, and the loop
+``supervise``   supervise: the restart policy, and the supervision loop
 ``drill``       drill, a package
 ``run_report``  report, a package
-``program``     another program as a child process: started, watched, ended
-``child``       inside of such a program: its heartbeat, and the start of a rehearsal
-``report``      the output of the commands: tables for people, JSON for programs
-``progress``    the progress of a command
+``program``     runs another program as a child process: starts, watches and ends it
+``child``       the code inside such a program: its heartbeat, and the start of a rehearsal
+``report``      output of the commands: tables for people, JSON for programs
+``progress``    progress display
 ``streams``     printable text, log lines, and closed standard streams
 ==============  ==========================================================================================
 """

@@ -1,4 +1,4 @@
-"""The list of commands, in the order of ``holdfast --help``, and the completion of shells."""
+"""The list of commands, in the order of ``holdfast --help``, and shell completion."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COMMANDS = {
     "import": "Import checkpoints of another library.",
     "export": "Export a checkpoint to the format of another library.",
 }
-_MODULES = {  # the commands in each module
+_MODULES = {  # module -> its commands
     "listing": "ls watch",
     "inspect": "show diff verify",
     "change": "prune rm rollback pin unpin",
@@ -43,8 +43,8 @@ _MODULES = {  # the commands in each module
     "drill.command": "drill",
     "run_report": "report",
 }
-_NAME, _COMPLETE = "holdfast", "_HOLDFAST_COMPLETE"  # the variable with which a shell requests completions
-_SCRIPTS = {  # by shell: the path of the script, and the startup file with the line that loads it
+_NAME, _COMPLETE = "holdfast", "_HOLDFAST_COMPLETE"  # environment variable that shells set to request completions
+_SCRIPTS = {  # shell -> path of the completion script, startup file, and the line in it that loads the script
     "bash": (".bash_completions/holdfast.sh", ".bashrc", "source ~/.bash_completions/holdfast.sh"),
     "zsh": (".zfunc/_holdfast", ".zshrc", "fpath+=~/.zfunc; autoload -Uz compinit; compinit"),
     "fish": (".config/fish/completions/holdfast.fish", None, ""),
@@ -52,7 +52,7 @@ _SCRIPTS = {  # by shell: the path of the script, and the startup file with the 
 
 
 def execute(arguments: Sequence[str]) -> int:
-    """Run a command with its arguments, or complete the arguments in a shell; return the exit status."""
+    """Run a command, or answer a shell's completion request; return the exit status."""
     if instruction := os.environ.get(_COMPLETE):
         from click.shell_completion import shell_complete
 
@@ -65,12 +65,12 @@ def execute(arguments: Sequence[str]) -> int:
             return status
     except click.exceptions.Exit as ended:  # from --help and --version
         return ended.exit_code
-    except click.Abort as error:  # Ctrl-C at a question
+    except click.Abort as error:  # Ctrl-C at a prompt
         raise KeyboardInterrupt from error
 
 
 def command(name: str) -> click.Command:
-    """Import a command; importing all of their modules would take longer than listing checkpoints."""
+    """Import one command; importing all command modules would take longer than listing checkpoints."""
     module = next(module for module, names in _MODULES.items() if name in names.split())
     if module == "inspect":
         _import_numpy()
@@ -79,17 +79,17 @@ def command(name: str) -> click.Command:
 
 
 def _import_numpy() -> None:
-    """Import numpy without the threads of OpenBLAS, and early, because a nested import takes longer."""
+    """Import numpy without OpenBLAS threads, and before other modules, because a nested import is slower."""
     threads = os.environ.get("OPENBLAS_NUM_THREADS")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     import numpy  # noqa: F401
 
     if threads is None:
-        del os.environ["OPENBLAS_NUM_THREADS"]  # The caller of `main` and its child processes may want more.
+        del os.environ["OPENBLAS_NUM_THREADS"]  # not kept for the caller of `main` or child processes
 
 
 class _Unloaded(click.Command):
-    """Stands in for a command in the list; it is imported when it is called or its arguments are completed."""
+    """A lazy placeholder for a command, which is imported when it is called or completed."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
@@ -104,7 +104,7 @@ class _App(click.Group):
 
 
 def _set_up_completion(context: click.Context, option: click.Parameter, asked: bool) -> None:
-    """Print or install the script with which a shell completes the command."""
+    """Print or install the shell completion script."""
     if not asked:
         return
     shell = os.path.basename(os.environ.get("SHELL", ""))
@@ -117,7 +117,7 @@ def _set_up_completion(context: click.Context, option: click.Parameter, asked: b
     if option.name == "show_completion":
         click.echo(script)
         context.exit()
-    from pathlib import Path  # Imported lazily: no other command needs it.
+    from pathlib import Path  # imported lazily: needed only here
 
     relative, startup, line = _SCRIPTS[shell]
     path = Path.home() / relative
@@ -142,7 +142,7 @@ _app = _App(
     commands=[_Unloaded(name, short_help=text) for name, text in COMMANDS.items()],
     context_settings={"show_default": True, "help_option_names": ["-h", "--help"]},
     params=[
-        # The entry point has handled --traceback already.
+        # Listed for the help text only: the entry point has already handled --traceback.
         _flag("--traceback", "Print the traceback of an error; accepted anywhere."),
         _flag(
             "--install-completion", "Install completion for the shell that SHELL names.", callback=_set_up_completion

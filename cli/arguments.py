@@ -1,4 +1,4 @@
-"""The arguments and options that several commands share, and the checkpoints that a directory names."""
+"""Arguments and options shared by several commands, and the lookup of checkpoints by path."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..engine.storage import Location, as_location
 INSIDE_A_RUN = "checkpoints"
 _STEP = click.IntRange(min=0)
 _Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
-_SEARCHED = 100  # maximum number of folders to search below a directory without checkpoints
+_SEARCHED = 100  # maximum number of subfolders to search if a directory has no checkpoints
 
 directory = click.argument(
     "directory", metavar="DIR", help="A run, a directory of checkpoints, or one checkpoint: a path or URL."
@@ -28,7 +28,7 @@ source = click.argument("source", metavar="SRC", help="A run, a directory of che
 def step_of(
     text: str, name: str = "step", value_type: Any = _STEP, *, many: bool = False, required: bool = False
 ) -> _Decorator:
-    """Return a decorator for one step, or ``many``, given by position or with an option of the same name."""
+    """Return a decorator for one or ``many`` steps, given as positional arguments or as an option of the same name."""
     option = f"--{name.removesuffix('s').replace('_', '-')}"
     shown = option[2:].upper() + "..." * many
 
@@ -52,7 +52,7 @@ def step_of(
 
 
 def duration(option: str, text: str, *, name: str | None = None, default: str | None = None) -> _Decorator:
-    """Return a decorator for a span of time such as 10m, which the command gets in seconds."""
+    """Return a decorator for a duration option, such as 10m, which is passed to the command in seconds."""
 
     def read(_context: click.Context, _parameter: click.Parameter, value: str | None) -> float | None:
         return None if value is None else seconds(value, name=option)
@@ -73,14 +73,14 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for 
 
 
 def deletes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the arguments that are common to the commands that delete checkpoints of a run."""
+    """Add the arguments shared by all commands that delete checkpoints of a run."""
     dry_run = click.option("--dry-run", is_flag=True, help="Print what would be deleted; delete nothing.")
     yes = click.option("--yes", "-y", is_flag=True, help="Do not ask.")
     return prefix(dry_run(yes(as_json(function))))
 
 
 def checkpoints_at(path: str) -> Location:
-    """Return the directory of checkpoints, or the checkpoint of any library, that the path or URL of a user means."""
+    """Resolve a user's path or URL to a checkpoint directory, or to one checkpoint of any supported library."""
     location = as_location(path).snapshot()
     if (location / RECORD).is_there():
         return location
@@ -102,8 +102,8 @@ def is_one_checkpoint(location: Location) -> bool:
 
 
 def runs_below(location: Location) -> list[str]:
-    """Return which of the first hundred folders of a directory hold holdfast checkpoints."""
-    if not location.is_local or is_ours(location):  # Listing the folders of an object store takes long.
+    """Return the names of subfolders with holdfast checkpoints, among the first hundred."""
+    if not location.is_local or is_ours(location):  # listing is slow in object stores
         return []
     try:
         folders = [entry.name for entry in location.entries() if entry.is_directory][:_SEARCHED]
@@ -113,7 +113,7 @@ def runs_below(location: Location) -> list[str]:
 
 
 def where_else(location: Location) -> str:
-    """Return the end of an error message: the checkpoints near a directory that has none."""
+    """Return an error message suffix that points to checkpoints near a directory that has none."""
     if (location.parent / RECORD).is_there():
         return f"; it is a part of the checkpoint {location.parent}"
     runs = runs_below(location)

@@ -1,6 +1,6 @@
-"""``holdfast prune``, ``rm``, ``pin``, ``unpin`` and ``rollback`` change which checkpoints a run keeps.
+"""``holdfast prune``, ``rm``, ``pin``, ``unpin`` and ``rollback``: change which checkpoints a run keeps.
 
-All of them acquire the directory as a run does, and refuse a directory that a run is writing to.
+All of them acquire the directory as a run does, and fail if a run is writing to it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .streams import configure_logging, say
 
 
 class ChangedRun:
-    """The steps of one run that a command changes; with ``takes_strays``, folders without a record count as steps."""
+    """The run that a command changes, and its steps; with ``takes_strays``, folders without a record are steps, too."""
 
     def __init__(self, directory: str, prefix: str | None, *, takes_strays: bool = False) -> None:
         configure_logging("warning")
@@ -68,10 +68,10 @@ class ChangedRun:
 
     @contextlib.contextmanager
     def manager(self) -> Iterator[CheckpointManager]:
-        """Open the run to change it; the retention rules of its last program stay stored."""
+        """Open the run for writing; its stored retention rules are preserved."""
         logger, is_other = logging.getLogger("holdfast"), lambda record: record.msg is not LEFT_ALONE
         with CheckpointManager(self.location, options=self.options) as manager:
-            logger.addFilter(is_other)  # `rm` may be about to delete these folders.
+            logger.addFilter(is_other)  # suppress the warning about folders that `rm` may be about to delete
             try:
                 manager.acquire()
             finally:
@@ -79,7 +79,7 @@ class ChangedRun:
             yield manager
 
     def check(self, steps: Collection[int]) -> None:
-        """Raise CheckpointNotFoundError for steps that are not there."""
+        """Raise CheckpointNotFoundError if any of the steps does not exist."""
         there = sorted([*(entry.step for entry in self.entries), *self.strays])
         if missing := sorted(set(steps) - set(there)):
             raise CheckpointNotFoundError(
@@ -87,25 +87,25 @@ class ChangedRun:
             )
 
     def counted(self, steps: Collection[int]) -> str:
-        """Describe how many of the steps are checkpoints, and how many are folders without one."""
+        """Describe the number of checkpoints among the steps, and of folders without a checkpoint."""
         strays = len(set(steps).intersection(self.strays))
         checkpoints = count(len(steps) - strays, "checkpoint") if len(steps) > strays else ""
         folders = f"{count(strays, 'folder')} without a checkpoint" if strays else ""
         return " and ".join(filter(None, [checkpoints, folders]))
 
     def mirrored_after(self, step: int) -> list[int] | None:
-        """Return the later steps that only the mirror has; None if the mirror cannot be read."""
+        """Return later steps that exist only in the mirror; None if the mirror cannot be read."""
         if self.mirror is None:
             return []
         here = {entry.step for entry in self.entries}
         try:
             there = list_steps(as_location(self.mirror), self.series)
-        except StorageError:  # The deletion reports the error.
+        except StorageError:  # the deletion will report the error
             return None
         return [entry.step for entry in there if entry.step > step and entry.step not in here]
 
     def nbytes(self, steps: Collection[int]) -> int:
-        """Return the bytes of the steps whose records can be read."""
+        """Return the total size in bytes of the steps; steps with unreadable records are not counted."""
         return sum(entry.record.nbytes for entry in self.entries if entry.step in steps and entry.record is not None)
 
 
@@ -136,7 +136,7 @@ def _of_one_prefix(location: Location, entries: Sequence[StepEntry], prefix: str
 def prune(directory: str, only: bool, prefix: str | None, dry_run: bool, yes: bool, as_json: bool, **given: Any) -> int:
     """Delete the checkpoints of a run that no rule keeps.
 
-    Rules that are not given here are those of the last run. The newest checkpoint and pinned ones stay.
+    Rules not given here are taken from the last run. The newest checkpoint and pinned ones are always kept.
     """
     rules = {name: value for name, value in given.items() if value not in (None, ())}
     run = ChangedRun(directory, prefix)
@@ -164,7 +164,7 @@ def prune(directory: str, only: bool, prefix: str | None, dry_run: bool, yes: bo
 
 
 def _pruning_options(run: ChangedRun, rules: dict[str, Any], only: bool) -> CheckpointManagerOptions:
-    """Return the options of the run with the given rules; raise OptionError if the best steps are unknown."""
+    """Merge the given rules into the run's options; raise OptionError if the best steps cannot be determined."""
     if only:
         if not rules:
             raise OptionError("--only needs a rule that says what to keep, such as --keep-latest 3")
@@ -236,12 +236,12 @@ def _delete(
     if anything and not dry_run and (yes or click.confirm(f"Delete {counted}?")):
         with run.manager() as manager, progress_of("delete", shown=not as_json) as progress:
             progress.expect(nbytes)
-            for step in reversed(steps):  # Deleting the latest first leaves a valid run at any moment.
+            for step in reversed(steps):  # newest first, so that an interruption leaves a valid run
                 manager.delete(step, mirror=in_mirror)
                 deleted.append(step)
                 progress.advance(run.nbytes([step]))
             if after is not None:
-                manager.delete_after(after)  # The mirror may have more later steps.
+                manager.delete_after(after)  # the mirror may have further later steps
             if in_mirror:
                 settle_mirror(manager)
     elif anything and not dry_run:

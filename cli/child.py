@@ -1,7 +1,7 @@
-"""The observer of a program that ``holdfast supervise`` or ``holdfast drill`` has started.
+"""The observer inside a program started by ``holdfast supervise`` or ``holdfast drill``.
 
-``cli/program.py`` names :func:`observer` in the environment of the program, and ``process_observer`` of
-``engine/observer.py`` calls it in each of its processes.
+``cli/program.py`` names :func:`observer` in the program's environment, and ``process_observer`` in
+``engine/observer.py`` calls it in each of the program's processes.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from ..engine.observer import DRILL, Observer, Point, Unobserved
 from ..engine.storage import append_line
 
 ENTRY = f"{__name__}:observer"
-SUPERVISOR = "HOLDFAST_SUPERVISOR"  # environment variable with the folder that a supervisor reads
-STACKS = getattr(signal, "SIGRTMAX", 64) - 5  # makes a supervised process print the stacks of its threads
-BEAT = struct.Struct("=dq")  # a heartbeat: seconds on the system's monotonic clock, and the step; -1 before the first
+SUPERVISOR = "HOLDFAST_SUPERVISOR"  # environment variable: the folder that the supervisor reads
+STACKS = getattr(signal, "SIGRTMAX", 64) - 5  # signal that makes a supervised process dump its thread stacks
+BEAT = struct.Struct("=dq")  # heartbeat record: monotonic clock in seconds, and the step; -1 before the first
 
 _logger = logging.getLogger("holdfast")
 
 
 def observer() -> Observer:
-    """Return the observer of this process: its heartbeat, wrapped by the rehearsal if there is one."""
+    """Return this process's observer: its heartbeat, wrapped in a rehearsal under ``holdfast drill``."""
     heartbeat: Observer = Unobserved()
     if folder := os.environ.get(SUPERVISOR):
         try:
@@ -48,7 +48,7 @@ def observer() -> Observer:
 
 
 class Heartbeat(Observer):
-    """Shows a supervisor the progress and events of this process, and prints the stacks of its threads on a signal."""
+    """Reports this process's progress and events to a supervisor, and dumps the thread stacks on a signal."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / f"heartbeat.{os.getpid()}"
@@ -58,7 +58,7 @@ class Heartbeat(Observer):
         self._events = folder / EVENTS
         self._step = -1
         if sys.stderr is not None and hasattr(faulthandler, "register"):
-            with contextlib.suppress(OSError, ValueError, RuntimeError):  # Standard error may have no descriptor.
+            with contextlib.suppress(OSError, ValueError, RuntimeError):  # stderr may have no file descriptor
                 faulthandler.register(STACKS, all_threads=True)
                 (folder / f"stacks.{os.getpid()}").touch()
 

@@ -21,7 +21,7 @@ from .progress import progress_of
 from .report import count, print_json
 from .streams import configure_logging, say
 
-_OPTIONS = {  # the options of the commands, by the arguments of functions that errors name
+_OPTIONS = {  # function arguments in error messages -> the corresponding command options
     "overwrite=True": "--overwrite",
     "item=": "--item",
     "step='best'": "--step best",
@@ -41,7 +41,7 @@ _OPTIONS = {  # the options of the commands, by the arguments of functions that 
 def cp(source: str, destination: str, overwrite: bool, max_bandwidth: str | None, as_json: bool) -> int:
     """Copy a checkpoint, or a run with all its steps, between disks and object stores.
 
-    Every byte is verified on the way. The same command again continues with a copy that was interrupted.
+    Every byte is verified on the way. Running the same command again continues an interrupted copy.
     """
     configure_logging("warning")
     with _command_options_in_errors(), progress_of("copy", shown=not as_json) as progress:
@@ -73,12 +73,12 @@ def cp(source: str, destination: str, overwrite: bool, max_bandwidth: str | None
 def import_(source: str, destination: str, overwrite: bool, as_json: bool) -> int:
     """Import checkpoints of another library.
 
-    Reads Orbax (one checkpoint or a whole run), safetensors (a file, or a folder with an index), files of torch.save
-    and Lightning, folders of torch.distributed.checkpoint, Flax's msgpack files, TensorFlow's checkpoints (a prefix
-    such as dir/ckpt-5, or their directory), Keras's .keras and .h5 files, .npz files, and directories of RLlib.
-    Nothing in them is ever executed.
+    Reads Orbax (one checkpoint or a whole run), safetensors (a file, or a folder with an index), torch.save and
+    Lightning files, torch.distributed.checkpoint folders, Flax msgpack files, TensorFlow checkpoints (a prefix such as
+    dir/ckpt-5, or their directory), Keras .keras and .h5 files, .npz files, and RLlib directories. Code in them is
+    never executed.
     """
-    configure_logging("error")  # This command prints the leaves that it leaves out.
+    configure_logging("error")  # the command itself prints which leaves are left out
     location = checkpoints_at(source)
     if is_ours(location):
         raise OptionError(f"{source} is holdfast's own; holdfast cp copies it")
@@ -157,7 +157,7 @@ def export(
 
 @contextlib.contextmanager
 def _command_options_in_errors() -> Iterator[None]:
-    """Replace arguments of functions in error messages by the options of the command."""
+    """Replace function arguments in error messages with the corresponding command options."""
     try:
         yield
     except (CheckpointExistsError, OptionError, TreeMismatchError) as error:

@@ -22,7 +22,7 @@ _PROGRESS = re.compile(r"step (\d+) of (\d+)")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Demonstrate the promises with real processes and a real signal, and return the exit status."""
+    """Run the demonstration with real processes and a real signal; return the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if len(arguments) > 1:
         say("usage: python -m holdfast.cli.demo [DIR]", file=sys.stderr)
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         directory = arguments[0] if arguments else temporary
         stopped, whole = (os.path.join(directory, name) for name in ("preempted", "uninterrupted"))
         run = [*RECIPE, f"run_dir={stopped}"]
-        steps = [  # text, command, and exit status
+        steps = [  # text, command, expected exit status
             ("A training run. Half-way, the machine is taken away: SIGTERM.", run, PREEMPTED),
             (f"Exit status {PREEMPTED}: preempted and saved, run me again. The same command again:", run, DONE),
             ("For comparison, the same run without an interruption:", [*RECIPE, f"run_dir={whole}"], DONE),
@@ -49,9 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _holdfast(arguments: Sequence[str], *, preempt: bool = False) -> int:
-    """Run the command, repeat its output, and send SIGTERM half-way if asked to."""
+    """Run the command and echo its output; with ``preempt``, send SIGTERM half-way."""
     say(f"$ holdfast {shlex.join(arguments)}", flush=True)
-    # sys.executable runs the command of this installation; PATH may have another one.
+    # Uses sys.executable, because the command on the PATH may belong to another installation.
     process = subprocess.Popen(
         [sys.executable, "-m", "holdfast.cli.main", *arguments],
         stdout=subprocess.PIPE,

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def _saying_where_else(location: Location) -> Iterator[None]:
-    """Add the locations of checkpoints nearby to an error about a directory without any."""
+    """Append the locations of nearby checkpoints to the error for a directory that has none."""
     try:
         yield
     except CheckpointNotFoundError as error:
@@ -79,7 +79,7 @@ def show(
     leaves = [leaf for leaf in leaves if chosen.chooses(leaf.path.split("/"))]
     numbers = {}
     if statistics:
-        from ..engine.sources import leaf_statistics  # Imported lazily: other commands compute nothing.
+        from ..engine.sources import leaf_statistics  # imported lazily: only needed with --stats
 
         with progress_of("read", shown=not as_json) as progress:
             numbers = {(leaf.item, leaf.path): leaf for leaf in leaf_statistics(checkpoint, select or None, progress)}
@@ -135,7 +135,7 @@ def _columns(leaf: LeafStatistics | None) -> list[str]:
 
 
 def _about(leaf: LeafSummary, numbers: Mapping[tuple[str, str], LeafStatistics]) -> str:
-    """Describe a leaf in one line: its type and shape, and its numbers."""
+    """Describe a leaf in one line: type, shape, and statistics."""
     leaf_type = f"{leaf.dtype}{list(leaf.shape)}" if leaf.dtype else leaf.kind
     statistics = numbers.get((leaf.item, leaf.path))
     if statistics is None:
@@ -159,7 +159,7 @@ def diff(
 ) -> int:
     """Compare two checkpoints leaf by leaf: structure, dtypes, shapes and values.
 
-    Steps follow both places, as in `diff A B 1 2`, or each its own, as in `diff A 1 B 2`.
+    Steps come after both locations, as in `diff A B 1 2`, or each after its own, as in `diff A 1 B 2`.
 
     Exit status: 0 the same, 1 different, 2 they cannot be compared. With a tolerance, NaN equals NaN.
     """
@@ -174,7 +174,7 @@ def diff(
         second = open_checkpoint(checkpoints_at(right), number if other_step is None else other_step)
         with progress_of("compare", shown=not as_json) as progress:
             differences = list(compare_checkpoints(first, second, rtol=rtol, atol=atol, progress=progress))
-    except HoldfastError as error:  # Status 1 would mean that they differ.
+    except HoldfastError as error:  # not status 1, which means that they differ
         say(f"holdfast: {error}", file=sys.stderr)
         return BAD_USAGE
     paths = [str(first.location), str(second.location)]

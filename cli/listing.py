@@ -37,7 +37,7 @@ def ls(directories: Sequence[str], as_json: bool) -> int:
     """List the checkpoints of runs, or the runs in a folder.
 
     For each checkpoint: its age, size and metrics, why it is kept, whether it is damaged, and whether the newest resume
-    from it was exact (recorded: none was compared yet). Below them: the mirror of the run, and where its hosts keep
+    from it was exact (recorded: none was compared yet). Below the list: the run's mirror, and where its hosts keep
     local steps.
     """
     configure_logging("warning")
@@ -54,7 +54,7 @@ def ls(directories: Sequence[str], as_json: bool) -> int:
 
 
 def _listing(location: Location) -> dict[str, Any]:
-    """Return the checkpoints of a location, or the runs below it, and the other places of the run, as JSON."""
+    """Return the checkpoints at a location, or the runs below it, and the run's mirror and local locations, as JSON."""
     checkpoints = [{**shown(summary), "witness": None} for summary in _checkpoints(location)]
     _add_witness(location, checkpoints)
     runs = [] if checkpoints else [_run(location / name) for name in runs_below(location)]
@@ -63,7 +63,7 @@ def _listing(location: Location) -> dict[str, Any]:
 
 
 def list_at(location: Location) -> None:
-    """Print the checkpoints of a location, or the runs below it, and the other places of the run."""
+    """Print the checkpoints at a location, or the runs below it, and the run's mirror and local locations."""
     listing = _listing(location)
     if "runs" in listing:
         _print_runs(listing["runs"])
@@ -77,13 +77,13 @@ def list_at(location: Location) -> None:
 
 
 def _add_witness(location: Location, checkpoints: list[dict[str, Any]]) -> None:
-    """Add the verdict on the newest resume from each step, or ``recorded`` if no resume was compared."""
+    """Add the witness verdict on the newest resume from each step, or ``recorded`` if no resume was compared."""
     listed, only = location.snapshot(), [item["path"] for item in checkpoints] == [str(location)]
     proofs = witness_events(read_run_events(location.parent if only else location))
     for item in checkpoints:
         proof = proofs.get(item["step"])
         folder = listed if only else listed / item["path"].rpartition("/")[2]
-        # An event from before the save is about another checkpoint of the same step.
+        # An event older than the save belongs to an earlier checkpoint of the same step.
         if proof and (number_in_event(proof.get("time")) or 0.0) >= (item["time"] or 0.0):
             item["witness"] = proof_text(proof)
         elif (folder / WITNESS).is_there():
@@ -91,7 +91,7 @@ def _add_witness(location: Location, checkpoints: list[dict[str, Any]]) -> None:
 
 
 def _other_places(location: Location) -> dict[str, str]:
-    """Return the other places with steps of the run that its directory names."""
+    """Return the other locations of the run's steps that are recorded in its directory."""
     try:
         run = stored_identity(location)
     except StorageError:
@@ -123,7 +123,7 @@ def _print_steps(checkpoints: list[dict[str, Any]]) -> None:
 
 
 def _sizes(item: dict[str, Any], *, shares: bool) -> list[str]:
-    """Return the size of a step and, if steps share files, the size of the files that only it has."""
+    """Format the size of a step and, if steps share files, the size of its unshared files."""
     if item["damage"] is not None and item["time"] is None:
         return ["-"] * (1 + shares)
     unshared = [format_size(item["bytes"] - item["shared_bytes"])] if shares else []
@@ -131,7 +131,7 @@ def _sizes(item: dict[str, Any], *, shares: bool) -> list[str]:
 
 
 def _run(location: Location) -> dict[str, Any]:
-    """Return a run as JSON: numbers about its checkpoints, and the one that was saved last."""
+    """Summarize a run as JSON: checkpoint counts and sizes, and the most recently saved checkpoint."""
     inside = location / INSIDE_A_RUN
     summaries = _checkpoints(inside if is_ours(inside) and not is_one_checkpoint(location) else location)
     checkpoints = [shown(summary) for summary in summaries]
@@ -169,9 +169,9 @@ def _print_runs(runs: list[dict[str, Any]]) -> None:
 
 
 def shown(summary: CheckpointSummary) -> dict[str, Any]:
-    """Return a checkpoint as JSON."""
+    """Convert a checkpoint summary to JSON."""
     facts = {**asdict(summary), "step": None if summary.step < 0 else summary.step}
-    del facts["added_bytes"]  # It depends on the other steps in the list.
+    del facts["added_bytes"]  # depends on the other steps in the list
     return facts
 
 
@@ -180,11 +180,11 @@ def _checkpoints(location: Location) -> list[CheckpointSummary]:
 
 
 def describe_one(location: Location) -> CheckpointSummary:
-    """Describe one checkpoint, as a step of its directory if possible; otherwise its step may be -1 (unknown)."""
+    """Summarize one checkpoint, as a step of its directory if possible; otherwise its step may be -1 (unknown)."""
     for item in list_checkpoints(location.parent):
         if item.path == str(location):
             return replace(item, added_bytes=item.bytes)
-    from ..engine.sources import open_at  # Imported lazily: the import takes longer than listing a run.
+    from ..engine.sources import open_at  # imported lazily, because it takes longer than listing a run
 
     checkpoint = open_at(location)
     return CheckpointSummary(
@@ -228,7 +228,7 @@ def _listed(location: Location) -> dict[str, CheckpointSummary]:
 def _changes(
     before: dict[str, CheckpointSummary], now: dict[str, CheckpointSummary]
 ) -> Iterator[tuple[str, CheckpointSummary, str]]:
-    """Yield each difference between two listings: the change, its checkpoint, and the rest of the line."""
+    """Yield the differences between two listings: the kind of change, the checkpoint, and the line's text."""
     for path in sorted(before.keys() - now.keys(), key=lambda path: before[path].step):
         yield "deleted", before[path], f"{before[path].step}"
     for path, item in sorted(now.items(), key=lambda pair: pair[1].step):

@@ -1,6 +1,6 @@
-"""The entry point: takes arguments, returns the exit status, and prints errors as one line on standard error.
+"""The entry point: parses arguments, returns the exit status, and prints errors as one line to standard error.
 
-With ``--json``, it prints the error on standard output as well, as JSON.
+With ``--json``, the error is also printed to standard output as JSON.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _JSON = "--json"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command with its arguments, by default ``sys.argv``, and return the exit status."""
+    """Run the command with the given arguments, by default those in ``sys.argv``; return the exit status."""
     open_closed_streams()
-    if arguments is None and sys.argv[1:2] != ["run"]:  # The program of a recipe may rely on the last collection.
-        atexit.register(gc.freeze)  # At exit, the interpreter would search all imported modules for garbage.
+    if arguments is None and sys.argv[1:2] != ["run"]:  # a recipe's code may rely on the final GC
+        atexit.register(gc.freeze)  # faster exit: no final collection over all imported modules
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    end = arguments.index("--") if "--" in arguments else len(arguments)  # Later arguments belong to another program.
+    end = arguments.index("--") if "--" in arguments else len(arguments)  # the rest is for another program
     with_traceback, as_json = (flag in arguments[:end] for flag in (_TRACEBACK, _JSON))
     arguments = [argument for argument in arguments[:end] if argument != _TRACEBACK] + arguments[end:]
     try:
@@ -48,11 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError:
-        # The reader of a pipe is gone, as in `holdfast ls | head`.
+        # The pipe's reader has closed it, as in `holdfast ls | head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
     except (Exception, KeyboardInterrupt) as error:
-        # Extension modules that are being imported turn Ctrl-C into an ImportError.
+        # Ctrl-C during the import of an extension module is raised as an ImportError.
         problem: BaseException = error.__cause__ if isinstance(error.__cause__, KeyboardInterrupt) else error
         if with_traceback and problem is error:
             traceback.print_exception(error)
@@ -70,7 +70,7 @@ def _explained(error: BaseException) -> tuple[str, int]:
         return str(error), BAD_USAGE
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in _OWN_PACKAGES:
         return f"the command needs {error.name}: {install_command('cli')}", FAILED
-    if (usage_message := getattr(error, "format_message", None)) is not None:  # an error of the argument parser
+    if (usage_message := getattr(error, "format_message", None)) is not None:  # a click usage error
         command = getattr(getattr(error, "ctx", None), "command_path", "holdfast")
         return f"{usage_message()} ({command} --help shows how to call it)", BAD_USAGE
     error_type = type(error)

@@ -1,6 +1,6 @@
-"""Another program as a child process: it is started, watched, sent signals, and ended with all its descendants.
+"""Runs another program as a child process: starts, watches and signals it, and ends it with all its descendants.
 
-The environment of the child names an observer (``cli/child.py``), which writes events and heartbeats into a folder.
+The child's environment names an observer (``cli/child.py``), which writes events and heartbeats to a folder.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from .child import BEAT, ENTRY, STACKS, SUPERVISOR
 FORWARDED = tuple(
     getattr(signal, name)
     for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
-    if hasattr(signal, name)  # Some systems lack some of them.
+    if hasattr(signal, name)  # not all exist on every platform
 )
-_TICK = 0.25  # seconds between two checks of the child's events and heartbeats
+_TICK = 0.25  # polling interval for the child's events and heartbeats, in seconds
 _SUBREAPER, _DEATH_SIGNAL = 36, 1  # options of prctl(2)
 _libc = ctypes.CDLL(None)
 
 
 class Signals:
-    """A context that receives the signals to forward; a signal ends :meth:`sleep`."""
+    """A context manager that collects signals to forward; a signal interrupts :meth:`sleep`."""
 
     def __init__(self) -> None:
-        self.received: list[int] = []  # in the order of arrival; the caller removes the signals that it has handled
+        self.received: list[int] = []  # in order of arrival; callers remove the signals they have handled
         self._previous: dict[int, Any] = {}
         self._sockets = socket.socketpair()
 
@@ -47,7 +47,7 @@ class Signals:
             end.setblocking(False)
         for number in FORWARDED:
             self._previous[number] = signal.signal(number, self._note)
-        self._previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)  # It interrupts a sleep.
+        self._previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)  # interrupts sleep()
         self._wakeup = signal.set_wakeup_fd(self._sockets[1].fileno(), warn_on_full_buffer=False)
         return self
 
@@ -62,7 +62,7 @@ class Signals:
         self.received.append(number)
 
     def sleep(self, seconds: float) -> None:
-        """Wait until the time is over, a signal arrives or a child ends."""
+        """Sleep for a number of seconds, or until a signal arrives or a child process ends."""
         read = self._sockets[0]
         if select.select([read], [], [], max(0.0, seconds))[0]:
             with contextlib.suppress(BlockingIOError):
@@ -70,10 +70,10 @@ class Signals:
 
 
 class Program:
-    """One start of a command in its own process group; its events and heartbeats go to the new ``folder``."""
+    """One start of a command, in its own process group; its events and heartbeats go to the new ``folder``."""
 
-    # On Linux, a descendant of the command becomes a child of this process when its parent dies, so nothing outlives
-    # `sweep`, not even the workers of torchrun, which have their own sessions.
+    # On Linux, this process adopts descendants of the command whose parent dies (it is a subreaper), so nothing
+    # outlives `sweep`, not even torchrun workers, which have their own sessions.
 
     def __init__(
         self,
@@ -86,22 +86,22 @@ class Program:
         self._folder = folder
         self._signals = signals
         self._offset = 0
-        self._others = {*_children(os.getpid())}  # children of this process that the program did not start
+        self._others = {*_children(os.getpid())}  # children of this process that existed before the program
         self.began = time.monotonic()
         self.forwarded: list[int] = []
         _prctl(_SUBREAPER, 1)
         parent = os.getpid()
 
-        def die_with_parent() -> None:  # This process has one thread, so it may run Python code after a fork.
+        def die_with_parent() -> None:  # Python code after a fork is safe here: one thread
             _prctl(_DEATH_SIGNAL, signal.SIGTERM)
             if os.getppid() != parent:
                 os._exit(128 + signal.SIGTERM)
 
-        with contextlib.suppress(OSError):  # The reader of the stream may be gone.
+        with contextlib.suppress(OSError):  # the reader of the pipe may be gone
             sys.stdout.flush()
             sys.stderr.flush()
         observed = {OBSERVER: ENTRY, SUPERVISOR: str(folder)}
-        # A program in the background must not read from a terminal.
+        # A background process group must not read from a terminal, so stdin is /dev/null in that case.
         try:
             self._process = subprocess.Popen(
                 command,
@@ -117,7 +117,7 @@ class Program:
         self.pid = self._process.pid
 
     def new_events(self) -> list[dict[str, Any]]:
-        """Return the events that the program has written since the last call."""
+        """Return the events written by the program since the last call."""
         events, self._offset = read_events(self._folder / EVENTS, self._offset)
         return events
 
@@ -128,20 +128,20 @@ class Program:
             while self._signals.received:
                 number = self._signals.received.pop(0)
                 self.forwarded.append(number)
-                self._process.send_signal(number)  # The command may pass it on to its children.
+                self._process.send_signal(number)  # not to the group: the command may forward it itself
             if look() or (until is not None and time.monotonic() >= until):
                 return self._process.poll()
             self._signals.sleep(_TICK if until is None else min(_TICK, until - time.monotonic()))
         return status
 
     def last_sign(self) -> tuple[float, int]:
-        """Return the time of the last sign of progress (monotonic clock), and the step; -1 for none."""
+        """Return the time of the last sign of progress (monotonic clock), and the newest step, or -1."""
         contents = (path.read_bytes() for path in self._folder.glob("heartbeat.*"))
         beats = [BEAT.unpack(content) for content in contents if len(content) == BEAT.size]
         return max((when for when, _ in beats), default=self.began), max((step for _, step in beats), default=-1)
 
     def end_after_hang(self, grace: float, between: float) -> int:
-        """Make the program print the stacks of its threads twice, ``between`` seconds apart; end it as `end` does."""
+        """Have the program dump its thread stacks twice, ``between`` seconds apart; then end it as `end` does."""
         alive = {self.pid, *_descendants(self.pid)}
         asked = [pid for path in self._folder.glob("stacks.*") if (pid := int(path.suffix[1:])) in alive]
         for _ in range(2):
@@ -150,13 +150,13 @@ class Program:
             status = self.wait(lambda: False, between if asked else 0.0)
             if status is not None:
                 return status
-        if not asked:  # On SIGABRT, faulthandler prints the stacks and ends the process.
+        if not asked:  # faulthandler dumps the stacks on SIGABRT and ends the process
             self._process.send_signal(signal.SIGABRT)
             self.wait(lambda: False, 1.0)
         return self.end(grace)
 
     def end(self, grace: float) -> int:
-        """End the program, and return its status: SIGTERM, and after ``grace`` seconds SIGKILL to all its processes."""
+        """Send SIGTERM to the program, and after ``grace`` seconds SIGKILL to all its processes; return its status."""
         self._process.send_signal(signal.SIGTERM)
         if self.wait(lambda: False, grace) is None:
             for pid in _descendants(self.pid):
@@ -165,7 +165,7 @@ class Program:
         return self._process.wait()
 
     def sweep(self, grace: float) -> list[int]:
-        """End the processes that the program left running, which would hold devices and directories."""
+        """End processes that the program left running, which would hold devices and directories; return their PIDs."""
         left = self._left()
         for number, limit in ((signal.SIGTERM, grace), (signal.SIGKILL, 5.0)):
             for pid in left:
@@ -176,7 +176,7 @@ class Program:
         return left
 
     def _left(self) -> list[int]:
-        """Reap the processes that the program left and that have ended; return the others."""
+        """Reap ended processes that the program left behind, and return those still running."""
         for pid in (left := set(_children(os.getpid())) - {*self._others, self.pid}):
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
@@ -184,7 +184,7 @@ class Program:
 
 
 def shell_status(returncode: int) -> int:
-    """Return a status of ``subprocess`` as shells report it: 137 for a process that SIGKILL ended."""
+    """Convert a ``subprocess`` return code to a shell exit status, such as 137 after SIGKILL."""
     return returncode if returncode >= 0 else 128 - returncode
 
 
@@ -194,7 +194,7 @@ def _kill(pid: int, number: int) -> None:
 
 
 def _parents() -> Iterator[tuple[int, int]]:
-    """Yield the processes of this system with their parents; nothing without ``/proc``."""
+    """Yield (PID, parent PID) for all processes of this system; nothing without ``/proc``."""
     for name in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
         if name.isdecimal():
             with contextlib.suppress(OSError, ValueError, IndexError):

@@ -1,4 +1,4 @@
-"""The progress of a command on standard error: a bar on a terminal, and a line from time to time elsewhere."""
+"""Progress of a command on standard error: a bar on a terminal, and occasional lines elsewhere."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .streams import say
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
-_QUIET = 1.0  # seconds; shorter work shows nothing
-_BETWEEN_LINES = 30.0  # seconds
-_WITH_BAR = 72  # columns; narrower terminals show the numbers without a bar
-_BETWEEN_FRAMES = 0.1  # seconds
+_QUIET = 1.0  # delay before the bar appears, in seconds
+_BETWEEN_LINES = 30.0  # interval between lines, in seconds
+_WITH_BAR = 72  # minimum terminal width for the bar, in columns; narrower ones show only the numbers
+_BETWEEN_FRAMES = 0.1  # refresh interval, in seconds
 
 
 class Meter:
-    """A :class:`~holdfast.reports.Progress` that shows the bytes of a call that takes longer than a second."""
+    """A :class:`~holdfast.reports.Progress` that shows the bytes done, for calls longer than a second."""
 
     def __init__(self, call: str, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._call = call
@@ -35,7 +35,7 @@ class Meter:
         self._lock = threading.Lock()
         self._expected = self._done = 0
         self._began = self._printed_at = clock()
-        self._printed = 0  # bytes, in the last line
+        self._printed = 0  # bytes done at the last printed line
         self._bar: Bar | None = None
 
     def expect(self, nbytes: int) -> None:
@@ -47,7 +47,7 @@ class Meter:
             self._done += nbytes
 
     def tick(self) -> None:
-        """Show the progress if it is due."""
+        """Update the display if due."""
         now = self._clock()
         if self._is_terminal and now - self._began >= _QUIET:
             self._draw()
@@ -76,7 +76,7 @@ class Meter:
                 expand=True,
                 auto_refresh=False,
                 transient=True,
-                redirect_stdout=False,  # Standard output may be a file.
+                redirect_stdout=False,  # stdout may be a file
                 get_time=self._clock,
             )
             self._bar.add_task(self._call, total=None)
@@ -95,7 +95,7 @@ class Meter:
 
 @contextlib.contextmanager
 def progress_of(call: str, *, shown: bool = True) -> Iterator[Meter]:
-    """Show the progress of a call that gets the meter; ``call`` is its name, such as ``copy``."""
+    """Yield a meter, and show the progress that a call reports to it; ``call`` is its name, such as ``copy``."""
     meter = Meter(call)
     if not shown:
         yield meter

@@ -1,4 +1,4 @@
-"""``holdfast run`` trains a configuration; ``holdfast recipes`` lists the recipes and the keys of their YAML."""
+"""``holdfast run`` trains a recipe; ``holdfast recipes`` lists the recipes and their configuration keys."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def _bundled_names(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Return the bundled configurations whose names begin with a text; the shell itself completes file names."""
+    """Complete the name of a bundled configuration; file names are completed by the shell itself."""
     from ..recipes.bundled import bundled_configs
 
     return [name for name in bundled_configs() if name.startswith(incomplete)]
@@ -53,7 +53,7 @@ def run(config: str, overrides: Sequence[str], print_config: bool, dry_run: bool
         print_json({"runs": [configuration.resolved() for configuration in runs.values()]})
     elif print_config:
         texts = [configuration.yaml() for configuration in runs.values()]
-        print("---\n".join(texts), end="")  # YAML escapes unprintable characters itself.
+        print("---\n".join(texts), end="")  # print, not say: YAML escapes unprintable characters itself
     elif dry_run:
         plans = [*map(_plan, runs.values())]
         if as_json:
@@ -87,13 +87,13 @@ def run(config: str, overrides: Sequence[str], print_config: bool, dry_run: bool
 
 
 def _runs(config: str, overrides: Sequence[str]) -> dict[str, Configuration]:
-    """Return the configurations of all runs by name, all checked."""
+    """Load and check the configurations of all runs, keyed by run name."""
     from ..recipes.configuration import expand_sweep, load_configuration
     from ..recipes.problems import ConfigError
     from ..recipes.runner import places_of
 
     runs: dict[str, Configuration] = {}
-    problems: dict[Problem, None] = {}  # problems of all runs, without duplicates
+    problems: dict[Problem, None] = {}  # deduplicated problems of all runs
     for name, given in expand_sweep(overrides):
         try:
             configuration = load_configuration(config, given)
@@ -196,7 +196,7 @@ def _explain(schema: Any, name: str, as_json: bool) -> int:
 
 
 def _keys(section: Any, prefix: str = "") -> Iterator[dict[str, Any]]:
-    """Yield the keys of a section with their values; None for a key without a value."""
+    """Yield the keys of a configuration section with their values (None if unset) and meanings."""
     from ..recipes.schema import fields_of, is_section
 
     for name, (_, meaning) in fields_of(type(section)).items():

@@ -1,4 +1,4 @@
-"""The output of the commands: tables for users, JSON for programs."""
+"""Output of the commands: tables for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 from ..engine.clock import format_size
 from .streams import one_line, say, visible
 
-_WRAPPED = 1000  # rows of the longest table that is fitted: rich takes half a millisecond a row
-_FOLDED = 20  # the minimum width of a folded cell, in columns
+_WRAPPED = 1000  # maximum rows for fitting a table to the terminal: rich takes half a millisecond per row
+_FOLDED = 20  # minimum width of a wrapped cell, in columns
 _SPANS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
-    """Print a table, fitted to a terminal; elsewhere, or with many rows, as wide as necessary."""
+    """Print a table, fitted to the terminal width; not on a terminal, or with many rows, at full width."""
     rows = [[visible(cell) for cell in row] for row in rows]
     lines: list[Sequence[str]] = [columns]
     for row in rows:
@@ -27,10 +27,10 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right:
     widths = [max(map(_width, column)) for column in zip(*lines, strict=True)]
     on_terminal = sys.stdout.isatty()
     if on_terminal and len(rows) <= _WRAPPED:
-        import shutil  # imported lazily: it imports compression modules
+        import shutil  # imported lazily, because it imports compression modules
 
         if _table_width(widths) > shutil.get_terminal_size().columns:
-            _print_fitted(columns, rows, widths, right)  # with rich, whose import takes as long as listing a run
+            _print_fitted(columns, rows, widths, right)  # imports rich, which takes as long as listing a run
             return
     for line in lines:
         aligned: list[str] = []
@@ -50,7 +50,7 @@ def _table_width(widths: Sequence[int]) -> int:
 def _print_fitted(
     columns: Sequence[str], rows: Sequence[Sequence[str]], widths: Sequence[int], right: Sequence[str]
 ) -> None:
-    """Print a table as wide as the terminal: with folded cells or, if there are too many columns, stacked rows."""
+    """Print a table at terminal width: with wrapped cells or, if there are too many columns, stacked rows."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -64,14 +64,14 @@ def _print_fitted(
     for name in columns:
         table.add_column(name, justify="right" if name in right else "left", no_wrap=name in right, overflow="fold")
     for row in rows:
-        table.add_row(*map(Text, row))  # rich would interpret square brackets in plain strings as markup.
+        table.add_row(*map(Text, row))  # Text, because rich interprets square brackets in plain strings as markup
     with console.capture() as capture:
         console.print(table)
     print("\n".join(line.rstrip() for line in capture.get().splitlines()))  # The cells are escaped already.
 
 
 def _print_stacked(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> None:
-    """Print the first cell of each row on its own line, and the others below it, with the names of their columns."""
+    """Print the first cell of each row on its own line, and the others below it, labeled with their columns."""
     for first, *cells in rows:
         say(first)
         line = ""
@@ -94,7 +94,7 @@ def _width(text: str) -> int:
 
 
 def print_tree(title: str, leaves: Sequence[tuple[str, int, str]]) -> None:
-    """Print paths as a tree: containers with the bytes below them, leaves with their bytes and a text."""
+    """Print paths as a tree: containers with their total size, leaves with their size and a text."""
     sizes: dict[tuple[str, ...], int] = {}
     paths = [tuple(one_line(path).rstrip("/").split("/")) for path, _, _ in leaves]
     for keys, (_, nbytes, _) in zip(paths, leaves, strict=True):
@@ -111,14 +111,14 @@ def print_tree(title: str, leaves: Sequence[tuple[str, int, str]]) -> None:
 
 
 def print_json(value: Mapping[str, Any]) -> None:
-    """Print strict JSON; NaN and infinities become null."""
-    from ..engine.manager import finite  # imported lazily: a table needs no manager
+    """Print strict JSON, with null in place of NaN and infinities."""
+    from ..engine.manager import finite  # imported lazily, because tables do not need it
 
     say(json.dumps(finite(value), indent=2, allow_nan=False))
 
 
 def age(seconds: float) -> str:
-    """Return a span of time in one unit, such as ``2 h``."""
+    """Format a duration in one unit, such as ``2 h``."""
     for span, unit in _SPANS:
         if seconds >= span:
             return f"{int(seconds // span)} {unit}"
@@ -126,7 +126,7 @@ def age(seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a span of time in two units at most, such as ``12.3 s`` and ``1 h 02 min``."""
+    """Format a duration in at most two units, such as ``12.3 s`` and ``1 h 02 min``."""
     if seconds < 0.9995:
         return f"{seconds * 1000:.0f} ms" if seconds >= 0.0005 else "0 s"
     if seconds < 59.95:
@@ -142,12 +142,12 @@ def duration(seconds: float) -> str:
 
 
 def metrics_text(metrics: Mapping[str, Any] | None) -> str:
-    """Return metrics in one line, nested ones with ``/`` in their names."""
+    """Format metrics in one line; nested ones have ``/`` in their names."""
     return ", ".join(f"{name} {_number(value)}".lstrip() for name, value in _flat(metrics or {}))
 
 
 def step_names(checkpoints: list[tuple[int | None, str]], step: str = "", other: str = "-") -> list[str]:
-    """Return the names of checkpoints: their steps or, if there are several prefixes, their folders."""
+    """Return display names for checkpoints: their steps or, if there are several prefixes, their folder names."""
     names = [path.rpartition("/")[2] for _, path in checkpoints]
     if len({name.rstrip("0123456789") for name in names}) > 1:
         return names
@@ -155,18 +155,18 @@ def step_names(checkpoints: list[tuple[int | None, str]], step: str = "", other:
 
 
 def witness_events(events: Iterable[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
-    """Return the last event of the witness about the resumes from each step."""
+    """Return the last witness event for each step that a run resumed from."""
     events = (event for event in events if event["event"] == "witness")
     return {step: event for event in events if isinstance(step := event.get("saved_step"), int)}
 
 
 def proof_text(event: Mapping[str, Any]) -> str:
-    """Return the verdict of an event of the witness about a resume, in one word."""
+    """Return the one-word verdict of a witness event about a resume."""
     return "exact" if event.get("exact") is True else "inexact" if event.get("exact") is False else "rounding"
 
 
 def count(number: int, singular: str, plural: str | None = None) -> str:
-    """Return a number with its noun, such as ``3 leaves``."""
+    """Format a number with its noun in singular or plural, such as ``3 leaves``."""
     return f"{number} {singular if number == 1 else plural or f'{singular}s'}"
 
 

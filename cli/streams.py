@@ -1,4 +1,4 @@
-"""Standard streams: printable text, log lines, closed streams, and streams without a reader."""
+"""Standard streams: escaping of text, log lines, closed streams, and pipes without a reader."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from typing import TextIO
 from ..engine.storage import without_secrets
 from ..engine.streams import STREAMS, redirect
 
-# Characters that control a terminal, marks that reorder text, and unusual line separators.
+# Terminal control characters, bidirectional marks, and unusual line separators.
 _ACTING = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
-_LONGEST_WAIT = 5.0  # seconds to wait for a reader that does not read
+_LONGEST_WAIT = 5.0  # timeout for a blocked reader, in seconds
 
 
 def visible(text: object) -> str:
-    r"""Return printable text: characters that act on a terminal are escaped, and passwords in addresses hidden.
+    r"""Make text printable: escape terminal control characters, and hide passwords in URLs.
 
     >>> visible("a\x1b[31m b"), visible("s3://user:word@host/x")
     ('a\\x1b[31m b', 's3://***@host/x')
@@ -30,17 +30,17 @@ def visible(text: object) -> str:
 
 
 def one_line(name: object) -> str:
-    """Return a name from a file or a program, such as the name of a leaf or a metric, for use within a line."""
+    """Escape an external name, such as that of a leaf or metric, for use within one line."""
     return visible(name).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def say(*texts: object, end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:
-    """Print printable text; the commands print all text for users with this function."""
+    """Print text with control characters escaped; commands use this for all text output."""
     print(*map(visible, texts), end=end, file=file, flush=flush)
 
 
 class _Lines(logging.Handler):
-    """Writes ``12:00:00 message`` to the current standard streams, with the name of the level unless it is info."""
+    """Writes ``12:00:00 message`` to the current standard streams, with the level name unless it is info."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -53,7 +53,7 @@ class _Lines(logging.Handler):
 
 
 def configure_logging(level: str) -> None:
-    """Print the log messages of holdfast at or above a level: debug, info, warning or error."""
+    """Print holdfast's log messages at or above a level: debug, info, warning or error."""
     logger = logging.getLogger("holdfast")
     for handler in [handler for handler in logger.handlers if isinstance(handler, _Lines)]:
         logger.removeHandler(handler)
@@ -63,21 +63,21 @@ def configure_logging(level: str) -> None:
 
 
 def open_closed_streams() -> None:
-    """Open ``/dev/null`` in place of closed streams; otherwise the next opened file would get their output."""
+    """Replace closed standard streams with ``/dev/null``, or the next file opened would receive their output."""
     for number, name in STREAMS.items():
         try:
             os.fstat(number)
         except OSError:
             redirect(number)
-        if getattr(sys, name) is None:  # Python sets a stream to None if its descriptor was closed at startup.
+        if getattr(sys, name) is None:  # its descriptor was closed when Python started
             setattr(sys, name, open(os.devnull, "w" if number else "r"))  # noqa: SIM115 # stays open as long as the process
         elif number and isinstance(stream := getattr(sys, name), io.TextIOWrapper):
-            with contextlib.suppress(OSError):  # a pipe that was opened to append
-                stream.reconfigure(errors="backslashreplace")  # An ASCII terminal shows escapes.
+            with contextlib.suppress(OSError):  # raised for a pipe opened for appending
+                stream.reconfigure(errors="backslashreplace")  # ASCII terminals show escapes
 
 
 def write_error(text: str) -> None:
-    """Write to standard error, but give up if the reader is gone or does not read."""
+    """Write to standard error, but give up if the reader is gone or blocked."""
     data = visible(text).encode(errors="backslashreplace")
     poll = select.poll()
     poll.register(2, select.POLLOUT)

@@ -1,8 +1,8 @@
-"""``holdfast supervise`` starts a program again until its run has finished.
+"""``holdfast supervise`` restarts a program until its run has finished.
 
-The supervisor relies on the record of the run: whether it has finished or was preempted, and its newest step. The exit
-status of the program is secondary, because torchrun turns every status into 1, and some trainers end with 0 after
-SIGTERM.
+The supervisor relies on the run's own record: whether it has finished or was preempted, and its newest step. The
+program's exit status is secondary, because torchrun turns every failure into status 1, and some trainers exit with 0
+after SIGTERM.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from .program import Program, Signals, shell_status
 from .report import proof_text
 from .streams import write_error
 
-_BETWEEN_STACKS = 5.0  # seconds at most
+_BETWEEN_STACKS = 5.0  # maximum interval between the two stack dumps of a hung program, in seconds
 _SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-STALLED = 3  # The supervisor gives up after this many restarts in a row without a new checkpoint.
-EARLY = 60.0  # seconds; the supervisor also gives up after STALLED starts in a row that end earlier, without a run
+STALLED = 3  # the supervisor gives up after this many consecutive restarts without a new checkpoint
+EARLY = 60.0  # seconds; it also gives up after STALLED consecutive starts that end sooner, before a run begins
 
 Kind = Literal["finished", "preempted", "interrupted", "crashed", "hung", "misused"]
 
@@ -51,11 +51,11 @@ _ENDS = ("preempted", "finished", "failed")
 
 @dataclass(slots=True)
 class RunRecord:
-    """The last state that each run in one start of the program reported, and the newest steps."""
+    """The last state that each run reported during one start of the program, and the newest steps."""
 
     states: dict[tuple[str, int], str] = field(default_factory=dict)  # by directory and process
-    newest: dict[str, int] = field(default_factory=dict)  # the step when the directory was acquired; -1 for none
-    runs: dict[str, str] = field(default_factory=dict)  # by directory: the last token, if process 0 is in this program
+    newest: dict[str, int] = field(default_factory=dict)  # per directory: its newest step when acquired; -1 for none
+    runs: dict[str, str] = field(default_factory=dict)  # directory -> last run token, if process 0 runs here
 
     def add(self, events: Iterable[Mapping[str, Any]]) -> None:
         for event in events:
@@ -70,12 +70,12 @@ class RunRecord:
 
     @property
     def has_failed(self) -> bool:
-        """Whether training has ended with an exception in a process."""
+        """Whether training ended with an exception in any process."""
         return "failed" in self.states.values()
 
     @property
     def state(self) -> str | None:
-        """``preempted``, ``finished`` if all have, ``unfinished``, or None if the program has reported nothing."""
+        """``preempted``; ``finished`` if all runs have; ``unfinished``; or None if the program reported nothing."""
         states = set(self.states.values())
         if not states:
             return None
@@ -83,7 +83,7 @@ class RunRecord:
 
 
 def kind_of(returncode: int, state: str | None, *, hung: bool, asked: bool) -> Kind:
-    """Return how a start ended; ``hung`` if the supervisor ended it, ``asked`` if it forwarded a signal."""
+    """Classify how a start ended; ``hung``: the supervisor ended it; ``asked``: the supervisor forwarded a signal."""
     if hung and not (state == "finished" and returncode == 0):
         return "hung"
     if returncode in _INTERRUPTED and state != "finished":
@@ -103,19 +103,19 @@ class Start:
 
     kind: Kind
     returncode: int
-    progress: bool | None  # whether it committed a step beyond all earlier ones; None if unknown
-    asked: bool = False  # whether the supervisor was asked to end
-    early: bool = False  # whether it ended within ``EARLY`` seconds, before its run began
+    progress: bool | None  # whether it committed a step newer than all before; None if unknown
+    asked: bool = False  # whether the supervisor itself received a signal to end
+    early: bool = False  # whether it ended within ``EARLY`` seconds without starting a run
 
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    max_restarts: int = 10  # after crashes and hangs; preemptions do not count
-    pause: float = 1.0  # seconds before the first restart; doubles with every crash without progress in between
+    max_restarts: int = 10  # limit for restarts after crashes and hangs; preemptions do not count
+    pause: float = 1.0  # seconds before the first restart; doubles with each crash without progress
     longest_pause: float = 300.0
 
     def decide(self, starts: Sequence[Start]) -> Verdict:
-        """Return what to do after the last of some starts."""
+        """Decide what to do after the most recent of the starts."""
         last = starts[-1]
         status = shell_status(last.returncode)
         if last.kind == "finished":
@@ -150,8 +150,8 @@ class RestartPolicy:
 class Verdict:
     action: Literal["end", "restart"]
     why: str
-    status: int = 0  # the exit status, if the action is "end"
-    pause: float = 0.0  # seconds to wait before the restart
+    status: int = 0  # exit status if the action is "end"
+    pause: float = 0.0  # delay before the restart, in seconds
 
 
 # ---- the supervisor
@@ -159,19 +159,19 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """The timeouts while the program runs, in seconds."""
+    """The timeouts for the running program, in seconds."""
 
-    hang: float | None = None  # the longest time between two signs of progress, after the first step
-    start: float = 3600.0  # the longest time until the first step, which compiles
-    grace: float = 30.0  # between SIGTERM and SIGKILL
+    hang: float | None = None  # maximum time between signs of progress, after the first step
+    start: float = 3600.0  # maximum time until the first step, which includes compilation
+    grace: float = 30.0  # time between SIGTERM and SIGKILL
 
 
 class _Log:
-    """Writes a line for each event: to standard error, as words on a terminal, and to a file as JSON."""
+    """Logs one line per event: to standard error, as text if it is a terminal, and to a file as JSON."""
 
     def __init__(self, path: Path | None, *, as_json: bool) -> None:
         self._path = path
-        self._pipe: int | None = None  # A FIFO stays open, because its reader takes closing for the end.
+        self._pipe: int | None = None  # descriptor of a FIFO, kept open because its reader treats closing as the end
         self._has_failed = False
         self._in_words = not as_json and os.isatty(2)
 
@@ -179,7 +179,7 @@ class _Log:
         now = time.time()
         line = json.dumps({"event": event, "time": round(now, 3), **facts})
         words = f"{time.strftime('%H:%M:%S', time.localtime(now))} {in_words(event, facts)}" if self._in_words else line
-        write_error(f"{words}\n")  # One write does not mix with the lines of the program.
+        write_error(f"{words}\n")  # a single write, so that it is not interleaved with the program's output
         if self._path is None:
             return
         try:
@@ -192,7 +192,7 @@ class _Log:
 
     def _append(self, path: Path, line: bytes) -> None:
         descriptor, self._pipe = self._pipe, None
-        if descriptor is None:  # With O_NONBLOCK, opening a FIFO without a reader fails instead of waiting.
+        if descriptor is None:  # with O_NONBLOCK, opening a FIFO that has no reader fails instead of blocking
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
             descriptor = os.open(path, flags, 0o666)
         try:
@@ -205,7 +205,7 @@ class _Log:
 
 
 def in_words(event: str, facts: Mapping[str, Any]) -> str:
-    """Describe an event; nothing in the text moves the cursor of a terminal."""
+    """Describe an event in one line, with control characters escaped."""
     match event:
         case "started":
             said = f"started {shlex.join(facts['command'])} (process {facts['pid']}, start {facts['start'] + 1})"
@@ -264,10 +264,10 @@ def supervise(
     """Run a program, and start it again after a preemption, a crash or a hang.
 
     Write the program after two dashes: holdfast supervise -- python train.py. The run's own events decide whether it
-    has finished or was preempted; SIGTERM and other signals are passed on. Every event is a line on standard error: of
-    words on a terminal, of JSON elsewhere or with --json. Exit status: that of the program; 75 after a preemption of
-    the supervisor itself; 93 if 3 restarts in a row bring no new checkpoint, or 3 starts in a row end within a minute,
-    before the run begins.
+    has finished or was preempted; SIGTERM and other signals are passed on. Every event is logged as a line on standard
+    error: text on a terminal, JSON elsewhere or with --json. Exit status: that of the program; 75 after a preemption
+    of the supervisor itself; 93 if 3 consecutive restarts bring no new checkpoint, or 3 consecutive starts end within
+    a minute, before the run begins.
     """
     policy, watch = RestartPolicy(max_restarts, pause, longest_pause), Watch(hang_timeout, start_timeout, grace)
     log = _Log(None if events is None else Path(events), as_json=as_json)
@@ -303,9 +303,9 @@ def _start(
     number: int,
     newest: dict[str, int],
 ) -> Start:
-    if lost := silence_lost_streams():  # The first line that the program prints would end it.
+    if lost := silence_lost_streams():  # otherwise the program would fail at its first line of output
         log("output_lost", streams=lost)
-    # torchrun gives its workers 30 seconds after a signal by default.
+    # torchrun's shutdown timeout for its workers is 30 seconds by default; use the grace period instead.
     program = Program(command, folder, signals, {_SHUTDOWN: os.environ.get(_SHUTDOWN, str(math.ceil(watch.grace)))})
     log("started", command=list(command), pid=program.pid, start=number)
     record, forwarded = RunRecord(), 0
@@ -328,7 +328,7 @@ def _start(
         return watch.hang is not None and _overdue(program, watch) is not None
 
     returncode = program.wait(look)
-    hung = returncode is None and not record.has_failed  # Processes that wait for a failed one do not hang.
+    hung = returncode is None and not record.has_failed  # Waiting for a failed process is not a hang.
     why = None
     if returncode is None:
         why = _overdue(program, watch)
@@ -350,7 +350,7 @@ def _start(
 
 
 def _report_end(record: RunRecord, **facts: Any) -> None:
-    """Append the end of the program to the events of its runs, because a killed program cannot do that itself."""
+    """Append an ``ended`` event to the event logs of the program's runs, as a killed program cannot write it."""
     for directory, run in record.runs.items():
         location = as_location(directory)
         if location.is_local:
@@ -359,7 +359,7 @@ def _report_end(record: RunRecord, **facts: Any) -> None:
 
 
 def _overdue(program: Program, watch: Watch) -> str | None:
-    """Return why the program hangs, or None if it does not."""
+    """Return the reason for considering the program hung, or None."""
     when, step = program.last_sign()
     silent = time.monotonic() - when
     if step < 0:
@@ -369,7 +369,7 @@ def _overdue(program: Program, watch: Watch) -> str | None:
 
 
 def _progress(newest: dict[str, int]) -> bool | None:
-    """Update the newest step of every directory; return whether any has grown, or None if unknown."""
+    """Update the newest step of each directory; return whether any has a newer step, or None if unknown."""
     grown, is_known = False, bool(newest)
     for directory, before in list(newest.items()):
         try:

@@ -1,10 +1,10 @@
-"""``holdfast drill``: the command, and the observer inside of the program that it rehearses.
+"""``holdfast drill``: the command, and the observer inside the rehearsed program.
 
 =================  ==============================================================================
-``command``        the runs, undisturbed and interrupted, and their comparison
+``command``        the undisturbed and the interrupted runs, and their comparison
 ``interruptions``  which preemptions are rehearsed
-``findings``       the results: differences, their causes in words, the report
-``plan``           instructions for a start of the program: the interface between command and program
-``rehearsal``      the observer inside of the program, which interrupts it and reports; stand-ins for its directories
+``findings``       the results: differences, explanations of their causes, the report
+``plan``           instructions for one start of the program: the interface between command and program
+``rehearsal``      the observer inside the program, which interrupts it and reports; directory redirection
 =================  ==============================================================================
 """

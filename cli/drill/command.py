@@ -1,8 +1,8 @@
 """``holdfast drill`` rehearses preemptions of a program, and compares its checkpoints with an undisturbed run.
 
-There is one reference run, and then one run that is interrupted repeatedly. Only if the two differ does a second
-reference run show whether the program is deterministic. Every start of the program carries out a :class:`DrillPlan`:
-``rehearsal.py`` saves, stops and interrupts it from the inside.
+There is one reference run, and then one run that is interrupted repeatedly. Only if the two differ is there a second
+reference run, to show whether the program is deterministic. Every start of the program follows a :class:`DrillPlan`:
+``rehearsal.py`` triggers saves, stops and interruptions from inside the process.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from .findings import Causes, Finding, Report, StepDifference, Trace, in_use, pr
 from .interruptions import KINDS, DrillOptions, Interruption, choose, named_kinds, places_to_save, preemption_signal
 from .plan import CLAIMS, RUNS, DrillPlan, read_claims
 
-_DENSE = 2 << 30  # Every step is saved if the checkpoints take no more bytes than this.
-_TAIL = 15  # number of lines of the program's output that an error shows
+_DENSE = 2 << 30  # bytes; every step is saved if all checkpoints together fit in this
+_TAIL = 15  # lines of program output included in an error
 _FRESH = "from the beginning"
 
 
 class DrillError(HoldfastError):
-    """The rehearsal cannot be carried out."""
+    """Raised if the rehearsal cannot be carried out."""
 
 
 @dataclass(slots=True)
@@ -53,13 +53,13 @@ class Start:
     name: str
     interruption: Interruption | None
     returncode: int = 0
-    state: str | None = None  # the last event of its runs: preempted, finished or failed
+    state: str | None = None  # the run's final event: preempted, finished or failed
     trace: Trace = field(default_factory=Trace)
-    killed: bool = False  # whether it was killed because it did not end in time
+    killed: bool = False  # whether the drill killed it after the grace period
 
 
 class _StoppedError(Exception):
-    """The drill itself was asked to end."""
+    """Raised if the drill itself receives a signal to end."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -109,10 +109,10 @@ class _StoppedError(Exception):
 def drill(command: Sequence[str], at: Sequence[int], kinds: str | None, as_json: bool, **given: Any) -> int:
     """Rehearse preemptions of a program, and compare its checkpoints bit for bit.
 
-    Write the program after two dashes: holdfast drill -- python train.py. It runs undisturbed for some steps, and once
-    more with SIGTERM and SIGKILL in between, in directories of the drill: those of your runs are neither read nor
-    written. Other files that the program writes, such as logs, go where they always go. Exit status: 0 all checkpoints
-    are identical, 1 they differ (the report names the likely cause), 2 the drill cannot be carried out.
+    Write the program after two dashes: holdfast drill -- python train.py. It runs undisturbed for some steps, and then
+    again, interrupted by SIGTERM and SIGKILL. The drill uses its own directories: those of your runs are neither read
+    nor written. Other files that the program writes, such as logs, go to their usual place. Exit status: 0 all
+    checkpoints are identical, 1 they differ (the report names the likely cause), 2 the drill cannot be carried out.
     """
     chosen = named_kinds(kinds, ["kill", "term"] if at else KINDS)
     options = DrillOptions(at=tuple(sorted(set(at))), kinds=chosen, **given)
@@ -123,7 +123,7 @@ def drill(command: Sequence[str], at: Sequence[int], kinds: str | None, as_json:
     except _StoppedError as stopped:
         say(f"holdfast: drill ended by {signal.Signals(stopped.number).name}", file=sys.stderr)
         return 128 + stopped.number
-    except (HoldfastError, OSError) as error:  # Status 1 would mean that the checkpoints differ.
+    except (HoldfastError, OSError) as error:  # not status 1, which means that checkpoints differ
         say(f"holdfast: {error}", file=sys.stderr)
         return BAD_USAGE
     if as_json:
@@ -135,7 +135,7 @@ def drill(command: Sequence[str], at: Sequence[int], kinds: str | None, as_json:
 
 @contextlib.contextmanager
 def _folder(keep: Path | None) -> Iterator[Path]:
-    """Yield the folder of a rehearsal: the one of --keep, or a temporary one."""
+    """Yield the rehearsal folder: the --keep directory, or a temporary one."""
     if keep is None:
         with tempfile.TemporaryDirectory(prefix="holdfast-drill-", ignore_cleanup_errors=True) as temporary:
             yield Path(temporary).resolve()
@@ -154,7 +154,7 @@ class _Drill:
         self._signals = signals
         self._began = time.monotonic()
         self._starts: list[Start] = []
-        self._origin: int | None = None  # the step of the reference run with which the interrupted run begins
+        self._origin: int | None = None  # reference step that the interrupted run starts from; None for a fresh start
         self._compared: set[tuple[str, int, str]] = set()
         self._report = Report(command=list(command), seed=options.seed)
         if options.keep is not None:
@@ -187,7 +187,7 @@ class _Drill:
         interruptions, notes = choose(steps, reference.trace.validations, options)
         self._interrupted(interruptions, saved, reference)
         if report.differences and all(start["began"] == _FRESH for start in report.starts):
-            # The program begins differently each time, so the interruption is not the cause of the difference.
+            # The initial state may differ from start to start, so retry from a checkpoint of the reference run.
             self._begin_with_first(reference)
             later = steps[bisect.bisect(steps, self._origin or 0) :]
             if len(later) >= 2:
@@ -202,7 +202,7 @@ class _Drill:
     # ---- runs
 
     def _undisturbed(self, plan: DrillPlan) -> Start:
-        """Run the program without interruptions, and move its directories away."""
+        """Run the program without interruptions, and then move its run directories out of the way."""
         name, began = plan.name, time.monotonic()
         start = self._start(plan, name, None)
         trace = start.trace
@@ -226,7 +226,7 @@ class _Drill:
         return start
 
     def _begin_with_first(self, reference: Start) -> None:
-        """Let the interrupted run begin with the first checkpoint of the reference run."""
+        """Reset, so that the interrupted run starts from the first checkpoint of the reference run."""
         report = self._report
         fresh, first = self._starts[0].trace, reference.trace.steps[0]
         names = unseeded(reference.trace.facts.get(first, {}), fresh.facts.get(first, {}))
@@ -248,7 +248,7 @@ class _Drill:
         report.compared.clear()
 
     def _populate(self) -> None:
-        """Copy the first checkpoints of the reference run for a run that begins with them."""
+        """Copy the first checkpoints of the reference run into the run directories, if a run starts from them."""
         if self._origin is None:
             return
         source, origin = self._folder / "reference", self._origin
@@ -268,7 +268,7 @@ class _Drill:
                 shutil.copytree(path, self._folder / RUNS / path.name, ignore=ignored)
 
     def _interrupted(self, interruptions: Sequence[Interruption], saved: Sequence[int], reference: Start) -> None:
-        """Run the program with interruptions until its checkpoints differ from the reference run."""
+        """Run the program with the interruptions in turn, until its checkpoints differ from the reference run."""
         report, last = self._report, reference.trace.steps[-1]
         for number, interruption in enumerate([*interruptions, None]):
             name = f"start-{number + 1}" if self._origin is None else f"start-{number + 1}-from-{self._origin}"
@@ -296,9 +296,9 @@ class _Drill:
             report.differences = self._missing("interrupted", "reference")
 
     def _judge(self, start: Start, reference: Start, before: dict[str, int]) -> None:
-        """Report how a start of the interrupted run ended, as far as that is known without its checkpoints."""
+        """Report how a start of the interrupted run ended, as far as can be judged without comparing checkpoints."""
         report, trace, interruption = self._report, start.trace, start.interruption
-        if interruption is not None and trace.interrupted is not None:  # The signal may have come at a later step.
+        if interruption is not None and trace.interrupted is not None:  # The signal may have been sent at a later step.
             interruption = replace(interruption, step=trace.interrupted)
         line = "to the end" if trace.interrupted is None else str(interruption)
         newest = max(before.values(), default=None)
@@ -340,7 +340,7 @@ class _Drill:
             raise DrillError(f"the program failed ({_status(start.returncode)}){after}{self._tail('interrupted')}")
 
     def _explain(self, reference: Start, plan: DrillPlan) -> None:
-        """Find the cause of a difference, by running the program undisturbed once more."""
+        """Find the cause of a difference by repeating the undisturbed run."""
         report, pair = self._report, [reference]
         for name in ("second", "third") if self._origin is not None else ("second",):
             self._say(f"{name} undisturbed run, to find the cause ...")
@@ -402,7 +402,7 @@ class _Drill:
         return start
 
     def _check_strays(self) -> None:
-        """Raise DrillError if the program has started another program that is not part of the rehearsal."""
+        """Raise DrillError if the program has started a subprocess that is not part of the rehearsal."""
         path = self._folder / STRAYS
         if not path.exists():
             return
@@ -418,12 +418,12 @@ class _Drill:
     # ---- directories and checkpoints
 
     def _claims(self, name: str) -> dict[str, str]:
-        """Return the directories of a run as the program names them, with the names of their stand-ins."""
-        runs = self._folder / RUNS  # The folder was there when the directories were claimed.
+        """Map the run's directory URLs, as the program names them, to their stand-in folders."""
+        runs = self._folder / RUNS  # the parent folder at the time of the claims; it was renamed later
         return {claim["url"]: os.path.relpath(claim["target"], runs) for claim in read_claims(self._folder / name)}
 
     def _steps_in(self, name: str, target: str) -> dict[int, str]:
-        """Return the committed steps in a stand-in for a directory, with their folders."""
+        """Return the committed steps in a stand-in folder, mapped to their step folders."""
         location = as_location(self._folder / name / target)
         if not location.is_directory():
             return {}
@@ -433,7 +433,7 @@ class _Drill:
         return {url: self._steps_in(name, target) for url, target in self._claims(name).items()}
 
     def _compare(self, name: str, with_name: str, *, all_steps: bool = False) -> list[StepDifference]:
-        """Compare new checkpoints; return the differences of the first step that has any, or of all steps."""
+        """Compare checkpoints not yet compared; return the differences at the first step with any, or at all steps."""
         expected = self._steps_of(with_name)
         differences: list[StepDifference] = []
         pairs = [
@@ -462,7 +462,7 @@ class _Drill:
         return differences
 
     def _missing(self, name: str, with_name: str) -> list[StepDifference]:
-        """Return the last step of each directory if the interrupted run lacks it."""
+        """Return a difference for each directory whose last reference step the interrupted run lacks."""
         steps = self._steps_of(name)
         missing = LeafDifference("", "", "missing", "the interrupted run has no checkpoint of this step")
         last = [(url, max(expected)) for url, expected in self._steps_of(with_name).items() if expected]
@@ -472,7 +472,7 @@ class _Drill:
         return any(fnmatch.fnmatchcase(leaf, pattern) for pattern in self._options.ignore)
 
     def _tail(self, log: str, lines: int = _TAIL) -> str:
-        """Return the last lines that the program printed, for the end of a message."""
+        """Return the last output lines of the program, to append to a message."""
         path = self._folder / f"{log}.log"
         text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
         shown = text.rpartition("--- ")[2].splitlines()[1:][-lines:]

@@ -1,4 +1,4 @@
-"""The results of a rehearsal: where checkpoints differ, which kind of state that is, and the likely cause."""
+"""The results of a rehearsal: where checkpoints differ, the kind of state affected, and the likely cause."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ...engine.sources import LeafDifference
 from ..report import count, print_table
 from ..streams import say
 
-_SHOWN = 12  # leaves in the report
-_WIDTH = 100  # columns
-_KINDS = {  # The first part of a path that is one of these words decides the kind of state of the leaf.
+_SHOWN = 12  # maximum number of leaves in the report
+_WIDTH = 100  # report width, in columns
+_KINDS = {  # kind of state -> words; the first part of a leaf path that matches a word determines its kind
     "generator": "rng rngs random prng key keys generator generators seed noise",
     "optimizer": "opt optim optimizer optimizers exp_avg exp_avg_sq mu nu momentum adam",
     "scheduler": "lr_schedulers scheduler schedulers schedule",
@@ -33,7 +33,7 @@ _WORDS = {word: state for state, words in _KINDS.items() for word in words.split
 
 
 def kind_of_state(leaf: str) -> str:
-    """Return the kind of state of a leaf, by its path.
+    """Classify a leaf by its path: the kind of state that it belongs to.
 
     >>> kind_of_state("state/opt_state/0/mu/kernel"), kind_of_state("extras/rng"), kind_of_state("state/params/key")
     ('optimizer', 'generator', 'parameters')
@@ -50,25 +50,25 @@ def kind_of_state(leaf: str) -> str:
 
 @dataclass(slots=True)
 class Trace:
-    """The reports of one process of one start."""
+    """What one process reported during one start of the program."""
 
     steps: list[int] = field(default_factory=list)
     validations: list[int] = field(default_factory=list)
     restored: int | None = None
-    interrupted: int | None = None  # the step at which it was interrupted
+    interrupted: int | None = None  # step of the interruption
     stopped: bool = False
     ignored: bool = False
-    too_late: bool = False  # whether it ended before its processes had agreed on the step to stop at
+    too_late: bool = False  # whether it ended before its processes agreed on a step to stop at
     libraries: list[str] = field(default_factory=list)
-    facts: dict[int, dict[str, Fact]] = field(default_factory=dict)  # by step
+    facts: dict[int, dict[str, Fact]] = field(default_factory=dict)  # step -> object name -> fact
 
     @staticmethod
     def of_first_process(events: Iterable[Mapping[str, Any]]) -> Trace:
-        """Return the trace of process 0 from the events of all; if several are 0, of the one with the most steps."""
+        """Return the trace of process 0 from the events of all; if several claim index 0, the one with most steps."""
         by_pid: dict[int, list[Mapping[str, Any]]] = {}
         for event in events:
             by_pid.setdefault(event["pid"], []).append(event)
-        first = [reported for reported in by_pid.values() if reported[-1]["process"] == 0]  # It may join late.
+        first = [reported for reported in by_pid.values() if reported[-1]["process"] == 0]  # index may come late
         chosen = max(first, key=lambda reported: sum(event["event"] == "step" for event in reported), default=[])
         trace = Trace()
         facts: dict[str, Fact] = {}
@@ -94,7 +94,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class StepDifference:
-    """A checkpoint that differs from the one of the undisturbed run."""
+    """A checkpoint that differs from its counterpart in the undisturbed run."""
 
     step: int
     directory: str
@@ -103,8 +103,8 @@ class StepDifference:
 
 # ---- causes
 
-_Entry = tuple[str, Fact, Fact]  # a name, and its fact in two runs
-_CAUSES = ("generator", "position", "optimizer", "value")  # kinds of facts that explain a difference, strongest first
+_Entry = tuple[str, Fact, Fact]  # a name, and its facts in two runs
+_CAUSES = ("generator", "position", "optimizer", "value")  # explanatory kinds of facts, strongest first
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class Finding:
     cause: str
     text: str
     advice: str = ""
-    names: tuple[str, ...] = ()  # the names of the objects in the program
+    names: tuple[str, ...] = ()  # names of the program's objects involved
 
     @staticmethod
     def not_resumed(newest: int) -> Finding:
@@ -143,7 +143,7 @@ class Finding:
 
 
 class Causes:
-    """Finds the likely causes of a difference; ``run`` is the start of the program in which it first appeared."""
+    """Finds the likely causes of a difference; ``run`` is the trace of the start in which it first appeared."""
 
     def __init__(self, reference: Trace, run: Trace, pair: tuple[Trace, Trace]) -> None:
         self._reference = reference
@@ -151,7 +151,7 @@ class Causes:
         self._pair = pair
 
     def of(self, report: Report, nondeterministic: Sequence[StepDifference]) -> list[Finding]:
-        """Return the causes, the likeliest first; two undisturbed runs differ in ``nondeterministic``."""
+        """Return the causes, likeliest first; ``nondeterministic`` are the differences between two undisturbed runs."""
         unstable = {(step.directory, leaf.name) for step in nondeterministic for leaf in step.leaves}
         first, restart = report.differences[0], self._of_the_restart(report)
         if unstable:
@@ -218,11 +218,11 @@ class Causes:
         )
 
     def _of_the_restart(self, report: Report) -> list[Finding]:
-        """Return findings about the facts that differ from the undisturbed run, at the first step with any."""
+        """Return findings about facts that differ from the undisturbed run, at the first step that has any."""
         reference, run = self._reference.facts, self._run.facts
         undisturbed, again = (trace.facts for trace in self._pair)
         limit = max(report.differences[0].step, min(run, default=0))
-        # Optimizers whose state is in the checkpoints differ as a consequence.
+        # An optimizer whose saved state differs is a consequence, not a cause.
         parts = [
             _STATE_OF_OPTIMIZER.match(leaf.name) for difference in report.differences for leaf in difference.leaves
         ]
@@ -242,7 +242,7 @@ class Causes:
             loaders = [(name, fact, fact) for name, fact in reference[step].items() if fact.kind == "loader"]
             is_global = any(fact.kind == "generator" and not fact.where for _, fact, _ in differing)
             if loaders and is_global and not in_lightning:
-                by_cause = {"loader": loaders}  # They draw the order of an epoch from a global generator.
+                by_cause = {"loader": loaders}  # Loaders draw the epoch order from a global generator.
             findings = [
                 _not_restored(cause, entries, step, self._run.restored, in_lightning=in_lightning)
                 for cause, entries in by_cause.items()
@@ -254,7 +254,7 @@ class Causes:
 
 
 def unseeded(facts: Mapping[str, Fact], others: Mapping[str, Fact]) -> list[str]:
-    """Return the names of the generators whose states differ between two runs at the same step."""
+    """Return the names of generators whose states differ between two runs at the same step."""
     return [name for name, fact, _ in _differing(facts, others) if fact.kind == "generator"]
 
 
@@ -265,7 +265,7 @@ def _differing(facts: Mapping[str, Fact], others: Mapping[str, Fact]) -> Iterato
 
 
 def in_use(name: str, facts: Mapping[int, Mapping[str, Fact]]) -> bool:
-    """Return whether an object changes from step to step, which means that the program uses it."""
+    """Return whether an object changes between steps, a sign that the program uses it."""
     return len({of_step[name].digest for of_step in facts.values() if name in of_step}) > 1
 
 
@@ -273,13 +273,13 @@ def _described(name: str, fact: Fact) -> str:
     return name if not fact.where else f"`{name}` ({fact.type}; {fact.where})"
 
 
-# The next step seldom depends on values with these words in their names, which are reported values and times.
+# Values with these words in their names are only reported values or times, which seldom influence the next step.
 _REPORTED = frozenset(["best", "history", "log", "logs", "loss", "losses", "metric", "metrics", "score", "accuracy"])
 _TIMES = frozenset(["time", "times", "elapsed", "duration", "seconds", "secs", "timestamp", "clock", "eta", "wall"])
 
 
 def _likeliest(values: list[_Entry]) -> list[_Entry]:
-    """Sort values that are only reported to the end; omit times unless there is nothing else."""
+    """Move values that are only reported to the end; drop times unless there is nothing else."""
     words = {name: frozenset(re.split(r"[^a-z]+", name.lower())) for name, _, _ in values}
     lasting = [entry for entry in values if not words[entry[0]] & _TIMES] or values
     return sorted(lasting, key=lambda entry: bool(words[entry[0]] & _REPORTED))
@@ -288,7 +288,7 @@ def _likeliest(values: list[_Entry]) -> list[_Entry]:
 def _not_restored(
     cause: str, entries: Sequence[_Entry], step: int, restored: int | None, *, in_lightning: bool
 ) -> Finding:
-    from ...integrations.loop import IN_TRAINERS  # Imported lazily: a rehearsal that finds nothing does not need it.
+    from ...integrations.loop import IN_TRAINERS  # Imported lazily: only needed if there are findings.
 
     parents = [(f"{name}.", f"{name}[") for name, _, _ in entries]
     entries = [entry for entry in entries if not any(entry[0].startswith(beginnings) for beginnings in parents)]
@@ -339,7 +339,7 @@ def _not_restored(
 
 
 def _flags(libraries: Sequence[str]) -> str:
-    """Return advice that makes the computation of a program deterministic."""
+    """Return advice on how to make the program's computation deterministic."""
     flags = []
     if "jax" in libraries:
         flags.append("XLA_FLAGS=--xla_gpu_deterministic_ops=true")
@@ -371,14 +371,14 @@ class Report:
     findings: list[Finding] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    unseeded: list[str] = field(default_factory=list)  # generators whose first state differs from start to start
+    unseeded: list[str] = field(default_factory=list)  # generators whose initial state differs from start to start
     kept: str | None = None
     seconds: float = 0.0
     stops: bool = False
 
     @property
     def passed(self) -> bool:
-        """Whether the program survives preemptions unchanged."""
+        """Whether the program survives preemptions with identical results."""
         return not (self.differences or self.findings)
 
     def document(self) -> dict[str, Any]:
@@ -428,7 +428,7 @@ def print_report(report: Report) -> None:
 
 
 def _wrapped(text: str) -> str:
-    """Wrap the first line of a text; the lines that a program printed stay as they are."""
+    """Wrap the first line of a text, and keep the program output in the following lines as it is."""
     first, *others = text.split("\n")
     lines = textwrap.wrap(first, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     return "\n".join([*lines, *others])

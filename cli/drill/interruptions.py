@@ -1,4 +1,4 @@
-"""The options of a drill, and the preemptions that it rehearses."""
+"""The drill options, and the choice of preemptions to rehearse."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrillOptions:
     steps: int = 20
-    at: tuple[int, ...] = ()  # steps at which to interrupt; empty for random ones
+    at: tuple[int, ...] = ()  # steps to interrupt at; empty for random steps
     kinds: tuple[Kind, ...] = KINDS
-    seed: int = 0  # seed of the random steps
+    seed: int = 0  # seed for choosing random steps
     preemption: signal.Signals = signal.SIGTERM  # the signal that announces a preemption
-    keep: Path | None = None  # where the runs are kept; None for a temporary directory
-    ignore: tuple[str, ...] = ()  # patterns of leaves that are not compared
-    hang: float = 1800.0  # seconds without a sign of progress after the first step
-    first_step: float = 3600.0  # seconds until the first step, which compiles
-    grace: float = 60.0  # seconds within which the program must end after the signal
+    keep: Path | None = None  # directory to keep the runs in; None for a temporary one
+    ignore: tuple[str, ...] = ()  # patterns of leaves to exclude from the comparison
+    hang: float = 1800.0  # hang timeout: seconds without a sign of progress, after the first step
+    first_step: float = 3600.0  # start timeout: seconds until the first step, which includes compilation
+    grace: float = 60.0  # seconds between the signal and SIGKILL
 
 
 def named_kinds(text: str | None, default: Sequence[Kind]) -> tuple[Kind, ...]:
-    """Return the kinds that ``--kinds`` names, in the order of ``KINDS``."""
+    """Parse the value of ``--kinds``; return the kinds in the order of ``KINDS``."""
     named = default if text is None else [name.strip() for name in text.split(",") if name.strip()]
     if unknown := [name for name in named if name not in KINDS]:
         raise OptionError(f"--kinds {unknown[0]}: the kinds are {', '.join(KINDS)}")
@@ -41,7 +41,7 @@ def named_kinds(text: str | None, default: Sequence[Kind]) -> tuple[Kind, ...]:
 
 
 def preemption_signal(name: str) -> signal.Signals:
-    """Return the signal that ``--signal`` names."""
+    """Parse the value of ``--signal``."""
     number = signal.Signals.__members__.get(f"SIG{name.upper().removeprefix('SIG')}")
     if number is None or number in (signal.SIGKILL, signal.SIGSTOP):
         raise OptionError(f"--signal {name}: name a signal that a program can handle, such as SIGTERM or SIGUSR1")
@@ -62,8 +62,8 @@ class Interruption:
 def choose(
     steps: Sequence[int], validations: Sequence[int], options: DrillOptions
 ) -> tuple[list[Interruption], list[str]]:
-    """Return the interruptions of a run with these steps, at least two, and notes on what is omitted."""
-    # After SIGKILL, the run resumes from an earlier step, so the same step can be interrupted again.
+    """Choose interruptions for a run with these steps (at least two); also return notes on what is omitted."""
+    # After SIGKILL, the run resumes from an earlier step, and can be interrupted at the same step again.
     kill, term = signal.SIGKILL, options.preemption
     chosen: list[Interruption] = []
     notes: list[str] = []
@@ -79,7 +79,7 @@ def choose(
         validated = sorted(draw.sample(candidates, min(2, len(candidates))))
         for step, number in zip(validated, (kill, term) if len(validated) == 2 else (term,), strict=False):
             add(number, "validation", step)
-        # A run that resumes at such a step has no validation left.
+        # After resuming at such a step, there is no validation left to interrupt.
         around = [steps.index(step) + by for step in validated for by in (-1, 0, 1)]
         taken |= {steps[index] for index in around if 0 <= index < len(steps)}
         if not validated:
@@ -109,7 +109,7 @@ def choose(
 
 
 def places_to_save(options: DrillOptions) -> tuple[int, ...]:
-    """Return the positions of the steps, from 1, that are always saved: those around the likely interruptions."""
+    """Return the 1-based positions of steps that are always saved: those around the likely interruptions."""
     positions = range(1, options.steps + 1)
     likely, _ = choose(positions, (), replace(options, kinds=("first",), at=()) if options.at else options)
     around = {interruption.step + by for interruption in likely for by in (-1, 0, 1, 2)}

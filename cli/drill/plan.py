@@ -1,4 +1,4 @@
-"""The instructions of ``holdfast drill`` for a start of the program."""
+"""The plan that ``holdfast drill`` gives to each start of the program."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import Any
 
 from ...engine.observer import Point
 
-PLAN = "plan.json"  # file in the folder of a rehearsal: the plan of the current start
-TRACES = "traces"  # folder with a file for each start: the reports of its processes
-RUNS = "runs"  # folder: the directories of the current run
-CLAIMS = "claims.jsonl"  # file in RUNS: the claimed directories, as lines of {"url": ..., "target": ...}
+PLAN = "plan.json"  # file in the rehearsal folder: the plan for the current start
+TRACES = "traces"  # folder with one file per start: the events reported by its processes
+RUNS = "runs"  # folder with the stand-ins for the current run's directories
+CLAIMS = "claims.jsonl"  # file in RUNS: the redirected directories, as lines of {"url": ..., "target": ...}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrillPlan:
-    """What one start of the program does; the positions of steps count from 1."""
+    """What one start of the program does; step positions count from 1."""
 
-    name: str  # of this start, and of its trace
-    count: int | None = None  # end after this many different steps; None does not count
-    last: int | None = None  # end after this step, if there is one
-    save: tuple[int, ...] = ()  # steps to save in addition to those that the program saves
-    save_places: tuple[int, ...] = ()  # positions of more steps to save
-    dense_bytes: int = 0  # save every step if ``count`` checkpoints take no more bytes than this
-    point: Point | None = None  # where to interrupt: ``step``, ``validation`` or ``commit``; None interrupts nothing
-    step: int = 0  # the first step at which to interrupt
+    name: str  # name of this start and its trace file
+    count: int | None = None  # end after this many distinct steps; None for no limit
+    last: int | None = None  # end after this step; None for no limit
+    save: tuple[int, ...] = ()  # steps to save besides those the program itself saves
+    save_places: tuple[int, ...] = ()  # positions of further steps to save
+    dense_bytes: int = 0  # save every step if ``count`` checkpoints fit in this many bytes
+    point: Point | None = None  # where to interrupt: ``step``, ``validation`` or ``commit``; None for no interruption
+    step: int = 0  # interrupt at the first such point from this step on
     signal: int = signal.SIGKILL
 
     def write(self, folder: Path) -> None:
@@ -35,7 +35,7 @@ class DrillPlan:
         (folder / PLAN).write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     def trace(self, folder: Path) -> Path:
-        """Return the file with the reports of the processes of this start."""
+        """Return the path of the trace file, with the events reported by this start's processes."""
         return folder / TRACES / f"{self.name}.jsonl"
 
     @staticmethod
@@ -45,6 +45,6 @@ class DrillPlan:
 
 
 def read_claims(folder: Path) -> list[dict[str, Any]]:
-    """Return the directories that were claimed in the folder of a run."""
+    """Read the redirected directories from the claims file in a run folder."""
     path = folder / CLAIMS
     return [*map(json.loads, path.read_text(encoding="utf-8").splitlines())] if path.exists() else []

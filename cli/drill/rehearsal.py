@@ -1,7 +1,7 @@
-"""The inside of a rehearsal: interrupts the process at a chosen point, and reports how the program got there.
+"""The in-process part of a rehearsal: interrupts the process at a chosen point, and reports how it got there.
 
-``cli/child.py`` makes the rehearsal, which observes all managers of the process. It saves more steps than the program
-itself, keeps all checkpoints, and ends the process after the last step of the rehearsal.
+``cli/child.py`` creates the rehearsal, which observes all managers in the process. It saves more steps than the program
+would, keeps all checkpoints, and ends the process after the last step of the rehearsal.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from ...engine.observer import Observer, Point, T
 from ...engine.storage import append_line
 from .plan import CLAIMS, RUNS, DrillPlan, read_claims
 
-_LIBRARIES = ("jax", "torch", "lightning", "pytorch_lightning")  # The advice depends on these.
-_PATIENCE = 60.0  # seconds to wait for pending saves
-# A program ignores a signal if it continues for this many steps: a single process, and several that agree on a step.
+_LIBRARIES = ("jax", "torch", "lightning", "pytorch_lightning")  # libraries that the advice depends on
+_PATIENCE = 60.0  # timeout for pending saves, in seconds
+# Steps after a signal until it counts as ignored: for a single process, and for several that must agree on a step.
 _STEPS_UNTIL_IGNORED, _STEPS_TO_AGREE = 10, 100
 
 
 class Rehearsal(Observer):
-    """Carries out the plan of one start of the program, in each of its processes."""
+    """Carries out the plan for one start of the program, in each of its processes."""
 
     def __init__(self, folder: Path, heartbeat: Observer) -> None:
         self._heartbeat = heartbeat
@@ -43,11 +43,11 @@ class Rehearsal(Observer):
         self._trace = self._plan.trace(folder)
         self._process = 0
         self._alone = True
-        self._steps: dict[int, int] = {}  # the position of each step of this start
+        self._steps: dict[int, int] = {}  # step -> position in this start, from 1
         self._validated: int | None = None
-        self._signalled: int | None = None  # the position of the step at which the signal came
-        self._largest = 0  # bytes of the largest checkpoint
-        self._writing = 0  # pending saves
+        self._signalled: int | None = None  # position of the step at which the signal was sent (by process 0)
+        self._largest = 0  # size of the largest checkpoint, in bytes
+        self._writing = 0  # number of pending saves
         self._changed = threading.Condition()
         self._fingerprints = Fingerprints()
 
@@ -60,7 +60,7 @@ class Rehearsal(Observer):
         self._redirects.check(url)
 
     def options(self, options: T) -> T:
-        """Return the options with which everything is kept, in the directory alone."""
+        """Return the options changed to keep all checkpoints, with neither a mirror nor local saves."""
         assert isinstance(options, CheckpointManagerOptions)
         return replace(options, mirror=None, local=None, max_to_keep=None, keep_latest=None, keep=())
 
@@ -74,7 +74,7 @@ class Rehearsal(Observer):
         return "rehearsal" if planned or dense else None
 
     def steps_after_signal(self, most: int) -> int:
-        return 0  # The undisturbed run shows what the later steps give.
+        return 0  # not needed: the undisturbed run has the results of the later steps
 
     def event(self, event: Mapping[str, Any]) -> None:
         self._heartbeat.event(event)
@@ -119,21 +119,21 @@ class Rehearsal(Observer):
             self._wait_for_saves()
         self._signalled = len(self._steps)
         if self._plan.signal != signal.SIGKILL and self._process != 0:
-            return  # Process 0 gets the signal, and the processes agree on the step to stop at.
+            return  # Only process 0 gets the signal; the processes then agree on the step to stop at.
         self._note("interrupted", at=point, step=step)
         os.kill(os.getpid(), self._plan.signal)
 
     def _stop(self) -> None:
-        """End the process after the last step of the rehearsal, when the saves are done."""
+        """End the process after the last rehearsal step, once pending saves are done."""
         self._wait_for_saves()
         if self._signalled is not None and len(self._steps) - self._signalled > 1:
-            # Several processes may have agreed on a later step.
+            # With several processes, the agreed step may lie beyond the end of the drill.
             self._note("ignored" if self._alone else "too_late", step=max(self._steps))
         self._note("stopped", step=max(self._steps, default=0))
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
-        # If one process fails, a launcher ends the others, perhaps before they have saved.
+        # Status 0 under a launcher: if one process fails, it ends the others, perhaps before they have saved.
         os._exit(PREEMPTED if self._alone and "TORCHELASTIC_RUN_ID" not in os.environ else 0)
 
     def _wait_for_saves(self) -> None:
@@ -148,7 +148,7 @@ class Rehearsal(Observer):
 
 
 class Redirects:
-    """Maps directories that the program was about to write to to the folders that stand in for them."""
+    """Maps directories that the program wants to write to their stand-in folders."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = str(folder)
@@ -158,7 +158,7 @@ class Redirects:
             self._targets[claim["url"]] = claim["target"]
 
     def target(self, url: str, *, writes: bool) -> str:
-        """Return the path or URL that stands in for another one, or the same; ``writes`` claims it."""
+        """Return the stand-in for a path or URL, or the URL itself if there is none; ``writes`` creates one."""
         if self._stands_in(url):
             return url
         claimed = max((above for above in self._targets if f"{url}/".startswith(f"{above}/")), key=len, default=None)
@@ -174,7 +174,7 @@ class Redirects:
         return target
 
     def check(self, url: str) -> None:
-        """Raise StateError for a location that nothing stands in for, as it would be changed."""
+        """Raise StateError for a location outside the rehearsal, because writing would change the real directory."""
         if not self._stands_in(url):
             raise StateError(
                 f"{url}: the program is about to change this place in a rehearsal, and no folder of the rehearsal "

@@ -1,4 +1,4 @@
-"""``holdfast report``: the life of runs on one page, which opens from a disk without a network."""
+"""``holdfast report``: the history of runs on one self-contained page, which opens from disk without a network."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def report(directories: Sequence[str], output: str, no_statistics: bool, norm_st
     """Write the life of runs on one page of HTML, which opens from disk without a network.
 
     It shows the timeline (starts, saves, preemptions, crashes, hangs, fallbacks), metrics with the kept checkpoints,
-    sizes, numbers about every leaf and how norms moved, the tree, and why each step is kept. Without --norm-steps,
-    8 steps are compared, as far as all earlier ones together have 8 GiB at most.
+    sizes, statistics of every leaf and how norms changed, the tree, and why each step is kept. Without --norm-steps,
+    8 steps are compared, or fewer if reading the earlier ones would take more than 8 GiB.
     """
     configure_logging("error")
     target = Path(output)
@@ -61,7 +61,7 @@ def report(directories: Sequence[str], output: str, no_statistics: bool, norm_st
     with progress_of("read", shown=not as_json) as progress:
         runs = [read_run(location, Reading(progress, not no_statistics, norm_steps)) for location in locations]
     page = draw_page(runs, now=time.time(), version=__version__, left_out=more)
-    content = page.encode("utf-8", "replace")  # File names may hold halves of surrogate pairs.
+    content = page.encode("utf-8", "replace")  # file names may contain lone surrogates
     as_location(target).write_bytes(content)
     if as_json:
         intervals = {run.path: [*map(asdict, choices(run.experience))] for run in runs}

@@ -1,9 +1,9 @@
-"""The drawings of a report: trees to unfold, and charts as SVG.
+"""The graphics of a report: collapsible trees, and SVG charts.
 
-Charts have no scripts, so that they print, follow the colours of the page, and have a DOM.
+Charts are plain SVG without scripts, so that they can be printed, follow the page's colours, and are in the DOM.
 
-The drawings stretch with the page, but the text next to them is HTML, which has the same size at 400 and 1600 pixels.
-Lines do not scale (``vector-effect``), and dots are lines of length 0 with round ends.
+Drawings stretch with the page, but text is HTML next to them, so its size is the same at 400 and at 1600 pixels. Line
+widths do not scale (``vector-effect``), and dots are zero-length lines with round caps.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from ..report import count, duration
 from .history import WORDS, Attempt, History, Note, Save
 from .markup import Markup, join, tag
 
-WIDTH, HEIGHT = 1000.0, 100.0  # the size of the drawings, in user units
-_POINTS = 600  # maximum number of points on a line
-_BUCKETS = 120  # columns of the lane "waited for saves"
-_GAP = 0.04  # the maximum width of a pause between two starts, as a share of the whole
-_BARS = 150  # maximum number of bars of sizes
-_MARKS = 200  # maximum number of marks, and of pauses, on a timeline
+WIDTH, HEIGHT = 1000.0, 100.0  # drawing size, in SVG user units
+_POINTS = 600  # maximum number of points per line
+_BUCKETS = 120  # number of bars in the "waited for saves" lane
+_GAP = 0.04  # maximum width of a pause between starts, as a fraction of the total running time
+_BARS = 150  # maximum number of bars in a size chart
+_MARKS = 200  # maximum number of event marks, and of pauses, on a timeline
 
 
 # ---- time
 
 
 class TimeScale:
-    """Maps times to positions on an axis, from 0 to 1; long pauses between two starts are cut short."""
+    """Maps times to axis positions from 0 to 1; long pauses between starts are shortened."""
 
     def __init__(self, spans: Iterable[tuple[float, float]]) -> None:
         merged: list[list[float]] = []
@@ -62,16 +62,16 @@ class TimeScale:
         self.pauses = [(position / whole, width / whole, pause) for position, width, pause in self.pauses]
 
     def place(self, time: float) -> float:
-        """Return the position of a time on the axis, from 0 to 1."""
+        """Convert a time to an axis position, from 0 to 1."""
         return float(np.interp(time, self._times, self._places))
 
     def time(self, position: float) -> float:
-        """Return the time at a position on the axis."""
+        """Convert an axis position to a time."""
         return float(np.interp(position, self._places, self._times))
 
 
 def clock_text(time: float) -> str:
-    """Return a time in UTC."""
+    """Format a time in UTC; ``?`` if it is out of range."""
     try:
         moment = datetime.datetime.fromtimestamp(time, datetime.UTC)
     except (OverflowError, ValueError, OSError):
@@ -96,7 +96,7 @@ _SYMBOLS = {
 
 
 def timeline(history: History) -> tuple[Markup, bool]:
-    """Draw the life of a run as HTML; also return whether pauses between starts are cut short."""
+    """Draw the timeline of a run as HTML; also return whether pauses between starts are shortened."""
     attempts = history.attempts
     scale = TimeScale((attempt.began, attempt.ended) for attempt in attempts)
     is_one_day = clock_text(attempts[0].began)[:10] == clock_text(attempts[-1].ended)[:10]
@@ -142,7 +142,7 @@ def _programs(attempts: Sequence[Attempt], scale: TimeScale) -> Iterator[Markup]
 
 
 def _saves(saves: Sequence[Save], scale: TimeScale) -> Iterator[Markup]:
-    """Draw the time of each save, and a line where it became durable; of several at one position, only the first."""
+    """Draw the duration of each save, and a line where it became durable; only the first at each position."""
     seen: set[int] = set()
     for save in saves:
         right = WIDTH * scale.place(save.time)
@@ -157,10 +157,10 @@ def _saves(saves: Sequence[Save], scale: TimeScale) -> Iterator[Markup]:
 
 
 def _waiting(saves: Sequence[Save], scale: TimeScale) -> Iterator[Markup]:
-    """Draw the share of the time that the training loop waited for saves, in buckets."""
+    """Draw a histogram of the fraction of time that the training loop waited for saves."""
     waited = [0.0] * _BUCKETS
     for save in saves:
-        began = scale.place(save.time - save.total)  # The loop waits at the beginning of a save.
+        began = scale.place(save.time - save.total)  # the loop waits at the start of a save
         waited[min(_BUCKETS - 1, int(began * _BUCKETS))] += save.blocked
     shares = [
         min(1.0, seconds / max(1e-9, scale.time((number + 1) / _BUCKETS) - scale.time(number / _BUCKETS)))
@@ -205,7 +205,7 @@ def _rectangle(x: float, width: float, y: float, height: float, css_class: str, 
 def line_chart(
     title: str, values: Mapping[int, float], kept: Iterable[int] = (), best: int | None = None, unit: str = ""
 ) -> Markup:
-    """Draw values over steps, with dots for kept checkpoints; the page's script shows the ``data-readings``."""
+    """Draw a line of values over steps, with dots for kept checkpoints; the page's script shows ``data-readings``."""
     finite = sorted((step, value) for step, value in values.items() if math.isfinite(value))
     by_step, points, lost = dict(finite), _thinned(finite), len(values) - len(finite)
     low, high = _range([value for _, value in points])
@@ -259,7 +259,7 @@ def _figure(caption: Iterable[str], plot: Markup, first: int, last: int) -> Mark
 
 
 def size_chart(sizes: Sequence[tuple[int, int, int]]) -> Markup:
-    """Draw the sizes of steps: ``(step, unshared bytes, shared bytes)``; of many, the largest in each group."""
+    """Draw a bar chart of step sizes, ``(step, unshared bytes, shared bytes)``; if many, the largest of each group."""
     group = max(1, math.ceil(len(sizes) / _BARS))
     bars = [max(sizes[i : i + group], key=lambda size: size[1] + size[2]) for i in range(0, len(sizes), group)]
     most = max(unshared + shared for _, unshared, shared in bars) or 1
@@ -281,7 +281,7 @@ def size_chart(sizes: Sequence[tuple[int, int, int]]) -> Markup:
 
 
 def sparkline(values: Sequence[float | None]) -> Markup:
-    """Draw a few numbers in a line of text."""
+    """Draw a small inline chart of a few numbers."""
     finite = [(index, value) for index, value in enumerate(values) if value is not None and math.isfinite(value)]
     if len(finite) < 2:
         return Markup()
@@ -292,14 +292,14 @@ def sparkline(values: Sequence[float | None]) -> Markup:
 
 
 def number_text(value: float, unit: str = "") -> str:
-    """Format a number of a chart."""
+    """Format a number in a chart."""
     if unit == "s":
         return duration(value) if value >= 0 else f"-{duration(-value)}"
     return f"{value:.0f}" if value.is_integer() and abs(value) < 1e7 else f"{value:.4g}"
 
 
 def percent(share: float) -> str:
-    """Format a share.
+    """Format a fraction as a percentage.
 
     >>> percent(1.0), percent(0.0593), percent(0.00012)
     ('100 %', '5.9 %', '0.012 %')
@@ -308,7 +308,7 @@ def percent(share: float) -> str:
 
 
 def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Return fewer points of a line that looks the same: the minimum and the maximum of each group."""
+    """Downsample a line without changing its look: keep the minimum and the maximum of each group."""
     if len(points) <= _POINTS:
         return list(points)
     group = math.ceil(len(points) / (_POINTS / 2))
@@ -326,7 +326,7 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _levels(low: float, high: float) -> list[float]:
-    """Return two to five round numbers in a range."""
+    """Return two to five round numbers within a range, for grid lines."""
     span = high - low
     if not math.isfinite(span) or span <= 0:
         return []
@@ -339,26 +339,26 @@ def _levels(low: float, high: float) -> list[float]:
 
 # ---- the tree of a checkpoint, to unfold: containers with the bytes below them
 
-_ROWS = 4000  # maximum number of containers and leaves that are drawn
-_CHILDREN = 400  # maximum number of children that are drawn of one container
-_OPEN = 40  # A tree of at most this many leaves is unfolded from the start.
-_DEEP = 60  # the deepest nesting of containers
+_ROWS = 4000  # maximum number of nodes (containers and leaves) to draw
+_CHILDREN = 400  # maximum number of children to draw per container
+_OPEN = 40  # trees with at most this many leaves are initially expanded
+_DEEP = 60  # maximum nesting depth; deeper paths are joined
 
 
 @dataclass(slots=True)
 class Node:
-    """A container or a leaf."""
+    """A tree node: a container or a leaf."""
 
     name: str
     children: dict[str, Node] = field(default_factory=dict)
     leaf: LeafSummary | None = None
-    leaves: int = 0  # how many leaves are below
+    leaves: int = 0  # number of leaves below
     bytes: int = 0
-    shown: list[Node] = field(default_factory=list)  # the children that are drawn
+    shown: list[Node] = field(default_factory=list)  # the children to draw
 
 
 def draw_tree(leaves: Sequence[LeafSummary]) -> tuple[Markup, int]:
-    """Return the HTML of a tree, the upper levels first, and the number of omitted leaves."""
+    """Return the HTML of a tree, with upper levels preferred if it is too large, and the number of omitted leaves."""
     root = _tree(leaves)
     drawn = _choose(root)
     is_open = len(root.shown) == 1 or drawn <= _OPEN
@@ -380,7 +380,7 @@ def _tree(leaves: Sequence[LeafSummary]) -> Node:
 
 
 def _choose(root: Node) -> int:
-    """Choose the nodes to draw, the upper levels first; return the number of leaves among them."""
+    """Choose the nodes to draw, breadth first; return the number of leaves among them."""
     waiting, left, leaves = deque([root]), _ROWS, 0
     while waiting:
         node = waiting.popleft()

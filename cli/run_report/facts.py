@@ -1,4 +1,4 @@
-"""The facts about a run that a report shows, read from its directory with bounded memory."""
+"""The facts about a run for the report, read from its directory with bounded memory."""
 
 from __future__ import annotations
 
@@ -25,43 +25,43 @@ from .history import History, add_metrics, read_history
 
 _MOST_RUNS = 50
 _STATISTICS = 1500  # maximum number of leaves whose statistics are shown
-_WORTH = 60.0  # seconds a day that another interval must save at least for the command to recommend it
+_WORTH = 60.0  # minimum gain, in seconds per day, for recommending another save interval
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How much to read of the values."""
+    """How much of the array values to read."""
 
-    progress: Progress = NULL  # counts the bytes that are read
+    progress: Progress = NULL  # progress in bytes read
     statistics: bool = True
-    norm_steps: int | None = None  # number of steps whose norms are compared, with the newest; None chooses
-    earlier_bytes: float = 8 << 30  # maximum bytes to read of earlier steps for norms, if `norm_steps` is None
+    norm_steps: int | None = None  # number of steps to compare norms of, including the newest; None for automatic
+    earlier_bytes: float = 8 << 30  # byte limit for reading norms of earlier steps, if `norm_steps` is None
 
 
 @dataclass(slots=True)
 class Statistics:
-    """Numbers about the leaves of one step, and their norms at some earlier steps."""
+    """Statistics of the leaves of one step, and their norms at some earlier steps."""
 
     step: int | None
-    leaves: list[LeafStatistics] = field(default_factory=list)  # in the order of the tree
-    number: int = 0  # how many leaves have numbers
-    damaged: int = 0  # how many leaves have NaN or Inf
-    examples: list[str] = field(default_factory=list)  # names of some leaves with NaN or Inf
-    steps: list[int] = field(default_factory=list)  # the steps with norms, in ascending order
-    norms: dict[tuple[str, str], list[float | None]] = field(default_factory=dict)  # by leaf, for these steps
-    groups: dict[str, list[float]] = field(default_factory=dict)  # norms of the top-level containers, for these steps
-    notes: list[str] = field(default_factory=list)  # remarks on omitted statistics
+    leaves: list[LeafStatistics] = field(default_factory=list)  # in tree order
+    number: int = 0  # number of leaves with statistics
+    damaged: int = 0  # number of leaves with NaN or Inf
+    examples: list[str] = field(default_factory=list)  # names of a few leaves with NaN or Inf
+    steps: list[int] = field(default_factory=list)  # steps with norms, ascending
+    norms: dict[tuple[str, str], list[float | None]] = field(default_factory=dict)  # leaf -> norms at these steps
+    groups: dict[str, list[float]] = field(default_factory=dict)  # top-level container -> norms at these steps
+    notes: list[str] = field(default_factory=list)  # notes about omitted statistics
 
 
 @dataclass(slots=True)
 class RunFacts:
-    """One run, or one checkpoint."""
+    """The facts about one run, or one checkpoint."""
 
     name: str
     path: str
     checkpoints: list[CheckpointSummary]
     history: History
-    experience: Experience = field(default_factory=Experience)  # the saves and failures in the events
+    experience: Experience = field(default_factory=Experience)  # saves and failures from the events
     format: str = "holdfast"
     best: int | None = None
     best_metric: str | None = None
@@ -70,33 +70,33 @@ class RunFacts:
     newest: CheckpointSummary | None = None
     leaves: list[LeafSummary] = field(default_factory=list)
     statistics: Statistics | None = None
-    notes: list[str] = field(default_factory=list)  # remarks on facts that could not be read
+    notes: list[str] = field(default_factory=list)  # notes about facts that could not be read
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of all steps, with shared files counted once."""
+        """Total size of all steps in bytes, with shared files counted once."""
         return sum(step.added_bytes for step in self.checkpoints)
 
 
 def find_runs(paths: Sequence[str]) -> tuple[list[Location], int]:
-    """Return the directories to report on, and the number of omitted ones; a folder of runs stands for its runs."""
+    """Return the directories to report on, and the number omitted; a folder of runs is expanded to its runs."""
     directories: list[Location] = []
     for path in paths:
         location = checkpoints_at(path)
         below = [] if is_one_checkpoint(location) else runs_below(location)
-        if below and list_checkpoints(location):  # The directory itself has checkpoints of another library.
+        if below and list_checkpoints(location):  # the directory itself has another library's checkpoints
             below = []
         directories += [checkpoints_at((location / name).url) for name in below] or [location]
     return directories[:_MOST_RUNS], len(directories[_MOST_RUNS:])
 
 
 def read_run(location: Location, reading: Reading) -> RunFacts:
-    """Read all that a report shows about a run."""
+    """Read all facts about a run that a report shows."""
     is_one = is_one_checkpoint(location)
     checkpoints = [describe_one(location)] if is_one else list_checkpoints(location)
     events = [] if is_one else read_run_events(location)
     history = read_history(events)
-    for checkpoint in checkpoints:  # Checkpoints also have metrics that other programs recorded.
+    for checkpoint in checkpoints:  # also includes metrics recorded by other programs
         add_metrics(history, checkpoint.step, checkpoint.metrics)
     name = location.parent.name if location.name == INSIDE_A_RUN else location.name
     facts = RunFacts(name, str(location), checkpoints, history, Experience(events), has_events=bool(events))
@@ -115,7 +115,7 @@ def read_run(location: Location, reading: Reading) -> RunFacts:
 
 
 def _read_newest(facts: RunFacts, location: Location, reading: Reading) -> None:
-    """Describe the newest step that can be read."""
+    """Describe the newest readable step."""
     if not facts.checkpoints:
         return
     whole = [checkpoint for checkpoint in facts.checkpoints if checkpoint.damage is None]
@@ -162,7 +162,7 @@ def _read_statistics(
 
 
 def _groups(leaves: Sequence[LeafSummary]) -> dict[tuple[str, str], str]:
-    """Return the top-level container of each floating-point leaf, without counters."""
+    """Map each floating-point or complex leaf to its top-level container; others, such as counters, are excluded."""
     several = len({leaf.item for leaf in leaves}) > 1
     return {
         (leaf.item, leaf.path): "/".join([leaf.item] * several + leaf.path.split("/")[:1])
@@ -174,7 +174,7 @@ def _groups(leaves: Sequence[LeafSummary]) -> dict[tuple[str, str], str]:
 def _leaves(
     checkpoint: CheckpointSummary, grouped: Mapping[tuple[str, str], str], totals: dict[str, float], progress: Progress
 ) -> Iterator[LeafStatistics]:
-    """Read the statistics of the leaves of a step, and accumulate the norms of their containers."""
+    """Yield the statistics of a step's leaves, and accumulate the norms of their containers in ``totals``."""
     for leaf in leaf_statistics(open_at(as_location(checkpoint.path)), progress=progress):
         if (group := grouped.get((leaf.item, leaf.path))) is not None:
             norm = math.nan if leaf.nan or leaf.inf else leaf.norm or 0.0
@@ -200,7 +200,7 @@ def _read_norms(
     grouped: Mapping[tuple[str, str], str],
     totals: dict[str, float],
 ) -> None:
-    """Read the norms of some earlier steps of the same series, spread evenly."""
+    """Read norms at some earlier, evenly spaced steps of the same series."""
     keys = [(leaf.item, leaf.path) for leaf in statistics.leaves]
     columns = {newest.step: ({(leaf.item, leaf.path): leaf.norm for leaf in statistics.leaves}, totals)}
     series = newest.path.rstrip("0123456789")
@@ -231,7 +231,7 @@ def _read_norms(
 
 
 def _spread(checkpoints: Sequence[CheckpointSummary], number: int) -> list[CheckpointSummary]:
-    """Return evenly spread elements of a list, including the first and the last."""
+    """Return evenly spaced elements of a list, including the first and the last."""
     number = min(number, len(checkpoints))
     return [checkpoints[round(index * (len(checkpoints) - 1) / max(1, number - 1))] for index in range(number)]
 
@@ -247,7 +247,7 @@ class Choice:
 
 
 def choices(experience: Experience) -> list[Choice]:
-    """Return the interval of the run, its half and double, and the one with the least loss; [] without an interval."""
+    """Return the run's save interval, half and double it, and the one with the least loss; [] without an interval."""
     used = experience.interval
     if used is None:
         return []
@@ -257,7 +257,7 @@ def choices(experience: Experience) -> list[Choice]:
 
 
 def advice(experience: Experience) -> str | None:
-    """Return a recommendation of the interval with the least loss, if it is worth a change and not learned."""
+    """Recommend the interval with the least loss, if the gain is worth it and the interval is not learned."""
     by_name = {choice.name: choice for choice in choices(experience)}
     if experience.bounds is not None or not {"used", "loses least"} <= by_name.keys():
         return None
@@ -271,7 +271,7 @@ def advice(experience: Experience) -> str | None:
 
 
 def basis(experience: Experience) -> str:
-    """Describe the basis of the expectations."""
+    """Describe the measurements that the expected losses are based on."""
     failures = count(experience.failures, "failure") if experience.failures else "no failure"
     bounds = " and ".join(map(duration, experience.bounds or ()))
     learns = f" The run learns its interval, between {bounds}." if bounds else ""

@@ -1,25 +1,25 @@
-"""Elements of HTML and SVG; text that is not marked as HTML is escaped."""
+"""Builders for HTML and SVG elements; text is escaped unless it is marked as HTML."""
 
 from __future__ import annotations
 
 import html
 
-_VOID = frozenset({"path", "polyline", "rect"})  # written as <path/> if they are empty
+_VOID = frozenset({"path", "polyline", "rect"})  # elements that are self-closing when empty, such as <path/>
 
 
 class Markup(str):
-    """HTML, which is inserted as it is."""
+    """A string of HTML, inserted without escaping."""
 
     __slots__ = ()
 
 
 def join(*parts: str) -> Markup:
-    """Concatenate parts; escape those that are not HTML."""
+    """Concatenate parts, escaping those that are not ``Markup``."""
     return Markup("".join(part if isinstance(part, Markup) else html.escape(part) for part in parts))
 
 
 def tag(name: str, *content: str, **attributes: object) -> Markup:
-    """Return an element with escaped content; ``data_v`` becomes ``data-v``, and None omits an attribute."""
+    """Build an element with escaped content; ``data_v`` becomes ``data-v``, and None-valued attributes are omitted."""
     start = name
     for key, value in attributes.items():
         if value is not None:

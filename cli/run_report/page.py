@@ -1,4 +1,4 @@
-"""The page of a report: HTML with its style, script and data inline, which loads nothing."""
+"""The page of a report: HTML with style, script and data inline, which loads nothing else."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from .history import PROOFS, WORDS, Attempt, Note
 from .markup import Markup, join, tag
 
 GENERATOR = '<meta name="generator" content="holdfast report">'
-_STEPS = 500  # maximum number of rows in a table of steps or of starts
-_NOTES = 300  # maximum number of lines in the list of what happened
-_METRICS = 16  # maximum number of charts of metrics
-_GROUPS = 6  # maximum number of charts of norms
+_STEPS = 500  # maximum number of rows in a table of steps or starts
+_NOTES = 300  # maximum number of lines in the list of events
+_METRICS = 16  # maximum number of metric charts
+_GROUPS = 6  # maximum number of norm charts
 
 _BAD = ("crashed", "hung", "failed")
 
 
 def draw_page(runs: Sequence[RunFacts], *, now: float, version: str, left_out: int = 0) -> str:
-    """Return the page of some runs at ``now`` (seconds since 1970-01-01 UTC); ``left_out`` other runs are omitted."""
+    """Render the page for some runs as of ``now`` (seconds since 1970-01-01 UTC); ``left_out`` more are omitted."""
     only = len(runs) == 1
     sections = [_run(run, number, now, only=only) for number, run in enumerate(runs)]
     files = importlib.resources.files(__package__)
@@ -68,7 +68,7 @@ def _run(run: RunFacts, number: int, now: float, *, only: bool) -> Markup:
 
 
 def _state(run: RunFacts) -> Markup:
-    """Return the state of a run as a coloured word."""
+    """Return a run's state as a coloured label."""
     attempts = run.history.attempts
     if not attempts:
         word, tone = "no events" if run.checkpoints else "no checkpoints", "plain"
@@ -181,7 +181,7 @@ def _key(tone: str, text: str) -> Markup:
 
 
 def _left_out(number: int, text: str) -> Markup:
-    """Return a line about the rows that are not shown, if any."""
+    """Return a line about omitted rows, if any."""
     return tag("p", f"{number} {text}", class_="left-out") if number > 0 else Markup()
 
 
@@ -228,7 +228,7 @@ def _saves(run: RunFacts) -> Markup:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One cell of a table: its content, its sort key if that is not its text, and its class."""
+    """A table cell: its content, its sort key if other than the text, and its CSS class."""
 
     text: str
     order: float | str | None = None
@@ -236,13 +236,13 @@ class Cell:
 
 
 class Number(Cell):
-    """A cell of a column of numbers, which is aligned to the right."""
+    """A cell in a numeric column, aligned to the right."""
 
     __slots__ = ()
 
 
 def table(name: str, rows: Sequence[Mapping[str, Cell]]) -> Markup:
-    """Return a table of rows with their cells by heading; the page's script sorts it, screen readers read its name."""
+    """Build a table from rows of cells by heading; the page's script sorts it, and screen readers read its name."""
     if not rows:
         return Markup()
     heads = (
@@ -292,7 +292,7 @@ def _steps(run: RunFacts) -> Markup:
 
 
 def _shown_steps(run: RunFacts) -> list[CheckpointSummary]:
-    """Return the newest steps, and those that are damaged, best or pinned, in the order of the run."""
+    """Return the newest steps, and any that are damaged, best or pinned, in run order."""
     special = [
         index
         for index, step in enumerate(run.checkpoints)

@@ -1,6 +1,6 @@
-"""State of a module that its state dict lacks: averages over an epoch, metrics, and switched flags.
+"""Module state that is not in its state dict: epoch averages, metrics, and switched flags.
 
-Lightning's own checkpoints do not have it: after a resume, the mean over an epoch covers its remaining batches only.
+Lightning's own checkpoints lack it: after a resume, an epoch average covers only the remaining batches.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger("holdfast")
 
 
 def capture_averages(trainer: Any) -> dict[str, Any]:
-    """Return the values accumulated since the epoch began, and the values of metrics that no epoch resets."""
+    """Return the averages accumulated since the epoch began, and the state of metrics that accumulate across epochs."""
     return {
         "logged": logged_averages(trainer),
         "metrics": {
@@ -34,7 +34,7 @@ def capture_averages(trainer: Any) -> dict[str, Any]:
 
 
 def restore_averages(trainer: Any, saved: Mapping[str, Any]) -> None:
-    """Restore what :func:`capture_averages` returned; warn of metrics that the module does not have."""
+    """Restore the result of :func:`capture_averages`; warn about metrics that the module does not have."""
     entries = saved.get("metrics", {})
     _grow_trackers(trainer.lightning_module, entries)
     metrics = _metrics(trainer.lightning_module)
@@ -56,12 +56,12 @@ def _metrics(module: Any) -> dict[str, Any]:
     parts = dict(module.named_modules())
     for part in parts.values():
         if isinstance(part, torchmetrics.MetricCollection):
-            part.values()  # Metrics that share their states synchronize them here.
+            part.values()  # synchronizes metrics that share their states
     return {name: part for name, part in parts.items() if isinstance(part, torchmetrics.Metric)}
 
 
 def _grow_trackers(module: Any, names: Collection[str]) -> None:
-    """Give each MetricTracker, which has one metric per period, as many metrics as it had at the save."""
+    """Extend each MetricTracker, which has one metric per period, to the number of metrics it had at the save."""
     tracker: Any = getattr(loaded("torchmetrics"), "MetricTracker", None)
     for path, part in list(module.named_modules()) if tracker is not None else ():
         if isinstance(part, tracker):
@@ -77,9 +77,9 @@ _Flags = dict[str, dict[str, bool]]
 
 
 class ModuleSwitches:
-    """Tracks the flags of a module: ``requires_grad``, which finetuning sets, and the modes of its submodules."""
+    """Tracks a module's flags: ``requires_grad``, which finetuning sets, and the modes of its submodules."""
 
-    # A program sets some flags before it trains, and again before it resumes, perhaps to other values. Therefore only
+    # A program sets some flags before training, and again before resuming, perhaps to other values. Therefore only
     # flags that have changed since training began, in this process or an earlier one, are saved.
 
     def __init__(self, module: Any) -> None:
@@ -88,7 +88,7 @@ class ModuleSwitches:
         self._earlier: _Flags = {}
 
     def switched(self) -> str:
-        """Return the flags that have changed as JSON, for one leaf of a checkpoint; empty if there are none."""
+        """Return the changed flags as JSON, to store in one checkpoint leaf; empty if there are none."""
         changed = {
             flag: {
                 name: value
@@ -100,7 +100,7 @@ class ModuleSwitches:
         return json.dumps(changed) if any(changed.values()) else ""
 
     def restore(self, switched: str) -> None:
-        """Set the flags that :meth:`switched` returned on the parameters and submodules that still exist."""
+        """Apply the flags from :meth:`switched` to the parameters and submodules that still exist."""
         self._earlier = json.loads(switched) if switched else {}
         parameters, parts = dict(self._module.named_parameters()), dict(self._module.named_modules())
         for flag, values in self._earlier.items():

@@ -1,4 +1,4 @@
-"""The callback of a Lightning trainer: saves, keeps, resumes."""
+"""The Lightning callback: saves checkpoints, applies retention, and resumes runs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ logger = logging.getLogger("holdfast")
 
 @takes_texts_of(LoopCallback)
 class CheckpointCallback(ResumingCallback):
-    """Saves a Lightning run, keeps the right checkpoints, and resumes the run where it stopped, automatically.
+    """Saves a Lightning run, keeps the right checkpoints, and automatically resumes the run where it stopped.
 
     ::
 
@@ -65,52 +65,52 @@ class CheckpointCallback(ResumingCallback):
         trainer = L.Trainer(callbacks=[callback])
         trainer.fit(model, datamodule)  # the same command again resumes; no ckpt_path
 
-    Step N means ``trainer.global_step == N``: N optimizer updates are in the checkpoint. Batches that train the module
-    without an optimizer of Lightning count as well, as in manual optimization with ``use_pl_optimizer=False``. A run
-    that is interrupted anywhere and resumed ends with the same bits as an uninterrupted run. In the middle of an
-    epoch, data loaders with ``state_dict`` and ``load_state_dict`` continue where they were; others draw the earlier
-    batches again.
+    Step N means ``trainer.global_step == N``: the checkpoint includes N optimizer updates. Batches that train without a
+    Lightning optimizer count as well, as in manual optimization with ``use_pl_optimizer=False``. A run that is
+    interrupted anywhere and resumed ends with the same bits as an uninterrupted run. In the middle of an epoch, data
+    loaders with ``state_dict`` and ``load_state_dict`` continue where they were; others draw the earlier batches
+    again.
 
     A ``ckpt_path`` given to ``fit`` wins over the newest checkpoint; it may name a step of this or another directory,
     or one of Lightning's own files. Without one, only this directory decides: a run never resumes from the files of a
     ``ModelCheckpoint``. ``trainer.test(ckpt_path="best")`` and ``"last"`` work as usual.
 
-    SIGTERM only sets a flag. The next point between two batches, or before a validation, saves, waits until the files
-    are durable, and ends the process with status 143; workers of data loaders survive until then. A signal within a
-    validation ends the process at once, and the run resumes from the last saved step: nothing can be saved in a
-    validation, in which callbacks may have replaced the weights by an average. After other exceptions, the callback
-    does not save (except with ``save_on_exception``), but lets a pending save finish. Under SLURM, the signal for
-    requeueing saves in the same way, requeues the job, and ends the process with status 75; files that Lightning has
-    saved for requeueing are left alone.
+    SIGTERM only sets a flag. At the next point between two batches, or before a validation, the callback saves, waits
+    until the files are durable, and ends the process with status 143; data loader workers survive until then. A signal
+    during a validation ends the process at once, and the run resumes from the last saved step: nothing can be saved
+    during a validation, when callbacks may have replaced the weights with an average. After other exceptions, the
+    callback does not save (except with ``save_on_exception``), but lets a pending save finish. Under SLURM, the requeue
+    signal triggers a save in the same way, requeues the job, and ends the process with status 75; Lightning's own
+    requeue checkpoints are left alone.
 
-    Under DDP (``strategy="ddp"``) and ``ModelParallelStrategy`` (FSDP2) all processes save one checkpoint, each
-    a share of the parameters and of the optimizers, and each its own random generators and place in the data; SIGTERM
-    to any of them stops all at the same step. Every process must see the same directory.
+    Under DDP (``strategy="ddp"``) and ``ModelParallelStrategy`` (FSDP2) all processes save one checkpoint together:
+    each saves a share of the parameters and optimizer state, and its own random generators and data position. SIGTERM
+    to any of them stops all at the same step. All processes must see the same directory.
 
-    A checkpoint holds arrays and plain values, each under its own path, such as ``state_dict/layer.weight``; nothing is
-    pickled. Hyper-parameters and callback states that are neither are left out, and named in a warning.
+    A checkpoint contains arrays and plain values, each under its own path, such as ``state_dict/layer.weight``; nothing
+    is pickled. Hyper-parameters and callback states that are neither are left out, and named in a warning.
 
     ``init_from`` loads strictly into the module's state dict: all of its parameters and buffers, and no others. With
-    ``partial="initialize"``, it takes those that fit, and a resume takes what fits of module, optimizers and schedules.
+    ``partial="initialize"``, it loads those that fit, and a resume restores what fits of module, optimizers, schedules.
 
     Args:
-        dirpath: Where the checkpoints go: a path or a URL.
+        dirpath: The checkpoint directory: a path or a URL.
         save_interval_steps, save_interval_secs, save_on_best, best_fn, best_mode, max_to_keep, keep_latest,
         keep_period, keep_time_interval, keep_steps, mirror, local, reuse_unchanged, step_name_width, save, keep,
         save_at_end, resume, init_from, partial, compression, signals, grace_secs, replicated, witness, on_inexact,
         witness_steps_after_signal, clock, metadata, hyperparameters, reshard, keep_checkpoints_without_metrics,
         item_intervals, step_prefix, save_timeout_secs, barrier_timeout_secs, load_and_broadcast:
-        every_n_epochs: Save at the end of every epoch whose number is a multiple of this.
-        save_on_exception: When training ends with an exception, save the state of the last point between two batches.
-            Keeps a copy of the whole state in host memory, renewed after every update; in one process only.
-        export_best: Keep a file with the weights of the best checkpoint, which ``best_fn`` names: ``best.safetensors``,
-            or ``best.ckpt`` for Lightning's ``load_from_checkpoint``. A relative path counts from ``dirpath``.
-        links: Keep links ``last``, and with ``best_fn`` ``best``, to the newest and the best checkpoint, on local
-            disks.
+        every_n_epochs: Save at the end of every epoch whose number is a multiple of this value.
+        save_on_exception: When training ends with an exception, save the state at the last point between two batches.
+            Keeps a copy of the whole state in host memory, renewed after every update; single-process runs only.
+        export_best: Keep a file with the weights of the best checkpoint by ``best_fn``: ``best.safetensors``,
+            or ``best.ckpt`` for Lightning's ``load_from_checkpoint``. A relative path is resolved against ``dirpath``.
+        links: On local disks, keep symlinks to the newest checkpoint, ``last``, and with ``best_fn`` to the best one,
+            ``best``.
 
     Raises:
-        OptionError: The value of an option is invalid.
-        StateError: From the trainer: the callback cannot save its strategy; the message names those that work.
+        OptionError: An option has an invalid value.
+        StateError: In ``fit``: the callback does not support the trainer's strategy; the message names those that work.
     """
 
     filename = "{step}"
@@ -174,17 +174,17 @@ class CheckpointCallback(ResumingCallback):
         self._recorder: FitRecorder | None = None
         self._witness: Witness | None = None
         self._has_weights = False
-        self._decides = False  # whether the directory decides, because the trainer was given no path
+        self._decides = False  # whether the directory determines what to resume from, as no ckpt_path was given
         private_api.follow_choices(CheckpointCallback)
 
     @property
     def state_key(self) -> str:
-        """The key of the state in checkpoints, which does not depend on the arguments: there is no state."""
+        """The callback's key in Lightning checkpoints; a constant, because the callback has no state of its own."""
         return "holdfast.CheckpointCallback"
 
     @property
     def manager(self) -> CheckpointManager:
-        """The manager of the checkpoints, for everything beyond the trainer: listing, metrics, pinning.
+        """The run's checkpoint manager, for everything beyond the trainer: listing, metrics, pinning.
 
         A checkpoint saved by several processes has two items: ``state``, and ``process`` with the position of each.
         """
@@ -192,24 +192,24 @@ class CheckpointCallback(ResumingCallback):
 
     @property
     def proof(self) -> Proof:
-        """The result, so far, of the comparison of a resumed ``fit`` with the steps before the stop."""
+        """The result so far of comparing the resumed ``fit`` with the steps recorded before the stop."""
         return Proof() if self._witness is None else self._witness.proof
 
     @property
     def preempted(self) -> bool:
-        """Whether a signal of ``signals=`` has arrived, or the one for requeueing."""
+        """Whether a signal listed in ``signals=``, or the SLURM requeue signal, has arrived."""
         return self._preemption.received
 
     @property
     def ckpt_path(self) -> str | None:  # type: ignore[override] # trainers take None for nothing to resume from
-        """The path that a trainer resumes from when it is given none; None when there is nothing to resume from.
+        """The path that a trainer resumes from when no ``ckpt_path`` is given; None if there is nothing to resume from.
 
         Raises:
             CheckpointNotFoundError: ``resume="must"``, and there is no checkpoint; or ``resume`` names a step that is
                 not there.
         """
         steps = self._store.steps()
-        if self._store.may_fetch:  # ``setup`` asks the mirror after the processes are connected.
+        if self._store.may_fetch:  # ``setup`` fetches from the mirror once the processes are connected.
             return ResumePath(self._store.directory) if steps and self._options.resume in ("auto", "must") else None
         if self._options.resume == "must":
             check_resume("must", steps, self._store.directory)
@@ -220,27 +220,27 @@ class CheckpointCallback(ResumingCallback):
 
     @property
     def monitor(self) -> str | None:
-        """The name of the metric that ranks checkpoints, if it has one."""
+        """The name of the metric that ranks checkpoints; None if ``best_fn`` is a function or None."""
         return self._options.best_fn if isinstance(self._options.best_fn, str) else None
 
     @property
     def mode(self) -> str:
-        """Whether the largest or the smallest value is best."""
+        """The ranking mode: whether the largest or the smallest value is best."""
         return self._options.ranking_mode
 
     @property
     def save_top_k(self) -> int:
-        """How many checkpoints are kept; -1 for all."""
+        """The maximum number of checkpoints to keep; -1 for all."""
         return -1 if self._options.max_to_keep is None else self._options.max_to_keep
 
     @property
     def best_model_path(self) -> str:
-        """The path of the best checkpoint, the newest one without ``best_fn``; empty if there is none, or no metric."""
+        """The path of the best checkpoint, or the newest without ``best_fn``; empty if there is none, or no metric."""
         return self._store.path_of(self._store.manager.best_step())
 
     @best_model_path.setter
     def best_model_path(self, path: str) -> None:
-        """Ignore the path from a trainer that has forked its processes, because the directory has it."""
+        """Ignore the path that a trainer sets after forking its processes, because it is read from the directory."""
 
     @property
     def best_model_score(self) -> torch.Tensor | None:
@@ -259,19 +259,19 @@ class CheckpointCallback(ResumingCallback):
 
     @property
     def best_k_models(self) -> dict[str, torch.Tensor]:
-        """The scores of all checkpoints that have one, by path."""
+        """A mapping from path to score, for all checkpoints that have a score."""
         scores = {step: self._store.score(step) for step in self._store.manager.all_steps()}
         return {self._store.path_of(step): torch.tensor(score) for step, score in scores.items() if score is not None}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a fresh callback for the same directory."""
+        """Return the pickling state: that of a fresh callback for the same directory."""
         fresh = dict.fromkeys(("_signals", "_evaluation", "_recorder", "_witness"))
         return {**vars(self), **fresh, "_preemption": PreemptionSignal(self._options.preemption_signals())}
 
     # ---- hooks of the trainer
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Connect the trainer with its checkpoints, before any is loaded."""
+        """Connect the trainer to its checkpoint directory, before any checkpoint is loaded."""
         private_api.check_version(trainer)
         self._decides = private_api.was_given_no_path(trainer)
         install(trainer, self._store)
@@ -305,43 +305,43 @@ class CheckpointCallback(ResumingCallback):
                 f"save_on_exception=True works in one process, and this run has {trainer.world_size}: where one of "
                 "them fails, the others may wait for it and cannot save"
             )
-        # A trainer chooses a checkpoint before it asks the module for its callbacks, which may include this one.
+        # A trainer selects a checkpoint before it collects the callbacks of the module, which may include this one.
         redirect_resume(trainer, lambda path: self._begin_from(trainer, self._chosen(trainer, path)))
         self._store.fetch()
         if self._options.resume == "never" and not self._store.has_saved:
             check_resume("never", self._store.steps(), directory)
         self._store.open()
         if trainer.is_global_zero:
-            self._store.publish(self._options)  # A killed process may not have done so.
+            self._store.publish(self._options)  # in case an earlier process was killed before publishing
         self._signals = Signals(trainer, self._preemption, self._store)
         stop = self._stop(trainer.fit_loop.epoch_loop.val_loop)
         if not isinstance(stop, AgreedStop):
-            self._evaluation = stop  # Several processes can agree only after the first batch.
+            self._evaluation = stop  # not with AgreedStop: processes can agree on a stop only after the first batch
         self._recorder = FitRecorder(Fit(trainer, self._store, self._options, self._preemption), stop, callback=self)
         self._witness = self._recorder.witness.run
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Keep the position in the data and the random generators until the loops need them."""
+        """Take the data position and random generator states from the checkpoint, for the loops to restore later."""
         if self._recorder is not None and not private_api.is_search_file(trainer.ckpt_path):
             self._recorder.resume_from(checkpoint)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Note the hyperparameters that the program has set, before the restore replaces them."""
+        """Record the hyperparameters set by the program, before the restore replaces them."""
         if self._recorder is not None:
             self._recorder.fitting.note_hyperparameters()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin to save."""
+        """Start saving checkpoints."""
         if self._recorder is not None:
             self._recorder.begin()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Note the batch, which a resume compares."""
+        """Record the batch, which a resumed run is compared with."""
         if self._recorder is not None:
             self._recorder.begin_batch(batch)
 
     def on_validation_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        """Leave a validation after a preemption, because time may run out."""
+        """Abort the validation after a preemption signal, because the process may be killed before it ends."""
         step = trainer.global_step if self._recorder is None else self._recorder.fit.step
         self._store.observer.reached("validation", step)
         if self._recorder is None or trainer.sanity_checking:
@@ -350,7 +350,7 @@ class CheckpointCallback(ResumingCallback):
             self._recorder.during_validation()
 
     def on_test_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        """Leave a test, or predictions, if the process was asked to end."""
+        """Abort a test or prediction run if the process was asked to end."""
         self._leave_evaluation(trainer)
 
     on_predict_batch_end = on_test_batch_end
@@ -361,7 +361,7 @@ class CheckpointCallback(ResumingCallback):
             self._recorder.writer.note_metrics(self._recorder.fit.step)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Announce that there was nothing left to do, if the run had ended already."""
+        """Announce that there was nothing left to do, if the run was already complete."""
         if self._recorder is not None:
             self._recorder.finish()
 
@@ -375,7 +375,7 @@ class CheckpointCallback(ResumingCallback):
         try:
             self._end(trainer, orderly=False, error=exception)
         except HoldfastError:
-            # The first exception matters more, so this one must not replace it.
+            # The original exception matters more and must not be replaced by this one.
             logger.exception("a save failed in the background while training was ending with an exception")
 
     def teardown(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
@@ -387,16 +387,16 @@ class CheckpointCallback(ResumingCallback):
         self._end(trainer, orderly=True)
 
     def _chosen(self, trainer: Any, path: Any) -> Any:
-        """Return the path to resume from: the given path, or the one that process 0 finds for all."""
+        """Return the path to resume from: the given path, or the one that process 0 finds for all processes."""
         decides, self._decides = self._decides, False
         path = None if private_api.is_left_alone(trainer, path) else path
         named = path and not isinstance(path, ResumePath)
         if named and not decides:
             return path
         if private_api.only_searches(trainer):
-            return None  # A Tuner finds the same at every start of the program, even if the next fit resumes.
+            return None  # A Tuner must find the same values at every program start, even if the next fit resumes.
         if named:
-            # The trainer was given no path, and found the newer file of a ModelCheckpoint.
+            # No ckpt_path was given, and the trainer selected the newer file of a ModelCheckpoint.
             paths = [callback.ckpt_path for callback in _callbacks_of(trainer)]
             path = max(filter(None, paths), key=os.path.getmtime, default=None)
         chosen = path or self.ckpt_path
@@ -472,7 +472,7 @@ def _callbacks_of(trainer: Any) -> list[CheckpointCallback]:
 
 
 def take_weights(trainer: Any, module: Any, source: Place, misfits: Misfits | None = None) -> Weights:
-    """Read all weights of a checkpoint, or with ``misfits`` those that fit, and load them into a module."""
+    """Load all weights of a checkpoint into a module, or, with ``misfits``, only those that fit."""
     if trainer.strategy.restore_checkpoint_after_setup:
         raise OptionError(
             f"init_from={str(source)!r} does not work with {type(trainer.strategy).__name__}, which shards the module "

@@ -1,7 +1,7 @@
 """How a checkpoint restores a module, its optimizers and schedulers, even if the program has changed.
 
-torch numbers the parameters of an optimizer by their order. A checkpoint of holdfast also stores their names, so that
-the state of a parameter follows it even if the order of the parameters has changed.
+torch numbers an optimizer's parameters by position. A holdfast checkpoint also stores their names, so that each
+parameter keeps its optimizer state even if the order of the parameters has changed.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _CHANGED = (
 )
 # Entries that WeightAveraging adds to a checkpoint; its ``state_dict`` is the average.
 _WEIGHTS, _AVERAGE = "current_model_state", "averaging_state"
-_COUNTERS = ("last_epoch", "_step_count")  # Every schedule has these counters.
-_NO_OPTIONS = ("params", "param_names")  # entries of a group that are not options
+_COUNTERS = ("last_epoch", "_step_count")  # counters that every scheduler has
+_NO_OPTIONS = ("params", "param_names")  # param group entries that are not options
 
 _Names = list[list[str | None]]
 """The names of the parameters in each group of an optimizer; None for a parameter that the module lacks."""
@@ -41,7 +41,7 @@ _Options = tuple[Mapping[str, Any], Mapping[str, Any]]
 
 
 class _Optimizer(NamedTuple):
-    """The class of an optimizer, and the names of its parameters; None if the checkpoint lacks them."""
+    """An optimizer's class and parameter names; the names are None if the checkpoint does not store them."""
 
     class_name: str
     names: _Names | None
@@ -61,33 +61,33 @@ def _optimizers_of(trainer: Any) -> list[_Optimizer]:
 
 
 class Fitting:
-    """Restores the objects of one ``fit`` from a checkpoint: completely, or with ``misfits`` as far as they fit."""
+    """Restores module, optimizers and schedulers of one ``fit``: strictly, or with ``misfits`` whatever fits."""
 
     def __init__(self, trainer: Any, misfits: Misfits | None, counting: str, hooks: LoopHooks) -> None:
         self.misfits = misfits
         self._trainer = trainer
-        self._counting = counting  # whose hyperparameters a resumed run uses: ``saved`` or ``program``
-        self._saved: list[_Optimizer] = []  # the optimizers in the checkpoint; files of Lightning do not describe them
-        self._saved_schedulers: list[str] | None = None  # their classes when training began
-        self._shapes: dict[str, torch.Size] = {}  # the shapes of the weights in the checkpoint
-        # For each optimizer that is partly restored: the number of saved groups, and the origins of its present groups.
+        self._counting = counting  # source of a resumed run's hyperparameters: ``saved`` or ``program``
+        self._saved: list[_Optimizer] = []  # optimizers in the checkpoint; empty for Lightning's own files
+        self._saved_schedulers: list[str] | None = None  # scheduler classes when the saved run began training
+        self._shapes: dict[str, torch.Size] = {}  # weight shapes in the checkpoint
+        # Per partially restored optimizer: the number of saved param groups, and the saved index of each current one.
         self._groups: dict[int, tuple[int, list[int | None]]] = {}
         self._described: tuple[list[Any], str] | None = None
         self._schedulers: list[str] = []
         self._hyperparameters: Hyperparameters | None = None
         self._start: StartValues | None = None
-        self._began: Mapping[str, Any] = {}  # the start values of hyperparameters that the run has changed
+        self._began: Mapping[str, Any] = {}  # start values of hyperparameters that the saved run itself changed
         self._is_resumed = False
-        self._loads_by_name = is_sharded(trainer.strategy)  # Such a strategy itself loads the state by name.
+        self._loads_by_name = is_sharded(trainer.strategy)  # sharded strategies load optimizer state by name themselves
         if not self._loads_by_name:
             hooks.place(trainer.strategy, "load_model_state_dict", self._load_model)
 
     def note_hyperparameters(self) -> None:
-        """Note the hyperparameters that the program has set, before the restore replaces them."""
+        """Record the hyperparameters set by the program, before the restore replaces them."""
         self._hyperparameters = Hyperparameters(StateAdapter(), (), self._optimizing())
 
     def begin(self) -> None:
-        """Note the schedulers, which callbacks may change; in a resumed run, set the hyperparameters to use."""
+        """Record the schedulers, which callbacks may change later; in a resumed run, set the hyperparameters to use."""
         if self._hyperparameters is not None and self._is_resumed:
             shown = self._trainer.is_global_zero
             self._hyperparameters.settle((), self._optimizing(), self._counting, shown=shown, began=self._began)
@@ -96,12 +96,12 @@ class Fitting:
         self._schedulers = [class_name(config.scheduler) for config in self._trainer.strategy.lr_scheduler_configs]
 
     def facts(self) -> dict[str, Any] | None:
-        """Return the metadata of a step: the start values of the hyperparameters that the run itself has changed."""
+        """Return step metadata: the start values of hyperparameters that the run itself has changed, or None."""
         changed = {} if self._start is None else self._start.changed(())
         return {HYPERPARAMETERS: changed} if changed else None
 
     def description(self) -> str:
-        """Return the description of optimizers and schedulers as JSON; compute it only if they have changed."""
+        """Return a JSON description of optimizers and schedulers, cached until the optimizers change."""
         present = [
             (type(optimizer), [[*map(id, group["params"])] for group in optimizer.param_groups])
             for optimizer in self._trainer.strategy.optimizers
@@ -112,7 +112,7 @@ class Fitting:
         return self._described[1]
 
     def take(self, description: str | None, callbacks: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-        """Note the contents of the loaded checkpoint: its description, if any, states of callbacks, and metadata."""
+        """Record what the loaded checkpoint contains: its description, if any, callback states, and metadata."""
         self._is_resumed = True
         self._began = facts.get(HYPERPARAMETERS, {})
         if description is not None:
@@ -133,7 +133,7 @@ class Fitting:
             return
         self._without_average(checkpoint)
         if self._trainer.precision_plugin.precision == "64-true":
-            # Lightning loads before it converts the module to float64, so float32 would round the weights.
+            # Lightning loads before it converts the module to float64, so the weights would be rounded to float32.
             self._trainer.precision_plugin.convert_module(self._trainer.lightning_module)
         weights = checkpoint[_WEIGHTS if _WEIGHTS in checkpoint else "state_dict"]
         self._shapes = {
@@ -149,7 +149,7 @@ class Fitting:
         result = module.load_state_dict({name: saved[name] for name in saved if name not in other}, strict=False)
         trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
         trained |= {unwrapped_name(name) for name in trained}
-        # torch reports names that include wrappers, which its state dicts omit.
+        # torch reports missing keys with wrapper prefixes, which its state dicts omit.
         missing = [name if name in live else unwrapped_name(name) for name in result.missing_keys]
         for name in missing:
             if name in other:
@@ -158,7 +158,7 @@ class Fitting:
                 self.misfits.missing([f"state_dict/{name}"])
         if module.strict_loading:
             self.misfits.surplus(f"state_dict/{name}" for name in result.unexpected_keys)
-        # Callbacks such as WeightAveraging load these again, strictly.
+        # Callbacks such as WeightAveraging load these entries again with strict=True, so make them complete.
         live = module.state_dict()
         for part in {"state_dict", _WEIGHTS} & checkpoint.keys():
             saved = checkpoint[part]
@@ -166,7 +166,7 @@ class Fitting:
             checkpoint[part] = {name: saved[name] if name in fits else live[name].clone() for name in live}
 
     def _without_average(self, checkpoint: _State) -> None:
-        """Drop or refuse an average that a trainer without WeightAveraging would mistake for the weights."""
+        """Drop or refuse averaged weights that a trainer without WeightAveraging would mistake for the weights."""
         if not checkpoint.keys() >= {_WEIGHTS, _AVERAGE} or callbacks_of(self._trainer, "WeightAveraging"):
             return
         if self.misfits is None:
@@ -181,13 +181,13 @@ class Fitting:
 
     @contextlib.contextmanager
     def loading(self, checkpoint: _State) -> Iterator[None]:
-        """Replace the states of optimizers and schedulers by states that fit, while the trainer loads them."""
+        """Substitute optimizer and scheduler states that fit, while the trainer loads the checkpoint."""
         if self._loads_by_name or not checkpoint.keys() >= {"optimizer_states", "lr_schedulers"}:
             yield
             return
         checkpoint["optimizer_states"] = self._optimizer_states(checkpoint["optimizer_states"])
         if not callbacks_of(self._trainer, "StochasticWeightAveraging"):
-            # That callback removes the schedulers until it has restored its own position.
+            # That callback removes the schedulers until it has restored its own state.
             checkpoint["lr_schedulers"] = self._scheduler_states(checkpoint["lr_schedulers"])
         with _advice() if self.misfits is None else contextlib.nullcontext():
             yield
@@ -208,7 +208,7 @@ class Fitting:
         origins, taken = _matched(present, saved), []
         for index, origin in enumerate(origins):
             if origin is not None and hasattr(optimizers[index], "consolidate_state_dict"):
-                taken.append(states[origin])  # This optimizer itself shards its state.
+                taken.append(states[origin])  # This optimizer shards its own state.
             elif origin is None:
                 self.misfits.missing([f"optimizer_states/{index}"])
                 taken.append(optimizers[index].state_dict())
@@ -218,7 +218,7 @@ class Fitting:
         return taken
 
     def _fitting(self, index: int, live: _Optimizer, state: _State, saved: _Optimizer) -> _State:
-        """Return the state of one optimizer: the saved parts that fit, and the fresh state for the rest."""
+        """Return the state for one optimizer: saved state where it fits, and fresh state elsewhere."""
         assert self.misfits is not None
         optimizer = self._trainer.strategy.optimizers[index]
         fresh: _State = optimizer.state_dict()
@@ -295,7 +295,7 @@ class Fitting:
         }
 
     def _check(self, role: str, live: Sequence[Any], saved: Sequence[str], options: Sequence[_Options] = ()) -> None:
-        """Raise TreeMismatchError unless each object of the program matches one of the checkpoint."""
+        """Raise TreeMismatchError unless the program's objects match those in the checkpoint one to one."""
         lines = [
             difference(f"{role} {index}", class_name(present), saved_class)
             for index, (present, saved_class) in enumerate(zip(live, saved, strict=False))
@@ -308,7 +308,7 @@ class Fitting:
 
 
 def _set_dtypes(optimizer: Any, state: _State) -> None:
-    """Give the state of an optimizer its saved dtypes; torch casts to the dtypes of the parameters."""
+    """Restore the saved dtypes of an optimizer's state, which torch casts to the parameter dtypes on load."""
     parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     numbers = chain.from_iterable(group["params"] for group in state.get("param_groups", ()))
     for parameter, number in zip(parameters, numbers, strict=False):
@@ -317,12 +317,12 @@ def _set_dtypes(optimizer: Any, state: _State) -> None:
 
 
 def _ordered(index: int, state: _State, saved: _Optimizer, live: _Optimizer) -> _State:
-    """Return a saved state in the present order of the parameters; refuse the same parameters in other groups."""
+    """Reorder a saved state to the current parameter order; raise if parameters have moved between groups."""
     if saved.names is None or saved.names == live.names:
         return state
     positions, others = saved.positions(), live.positions()
     if positions.keys() != others.keys() or len(positions) != sum(map(len, saved.names)):
-        return state  # Parameters were renamed: torch compares their number.
+        return state  # Parameters were renamed: leave it to torch to compare the counts.
     if [{*group} for group in saved.names] != [{*group} for group in live.names or ()]:
         raise _mismatch(
             "the parameters are in other groups of an optimizer than in the checkpoint:",
@@ -333,7 +333,7 @@ def _ordered(index: int, state: _State, saved: _Optimizer, live: _Optimizer) -> 
 
 
 def _matched(live: Sequence[_Optimizer], saved: Sequence[_Optimizer]) -> list[int | None]:
-    """Return, for each optimizer, the index of the saved one with most of its parameters; None if there is none."""
+    """Return, for each optimizer, the index of the saved one that shares most parameters; None if there is none."""
     origins: list[int | None] = []
     for index, optimizer in enumerate(live):
         free = {other: saved[other].positions().keys() for other in range(len(saved)) if other not in origins}
@@ -343,21 +343,21 @@ def _matched(live: Sequence[_Optimizer], saved: Sequence[_Optimizer]) -> list[in
 
 
 def _closest(index: int, names: AbstractSet[Any], others: Mapping[int, AbstractSet[Any]]) -> int | None:
-    """Return the index of the set that shares most names, ``index`` in a tie; None if no set shares any."""
+    """Return the index of the set that shares most names, preferring ``index`` in a tie; None if none shares any."""
     shared = {other: len(names & its_names) for other, its_names in others.items()}
     best = max(shared, key=lambda other: (shared[other], other == index), default=None)
     return best if best is not None and shared[best] else None
 
 
 def _suit_by_order(groups: Sequence[_State], parameters: Sequence[Any], state: _State) -> bool:
-    """Return whether shapes permit matching unnamed parameters by their order."""
+    """Return whether unnamed parameters can be matched by position, judging by their shapes."""
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in state["param_groups"]]:
         return False
     return all(_suits(state["state"].get(number, {}), value) for number, value in enumerate(parameters))
 
 
 def _suits(entry: Any, parameter: Any) -> bool:
-    """Return whether shapes permit that an entry of an optimizer's state belongs to a parameter."""
+    """Return whether an optimizer state entry can belong to a parameter, judging by its shape."""
     if isinstance(entry, torch.Tensor):
         shape = tuple(entry.shape)
         same = len(shape) == parameter.dim() and all(a in (1, b) for a, b in zip(shape, parameter.shape, strict=True))
@@ -368,7 +368,7 @@ def _suits(entry: Any, parameter: Any) -> bool:
 
 
 def _by_group(saved: Any, fresh: Any, count: int, origins: Sequence[int | None]) -> Any:
-    """Return the state of a schedule with its per-group values in the present order of the groups."""
+    """Reorder the per-group values in a scheduler's state to the current order of the param groups."""
     if isinstance(saved, Mapping) and isinstance(fresh, Mapping):
         return {name: _by_group(value, fresh.get(name), count, origins) for name, value in saved.items()}
     if not isinstance(saved, list) or not isinstance(fresh, list):
@@ -381,7 +381,7 @@ def _by_group(saved: Any, fresh: Any, count: int, origins: Sequence[int | None])
 
 
 def _shape_difference(name: str, saved: Any, live: Any) -> str | None:
-    """Describe the shapes of a value of a module and the saved one, if torch would refuse them."""
+    """Describe the shape mismatch of a module's tensor and the saved one, if torch would refuse to load it."""
     if not isinstance(saved, torch.Tensor) or not isinstance(live, torch.Tensor):
         return None
     if torch.nn.parameter.is_lazy(live) or saved.shape == live.shape:
@@ -390,8 +390,8 @@ def _shape_difference(name: str, saved: Any, live: Any) -> str | None:
 
 
 def _related(live: Any, saved: str, options: _Options | None = None) -> bool:
-    """Return whether an object may load a state of the saved class: a related class, or equal options of the groups."""
-    # The program may have moved its classes, and renamed its schedules.
+    """Return whether an object may load the state of the saved class: related classes, or the same option names."""
+    # The program may have moved its classes to other modules, and renamed its schedulers.
     of_torch = [name.startswith("torch.") for name in (class_name(live), saved)]
     if is_kin(type(live), saved) or (options is None and not any(of_torch)):
         return True
@@ -399,8 +399,8 @@ def _related(live: Any, saved: str, options: _Options | None = None) -> bool:
 
 
 def _first_options(*groups: Sequence[_State]) -> tuple[_State, _State]:
-    omitted = (*_NO_OPTIONS, "initial_lr")  # A schedule adds the last one.
-    firsts = (next(iter(of_optimizer), {}) for of_optimizer in groups)  # Lightning's empty optimizer has no group.
+    omitted = (*_NO_OPTIONS, "initial_lr")  # initial_lr is added by schedulers
+    firsts = (next(iter(of_optimizer), {}) for of_optimizer in groups)  # Lightning's placeholder optimizer has none
     first, other = ({name: group[name] for name in group if name not in omitted} for group in firsts)
     return first, other
 
@@ -421,7 +421,7 @@ def _mismatch(headline: str, lines: list[str]) -> TreeMismatchError:
 
 @contextlib.contextmanager
 def _advice() -> Iterator[None]:
-    """Add advice to the errors that torch raises for a state that does not fit."""
+    """Add advice to the errors that torch raises for a mismatched state."""
     try:
         yield
     except (RuntimeError, ValueError, KeyError) as error:

@@ -1,7 +1,7 @@
-"""How a Lightning trainer and its strategy save and load checkpoints of the engine.
+"""How a Lightning trainer and its strategy save and load holdfast checkpoints.
 
 ``lightning.pytorch`` and ``pytorch_lightning`` are separate copies of the same code: a trainer from one package does
-not recognize the callbacks of the other. The base classes here derive from those of each installed package.
+not recognize the other's callbacks. The base classes here derive from those of every installed package.
 """
 
 from __future__ import annotations
@@ -54,22 +54,22 @@ else:
 
 
 class ResumingCallback(OnExceptionCheckpoint):
-    """The only kind of callback that a trainer asks for a checkpoint if ``fit`` got none."""
+    """The only callback base class that a trainer queries for a checkpoint when ``fit`` got no ``ckpt_path``."""
 
     def __init__(self) -> None:
-        # The base class only stores the file to save on an exception. LightningCLI resolves ``**unknown`` of a derived
-        # class here.
+        # Does not call the base class, which only stores the file to save on an exception. LightningCLI resolves the
+        # ``**unknown`` of a derived class here.
         pass
 
 
 class ResumePath(str):
-    """The path that a trainer resumes from: the newest whole checkpoint of a directory, or one of its steps."""
+    """The path to resume from: a directory's newest intact checkpoint, or one of its steps."""
 
     directory: Location
     step: int | None
 
     def __new__(cls, directory: Location, step: int | None = None) -> Self:
-        # A trainer accepts only paths that exist in its own file systems; messages show the real location.
+        # Trainers accept only paths that exist, so a remote location has a stand-in; messages show the real location.
         path = super().__new__(cls, os.fspath(directory) if directory.is_local else os.path.dirname(__file__))
         path.directory = directory
         path.step = step
@@ -80,18 +80,18 @@ class ResumePath(str):
 
 
 class HoldfastCheckpointIO(CheckpointIO):
-    """Lets a trainer without the callback load its checkpoints: all that ``ckpt_path`` takes, and steps of a run.
+    """Lets a trainer without the callback load the callback's checkpoints, and everything else ``ckpt_path`` accepts.
 
     ::
 
         trainer = L.Trainer(plugins=[HoldfastCheckpointIO()])
         trainer.test(model, ckpt_path="runs/x/checkpoints/1200")  # or the directory, for the newest
 
-    It writes nothing of its own. With a strategy that itself loads, such as ``ModelParallelStrategy``, Lightning
-    accepts no such plugin.
+    It writes nothing itself. With strategies that load checkpoints themselves, such as ``ModelParallelStrategy``,
+    Lightning does not accept such a plugin.
 
     Args:
-        inner: What writes, and reads all other paths; None is Lightning's own ``TorchCheckpointIO``.
+        inner: The plugin that does all writing, and reads all other paths; None is Lightning's ``TorchCheckpointIO``.
     """
 
     def __init__(self, inner: Any = None) -> None:
@@ -103,13 +103,13 @@ class HoldfastCheckpointIO(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Save as the inner plugin does."""
+        """Save with the inner plugin."""
         self.inner.save_checkpoint(checkpoint, path, storage_options)
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a checkpoint; ``weights_only`` does not matter for a checkpoint of the engine, which holds no code."""
+        """Load a checkpoint; ``weights_only`` has no effect on holdfast checkpoints, which contain no code."""
         checkpoint = self.read(path)
         if checkpoint is not None:
             return checkpoint
@@ -120,20 +120,20 @@ class HoldfastCheckpointIO(CheckpointIO):
     def read(
         self, path: str | os.PathLike[str], template: Callable[[], Template] = lambda: None
     ) -> dict[str, Any] | None:
-        """Load a checkpoint of the engine, with templates for some entries; return None for other files."""
+        """Load a holdfast checkpoint, with templates for some entries; return None for other files."""
         return read_checkpoint(path, with_position=False, template=template()) if is_checkpoint(path) else None
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove a file as the inner plugin does."""
+        """Remove a checkpoint with the inner plugin."""
         self.inner.remove_checkpoint(path)
 
     def teardown(self) -> None:
-        """Let the inner plugin end."""
+        """Tear down the inner plugin."""
         self.inner.teardown()
 
 
 class EngineCheckpointIO(HoldfastCheckpointIO):
-    """Loads the steps of a run and other checkpoints of the engine, and leaves the rest to ``inner``."""
+    """Loads the run's steps and other holdfast checkpoints, and delegates the rest to ``inner``."""
 
     def __init__(self, store: RunStore, strategy: Any) -> None:
         super().__init__(strategy.checkpoint_io)
@@ -143,7 +143,7 @@ class EngineCheckpointIO(HoldfastCheckpointIO):
     def read(
         self, path: str | os.PathLike[str], template: Callable[[], Template] = lambda: None
     ) -> dict[str, Any] | None:
-        """Load a checkpoint with the present names of the module: parts may be compiled now, or no longer."""
+        """Load a checkpoint under the module's current names, which change when submodules are compiled."""
         store = self.store
         if isinstance(path, ResumePath) and path.directory != store.directory:
             return None
@@ -189,7 +189,7 @@ class EngineCheckpointIO(HoldfastCheckpointIO):
             self.store.delete(step)
 
     def load_in_place(self, original: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load into the module and the optimizers, if the strategy itself does that."""
+        """Load into the module and the optimizers, for strategies that load checkpoints themselves."""
         state = ShardedState(self._strategy)
         if (checkpoint := self.read(path, state.template)) is None:
             return original(path, *args, **kwargs)
@@ -198,7 +198,7 @@ class EngineCheckpointIO(HoldfastCheckpointIO):
 
 
 def install(trainer: Any, store: RunStore) -> None:
-    """Let a trainer and its strategy save, delete and load the steps of a run with the engine; done once."""
+    """Make a trainer and its strategy save, delete and load steps through holdfast; does nothing if already done."""
     strategy = trainer.strategy
     plugin = strategy.checkpoint_io
     while isinstance(plugin, EngineCheckpointIO):
@@ -206,7 +206,7 @@ def install(trainer: Any, store: RunStore) -> None:
             return
         plugin = plugin.inner
     plugin = strategy.checkpoint_io = EngineCheckpointIO(store, strategy)
-    hooks = LoopHooks()  # They stay as long as the plugin.
+    hooks = LoopHooks()  # never removed: they live as long as the plugin
     if can_save(strategy):
         hooks.place(trainer, "save_checkpoint", partial(plugin.save_together, trainer))
         hooks.place(strategy, "save_checkpoint", plugin.save_given)
@@ -216,7 +216,7 @@ def install(trainer: Any, store: RunStore) -> None:
 
 
 def redirect_resume(trainer: Any, choose: Callable[[Any], Any]) -> None:
-    """Let ``choose`` replace the path that a trainer resumes from; call this in ``setup`` of a callback or earlier."""
+    """Let ``choose`` replace the path that a trainer resumes from; call this no later than a callback's ``setup``."""
     function, hooks = trainer.state.fn, LoopHooks()
 
     def resume_start(original: Callable[..., None], checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -237,7 +237,7 @@ T = TypeVar("T")
 
 
 def load_checkpoint(path: Place, step: Step = None) -> dict[str, Any]:
-    """Read a checkpoint into the dictionary that Lightning's own ``.ckpt`` files hold.
+    """Read a checkpoint into a dictionary like that in Lightning's own ``.ckpt`` files.
 
     ::
 
@@ -245,18 +245,18 @@ def load_checkpoint(path: Place, step: Step = None) -> dict[str, Any]:
 
     Args:
         path: A checkpoint, or a directory of steps.
-        step: Which step of a directory: its number, or ``"best"``, as the run's ``best_fn`` ranks them. None and
-            ``"latest"`` are the newest whole one.
+        step: The step to load from a directory: its number, or ``"best"`` as ranked by the run's ``best_fn``. None and
+            ``"latest"`` load the newest whole one.
 
     Returns:
         The dictionary; arrays are tensors on the CPU.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint, or none with the metric of ``best_fn``.
-        OptionError: ``step="best"``, and the run ranks its checkpoints by no metric.
-        DamagedCheckpointError: It does not verify.
-        NoWholeCheckpointError: It is a directory of steps, and all of them are damaged.
-        StateError: It was not saved from a Lightning trainer.
+        OptionError: ``step="best"``, but the run does not rank its checkpoints by a metric.
+        DamagedCheckpointError: The checkpoint fails verification.
+        NoWholeCheckpointError: All steps of the directory are damaged.
+        StateError: The checkpoint was not saved from a Lightning trainer.
     """
     return read_checkpoint(_location_of(path, step), with_position=False)
 
@@ -264,29 +264,29 @@ def load_checkpoint(path: Place, step: Step = None) -> dict[str, Any]:
 def load_from_checkpoint(
     kind: type[T], path: Place, step: Step = None, *, strict: bool | None = None, **arguments: Any
 ) -> T:
-    """Make a ``LightningModule`` or ``LightningDataModule`` with the hyper-parameters and the state of a checkpoint.
+    """Create a ``LightningModule`` or ``LightningDataModule`` from the hyper-parameters and state in a checkpoint.
 
-    As ``kind.load_from_checkpoint``, which reads Lightning's own files only::
+    Like ``kind.load_from_checkpoint``, which reads only Lightning's own files::
 
         model = load_from_checkpoint(Model, "runs/x/checkpoints", step="best")
 
     Args:
-        kind: The class.
+        kind: The class to create.
         path: A checkpoint, or a directory of steps.
-        step: Which step of a directory: its number, or ``"best"``, as the run's ``best_fn`` ranks them. None and
-            ``"latest"`` are the newest whole one.
-        strict: Whether the state must have exactly the module's keys; None takes the setting of the module.
-        **arguments: Arguments of the constructor that replace saved hyper-parameters, or were not saved.
+        step: The step to load from a directory: its number, or ``"best"`` as ranked by the run's ``best_fn``. None and
+            ``"latest"`` load the newest whole one.
+        strict: Whether the state must have exactly the module's keys; None uses the module's own setting.
+        **arguments: Constructor arguments that override saved hyper-parameters, or that were not saved.
 
     Returns:
         The module, on the CPU.
 
     Raises:
-        TypeError: The class is none of Lightning's.
+        TypeError: The class is neither a ``LightningModule`` nor a ``LightningDataModule``.
         CheckpointNotFoundError: There is no checkpoint, or none with the metric of ``best_fn``.
-        OptionError: ``step="best"``, and the run ranks its checkpoints by no metric.
-        DamagedCheckpointError: It does not verify.
-        StateError: It was not saved from a Lightning trainer.
+        OptionError: ``step="best"``, but the run does not rank its checkpoints by a metric.
+        DamagedCheckpointError: The checkpoint fails verification.
+        StateError: The checkpoint was not saved from a Lightning trainer.
         RuntimeError: The module's state has other keys or shapes, as in ``load_state_dict``.
     """
     if (package := package_of(kind)) is None:

@@ -1,4 +1,4 @@
-"""The state of a trainer's data loaders: their positions, batches drawn ahead, and random generators."""
+"""The state of a trainer's data loaders: positions, prefetched batches, and random generators."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ logger = logging.getLogger("holdfast")
 
 # ---- data loaders
 
-_FINISHED = "_iterator_finished"  # key in the state of a torchdata loader: the next iterator begins an epoch
-_STREAM = {"examples_iterable", "epoch"}  # the keys in the state of an iterable dataset of Hugging Face
+_FINISHED = "_iterator_finished"  # torchdata loader state key: True if the next iterator begins an epoch
+_STREAM = {"examples_iterable", "epoch"}  # state keys of a Hugging Face iterable dataset
 
 
 def loader_states(loaders: Sequence[object]) -> list[Any]:
@@ -32,7 +32,7 @@ def loader_states(loaders: Sequence[object]) -> list[Any]:
 
 
 def cut_short(loaders: Sequence[Any], limit: float) -> list[str]:
-    """Return the classes of stateful loaders that have more batches than an epoch takes."""
+    """Return the class names of stateful loaders that have more batches than ``limit``, the length of an epoch."""
     return [
         type(loader).__qualname__
         for loader, *_ in _stateful(loaders)
@@ -41,7 +41,7 @@ def cut_short(loaders: Sequence[Any], limit: float) -> list[str]:
 
 
 def replicated_states(loaders: Sequence[object], names: Collection[str] = ()) -> list[int]:
-    """Return which stateful loaders are replicated: they declare it, or ``names`` lists them (``loaders/0``)."""
+    """Return the indices of replicated stateful loaders: declared by the loader, or in ``names`` (``loaders/0``)."""
     stateful = _stateful(loaders)
     named = {name: range(len(stateful)) for name in names if name == "loaders"}
     named |= {name: range(len(stateful))[int(name[8:]) :][:1] for name in names if name.startswith("loaders/")}
@@ -55,9 +55,9 @@ def replicated_states(loaders: Sequence[object], names: Collection[str] = ()) ->
 
 
 def load_loader_states(loaders: Sequence[object], saved: Sequence[Any], *, ended: bool = False) -> None:
-    """Restore states: the next iterators continue after the last batch, or begin an epoch if one has ``ended``."""
-    # The state of a loader shows that the epoch has ended, with two exceptions: torchdata, if no batch was requested
-    # after the last one, and streams of Hugging Face.
+    """Restore loader states: the next iterators continue after the last batch, or begin an epoch if one ``ended``."""
+    # A loader's state shows that the epoch has ended, with two exceptions: torchdata, if no batch was requested after
+    # the last one, and Hugging Face streams.
     stateful = _stateful(loaders)
     if len(stateful) != len(saved):
         raise other_loaders(loaders, saved)
@@ -68,15 +68,15 @@ def load_loader_states(loaders: Sequence[object], saved: Sequence[Any], *, ended
             warn_of_samplers(loader)
         if ended and is_torchdata_loader(loader):
             load(as_start(loader, _copied({**state, _FINISHED: True})))
-            loader.state_dict()  # This applies the state now, before the generators are restored.
+            loader.state_dict()  # applies the state immediately, before the generators are restored
         elif ended and isinstance(state, dict) and state.keys() == _STREAM:
-            loader.set_epoch(state["epoch"])  # A stream restored at its end would yield no batch.
+            loader.set_epoch(state["epoch"])  # not load(): a stream restored at its end would yield no batches
         else:
             load(as_start(loader, _copied(state)))
 
 
 def other_loaders(loaders: Sequence[object], saved: Sequence[Any]) -> StateError:
-    """Return the error for loaders that differ from the saved ones."""
+    """Return the StateError for a number of stateful loaders that differs from the checkpoint's."""
     return StateError(
         f"the checkpoint holds the state of {len(saved)} training data loaders, but {len(_stateful(loaders))} of this "
         "run's loaders have state_dict and load_state_dict: use the loaders that the checkpoint was saved with"
@@ -84,19 +84,19 @@ def other_loaders(loaders: Sequence[object], saved: Sequence[Any]) -> StateError
 
 
 def all_stateful(loaders: Sequence[object]) -> bool:
-    """Return whether every loader saves its own position, so that no batch is drawn again."""
+    """Return whether all loaders are stateful, so that no batches need to be drawn again."""
     return len(_stateful(loaders)) == len(loaders)
 
 
 def set_sampler_epoch(loaders: Sequence[object], epoch: int) -> None:
-    """Set the epoch of the samplers, as Lightning does, but before their iterators are made."""
+    """Set the epoch of the samplers, as Lightning does, but before their iterators are created."""
     for sampler in {id(sampler): sampler for loader in loaders for sampler in samplers_of(loader)}.values():
         if callable(method := getattr(sampler, "set_epoch", None)):
             method(epoch)
 
 
 def skip_batches(fetcher: Any, count: int, before: Callable[[int], None]) -> None:
-    """Draw the batches that this epoch has trained on already; call ``before`` with the number drawn so far."""
+    """Draw and discard the batches that this epoch has already used; call ``before`` with the count before each."""
     ahead = draws_ahead(fetcher)
     source = fetcher if ahead else fetcher.iterator
     for drawn in range(count):
@@ -111,25 +111,25 @@ def skip_batches(fetcher: Any, count: int, before: Callable[[int], None]) -> Non
 
 
 def keeps_iterator(loader: Any) -> bool:
-    """Return whether a loader keeps its iterator and workers across epochs; only the first one draws their seed."""
+    """Return whether a loader has persistent workers: it keeps its iterator, and seeds the workers only once."""
     return bool(getattr(loader, "persistent_workers", False)) and hasattr(loader, "_iterator")
 
 
 def start_workers(loaders: Sequence[Any], indices: Collection[int]) -> None:
-    """Start the workers of some loaders that keep them, as earlier epochs have done."""
+    """Start the persistent workers of the loaders at ``indices``, as earlier epochs would have done."""
     for index, loader in enumerate(loaders):
         if index in indices and keeps_iterator(loader) and loader._iterator is None:
             iter(loader)
 
 
 def marks(fetcher: Any) -> list[tuple[Any, int]]:
-    """Return the positions of iterators, which :func:`has_restarted` compares at the next batch."""
+    """Return the loaders' iterators and batch counts, for :func:`has_restarted` to compare at the next batch."""
     iterators = iterator_of(fetcher.combined_loader).iterators
     return [(iterator, getattr(iterator, "_num_yielded", 0)) for iterator in iterators]
 
 
 def has_restarted(before: Sequence[tuple[Any, int]], after: Sequence[tuple[Any, int]]) -> bool:
-    """Return whether an iterator was replaced, or was reset and counts from 0 again."""
+    """Return whether any iterator was replaced, or was reset and restarted its count."""
     return any(
         new is not old or (count and count <= counted)
         for (old, counted), (new, count) in zip(before, after, strict=True)
@@ -137,10 +137,10 @@ def has_restarted(before: Sequence[tuple[Any, int]], after: Sequence[tuple[Any, 
 
 
 def _stateful(loaders: Sequence[Any]) -> list[tuple[Any, Callable[[], Any], Callable[[Any], object]]]:
-    """Return the loaders that have a state, each with the methods that get and set it."""
+    """Return the stateful loaders, each with its methods to get and set the state."""
     stateful = []
     for loader in loaders:
-        # get_state and set_state count only if the loader is replicated; otherwise, as with Grain, batches are counted.
+        # get_state and set_state are used only for replicated loaders; for others, such as Grain, batches are counted.
         protocols = [("state_dict", "load_state_dict"), *[("get_state", "set_state")] * is_replicated(loader)]
         pairs = ([getattr(loader, name, None) for name in names] for names in protocols)
         if (methods := next((pair for pair in pairs if all(map(callable, pair))), None)) is not None:
@@ -149,37 +149,37 @@ def _stateful(loaders: Sequence[Any]) -> list[tuple[Any, Callable[[], Any], Call
 
 
 def _copied(state: Any) -> Any:
-    """Return a copy of a state, because a loader may change what it returned or was given."""
+    """Return a deep copy of a loader state, because the loader may modify the object that it returned or was given."""
     try:
         return copy.deepcopy(state)
-    except Exception:  # An object may fail to copy in any way. The save decides whether it can hold it.
+    except Exception:  # Copying may fail in any way; the save decides whether the state can be stored.
         return state
 
 
 class DrawnAhead:
-    """The batch that Lightning draws ahead of training to detect the end of data without a length."""
+    """Tracks the batch that Lightning prefetches to detect the end of data that has no length."""
 
-    # Replicated loaders are saved as they were before this batch, because another number of processes would divide it
-    # differently.
+    # Replicated loaders are saved in their state before this batch, because another number of processes would divide
+    # it differently.
 
     def __init__(self) -> None:
         self._loaders: Sequence[object] = ()
         self._is_for_all = False
-        self._before: tuple[list[Any], list[bool]] = [], []  # the states of loaders, and which of them had ended
+        self._before: tuple[list[Any], list[bool]] = [], []  # loader states, and which loaders were exhausted
         self._has_warned = False
 
     def begin(self, loaders: Sequence[object], replicated: Collection[str]) -> None:
-        """Begin an epoch of some loaders; ``replicated`` names state that is the same in all processes."""
+        """Start tracking an epoch over the loaders; ``replicated`` names state that is identical in all processes."""
         self._loaders = loaders
         self._is_for_all = all_stateful(loaders) and len(replicated_states(loaders, replicated)) == len(loaders)
 
     def note(self, fetcher: Any) -> None:
-        """Note the states of the loaders before training on a batch draws the next one."""
+        """Record the loader states before a training step, which prefetches the next batch."""
         if self._is_for_all and fetcher.length is None:
             self._before = loader_states(self._loaders), have_ended(fetcher.combined_loader)
 
     def capture(self, fetcher: Any) -> dict[str, Any]:
-        """Return the entries of a position for the batch drawn ahead and for loaders that have ended."""
+        """Return the position entries for the prefetched batch and for exhausted loaders."""
         batches = list(getattr(fetcher, "batches", ()))
         if batches and self._is_for_all:
             return {"loaders": self._before[0], "ended": self._before[1]}
@@ -196,7 +196,7 @@ class DrawnAhead:
         return position
 
     def begin_within(self, fetcher: Any, position: Mapping[str, Any]) -> None:
-        """Make the iterator of a fetcher within an epoch, as a saved position describes it."""
+        """Create a fetcher's iterator in the middle of an epoch, from a saved position."""
         ahead, ended = position.get("ahead"), position.get("ended", [])
         if ahead is None:
             iter(fetcher)
@@ -212,15 +212,15 @@ class DrawnAhead:
 
 
 def capture_generators(loaders: Sequence[object]) -> dict[str, Any]:
-    """Return the states of the global generators, and of the generators of loaders and samplers."""
+    """Return the states of the global generators and of the loaders' and samplers' own generators."""
     return {**as_tree(capture()), "loaders": loader_generators(loaders)}
 
 
 def restore_generators(state: dict[str, Any], device: torch.device, loaders: Sequence[object]) -> None:
-    """Restore the states from :func:`capture_generators` for the generators that exist."""
+    """Restore the states from :func:`capture_generators`, as far as the generators still exist."""
     restore(state)
     restore_loader_generators(state.get("loaders", {}), loaders)
-    saved = state.get("device")  # The first version saved the generator of one device.
+    saved = state.get("device")  # legacy: the first version saved only one device's generator
     if saved is not None and saved["type"] == device.type:
         getattr(torch, device.type).set_rng_state(saved["state"])
 
@@ -236,8 +236,8 @@ def restore_loader_generators(states: Mapping[str, Any], loaders: Sequence[objec
 
 
 def _generators(loaders: Sequence[object]) -> dict[str, Any]:
-    """Return the distinct generators of loaders and samplers by a name such as ``0.sampler.generator``."""
-    # A loader with a state restores its own generator, except in torchdata, which draws the seeds of workers from it.
+    """Return the distinct generators of loaders and samplers, keyed by names such as ``0.sampler.generator``."""
+    # Stateful loaders restore their own generator, except torchdata's, which draw worker seeds from it.
     by_id: dict[int, tuple[str, Any]] = {}
     for index, loader in enumerate(loaders):
         if not _stateful([loader]) or is_torchdata_loader(loader):
@@ -250,7 +250,7 @@ def _generators(loaders: Sequence[object]) -> dict[str, Any]:
 
 
 def batch_sizes(loaders: Sequence[Any]) -> list[int | None]:
-    """Return how many samples a batch of each loader has in this process; None if unknown."""
+    """Return the per-process batch size of each loader, in samples; None if unknown."""
     sizes = (
         getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
         for loader in loaders
@@ -259,7 +259,7 @@ def batch_sizes(loaders: Sequence[Any]) -> list[int | None]:
 
 
 def batch_size_ratio(saved: Sequence[int | None] | None, loaders: Sequence[Any]) -> Fraction:
-    """Return the ratio of saved to present batch size, 1 if unknown; StateError if it differs between loaders."""
+    """Return the ratio of saved to current batch size, 1 if unknown; StateError if it differs between loaders."""
     sizes = batch_sizes(loaders)
     if saved is None or len(saved) != len(sizes):
         return Fraction(1)

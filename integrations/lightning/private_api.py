@@ -1,12 +1,12 @@
-"""The private names of Lightning that the callback needs, and the wrappers around methods of Lightning.
+"""The private Lightning names that the callback needs, and the wrappers around Lightning methods.
 
 Lightning calls the hooks of callbacks before its loops have done their bookkeeping: after ``on_train_batch_end`` it
 calls the module's own hook, validates and steps the schedulers, and after ``on_train_epoch_end`` it does the same for
-the epoch. A checkpoint saved from a hook would lack the results. Therefore :class:`LoopHooks` wraps the methods of the
-loops that enclose all of that, on the objects of one trainer and for one run.
+the epoch. A checkpoint saved from a hook would lack the results. Therefore :class:`LoopHooks` wraps the loop methods
+that enclose all of these calls, on the objects of one trainer and for one run.
 
-A trainer chooses its checkpoint before it calls any hook. Therefore :func:`follow_choices` wraps one method on its
-class when the first callback is made.
+A trainer selects its checkpoint before it calls any hook. Therefore :func:`follow_choices` wraps the method that does
+this on its class, when the first callback is created.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger("holdfast")
 
 # ---- the private names, which `check_version` looks for
 
-NAMES = {  # by the attribute of the trainer that has them
+NAMES = {  # keyed by the trainer attribute that has the names
     "": ("_accelerator_connector", "_checkpoint_connector", "_logger_connector", "_signal_connector"),
     "_checkpoint_connector": (
         *("_hpc_resume_path", "_loaded_checkpoint", "_parse_ckpt_path", "dump_checkpoint"),
@@ -51,14 +51,14 @@ NAMES = {  # by the attribute of the trainer that has them
         *("_combined_loader", "_has_run", "_last_val_dl_reload_epoch", "batch_progress", "restarting", "setup_data"),
     ),
 }
-NAMES_OF_CLASSES = {  # by the class of a strategy or a callback
+NAMES_OF_CLASSES = {  # keyed by the strategy or callback class
     "DDPStrategy": ("_ddp_comm_state", "_ddp_kwargs"),
     "ModelParallelStrategy": ("_save_distributed_checkpoint",),
     "LearningRateFinder": ("_early_exit",),
     "BatchSizeFinder": ("_early_exit",),
 }
 _CONNECTOR = "trainer.connectors.checkpoint_connector"
-NAMES_IN_MODULES = {  # by the module of the package; attributes of a class that its constructor sets
+NAMES_IN_MODULES = {  # keyed by submodule of the package; class attributes include those set in __init__
     "core.saving": ("_load_state", "_pl_migrate_checkpoint"),
     "utilities.combined_loader": (
         *("CombinedLoader.flattened", "CombinedLoader._iterator"),
@@ -71,14 +71,14 @@ NAMES_IN_MODULES = {  # by the module of the package; attributes of a class that
         *("_Metadata.metric_attribute", "_Metadata.sync", "_Sync.group", "_Sync.should"),
     ),
 }
-_GIVEN = "holdfast_given_path"  # attribute of a connector with the ``ckpt_path`` that the call was given
+_GIVEN = "holdfast_given_path"  # checkpoint connector attribute that stores the ``ckpt_path`` given by the caller
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
-# The processes of trainers that have ended: Python would warn if they were collected while they run.
+# Child processes of trainers that have ended, kept alive: Python warns if a running Popen is garbage-collected.
 _released: list[subprocess.Popen[bytes]] = []
 
-# A trainer treats a callback that resumes automatically as ``ckpt_path="last"``. Lightning then warns about a missing
-# model, and in a first run about a missing "last", although the user has requested neither.
+# With an auto-resuming callback, a trainer behaves as with ``ckpt_path="last"``. Lightning then warns about a missing
+# model and, in a first run, about a missing "last" checkpoint, although the user has requested neither.
 _MISLEADING = (
     r"`\.fit\(ckpt_path=None\)` was called without a model\.",
     r'\.fit\(ckpt_path="last"\) is set, but there is no last checkpoint available\.',
@@ -86,7 +86,7 @@ _MISLEADING = (
 
 
 def missing_names(trainer: Any) -> list[str]:
-    """Return the names in the tables above that a trainer lacks, such as ``trainer.fit_loop.run``."""
+    """Return the names from the tables above that a trainer does not have, such as ``trainer.fit_loop.run``."""
     missing = []
     for path, names in NAMES.items():
         owner: Any = trainer
@@ -115,7 +115,7 @@ def _has_path(module: Any, name: str) -> bool:
 
 
 def check_version(trainer: Any) -> None:
-    """Raise StateError with all missing names unless a trainer has the private names that the callback needs."""
+    """Raise StateError, listing the missing names, if a trainer lacks private names that the callback needs."""
     if missing := missing_names(trainer):
         raise StateError(
             f"{_package(trainer)} is built differently from the versions that holdfast supports (2.5 and 2.6); it has "
@@ -124,16 +124,16 @@ def check_version(trainer: Any) -> None:
 
 
 def _package(trainer: Any) -> str:
-    """Return the package of the trainer class that the class of a trainer derives from."""
+    """Return the Lightning package (``lightning.pytorch`` or ``pytorch_lightning``) that a trainer comes from."""
     names = (base.__module__ for base in type(trainer).__mro__)
     return next(package for name in names for package in _PACKAGES if name.startswith(f"{package}."))
 
 
 def follow_choices(callback: type) -> None:
-    """Note in every trainer which path ``fit`` was given, and keep it from Lightning's files for requeueing."""
+    """Make every trainer record the path given to ``fit``, and ignore Lightning's own SLURM requeue checkpoints."""
     for package in _PACKAGES:
         connector: Any = getattr(sys.modules.get(f"{package}.{_CONNECTOR}"), "_CheckpointConnector", None)
-        choose = getattr(connector, "_parse_ckpt_path", None)  # `check_version` names what a trainer lacks
+        choose = getattr(connector, "_parse_ckpt_path", None)  # `check_version` reports missing names
         if choose is not None and not hasattr(choose, "__wrapped__"):
             connector._parse_ckpt_path = _following(choose, callback)
 
@@ -146,7 +146,7 @@ def _following(original: Callable[..., Any], callback: type) -> Callable[..., An
         if not any(isinstance(present, callback) for present in self.trainer.callbacks):
             return original(self, state_fn, ckpt_path, **models)
         if ckpt_path is None and _is_in_slurm() and is_left_alone(self.trainer, self._hpc_resume_path):
-            # A trainer does the same if there is no such file.
+            # Same defaults as in Lightning when there is no requeue checkpoint.
             if state_fn != "fit" and model_provided:
                 return None
             ckpt_path = "last" if state_fn == "fit" else "best"
@@ -163,14 +163,14 @@ def was_given_no_path(trainer: Any) -> bool:
 
 
 def forget_choice(trainer: Any) -> None:
-    """Forget the path of a run at its end, because the next run may begin without choosing one."""
+    """Clear the recorded path when a run ends, because the next run may begin without setting it."""
     vars(trainer._checkpoint_connector).pop(_GIVEN, None)
 
 
 def is_left_alone(trainer: Any, path: Any) -> bool:
-    """Return whether a path is a file for requeueing that Lightning itself chose; log that it is left alone."""
+    """Return whether the path is a SLURM requeue checkpoint that Lightning itself selected; log that it is ignored."""
     connector = trainer._checkpoint_connector
-    # If the module makes the first callback of the process, the trainer has chosen its path before one was noted.
+    # If the module creates the first callback in the process, the trainer selected its path before we recorded any.
     was_chosen = path and _is_in_slurm() and vars(connector).get(_GIVEN) is None
     if not was_chosen or path != connector._hpc_resume_path:
         return False
@@ -183,7 +183,7 @@ def _is_in_slurm() -> bool:
 
 
 class LoopHooks:
-    """Wrappers around methods of single objects, active while ``applies()``, until :meth:`remove` removes them."""
+    """Wrappers for methods of individual objects, active while ``applies()`` is true, until :meth:`remove`."""
 
     def __init__(self, applies: Callable[[], bool] = lambda: True) -> None:
         self._placed: list[tuple[Any, str, Any, Any]] = []
@@ -204,7 +204,7 @@ class LoopHooks:
         setattr(owner, name, method)
 
     def remove(self) -> None:
-        """Remove all wrappers. A wrapper that was itself wrapped stays, but only calls the original method."""
+        """Remove all wrappers; one that has since been wrapped itself stays, but only calls the original method."""
         self._active = False
         for owner, name, before, method in reversed(self._placed):
             if vars(owner).get(name) is not method:
@@ -217,9 +217,9 @@ class LoopHooks:
 
 
 def clear_restart(loop: Any) -> None:
-    """Make a loop, and the loops inside it, forget that their counters were restored."""
-    # A restored loop infers from the counters at which hook it was saved, and then counts steps, and skips validations
-    # and schedulers, to compensate. After a save between batches, there is nothing to compensate.
+    """Clear the restart state of a loop and its nested loops, so that they do not act on restored counters."""
+    # A restored loop infers from its counters the hook in which it was saved, and compensates: it increments steps, and
+    # skips validations and schedulers. After a save between batches, there is nothing to compensate for.
     loop.on_iteration_done()
     for child in vars(loop).values():
         if hasattr(child, "on_iteration_done"):
@@ -227,7 +227,7 @@ def clear_restart(loop: Any) -> None:
 
 
 def finish_epoch(progress: Any, *, within: bool = False) -> None:
-    """Set the counters of a loop as after a finished epoch; ``within`` if it was saved within this epoch."""
+    """Set the loop counters as after a finished epoch; pass ``within`` if the save was in the middle of this epoch."""
     for tracker in (progress.total, progress.current):
         count = tracker.ready if within else tracker.processed
         tracker.ready = tracker.started = tracker.processed = tracker.completed = count
@@ -236,28 +236,28 @@ def finish_epoch(progress: Any, *, within: bool = False) -> None:
 # ---- parts of trainers, loops and strategies
 
 
-LOADERS_MADE = "_load_combined_loader_states"  # method of the fit loop, called between making loaders and iterators
+LOADERS_MADE = "_load_combined_loader_states"  # fit loop method, called after the loaders and before the iterators
 
-# Parts of a trainer: the connector that chooses, saves and restores checkpoints, and the dictionary that it restores.
+# The trainer's connector that selects, saves and restores checkpoints, and the checkpoint dictionary it restores.
 checkpoint_connector = attrgetter("_checkpoint_connector")
 loaded_checkpoint = attrgetter("_checkpoint_connector._loaded_checkpoint")
 signal_connector = attrgetter("_signal_connector")
 cluster_environment = attrgetter("_accelerator_connector.cluster_environment")
-iterator_of = attrgetter("_iterator")  # of a combined loader: the present iterator over all loaders
+iterator_of = attrgetter("_iterator")  # the current iterator of a combined loader, over all its loaders
 
 
 def class_names(instance: Any) -> set[str]:
-    """Return the names of the class of an object and of its bases."""
+    """Return the names of an object's class and all its base classes."""
     return {base.__name__ for base in type(instance).__mro__}
 
 
 def callbacks_of(trainer: Any, *names: str) -> list[Any]:
-    """Return the callbacks of a trainer whose class, or a base of it, has one of the names."""
+    """Return the trainer's callbacks whose class or base class has one of the names."""
     return [callback for callback in trainer.callbacks if not class_names(callback).isdisjoint(names)]
 
 
 def handler_before_lightnings(connector: Any, number: signal.Signals) -> Any:
-    """Return the handler that a trainer has replaced by its own; None if there was none."""
+    """Return the signal handler that was installed before Lightning's own; None if there was none."""
     return connector._original_handlers.get(number)
 
 
@@ -271,7 +271,7 @@ def dump_checkpoint(trainer: Any, *, weights_only: bool = False) -> dict[str, An
 
 
 def loaders_of(loop: Any) -> list[Any]:
-    """Return the data loaders of a loop; none before it has set them up."""
+    """Return the data loaders of a loop; empty before they are set up."""
     return list(loop._combined_loader.flattened) if has_loaders(loop) else []
 
 
@@ -280,18 +280,18 @@ def has_loaders(loop: Any) -> bool:
 
 
 def have_ended(combined: Any) -> list[bool]:
-    """Return which loaders have ended in this epoch, if each begins again until all have ended."""
+    """Return which loaders are exhausted in this epoch, in modes that restart loaders until all are exhausted."""
     return list(getattr(combined._iterator, "_consumed", ()))
 
 
 def set_ended(combined: Any, ended: Sequence[bool]) -> None:
-    """Restore what :func:`have_ended` returned; a batch drawn since then may have ended more loaders."""
+    """Restore the flags from :func:`have_ended`, keeping loaders that a later batch has exhausted since."""
     if hasattr(combined._iterator, "_consumed") and ended:
         combined._iterator._consumed = [saved or now for saved, now in zip(ended, have_ended(combined), strict=True)]
 
 
 def draws_ahead(fetcher: Any) -> bool:
-    """Return whether a fetcher draws a batch ahead to detect the end of data without a length."""
+    """Return whether a fetcher prefetches one batch to detect the end of data that has no length."""
     return fetcher.length is None and hasattr(fetcher, "batches")
 
 
@@ -309,7 +309,7 @@ def _reload_name(loop: Any) -> str:
 
 
 def is_accumulating(fit: Any) -> bool:
-    """Return whether later batches add to the gradients before the next update."""
+    """Return whether gradient accumulation is in progress: more batches follow before the next update."""
     return bool(fit.epoch_loop._should_accumulate())
 
 
@@ -318,7 +318,7 @@ def has_done_all_batches(fit: Any) -> bool:
 
 
 def is_over(fit: Any) -> bool:
-    """Return whether the run ends here, as ``fit.done`` does, which logs a message."""
+    """Return whether the run ends here; unlike ``fit.done``, without logging a message."""
     return (
         _reached(fit.epoch_loop.global_step, fit.max_steps)
         or _reached(fit.epoch_progress.current.processed, fit.max_epochs)
@@ -331,7 +331,7 @@ def _reached(count: int, limit: int | None) -> bool:
 
 
 def skip_sanity_check(fit: Any) -> None:
-    """Let a trainer skip its sanity check, as if a validation continued; :func:`clear_restart` ends that."""
+    """Skip the trainer's sanity check by marking the validation loop as restarting, until :func:`clear_restart`."""
     fit.epoch_loop.val_loop.restarting = True
 
 
@@ -340,7 +340,7 @@ def validates_next(fit: Any, fetcher: Any) -> bool:
 
 
 def restart_in_validation(fit: Any) -> None:
-    """Let the loop run again after a finished batch, and validate; discard the counts of an unfinished validation."""
+    """Make the loop restart with the validation that follows a finished batch; discard counts of an unfinished one."""
     progress = fit.epoch_loop.val_loop.batch_progress
     for name, done in vars(progress.current).items():
         setattr(progress.total, name, max(0, getattr(progress.total, name) - done))
@@ -358,13 +358,13 @@ def averages_models(strategy: Any) -> bool:
 
 
 def keeps_own_buffers(strategy: Any) -> bool:
-    """Return whether the buffers of each process are independent of process 0."""
+    """Return whether each process has its own buffers, because DDP does not broadcast those of process 0."""
     options = getattr(strategy, "_ddp_kwargs", {"broadcast_buffers": False})
     return strategy.world_size > 1 and not options.get("broadcast_buffers", True)
 
 
 def release_children(trainer: Any) -> None:
-    """Keep a trainer from killing the processes that it has started when one ends with a status other than 0."""
+    """Prevent a trainer from killing its child processes when one of them exits with a nonzero status."""
     processes = getattr(trainer.strategy.launcher, "procs", None)
     if isinstance(processes, list):
         _released.extend(processes)
@@ -372,7 +372,7 @@ def release_children(trainer: Any) -> None:
 
 
 def package_of(module_class: type) -> str | None:
-    """Return the package whose ``LightningModule`` or ``LightningDataModule`` a class derives from."""
+    """Return the Lightning package whose ``LightningModule`` or ``LightningDataModule`` is a base of the class."""
     names = {f"{base.__module__}.{base.__name__}" for base in module_class.__mro__}
     bases = ("core.module.LightningModule", "core.datamodule.LightningDataModule")
     return next((package for package in _PACKAGES if any(f"{package}.{base}" in names for base in bases)), None)
@@ -386,7 +386,7 @@ def made_from(
     strict: bool | None,
     given: Mapping[str, Any],
 ) -> Any:
-    """Make a module of ``package`` from Lightning's dictionary; ``given`` has arguments that replace saved ones."""
+    """Create a module from a Lightning checkpoint dictionary; ``given`` arguments override saved hyperparameters."""
     saving = importlib.import_module(f"{package}.core.saving")
     checkpoint = saving._pl_migrate_checkpoint(checkpoint, path)
     checkpoint.setdefault("hyper_parameters", {}).update(given)
@@ -403,17 +403,17 @@ _FACTS = (
 
 
 def logged_averages(trainer: Any) -> dict[str, Any]:
-    """Return the averages that the module has logged since the epoch began, by key."""
+    """Return the epoch averages that the module has logged since the epoch began, keyed by result name."""
     return {key: _entry(metric) for key, metric in trainer.fit_loop.epoch_loop._results.items() if _is_kept(metric)}
 
 
 def restore_logged(trainer: Any, saved: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
-    """Restore what :func:`logged_averages` returned; ``metrics`` has the torchmetrics of the module by name."""
+    """Restore the result of :func:`logged_averages`; ``metrics`` maps names to the module's torchmetrics."""
     results = trainer.fit_loop.epoch_loop._results
     for key, entry in saved.items():
         attribute = entry["metric_attribute"]
         if attribute is not None and attribute not in metrics:
-            continue  # The module has changed.
+            continue  # The module no longer has this metric.
         logged = torch.zeros((), device=trainer.strategy.root_device) if attribute is None else metrics[attribute]
         results.log(
             **{name: entry[name] for name in _FACTS},
@@ -452,25 +452,25 @@ def _entry(metric: Any) -> dict[str, Any]:
         "reduce": meta.reduce_fx.__name__,
         "sync_dist": meta.sync.should,
         "rank_zero_only": meta.sync.rank_zero_only,
-        # A torchmetrics.Metric that was logged is saved with the module.
+        # A logged torchmetrics.Metric has no state here: it is saved with the module.
         "state": {state: getattr(metric, state).detach() for state in metric._defaults} if metric.is_tensor else {},
     }
 
 
 # ---- Lightning's searches for a learning rate and a batch size
 #
-# ``LearningRateFinder`` and ``BatchSizeFinder`` search in ``on_fit_start``. If a trainer resumes, that would replace
-# the checkpoint that it has begun to load by the file that the search restores after its trials.
+# ``LearningRateFinder`` and ``BatchSizeFinder`` search in ``on_fit_start``. In a resumed run, the file that the search
+# restores after its trials would replace the checkpoint that is already being loaded.
 
 
 FINDERS = ("LearningRateFinder", "BatchSizeFinder")
 
 
 def is_search_file(path: object) -> bool:
-    """Return whether a path is a file that a search restores after its trials."""
+    """Return whether a path is the temporary checkpoint that a search restores after its trials."""
     return os.path.basename(str(path)).startswith((".lr_find", ".scale_batch_size"))
 
 
 def only_searches(trainer: Any) -> bool:
-    """Return whether a ``Tuner`` has started the trainer only to search."""
+    """Return whether a ``Tuner`` started this ``fit`` only to search for a value."""
     return any(finder._early_exit for finder in callbacks_of(trainer, *FINDERS))

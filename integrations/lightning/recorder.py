@@ -1,4 +1,4 @@
-"""One ``fit``: how it begins, resumes and ends, and the points at which its state is consistent."""
+"""One ``fit``: how it begins, resumes and ends, and the points at which its state is consistent to save."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger("holdfast")
 
 
 class Stage(Enum):
-    """How far a ``fit`` has come."""
+    """The progress of a ``fit``."""
 
     SET_UP = 0
     LOADED = 1  # from a checkpoint
@@ -36,9 +36,9 @@ class Stage(Enum):
 
 
 class FitRecorder:
-    """Watches one ``fit`` from ``setup`` to its end, and considers a save after each batch and each epoch."""
+    """Follows one ``fit`` from ``setup`` to its end, and decides about a save after each batch and each epoch."""
 
-    # The state is consistent after a batch and everything that belongs to it (the module's own hook, the validation,
+    # The state is consistent after a batch and all the work that belongs to it (the module's own hook, the validation,
     # the schedulers), unless gradients are still being accumulated. This point is reached when the next batch begins,
     # or the epoch ends. After the last batch of an epoch, the next point is the end of the epoch. After a signal, a
     # step is also saved before a validation, and the resumed run begins with that validation.
@@ -49,15 +49,15 @@ class FitRecorder:
         self._stop = FitStop(fit, stop, StepsAfterSignal(fit.options, fit.store.manager, fit.preemption))
         self._callback = weakref.proxy(callback)
         self._log = guarded(_log_event, "that passes events to the trainer's loggers")
-        # The tuner removes all callbacks during its trials in the same loops.
+        # The hooks pause during the trials of a Tuner, which removes all callbacks but uses the same loops.
         self._hooks = LoopHooks(lambda: any(present is callback for present in fit.trainer.callbacks))
         misfits = None if fit.options.partial is None else Misfits()
         self.witness = FitWitness(fit, misfits)
         self._replay = EpochReplay(fit, self._hooks, self.witness.resume)
         self.fitting = Fitting(fit.trainer, misfits, fit.options.hyperparameters, self._hooks)
         self.writer = StepWriter(fit, self._replay, self.fitting, self.witness)
-        self._considered = fit.step  # the last step that was considered for a save
-        self._in_batch = False  # whether a batch has begun, and its consistent point is not reached
+        self._considered = fit.step  # the last step considered for a save
+        self._in_batch = False  # whether a batch has begun, and its consistent point is not yet reached
         self._hooks.place(fit.trainer.fit_loop.epoch_loop, "advance", self._batch)
         self._hooks.place(fit.trainer.fit_loop, "on_advance_end", self._epoch_ends)
         self._hooks.place(private_api.checkpoint_connector(fit.trainer), "restore_training_state", self._restore_state)
@@ -66,11 +66,11 @@ class FitRecorder:
 
     @property
     def has_started(self) -> bool:
-        """Whether the ``fit`` has begun to train, or found that there was nothing left to do."""
+        """Whether the ``fit`` has started training, or loaded a checkpoint after which nothing is left to do."""
         return self._stage is not Stage.SET_UP
 
     def begin(self) -> None:
-        """Begin to watch; refuse a directory with checkpoints if the trainer has loaded none."""
+        """Start recording; raise StateError if the directory has checkpoints but the trainer has loaded none."""
         before, self._stage = self._stage, Stage.TRAINING
         self._stop.points.begin()
         self._replay.begin()
@@ -88,7 +88,7 @@ class FitRecorder:
         self.witness.begin()
 
     def finish(self) -> None:
-        """If nothing was left to do, announce it, and give the trainer the metrics of the last step."""
+        """If nothing was left to do, announce it, and set the trainer's metrics to those of the last step."""
         self._replay.fit_ends()
         if self._stage is not Stage.LOADED:
             return
@@ -101,7 +101,7 @@ class FitRecorder:
         self.fit.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in stored.items()})
 
     def detach(self, *, orderly: bool) -> None:
-        """Stop watching; ``orderly`` is False if training ends with an exception."""
+        """Remove all hooks and stop recording; ``orderly`` is False if training ends with an exception."""
         self.witness.run.close()
         self._hooks.remove()
         self._stop.points.end(orderly=orderly)
@@ -109,7 +109,7 @@ class FitRecorder:
     # ---- resuming from a checkpoint
 
     def resume_from(self, checkpoint: dict[str, Any]) -> None:
-        """Resume from Lightning's dictionary, and take the position out of it."""
+        """Resume from a Lightning checkpoint dictionary, after removing the data position from it."""
         path = self.fit.trainer.ckpt_path
         saved = checkpoint.pop(POSITION, None) or {}
         step = int(checkpoint["global_step"]) + saved.get("batches_as_steps", 0)
@@ -123,8 +123,8 @@ class FitRecorder:
         self.fit.say("resumed from step %d in %s", step, format(path))
 
     def _restore_state(self, original: Callable[[], None]) -> None:
-        """Restore loops, optimizers and schedulers, even for a ``fit`` with fewer epochs than the run has done."""
-        # That happens if a program calls fit twice, and is started again during the second call.
+        """Restore loops, optimizers and schedulers, even if ``max_epochs`` is less than the run has completed."""
+        # That happens if a program calls fit twice, and is restarted during the second call.
         if private_api.is_search_file(self.fit.trainer.ckpt_path):
             original()
             return
@@ -140,7 +140,7 @@ class FitRecorder:
         self._replay.state_restored()
 
     def _search(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Search for a learning rate or a batch size, unless the run resumes."""
+        """Run the learning rate or batch size search, unless the run resumes."""
         if self._stage is not Stage.LOADED:
             original(*args, **kwargs)
             return
@@ -164,7 +164,7 @@ class FitRecorder:
             self._before_validation()
 
     def _batch_ends(self) -> None:
-        """Consider a save after a batch and everything that belongs to it, once."""
+        """Consider a save, once, after a batch and the work that belongs to it."""
         if not self._in_batch:
             return
         self._in_batch = False
@@ -191,7 +191,7 @@ class FitRecorder:
             self._leave()
         complete = private_api.has_done_all_batches(self.fit.trainer.fit_loop) or self._replay.fetcher.done
         if self.writer.newest.is_cut_off and not complete:
-            # Only the end of the epoch was left to do: the next start skips it.
+            # Only the epoch end was left to do; saved now, so that the next start skips it.
             self.writer.save(self.fit.step, "batch", "at the end")
         original()
         step, stop = self.fit.step, self._stop.points.after_batch()
@@ -209,23 +209,23 @@ class FitRecorder:
         step, loop = self.fit.step, self.fit.trainer.fit_loop
         if self.writer.newest.holds(step) or private_api.is_accumulating(loop):
             return
-        # Lightning sets the counters to 0 a moment later.
+        # Lightning itself resets these counters a moment later.
         loop.epoch_loop.val_loop.batch_progress.reset_on_run()
         self.writer.hold(step, "validation")
         if self._stop.points.in_validation():
             self._save_at_signal(step, "validation")
 
     def during_validation(self) -> None:
-        """Leave a validation if the process is to end; nothing can be saved within it."""
-        # Callbacks may have replaced the weights by an average, and modules count, cache and switch modes. While
-        # gradients are being accumulated, the validation runs to its end, and the next update is saved.
+        """Abort a validation if the process has been asked to end; nothing can be saved during a validation."""
+        # Callbacks may have replaced the weights with an average, and modules count, cache and switch modes. During
+        # gradient accumulation, the validation runs to its end, and the state after the next update is saved.
         if not self._stop.points.in_validation():
             return
         step, newest = self.fit.step, self.writer.newest
         if not newest.holds(step):
             if private_api.is_accumulating(self.fit.trainer.fit_loop):
                 return
-            if self.writer.held is None:  # Otherwise the step is saved as after an exception.
+            if self.writer.held is None:  # a held copy is saved as after an exception
                 logger.warning(
                     "preempted in the validation after step %d, which is not saved: the run resumes from step %s",
                     step,
@@ -241,11 +241,11 @@ class FitRecorder:
             self.writer.consider(step, point, ended=ended)
 
     def _save_at_signal(self, step: int, point: Point) -> None:
-        """Save a step, and end the run, at once or after some batches that are only recorded."""
+        """Save a step, and end the run immediately, or after a few more batches recorded for comparison."""
         try:
             self.writer.save(step, point, PREEMPTED)
         except SaveFailedError:
-            # The save before this one failed. The process is about to end, so the log must report it.
+            # The save before this one failed. The process is about to end, so the failure must be logged now.
             logger.exception("an earlier save failed; step %d is being saved", step)
         if point != "batch" or self.fit.trainer.fit_loop.epoch_loop.done or not self._stop.let_steps_follow():
             self._leave()
@@ -262,7 +262,7 @@ class FitRecorder:
     # ---- the loggers of the trainer
 
     def announce(self) -> None:
-        """Pass new events and committed checkpoints to the loggers; called in the thread of the trainer."""
+        """Pass new events and committed checkpoints to the loggers; called on the trainer's thread."""
         events = self.fit.store.take_events()
         if not self.fit.trainer.is_global_zero:
             return

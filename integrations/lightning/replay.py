@@ -1,13 +1,13 @@
-"""The position of a ``fit`` in its epochs: what a checkpoint records of it, and how a new process returns to it.
+"""The position of a ``fit`` in its epochs: what a checkpoint records about it, and how a new process restores it.
 
-The order of the batches of an epoch depends on the generators at four points: when the program makes the data loaders,
-when a loader makes its iterator (it seeds the workers, which begin to load), at the first batch (samplers without
-workers are seeded), and at each later batch, because the model draws from the same generators. To restore a loader
-without a state, a resume repeats the first three with the saved states of the generators, and draws the earlier batches
-again. A loader with a state restores itself.
+The batch order in an epoch depends on the random generators at four points: when the program creates the data loaders,
+when a loader creates its iterator (it seeds the workers, which start loading), at the first batch (samplers without
+workers are seeded), and at each later batch, because the model draws from the same generators. To restore a stateless
+loader, a resume repeats the first three with the saved generator states, and draws the earlier batches again. A
+stateful loader restores itself.
 
-:class:`EpochReplay` is a state machine. Either it follows the run, or it has a saved position, at the end of an epoch
-or within one, to which it returns. The loops of Lightning cause the events, in this order:
+:class:`EpochReplay` is a state machine. Either it follows the run, or it holds a saved position to return to, at the
+end of an epoch or within one. The events come from Lightning's loops, in this order:
 
 ==============  ======================  ================================  ====================================
 event           no position             a position after an epoch         a position within an epoch
@@ -22,8 +22,8 @@ batch           counts it                                                 skips 
 fit ends                                restores the end                  restores the end
 ==============  ======================  ================================  ====================================
 
-The skipped batch was done before the save: its validation follows. If nothing was left to do, no epoch begins, and the
-end of the ``fit`` is the next event.
+The skipped batch was trained before the save, and only its validation follows. If nothing was left to do, no epoch
+begins, and the next event is the end of the ``fit``.
 """
 
 from __future__ import annotations
@@ -53,37 +53,37 @@ logger = logging.getLogger("holdfast")
 Point = Literal["batch", "validation", "epoch"]
 """After a batch and all that belongs to it, before the validation that follows a batch, or after an epoch."""
 
-# These callbacks of Lightning set up the trainer when an epoch starts, and can do so again in the middle of it. Other
-# callbacks have seen the start of the epoch, and are not called again.
+# These Lightning callbacks set up the trainer at the start of an epoch, and can safely do so again in mid-epoch. Other
+# callbacks have already seen the start of the epoch, and are not called again.
 _SET_UP_EPOCHS = ("GradientAccumulationScheduler", "StochasticWeightAveraging")
 
-# Lightning warns of this, but here the data returns to the right position.
+# A Lightning warning, silenced because the data position is restored here.
 _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
 
 
 class EpochReplay:
-    """Follows one ``fit`` through its epochs, and returns it to a saved position; see the table above."""
+    """Tracks one ``fit`` through its epochs, and restores a saved position; see the state table above."""
 
     def __init__(self, fit: Fit, hooks: LoopHooks, restored: Callable[[], None]) -> None:
         self._fit = fit
         self._trainer = fit.trainer
         self._loop = fit.trainer.fit_loop
-        self._restored = restored  # called when everything is restored
+        self._restored = restored  # callback, called once everything is restored
         self._options = fit.options
-        self._saved: SavedPosition | None = None  # None while this follows the run
+        self._saved: SavedPosition | None = None  # position to return to; None while following the run
         self._switches = ModuleSwitches(fit.trainer.lightning_module)
-        self._made: dict[str, Any] = {}  # the generators before the program made the loaders, if it makes them again
-        self._start: dict[str, Any] = {}  # the generators and loaders when the epoch began
-        self._ended: list[Any] | None = None  # restored states of loaders at the end of an epoch
+        self._made: dict[str, Any] = {}  # generator states before the loaders were created, if they are recreated
+        self._start: dict[str, Any] = {}  # generator and loader states at the start of the epoch
+        self._ended: list[Any] | None = None  # loader states restored at the end of an epoch
         self._ahead = loaders.DrawnAhead()
-        self.fetcher: Any = None  # the data fetcher of the present epoch
+        self.fetcher: Any = None  # the data fetcher of the current epoch
         hooks.place(self._loop, private_api.LOADERS_MADE, self._loaders_made)
         hooks.place(self._loop, "on_advance_start", self._epoch_begins)
         hooks.place(self._loop.epoch_loop, "on_run_start", self._batches_begin)
         hooks.place(self._loop.epoch_loop, "advance", self._batch)
 
     def begin(self) -> None:
-        """Note the flags of the module when training begins; warn of data that an epoch does not exhaust."""
+        """Record the module's flags when training begins; warn about loaders that an epoch does not exhaust."""
         self._switches = ModuleSwitches(self._trainer.lightning_module)
         if (names := loaders.cut_short(self._loaders(), self._loop.max_batches)) and self._trainer.is_global_zero:
             logger.warning(
@@ -95,7 +95,7 @@ class EpochReplay:
             )
 
     def capture(self, point: Point, *, is_cut_off: bool = False) -> dict[str, Any]:
-        """Return the position as a tree; ``is_cut_off`` if the process ends before what follows the batch."""
+        """Return the position as a tree; ``is_cut_off`` if the process ends before the work that follows the batch."""
         parts, averages = self._loaders(), capture_averages(self._trainer)
         position: dict[str, Any] = {
             "point": point,
@@ -120,7 +120,7 @@ class EpochReplay:
         if point != "epoch" or averages["metrics"]:
             position["averages"] = averages
         if point != "epoch":
-            ahead = getattr(self.fetcher, "batches", ())  # one batch for data without a length
+            ahead = getattr(self.fetcher, "batches", ())  # one prefetched batch if the data has no length
             position["fetched"] = self.fetcher.fetched
             position["consumed"] = self.fetcher.fetched - len(ahead)
             if not loaders.all_stateful(parts):
@@ -131,7 +131,7 @@ class EpochReplay:
         return position
 
     def resume(self, saved: dict[str, Any], processes: ProcessGroup) -> bool:
-        """Resume from the result of :meth:`capture`, before the loops run; return whether the save was cut off."""
+        """Set the position from :meth:`capture` to return to, before the loops run; return whether it was cut off."""
         self._saved = share_of(saved, self._trainer, self._options.replicated, self._options.reshard, processes)
         self._fit.batches = saved.get("batches_as_steps", 0)
         return self._saved.is_cut_off
@@ -139,17 +139,17 @@ class EpochReplay:
     # ---- the events
 
     def state_restored(self) -> None:
-        """Prepare the loops after their counters are restored, and before the program makes its data loaders."""
+        """Prepare the loops after their counters are restored, and before the program creates its data loaders."""
         saved, makes = self._saved, not private_api.has_loaders(self._loop)
         if saved is None:
             self._made = self._before_loaders() if makes else {}
             return
-        private_api.skip_sanity_check(self._loop)  # Its hooks would change the restored state.
+        private_api.skip_sanity_check(self._loop)  # because its hooks would change the restored state
         self._made = saved.tree.get("loaders_made", {})
         if self._made and makes:
             progress = self._loop.epoch_progress.current
             saved.until_loaders.callback(setattr, progress, "completed", progress.completed)
-            progress.completed = saved.tree["reloaded_at_epoch"]  # The program may read it.
+            progress.completed = saved.tree["reloaded_at_epoch"]  # The program may read it when it creates the loaders.
             if not saved.keeps_random:
                 restore(self._made)
         if not saved.is_cut_off:
@@ -161,10 +161,10 @@ class EpochReplay:
     def _loaders_made(self, original: Callable[[], None]) -> None:
         original()
         parts, saved = self._loaders(), self._saved
-        loaders.replicated_states(parts, self._options.replicated)  # This refuses unknown names.
+        loaders.replicated_states(parts, self._options.replicated)  # raises for unknown names
         for index, loader in enumerate(parts):
             check_stream(f"training data loader {index}", loader)
-        self._ended = None  # These loaders are new.
+        self._ended = None  # not valid for new loaders
         self._start = self._before_iterator()
         if saved is not None:
             saved.until_loaders.close()
@@ -209,14 +209,14 @@ class EpochReplay:
         if len(parts) == 1 or loaders.all_stateful(parts):
             self._fit.count(original, fetcher)
             return
-        # Of several loaders, shorter ones begin again, and are seeded, in the middle of an epoch.
+        # With several loaders, shorter ones restart, and are seeded, in the middle of an epoch.
         before, drawn, marks = self._random(), fetcher.fetched, loaders.marks(fetcher)
         self._fit.count(original, fetcher)
         if loaders.has_restarted(marks, loaders.marks(fetcher)):
             self._start.setdefault("restarts", {})[drawn] = before
 
     def fit_ends(self) -> None:
-        """If nothing was left to do, restore the state with which the program continues."""
+        """If nothing was left to do, restore the end state, with which the program continues."""
         if (saved := self._saved) is None:
             return
         self._saved = None
@@ -224,7 +224,7 @@ class EpochReplay:
         saved.until_batches.close()
         self._go_to_end(saved)
         for callback in private_api.callbacks_of(self._trainer, "WeightAveraging"):
-            # This replaces the weights by the average.
+            # This replaces the weights with their average.
             callback.on_train_end(self._trainer, self._trainer.lightning_module)
 
     # ---- returning to where a checkpoint was saved
@@ -249,16 +249,16 @@ class EpochReplay:
         self._restore_module(saved)
         private_api.clear_restart(self._loop)
         if self._loop.max_epochs in (None, -1) or self._loop.epoch_progress.current.processed < self._loop.max_epochs:
-            private_api.finish_epoch(self._loop.epoch_progress, within=True)  # The run has ended within this epoch.
+            private_api.finish_epoch(self._loop.epoch_progress, within=True)  # The run ended in mid-epoch.
         self._restore_random(saved, saved.tree["random"])
 
     def _begin_again(self, saved: SavedPosition) -> None:
-        """Return the loaders to the start of an epoch to draw its batches again; Lightning makes the iterators next."""
+        """Rewind the loaders to the epoch start, to draw its batches again; Lightning creates the iterators next."""
         parts, now = self._loaders(), self._loop.epoch_progress.current.processed
-        if (start := saved.tree.get("epoch")) is None:  # All loaders had a state.
+        if (start := saved.tree.get("epoch")) is None:  # All loaders were stateful at the save.
             raise loaders.other_loaders(parts, saved.tree["loaders"])
         loaders.set_sampler_epoch(parts, now)
-        is_first = saved.tree["reloaded_at_epoch"] == now  # of these loaders
+        is_first = saved.tree["reloaded_at_epoch"] == now  # whether this is the first epoch of these loaders
         loaders.load_loader_states(parts, start["loaders"], ended=not is_first)
         loaders.start_workers(parts, set(range(len(parts))).difference(start.get("new_workers", ())))
         self._restore_random(saved, start["at_iterator"])
@@ -295,7 +295,7 @@ class EpochReplay:
         restored = {name: value.clone() for name, value in module.state_dict().items()}
         for callback in callbacks:
             callback.on_train_epoch_start(self._trainer, module)
-        # In its last epoch, StochasticWeightAveraging resets the statistics of batch normalization.
+        # In its last epoch, StochasticWeightAveraging resets the batch normalization statistics.
         module.load_state_dict(restored)
 
     def _go_to_batch(self, saved: SavedPosition, fetcher: Any) -> None:
@@ -306,7 +306,7 @@ class EpochReplay:
         restore_averages(self._trainer, saved.tree["averages"])
         private_api.clear_restart(self._loop)
         if saved.tree["point"] == "validation":
-            private_api.restart_in_validation(self._loop)  # The event of the next batch clears the position.
+            private_api.restart_in_validation(self._loop)  # _batch clears self._saved.
         else:
             self._stop_if_asked(saved)
             self._saved = None
@@ -318,12 +318,12 @@ class EpochReplay:
         self._restored()
 
     def _stop_if_asked(self, saved: SavedPosition) -> None:
-        """Stop the run if it was asked to stop, unless the program itself chose the step to resume from."""
+        """Stop if the saved run was asked to stop, unless the program itself chose the step to resume from."""
         if saved.tree.get("automatic", False) and saved.tree["should_stop"]:
             self._trainer.should_stop = True
 
     def _warn(self, saved: SavedPosition) -> None:
-        """Warn of workers that cannot be restored, and of state from earlier versions that is no longer restored."""
+        """Warn about workers that cannot be restored, and about state that only earlier versions restored."""
         if not self._trainer.is_global_zero:
             return
         tree, parts = saved.tree, self._loaders()
@@ -353,7 +353,7 @@ class EpochReplay:
             )
 
     def _rescale(self, tree: dict[str, Any]) -> None:
-        """Correct the count of batches if the data is divided among another number of processes."""
+        """Rescale the batch counts if the data is now divided among another number of processes."""
         if (factor := tree.get("rescaled")) is None:
             return
         factor *= loaders.batch_size_ratio(tree.get("batch_sizes"), self._loaders())
@@ -383,7 +383,7 @@ class EpochReplay:
             self._restore_validation_loaders(saved, validation)
 
     def _validation_loaders(self) -> dict[str, Any]:
-        """Return the state that later validations depend on: generators, and which loaders have seeded workers."""
+        """Return the state that later validations depend on: generators, and which loaders have persistent workers."""
         loop = self._loop.epoch_loop.val_loop
         parts = private_api.loaders_of(loop)
         kept = [i for i, loader in enumerate(parts) if loaders.keeps_iterator(loader) and loader._iterator is not None]

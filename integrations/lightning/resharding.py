@@ -1,4 +1,4 @@
-"""The position of a run in its data, if another number of processes continues."""
+"""Resharding of a run's data position when the number of processes changes."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ logger = logging.getLogger("holdfast")
 
 @dataclass(frozen=True)
 class SavedPosition:
-    """A saved position in the data, as this process resumes from it."""
+    """The saved data position that this process resumes from."""
 
     tree: dict[str, Any]
-    is_new: bool = False  # whether another process saved it, because more processes continue than saved
-    keeps_random: bool = False  # whether this process keeps the global generators as the program seeded them
-    until_loaders: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # to undo when loaders are made
-    until_batches: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # to undo before the first batch
+    is_new: bool = False  # whether this process had no saved position, because there are more processes now
+    keeps_random: bool = False  # whether to keep the global generators as seeded by the program
+    until_loaders: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # undone once loaders exist
+    until_batches: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # undone before the first batch
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether the process ended before something that follows the last batch, such as a validation."""
+        """Whether the process ended before work that follows the last batch, such as a validation."""
         return bool(self.tree.get("is_cut_off", self.tree["point"] == "validation"))
 
 
 def share_of(
     saved: dict[str, Any], trainer: Any, replicated: Collection[str], reshard: Reshard | None, processes: ProcessGroup
 ) -> SavedPosition:
-    """Return what this process resumes from; StateError if it is unknown how to divide the data among the processes."""
+    """Return the position that this process resumes from; StateError if it is unknown how to divide the data."""
     shares = saved.pop("shares", None)
     is_new = shares is not None and processes.index >= len(shares)
     draws_alike = GLOBAL_GENERATORS in replicated
@@ -69,7 +69,7 @@ def share_of(
 
 
 def check_replicated(saved: dict[str, Any], shares: Sequence[dict[str, Any]] | None) -> bool:
-    """Return whether all data loaders are declared as replicated; refuse states that differ."""
+    """Return whether all data loaders are declared replicated; raise StateError if their saved states differ."""
     replicated = saved.get("replicated", [])
     if any(len(share["loaders"]) <= max(replicated, default=-1) for share in shares or [saved]):
         raise StateError(
@@ -91,7 +91,7 @@ def check_replicated(saved: dict[str, Any], shares: Sequence[dict[str, Any]] | N
 
 
 def check_drawn_alike(shares: Sequence[dict[str, Any]]) -> None:
-    """Refuse global generators that are declared as replicated, but differ."""
+    """Raise StateError for global generators that are declared replicated, but whose states differ."""
     of_loaders = {"loaders", "attributes"}
     states = [{name: state for name, state in share["random"].items() if name not in of_loaders} for share in shares]
     for state in states:
@@ -104,7 +104,7 @@ def check_drawn_alike(shares: Sequence[dict[str, Any]]) -> None:
 
 
 def check_same_place(saved: dict[str, Any], loaders: Sequence[Any]) -> None:
-    """Raise StateError if the batches drawn again took a replicated loader to another position."""
+    """Raise StateError if drawing the batches again brought a replicated loader to another position."""
     declared = saved.get("replicated", ())
     for index, (state, before) in enumerate(zip(loader_states(loaders), saved["loaders"], strict=True)):
         if index not in declared or same_state(state, before):
@@ -122,7 +122,7 @@ def check_same_place(saved: dict[str, Any], loaders: Sequence[Any]) -> None:
 def reshard_states(
     saved: dict[str, Any], shares: Sequence[dict[str, Any]] | None, reshard: Reshard | None, processes: ProcessGroup
 ) -> None:
-    """Replace the saved states of data loaders by the states that ``reshard`` makes for this process."""
+    """Replace the saved data loader states with those that ``reshard`` returns for this process."""
     owners = {"": saved, "epoch/": saved.get("epoch", {})}  # at the save, and at the start of the epoch
     replicated = saved.get("replicated", ())
     divided = [
@@ -157,7 +157,7 @@ def reshard_states(
 
 
 def describe_left(before: int, now: int, draws_alike: bool) -> str:
-    """Describe what happens to state that belongs to single processes."""
+    """Describe what happens to per-process state: which processes start fresh, or whose state is dropped."""
     state = "averages over the epoch" if draws_alike else "random generators and averages over the epoch"
     if now > before:
         return f"Processes from {before} on begin with fresh {state}"

@@ -1,4 +1,4 @@
-"""How a ``fit`` saves: when a save is due, what the checkpoint holds, and which metrics belong to the step."""
+"""How a ``fit`` saves: when a save is due, what the checkpoint contains, and which metrics belong to the step."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ PREEMPTED = "preempted"
 
 @dataclass(frozen=True)
 class Newest:
-    """The newest checkpoint of a run; the first step of a fresh run that has saved nothing."""
+    """The newest checkpoint of a run, or the first step of a fresh run that has not saved anything."""
 
     step: int
-    metrics: Mapping[str, float] | None = None  # None unless the directory holds the checkpoint
-    is_cut_off: bool = False  # whether the step lacks something that follows its last batch, such as a validation
+    metrics: Mapping[str, float] | None = None  # None if the directory does not have the checkpoint
+    is_cut_off: bool = False  # whether it was saved before work that follows its batch, such as a validation
 
     def is_complete(self, step: int) -> bool:
-        """Return whether a step is saved with everything that belongs to it."""
+        """Return whether a step is saved, including all the work that belongs to it."""
         return step == self.step and not self.is_cut_off
 
     def holds(self, step: int) -> bool:
-        """Return whether a resume would continue after a step, or with what follows its last batch."""
+        """Return whether a resume would continue after this step, or with the work that follows its last batch."""
         return step == self.step and (self.metrics is not None or not self.is_cut_off)
 
 
 @dataclass(frozen=True)
 class Held:
-    """A copy of a step in host memory."""
+    """A copy of a step's checkpoint in host memory."""
 
     step: int
     checkpoint: dict[str, Any]
-    facts: Mapping[str, Any] | None  # the metadata of the checkpoint
+    facts: Mapping[str, Any] | None  # step metadata
 
 
 class StepWriter:
-    """Decides whether a step of one ``fit`` is saved, and saves it."""
+    """Decides whether a step of the ``fit`` is due for a save, and saves it."""
 
     def __init__(self, fit: Fit, replay: EpochReplay, fitting: Fitting, witness: FitWitness) -> None:
         self._fit = fit
@@ -63,41 +63,41 @@ class StepWriter:
         self._fitting = fitting
         self._witness = witness
         self._ledger = MetricsLedger()
-        self._has_news = False  # whether a validation or an epoch has ended since a save was last considered
-        self._outdated: set[int] = set()  # the steps of an earlier run that this one replaces
+        self._has_news = False  # whether a validation or an epoch has ended since the last save decision
+        self._outdated: set[int] = set()  # steps of an earlier run that this run replaces
         self._copies = Copies() if fit.options.save_on_exception else None
-        self.held: Held | None = None  # what an exception would save
-        self._has_warned = False  # of ModelPruning
+        self.held: Held | None = None  # the checkpoint to save after an exception
+        self._has_warned = False  # about ModelPruning
         self.newest = Newest(fit.step)
 
     def resume(self, step: int, earlier: Mapping[str, Any], *, is_cut_off: bool) -> None:
-        """Continue after a checkpoint, with the metrics that were logged before it."""
-        self._ledger.observe(-1, earlier)  # They belong to an earlier step.
+        """Continue from a checkpoint, with the metrics that were logged before it."""
+        self._ledger.observe(-1, earlier)  # -1: they do not belong to this step
         self._outdated = set(note_resume(self._fit.store.manager, step))
         self.newest = Newest(step, self.stored_metrics(step), is_cut_off)
 
     def stored_metrics(self, step: int) -> dict[str, float] | None:
-        """Return the numbers among the metrics of a checkpoint; None if the directory lacks the step."""
+        """Return the numeric metrics of a checkpoint; None if the step is not in the directory."""
         manager = self._fit.store.manager
         if step not in manager.all_steps():
             return None
         return {name: value for name, value in (manager.metrics(step) or {}).items() if isinstance(value, int | float)}
 
     def note_metrics(self, step: int) -> None:
-        """Observe metrics that may be new, and store the ones that were logged after their step was saved."""
+        """Record new metrics, and add those that were logged after the save of their step to its checkpoint."""
         self._ledger.observe(step, self._fit.trainer.callback_metrics)
         self._has_news = True
         if self.newest.metrics is None or step != self.newest.step:
             return
         saved = self.newest.metrics
         late = {name: value for name, value in self._ledger.of(step).items() if not _same(saved, name, value)}
-        stored: dict[str, float] = self._fit.store.processes.decide("late metrics", dict, late)  # of process 0
+        stored: dict[str, float] = self._fit.store.processes.decide("late metrics", dict, late)  # from process 0
         if stored:
             self._fit.store.manager.record_metrics(step, stored)
         self.newest = replace(self.newest, metrics={**saved, **stored})
 
     def consider(self, step: int, point: Point, *, ended: bool) -> None:
-        """Save a step if a save is due; ``ended`` is True if no step follows."""
+        """Save a step if a save is due; ``ended`` is True if it is the last step."""
         reason = self._why_due(step, point, ended=ended)
         if reason is not None:
             self.save(step, point, reason)
@@ -140,7 +140,7 @@ class StepWriter:
         with self._fit.trainer.profiler.profile("save_checkpoint"):
             try:
                 self._fit.store.save(step, dump, strategy, metrics=metrics, facts=facts, reason=reason)
-            except SaveFailedError:  # The save before this one has failed; this one is under way.
+            except SaveFailedError:  # the previous save failed; this one is in progress
                 self.newest = Newest(step, metrics)
                 raise
             strategy.barrier("CheckpointCallback")
@@ -148,7 +148,7 @@ class StepWriter:
         self._outdated.discard(step)
 
     def hold(self, step: int, point: Point) -> None:
-        """Keep a copy of the state at this point, in case of an exception before the next one."""
+        """Keep a copy of the state at this point, to save if an exception occurs before the next point."""
         if self._copies is None or self.newest.is_complete(step):
             self.held = None
             return
@@ -156,7 +156,7 @@ class StepWriter:
         self.held = Held(step, self._copies.of(self._dump(point, is_cut_off=True)), self._fitting.facts())
 
     def save_after(self, exception: BaseException) -> None:
-        """Save the last point between two batches, as the present state may be in the middle of an update."""
+        """Save the held state from the last point between two batches; the current state may be amid an update."""
         held, self.held = self.held, None
         if held is None or self.newest.is_complete(held.step) or self._witness.run.error is not None:
             return
@@ -166,16 +166,16 @@ class StepWriter:
         self._fit.say("saving step %d in %s %s", held.step, self._fit.store.directory, reason)
 
     def _dump(self, point: Point, *, is_cut_off: bool = False) -> dict[str, Any]:
-        """Return Lightning's dictionary with the position in the data and the random generators."""
+        """Return a Lightning checkpoint dictionary with the data position and the random generator states."""
         checkpoint = private_api.dump_checkpoint(self._fit.trainer)
         self._warn_of_pruning(checkpoint)
         cut_off = is_cut_off and point == "batch" and self._fit.trainer.fit_loop.epoch_loop.done
         position = self._replay.capture(point, is_cut_off=cut_off)
-        checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)  # the position holds it
+        checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)  # already in the position
         return {**checkpoint, POSITION: {**position, "optimizers": self._fitting.description()}}
 
     def _warn_of_pruning(self, checkpoint: dict[str, Any]) -> None:
-        """Warn once that ModelPruning has replaced the weights that training continues with."""
+        """Warn once that ModelPruning saves permanently pruned weights, other than those training continues with."""
         if self._has_warned or not private_api.callbacks_of(self._fit.trainer, "ModelPruning"):
             return
         names = self._fit.trainer.lightning_module.state_dict().keys() - checkpoint["state_dict"].keys()
@@ -192,11 +192,11 @@ class StepWriter:
 
 
 class MetricsLedger:
-    """Notes the step at which each value of a metric appeared in ``trainer.callback_metrics``."""
+    """Tracks the step at which each metric value appeared in ``trainer.callback_metrics``."""
 
-    # ``trainer.callback_metrics`` holds the last value of every metric that was ever logged: 50 steps after a
-    # validation, its ``val_loss`` is still there. Ranked by it, the later checkpoint would look as good as the
-    # validated one.
+    # ``trainer.callback_metrics`` holds the last value of every metric ever logged: 50 steps after a validation, its
+    # ``val_loss`` is still there. Ranked by that stale value, the later checkpoint would look as good as the one that
+    # was validated.
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[Any, int]] = {}
@@ -208,18 +208,18 @@ class MetricsLedger:
                 self._seen[name] = (value, step)
 
     def of(self, step: int) -> dict[str, float]:
-        """Return the metrics of one step as numbers, fetched from their device."""
+        """Return the metrics of one step as Python floats, copied from their device."""
         return {name: float(value) for name, value in self.at(step).items()}
 
     def at(self, step: int) -> dict[str, Any]:
-        """Return the metrics of one step as they were logged, on their device."""
+        """Return the metrics of one step as logged, still on their device."""
         return {name: value for name, (value, at) in self._seen.items() if at == step}
 
 
 def _same_value(seen: Any, value: Any) -> bool:
-    """Return whether two objects are the same logged value: the same memory, not the same number."""
+    """Return whether two objects are the same logged value, judged by identity of memory rather than equality."""
     if isinstance(seen, torch.Tensor) and isinstance(value, torch.Tensor):
-        # Lightning returns a new view at every access. The ledger keeps the old view, so its memory is not reused.
+        # Lightning returns a new view on each access. The ledger keeps the old view, so its memory is not reused.
         return seen.data_ptr() == value.data_ptr()
     return seen is value
 
@@ -232,13 +232,13 @@ def _same(saved: Mapping[str, float], name: str, value: float) -> bool:
 
 
 class Copies:
-    """Copies Lightning's dictionaries into the same host memory each time, because fresh memory costs more."""
+    """Copies checkpoint dictionaries into reused host buffers, because allocating new memory is slower."""
 
     def __init__(self) -> None:
         self._memory: dict[Path, torch.Tensor] = {}
 
     def of(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy of all containers and arrays, in the memory of the last copy."""
+        """Return a copy of all containers and arrays, overwriting the buffers of the previous copy."""
         copied: dict[str, Any] = mapped(self._copy, checkpoint, None)
         return copied
 
@@ -249,7 +249,7 @@ class Copies:
         if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
             return tensor.clone()
         memory = self._memory.get(path)
-        like = torch.empty_like(tensor, device="meta")  # dense, with the order of axes of the tensor
+        like = torch.empty_like(tensor, device="meta")  # dense, with the tensor's axis order
         facts = like.shape, like.dtype, like.stride()
         if memory is None or (memory.shape, memory.dtype, memory.stride()) != facts:
             memory = self._memory[path] = torch.empty_like(tensor, device="cpu")

@@ -20,28 +20,28 @@ _NOTHING: Any = object()
 
 @dataclass
 class Fit:
-    """One ``fit``: its trainer, its directory, the options of the callback, and its count of steps."""
+    """One ``fit``: its trainer, checkpoint directory, callback options, and step count."""
 
-    # A batch counts as a step if it trains the module without a Lightning optimizer, which advances ``global_step``.
+    # ``global_step`` counts only steps of Lightning optimizers; a batch that trains without one counts as a step, too.
 
     trainer: Any
     store: RunStore
     options: CallbackArguments
     preemption: PreemptionSignal
-    batches: int = 0  # number of batches that count as steps
-    holds_gradients: bool = False  # whether manual optimization has gradients that no update has used yet
+    batches: int = 0  # number of batches counted as steps
+    holds_gradients: bool = False  # whether manual optimization has accumulated gradients not yet applied
 
     @property
     def step(self) -> int:
-        """The last finished step."""
+        """The last completed step."""
         return int(self.trainer.global_step) + self.batches
 
     def say(self, text: str, *args: object) -> None:
-        """Announce a line about the run, from process 0."""
+        """Announce a message about the run, from process 0 only."""
         announce(text, *args, shown=self.trainer.is_global_zero)
 
     def count(self, train: Callable[[Any], None], fetcher: Any) -> None:
-        """Train one batch, and count it if it is a step that ``global_step`` does not count."""
+        """Train on one batch, and count it if it is a step that ``global_step`` does not count."""
         trainer = self.trainer
         if trainer.lightning_module.automatic_optimization:
             train(fetcher)
@@ -52,7 +52,7 @@ class Fit:
         if trainer.global_step != step:
             return
         moved = any(parameter._version != version for parameter, version in before)
-        # Checkpoints hold no gradients, so a save waits until an update has used them.
+        # Checkpoints do not contain gradients, so a save must wait until they have been applied.
         holds = any(parameter.grad is not None and parameter._version == version for parameter, version in before)
         self.holds_gradients = holds and (optimized or not moved)
         if not self.holds_gradients and (moved or not optimized):
@@ -65,14 +65,14 @@ class Fit:
         trainable = [parameter for parameter in self.trainer.lightning_module.parameters() if parameter.requires_grad]
         groups = (group for optimizer in self.trainer.optimizers for group in optimizer.param_groups)
         held = {id(parameter) for group in groups for parameter in group["params"]}
-        # None are held if the module configures no optimizer, as Lightning then makes an empty one.
+        # With no configured optimizer, none are held, because Lightning then creates an empty one.
         optimized = [parameter for parameter in trainable if id(parameter) in held]
         trained = [parameter for parameter in optimized or trainable if not parameter.is_inference()]
         return [(parameter, parameter._version) for parameter in trained], bool(optimized)
 
 
 class FitWitness:
-    """Passes the results of each step of one ``fit`` to the witness."""
+    """Passes the results of each step of a ``fit`` to the witness."""
 
     def __init__(self, fit: Fit, misfits: Misfits | None) -> None:
         options = fit.options
@@ -80,20 +80,20 @@ class FitWitness:
         self.run = Witness(fit.store.manager, enabled=enabled, on_inexact=on_inexact, handing_over=IN_TRAINERS)
         self._fit = fit
         self._misfits = misfits
-        self._batch: Any = _NOTHING  # the current batch, if the step is compared
+        self._batch: Any = _NOTHING  # the current batch, if its step is to be compared
 
     def begin(self) -> None:
         self.run.begin(self._seen())
 
     def resume(self) -> None:
-        """Compare the restored state with the record of its save."""
+        """Compare the restored state with what the witness recorded at its save."""
         path, why = self._fit.trainer.ckpt_path, why_not_comparable(self._fit.options, self._misfits)
         if not isinstance(path, ResumePath) and not os.path.abspath(path).startswith(str(self._fit.store.directory)):
             why = f"the run resumed from {path}"
         self.run.resume(self._fit.step, self._seen(), why)
 
     def begin_batch(self, batch: Any) -> None:
-        """Note the batch of a step that begins, if the step is compared."""
+        """Record the batch of the step that begins, if the step is to be compared."""
         self._batch = batch if self.run.watches else _NOTHING
 
     def end_batch(self) -> None:

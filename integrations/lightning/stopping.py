@@ -1,7 +1,7 @@
 """How a run ends after a signal.
 
-Our signal handlers replace Lightning's. The run saves at its next point between two batches, or before the next
-validation; it leaves a validation at once.
+Our signal handlers replace Lightning's. The run saves at the next point between two batches, or before the next
+validation; a validation in progress is aborted immediately.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ class Preempted(SystemExit):
 
 
 def leave(trainer: Any, preemption: PreemptionSignal) -> NoReturn:
-    """End the process after a signal, when nothing is left to save."""
+    """End the process after a signal, once nothing is left to save."""
     private_api.release_children(trainer)
     raise Preempted(preemption.exit_status)
 
 
 @dataclass(frozen=True)
 class FitStop:
-    """Ends one ``fit`` after a signal: at its next consistent point, or after more steps that are only recorded."""
+    """Ends one ``fit`` after a signal: at the next consistent point, or after further steps that are only recorded."""
 
     fit: Fit
     points: Stop
     steps: StepsAfterSignal
 
     def let_steps_follow(self) -> bool:
-        """Wait until the save is durable; return whether to record further steps."""
+        """Wait until the save is durable; return whether to record further steps for comparison."""
         self.steps.finish_saves()
         loop = self.fit.trainer.fit_loop
-        left = loop.max_batches - loop.epoch_loop.batch_idx - 2  # A validation may follow the last batch.
+        left = loop.max_batches - loop.epoch_loop.batch_idx - 2  # not the last batch, as a validation may follow
         return self.steps.begin(None if math.isinf(left) else int(left))
 
     def leave(self, step: int) -> NoReturn:
-        """Wait for all saves and processes, and end the run after a step."""
+        """Wait for all saves and processes, and end the run after this step."""
         try:
             self.steps.finish_saves()
         finally:
@@ -66,7 +66,7 @@ class FitStop:
 
 
 class Signals:
-    """Handles the signals of one call of a trainer; Lightning's handlers would end it amid gradient accumulation."""
+    """Signal handling for one trainer call; Lightning's handlers could end it amid gradient accumulation."""
 
     def __init__(self, trainer: Any, preemption: PreemptionSignal, store: RunStore) -> None:
         self._connector = private_api.signal_connector(trainer)
@@ -79,7 +79,7 @@ class Signals:
         self._hooks.place(self._connector, "register_signal_handlers", self._register)
 
     def _register(self, original: Callable[[], None]) -> None:
-        """Replace Lightning's handler of SIGTERM, until the run ends, by one that only sets a flag."""
+        """Replace Lightning's SIGTERM handler with one that only sets a flag, until the run ends."""
         original()
         connector, preemption = self._connector, self._preemption
         is_lightnings = private_api.is_lightnings_handler(signal.getsignal(signal.SIGTERM))
@@ -108,20 +108,20 @@ class Signals:
 
 # ---- SLURM: the requeue signal saves a step of the run, and Lightning's own files for requeueing are left alone
 #
-# At that signal, Lightning saves ``hpc_ckpt_N.ckpt`` inside the handler, perhaps in the middle of a batch, and asks
-# SLURM to requeue the job. Later calls of ``fit``, ``validate``, ``test`` and ``predict`` load the file with the
-# highest number, before any hook of a callback.
+# At that signal, Lightning saves ``hpc_ckpt_N.ckpt`` inside its handler, perhaps in the middle of a batch, and asks
+# SLURM to requeue the job. Later calls to ``fit``, ``validate``, ``test`` and ``predict`` load the file with the
+# highest number, before any callback hook runs.
 
 
 logger = logging.getLogger("holdfast")
 
-_PATIENCE = 120.0  # seconds that the other processes wait for ``scontrol``
+_PATIENCE = 120.0  # timeout for the other processes to wait for ``scontrol``, in seconds
 
-_OURS = "holdfast_requeues"  # attribute of an environment that marks that this integration requeues its job
+_OURS = "holdfast_requeues"  # attribute that marks an environment whose job this integration requeues
 
 
 def take_over_requeue(trainer: Any) -> signal.Signals | None:
-    """Take the requeue signal from Lightning; return it, or None if the job is not to be requeued."""
+    """Take over the requeue signal from Lightning; return it, or None if the job is not to be requeued."""
     environment = private_api.cluster_environment(trainer)
     if "SLURMEnvironment" not in private_api.class_names(environment):
         return None
@@ -134,7 +134,7 @@ def take_over_requeue(trainer: Any) -> signal.Signals | None:
 
 
 def requeue(processes: ProcessGroup) -> None:
-    """Put the job back into SLURM's queue, which ends it at once. All processes call this, and wait for process 0."""
+    """Requeue the job in SLURM, which ends it at once; a collective call, in which all wait for process 0."""
     group = processes.rendezvous("requeue")
     if group is None:
         _requeue()
@@ -144,7 +144,7 @@ def requeue(processes: ProcessGroup) -> None:
             if processes.is_primary:
                 _requeue()
             group.broadcast("requeued", b"", _PATIENCE)
-        except HoldfastError as error:  # Process 0 has ended.
+        except HoldfastError as error:  # process 0 has already ended
             logger.debug("%s: %s", group.name, error)
 
 

@@ -1,4 +1,4 @@
-"""The arguments of the callback, and the checkpoints of a run for the callback and Lightning's ``CheckpointIO``."""
+"""The callback's arguments, and the checkpoint store of a run, used by the callback and the ``CheckpointIO``."""
 
 from __future__ import annotations
 
@@ -86,18 +86,18 @@ class CallbackArguments(ProgramOptions):
         return as_location(self.dirpath) / text if is_relative else as_location(self.export_best)
 
     def manager_options(self) -> CheckpointManagerOptions:
-        """Return the same options for a manager, which does not count epochs."""
+        """Return the equivalent manager options; ``every_n_epochs`` is left to the callback."""
         options = super().manager_options()
         if has_triggers(self) or self.every_n_epochs is None:
             return options
-        # Without a trigger, the manager would save every step.
+        # Without any trigger, the manager would save at every step.
         return replace(options, save_interval_steps=sys.maxsize, save_interval_secs=None)
 
 
 PROCESS = "process"
 """The item with the position of each of several processes."""
 
-_OF_EVERY = {"every": True}  # restores the positions of all processes if another number of them saved
+_OF_EVERY = {"every": True}  # restore the positions of all processes if the number of processes has changed
 
 Template = Mapping[str, Any] | None
 """Templates by entry of Lightning's dictionary."""
@@ -110,7 +110,7 @@ logger = logging.getLogger("holdfast")
 
 
 class RunStore:
-    """A directory of steps: open for writing during a ``fit``, and for reading at any time."""
+    """A run's checkpoint directory: open for writing during a ``fit``, and readable at any time."""
 
     def __init__(self, directory: Place, options: ProgramOptions) -> None:
         self.observer = process_observer()
@@ -125,17 +125,17 @@ class RunStore:
         self.has_saved = False
         self._has_positions = False
         self._has_fetched = False
-        self._exported: int | None = None  # the step whose weights are in the file of ``export_best``
+        self._exported: int | None = None  # the step whose weights the ``export_best`` file holds
         self._reported: set[str] = set()
-        self.at_teardown = contextlib.ExitStack()  # closed when the trainer tears down its strategy
-        self._events: list[dict[str, Any]] = []  # the events since the last :meth:`take_events`
+        self.at_teardown = contextlib.ExitStack()  # closed at strategy teardown
+        self._events: list[dict[str, Any]] = []  # events since the last :meth:`take_events` call
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RunStore, (self.directory, self._arguments)
 
     @property
     def manager(self) -> CheckpointManager:
-        """The manager that writes, or was the last to write in this process; otherwise one that only reads."""
+        """The manager that writes, or that last wrote in this process; otherwise a read-only one."""
         if self._manager is None:
             return self._make(replace(self._options, read_only=True))
         return self._manager
@@ -155,7 +155,7 @@ class RunStore:
         self._manager, self.is_open = manager, True
 
     def close(self, *, orderly: bool = True) -> None:
-        """Wait for the save that is under way, and release the directory."""
+        """Wait for the pending save and release the directory."""
         if self.is_open and self._manager is not None:
             self.is_open = False
             if not orderly:
@@ -166,7 +166,7 @@ class RunStore:
         FINISHED[self.directory] = weakref.ref(module)
 
     def check_module(self, module: Any) -> None:
-        """Refuse to resume a run that this process has finished with another module, probably in another run."""
+        """Raise StateError if this process already finished this run with another module, likely by mistake."""
         finished = FINISHED.get(self.directory)
         if finished is not None and finished() is not module:
             raise StateError(
@@ -178,22 +178,22 @@ class RunStore:
     def take_events(self) -> list[dict[str, Any]]:
         """Return the events since the last call; only process 0 has any."""
         events = self._events[:]
-        del self._events[: len(events)]  # A background save may have added more.
+        del self._events[: len(events)]  # not clear(): a background save may have added more
         return events
 
     @property
     def may_fetch(self) -> bool:
-        """Whether a mirror may have a newer step, which :meth:`fetch` would copy."""
+        """Whether there is a mirror that has not been checked for a newer step; :meth:`fetch` checks it."""
         return self._options.mirror is not None and not self._has_fetched
 
     def fetch(self) -> None:
-        """Fetch the newest step of the mirror if the directory has no newer one; all processes call this."""
+        """Fetch the mirror's newest step, unless the directory has a newer one; collective over all processes."""
         if self.may_fetch:
             self._make(replace(self._options, local=None)).close()
             self._has_fetched = True
 
     def steps(self) -> list[int]:
-        """Return the steps in the directory and, during a ``fit``, the local step of the hosts."""
+        """Return the steps in the directory and, during a ``fit``, the step saved locally on the hosts."""
         return all_steps(self.directory, self._options.step_prefix, self._manager if self.is_open else None)
 
     def path_of(self, step: int | None) -> str:
@@ -209,24 +209,24 @@ class RunStore:
         return named[1] if named is not None and named[0] == self._series else None
 
     def score(self, step: int | None) -> float | None:
-        """Return the metric that ranks the checkpoints; None if a step lacks it."""
+        """Return the value of the ranking metric for a step; None if the step does not have it."""
         metric = self._options.best_fn
         if metric is None or step is None:
             return None
         try:
             return metric_value(self.manager.metrics(step), metric)
-        except CheckpointNotFoundError:  # The save is not committed yet.
+        except CheckpointNotFoundError:  # the save is not committed yet
             return None
 
     def awaited_metric(
         self, newest: int, saved: Mapping[str, float] | None, metrics: Callable[[], Mapping[str, float]]
     ) -> str | None:
-        """Return the name of the metric that ranks checkpoints if the newest step lacks it and ``metrics`` has it."""
+        """Return the ranking metric's name if the newest step was saved without it and ``metrics`` now has it."""
         metric = self._options.best_fn
         if metric is None or self._options.save_on_best:  # ``save_on_best`` has decided about this step.
             return None
 
-        # An interval seldom ends at a validation, so its checkpoints would never be ranked.
+        # Checkpoints saved at an interval rarely coincide with a validation, and would never be ranked.
         def awaited() -> str | None:
             lacks = saved is not None and metric_value(saved, metric) is None and self.score(newest) is None
             return metric_name(metric) if lacks and metric_value(metrics(), metric) is not None else None
@@ -235,7 +235,7 @@ class RunStore:
         return name
 
     def publish(self, options: CallbackArguments) -> None:
-        """Update the links and the file of the best weights; only log a failure, because nothing depends on them."""
+        """Update the symlinks and the exported best weights; only log failures, because nothing depends on them."""
         manager, links = self.manager, options.links and self.directory.is_local
         steps = manager.all_steps() if links or options.export_best is not None else []
         best = manager.best_step() if steps and options.best_fn is not None else None
@@ -263,12 +263,12 @@ class RunStore:
         reason: str = "trainer.save_checkpoint",
         locally: bool = False,
     ) -> None:
-        """Save what ``dump`` returns in the background, or ``locally`` only; all processes of a strategy call this."""
+        """Save the result of ``dump`` in the background, or ``locally`` only; collective over all processes."""
         if strategy.world_size == 1:
             items = self._tree(dump())
         else:
             shared, processes = SharedState(strategy), self.processes
-            with processes.together(f"{self.directory.url}: what step {step} saves"):  # A failure in one stops all.
+            with processes.together(f"{self.directory.url}: what step {step} saves"):  # raises in all if one fails
                 items = self._items(dump(), shared, processes)
             shared.fill()
         with self._writing() as manager:
@@ -281,13 +281,13 @@ class RunStore:
             manager.save(step, items, metrics=metrics, force=True, reason=reason, custom_metadata=facts)
 
     def delete(self, step: int) -> None:
-        """Delete a step; all processes of a strategy call this."""
+        """Delete a step; collective over all processes of the strategy."""
         with self._writing() as manager:
             manager.delete(step)
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[CheckpointManager]:
-        """Yield the manager of the run or, outside of a ``fit``, one for a single call."""
+        """Yield the run's manager or, outside a ``fit``, a temporary one for a single call."""
         without_local = replace(self._options, local=None)
         with contextlib.nullcontext(self.manager) if self.is_open else self._make(without_local) as manager:
             if self._manager is not None:
@@ -295,7 +295,7 @@ class RunStore:
             yield manager
 
     def load(self, step: int | None, *, with_position: bool, template: Template = None) -> dict[str, Any]:
-        """Return a step, or the newest whole one, as Lightning's dictionary; optionally with positions of processes."""
+        """Load a step, or the newest intact one, as a Lightning checkpoint dictionary; data positions are optional."""
         manager = self.manager
         wanted: Any = template
         if self._has_positions:
@@ -309,7 +309,7 @@ class RunStore:
         return _checkpoint(restored.items, self.path_of(restored.step))
 
     def _make(self, options: CheckpointManagerOptions) -> CheckpointManager:
-        """Make a manager; it has a second item if each process has its own position, now or in a saved step."""
+        """Create a manager; with a second item if there are per-process data positions, now or in a saved step."""
         entries = list_steps(self.directory, self._series)
         self._has_positions = not self.processes.alone or any(
             entry.record is not None and PROCESS in entry.record.items for entry in entries
@@ -343,7 +343,7 @@ class RunStore:
 
 
 def read_checkpoint(path: Place, *, with_position: bool, template: Template = None) -> dict[str, Any]:
-    """Read a checkpoint, or the newest whole one of a directory, into Lightning's dictionary."""
+    """Read a checkpoint, or the newest intact one in a directory, into a Lightning checkpoint dictionary."""
     location = as_location(path)
     if not (location / RECORD).exists():
         newest = newest_step(list_steps(location))
@@ -369,14 +369,14 @@ def is_checkpoint(path: Place) -> bool:
     except InvalidLocationError:
         return False
     if location.name.endswith(".ckpt") or not location.is_directory():
-        return False  # A file of Lightning may be on a network file system, and is not opened.
+        return False  # do not open Lightning's own files, which may be on a network file system
     return (location / RECORD).exists() or bool(list_steps(location))
 
 
 def _checkpoint(restored: Any, source: Place) -> dict[str, Any]:
-    """Return restored items as Lightning's dictionary with the position of this process."""
-    # If another number of processes saved, the position also has the positions of all of them, as ``shares``. A process
-    # that had no position gets the one of process 0.
+    """Merge restored items into a Lightning checkpoint dictionary with the data position of this process."""
+    # If the number of processes has changed, the position has those of all saving processes as ``shares``. A process
+    # without a saved position gets that of process 0.
     tree, position = restored, None
     if isinstance(restored, dict) and "state_dict" not in restored and ITEM in restored:
         tree, position = restored[ITEM], restored.get(PROCESS)
@@ -405,14 +405,14 @@ def _link(link: Path, folder: str) -> None:
     try:
         partial.symlink_to(folder, target_is_directory=True)
         partial.replace(link)
-    except OSError as error:  # The file system has no links.
+    except OSError as error:  # the file system does not support symlinks
         logger.debug("%s is not kept as a link: %s", link, error)
         with contextlib.suppress(OSError):
             partial.unlink()
 
 
 def export_weights(step: Location, target: Location) -> None:
-    """Write the weights of a step into a file, atomically; a ``.ckpt`` file also has plain hyper-parameters."""
+    """Write a step's weights to a file atomically; a ``.ckpt`` file also contains plain hyper-parameters."""
     if target.name.endswith(".safetensors"):
         from ..formats.safetensors import write_tensors
 
@@ -427,7 +427,7 @@ def export_weights(step: Location, target: Location) -> None:
     target.write_bytes(buffer.getvalue())
 
 
-_OF_THE_MODEL = {  # without ``value_types``: values of other types stay plain data
+_OF_THE_MODEL = {  # exported entries; without ``value_types``, so that values of other types remain plain data
     *("state_dict", "state_dict_versions", "tree_version", "epoch", "global_step", "pytorch-lightning_version"),
     *("hyper_parameters", "hparams_name", "hparams_type"),
     *("datamodule_hyper_parameters", "datamodule_hparams_name", "datamodule_hparams_type"),
@@ -435,7 +435,7 @@ _OF_THE_MODEL = {  # without ``value_types``: values of other types stay plain d
 
 
 def _entries(step: Location, names: Collection[str]) -> dict[str, Any]:
-    """Read the entries of Lightning's dictionary that exist."""
+    """Read those of the named checkpoint entries that the step has."""
     record = read_record(step).items[ITEM]
     handler, folder = PyTreeCheckpointHandler(), step / record.folder
     outline = handler.structure(folder, files=record.files)

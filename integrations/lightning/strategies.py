@@ -1,9 +1,9 @@
-"""The strategies of Lightning that the callback supports, and how several processes save and load one checkpoint.
+"""The Lightning strategies that the callback supports, and how several processes save and load one checkpoint.
 
-Under DDP, parameters and optimizer states are the same in every process; under FSDP2 and tensor parallelism, each
+Under DDP, parameters and optimizer states are identical in all processes; under FSDP2 and tensor parallelism, each
 process holds its shard of them as DTensors. Therefore each process saves them from its own memory. Everything else,
-such as buffers, callbacks and hyper-parameters, may differ between processes: process 0 saves it, as in Lightning's own
-checkpoints.
+such as buffers, callbacks and hyper-parameters, may differ between processes: it is saved from process 0, as in
+Lightning's own checkpoints.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from ...engine.storage import Location
 from .private_api import averages_models, class_names, gathers_in_one_process
 
 _SAVE_BY_THEMSELVES = {"FSDPStrategy", "DeepSpeedStrategy"}
-_OWN_PROCESSES = {"XLAStrategy"}  # It derives from DDPStrategy, but torch.distributed does not connect it.
+_OWN_PROCESSES = {"XLAStrategy"}  # derives from DDPStrategy, but does not use torch.distributed
 _SHARDED = "ModelParallelStrategy"
 
 _OPTIMIZERS = "optimizer_states"
-_LARGE = 1 << 20  # bytes; from this size on, process 0 broadcasts a tensor instead of sending it through the store
+_LARGE = 1 << 20  # bytes; tensors of at least this size are broadcast by process 0 instead of sent through the store
 
 Path = tuple[Any, ...]
 
 
 def check_strategy(trainer: Any) -> None:
-    """Refuse strategies whose state the callback cannot save."""
+    """Raise StateError for strategies whose state the callback cannot save."""
     strategy = trainer.strategy
     name = type(strategy).__name__
     works = "It works with one process, and in several with strategy='ddp' or ModelParallelStrategy (FSDP2)"
@@ -61,7 +61,7 @@ def check_strategy(trainer: Any) -> None:
 
 
 def can_save(strategy: Any) -> bool:
-    """Return whether the callback supports the way in which a strategy divides its state among processes."""
+    """Return whether the callback supports how a strategy distributes its state over processes."""
     names = class_names(strategy)
     if names & _SAVE_BY_THEMSELVES:
         return False
@@ -69,26 +69,26 @@ def can_save(strategy: Any) -> bool:
 
 
 def is_sharded(strategy: Any) -> bool:
-    """Return whether parameters are DTensors, which the strategy itself saves and loads."""
+    """Return whether the strategy shards parameters as DTensors, which it saves and loads itself."""
     return _SHARDED in class_names(strategy)
 
 
 def own_buffers(module: Any) -> dict[str, Any]:
-    """Return the buffers of this process by name, without DTensors."""
+    """Return this process's buffers by name, excluding DTensors."""
     return {name: value for name, value in module.named_buffers() if not hasattr(value, "placements")}
 
 
 def live_names(saved: Iterable[str], live: Iterable[str]) -> dict[str, str]:
-    """Return the present name for each saved name: parts of the module may be compiled now, or no longer."""
+    """Map each saved name to its current name, as submodules may have been compiled, or no longer are."""
     before, now = list(saved), list(live)
     names = {unwrapped_name(name): name for name in now}
     if len(names) != len(now) or len({*map(unwrapped_name, before)}) != len(before):
-        return {name: name for name in before}  # The program itself uses the names that wrappers have.
+        return {name: name for name in before}  # ambiguous: the program's own names contain wrapper prefixes
     return {name: names.get(unwrapped_name(name), name) for name in before}
 
 
 def named_as(module: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return Lightning's dictionary with the present names of the state of a module."""
+    """Rename the module state in a Lightning checkpoint dictionary to the module's current names."""
     for entry in {"state_dict", "current_model_state"} & checkpoint.keys():
         state = checkpoint[entry]
         names = live_names(state, module.state_dict(keep_vars=True))
@@ -103,7 +103,7 @@ def named_as(module: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def replicas(strategy: Any) -> int:
-    """Return the number of processes that the training data is divided among."""
+    """Return the number of data-parallel replicas: the processes that the training data is divided among."""
     return 1 if strategy.world_size == 1 else int(strategy.distributed_sampler_kwargs["num_replicas"])
 
 
@@ -112,26 +112,26 @@ def replicas(strategy: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _FromMemory:
-    """A placeholder for a tensor that each process takes from its own memory."""
+    """A placeholder for a tensor that each process reads from its own memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """A placeholder for a tensor that process 0 sends after the outline."""
+    """A placeholder for a large tensor that process 0 broadcasts after the tree."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class SharedState:
-    """Sends the tree of process 0 to the other processes of a strategy, so that all save the same leaves."""
+    """Broadcasts the tree of process 0 to the strategy's other processes, so that all save the same leaves."""
 
     def __init__(self, strategy: Any) -> None:
         module = strategy.lightning_module
         self._channel = torch.device("cpu") if torch.distributed.get_backend() == "gloo" else strategy.root_device
         self._large: list[torch.Tensor] = []
         self._parameters = {unwrapped_name(name) for name, _ in module.named_parameters(remove_duplicate=False)}
-        # An optimizer that shards its own state returns all of it on process 0, and nothing on the others.
+        # Excludes optimizers that shard their own state: they return all of it on process 0, and nothing elsewhere.
         self._optimizers = {
             index
             for index, optimizer in enumerate(strategy.optimizers)
@@ -141,7 +141,7 @@ class SharedState:
     def tree(
         self, processes: ProcessGroup, checkpoint: dict[str, Any], make: Callable[[], dict[str, Any]]
     ) -> dict[str, Any]:
-        """Return the tree that this process saves; its large tensors get their values when all call ``fill``."""
+        """Return the tree for this process to save; its large tensors are filled when all processes call ``fill``."""
         group = processes.rendezvous("what process 0 saves")
         assert group is not None
         with contextlib.closing(group):
@@ -154,30 +154,30 @@ class SharedState:
         return filled
 
     def fill(self) -> None:
-        """Broadcast the large tensors of process 0; all processes call this together."""
+        """Broadcast the large tensors of process 0; a collective call."""
         for tensor in self._large:
             torch.distributed.broadcast(tensor.view(-1).view(torch.uint8), 0)
 
     def _is_in_every_process(self, path: Path, value: torch.Tensor) -> bool:
-        if hasattr(value, "placements"):  # a DTensor, of which each process has its shard
+        if hasattr(value, "placements"):  # a DTensor: each process has its own shard
             return True
         if path[0] == "state_dict":
             return len(path) == 2 and unwrapped_name(path[1]) in self._parameters
         return path[0] == _OPTIMIZERS and len(path) > 1 and path[1] in self._optimizers
 
     def _sent(self, value: Any, path: Path, _: Any) -> Any:
-        """Return a leaf of process 0, or a placeholder if the tensor is large or the other processes have it."""
+        """Return a leaf of process 0, or a placeholder if it is a large tensor or the other processes have it."""
         if not isinstance(value, torch.Tensor):
             return value
         if self._is_in_every_process(path, value):
             return _FromMemory()
         if value.nbytes < _LARGE:
-            return value.cpu().clone()  # Pickle would write the whole storage of a view.
+            return value.cpu().clone()  # clone, because pickling a view writes its whole storage
         self._large.append(value.detach().to(self._channel).contiguous())
         return _Sent(tuple(value.shape), value.dtype)
 
     def _filled(self, value: Any, path: Path, here: Any) -> Any:
-        """Return the leaf of this process for a leaf that process 0 has sent; ``here`` is in its memory."""
+        """Return this process's leaf for one received from process 0; ``here`` is the local value at its path."""
         if isinstance(value, _Sent):
             self._large.append(torch.empty(value.shape, dtype=value.dtype, device=self._channel))
             return self._large[-1]
@@ -192,10 +192,10 @@ class SharedState:
 
 
 def mapped(function: Callable[[Any, Path, Any], Any], tree: Any, other: Any, path: Path = ()) -> Any:
-    """Map a function over a tree; it gets each leaf, its path, and the value of another tree at that path."""
+    """Map a function over a tree; it is called with each leaf, its path, and the other tree's value at that path."""
     if isinstance(tree, dict):
         others = other if isinstance(other, dict) else {}
-        made = copy.copy(tree)  # This keeps the attributes of a state dict, such as the versions of modules.
+        made = copy.copy(tree)  # a copy keeps state dict attributes, such as the module versions in _metadata
         made.update({key: mapped(function, child, others.get(key), (*path, key)) for key, child in tree.items()})
         return made
     if type(tree) in (list, tuple):
@@ -208,7 +208,7 @@ def mapped(function: Callable[[Any, Path, Any], Any], tree: Any, other: Any, pat
 
 
 class StateHandler(PyTreeCheckpointHandler):
-    """Restores some entries of a tree with templates, and the rest as saved."""
+    """Restores entries that have templates to match those, and all other entries as saved."""
 
     shares_reads = True
 
@@ -221,7 +221,7 @@ class StateHandler(PyTreeCheckpointHandler):
         shared: SharedReads | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Read a tree with templates by entry; an entry with the template None is left out. ``item=None`` reads all."""
+        """Read a tree with per-entry templates; entries whose template is None are skipped. ``item=None`` reads all."""
         if item is None:
             return super().restore(directory, files=files, shared=shared, **kwargs)
         outline = super().structure(directory, files=files)
@@ -236,12 +236,12 @@ class StateHandler(PyTreeCheckpointHandler):
         parts = super().restore(directory, wanted, files=files, select=_patterns(wanted), shared=shared)
         if names:
             parts[_OPTIMIZERS] = _renamed(parts[_OPTIMIZERS], names)
-        # A selection leaves out containers without leaves.
+        # Add back containers without leaves, which a selection leaves out.
         return {**mapped(lambda _leaf, _path, saved: saved, rest, as_they_are), **parts}
 
 
 class ShardedState:
-    """The state of the module and the optimizers that a strategy shards among its processes."""
+    """The module and optimizer state that a strategy shards over its processes."""
 
     def __init__(self, strategy: Any) -> None:
         self._module = strategy.model
@@ -254,7 +254,7 @@ class ShardedState:
         return {"state_dict": get_model_state_dict(self._module), _OPTIMIZERS: states or None}
 
     def load(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
-        """Load a checkpoint that was restored with the template into the module and the optimizers."""
+        """Load a checkpoint, restored with the template, into the module and the optimizers."""
         from torch.distributed.checkpoint.state_dict import (
             StateDictOptions,
             set_model_state_dict,
@@ -272,7 +272,7 @@ class ShardedState:
 
 
 def as_saved(loaded: Any, saved: Any) -> Any:
-    """Return the loaded state of an optimizer in its saved dtypes: torch casts it to the dtypes of the parameters."""
+    """Return loaded optimizer state in its saved dtypes, because torch casts it to the parameter dtypes on load."""
     if isinstance(loaded, torch.Tensor) and isinstance(saved, torch.Tensor):
         if loaded.dtype == saved.dtype or loaded.shape != saved.shape:
             return loaded
@@ -286,7 +286,7 @@ def as_saved(loaded: Any, saved: Any) -> Any:
 
 
 def _names_by_index(templates: Sequence[Any], saved: Sequence[Any]) -> list[dict[int, str]]:
-    """Return the parameter names of each optimizer by index, if the optimizers were saved by index; otherwise []."""
+    """Return each optimizer's mapping from index to parameter name if state was saved by index; otherwise []."""
     if not templates or not any(isinstance(key, int) for state in saved for key in state["state"]):
         return []
     return [
@@ -295,7 +295,7 @@ def _names_by_index(templates: Sequence[Any], saved: Sequence[Any]) -> list[dict
 
 
 def _renamed(states: Sequence[Any], keys: Sequence[Mapping[Any, Any]]) -> list[Any]:
-    """Return the states of optimizers with other keys for their parameters."""
+    """Return the optimizer states with their parameter keys replaced through ``keys``."""
     return [
         {
             "state": {key[name]: moments for name, moments in state["state"].items()},

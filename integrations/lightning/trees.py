@@ -1,8 +1,8 @@
-"""Conversion of a Lightning checkpoint to a tree of arrays and plain values, and back, without pickle.
+"""Conversion between Lightning checkpoints and trees of arrays and plain values, without pickle.
 
-The tree has the keys of Lightning's dictionary: ``state_dict``, ``optimizer_states``, ``lr_schedulers``, ``loops``,
-``callbacks``, ``hyper_parameters``, and those that modules and plugins add. Arrays are loaded as tensors. The entry
-``value_types`` lists the values of other types, such as numpy arrays, paths and namespaces.
+The tree has the same keys as the Lightning dictionary: ``state_dict``, ``optimizer_states``, ``lr_schedulers``,
+``loops``, ``callbacks``, ``hyper_parameters``, and those added by modules and plugins. Arrays are loaded as tensors.
+The entry ``value_types`` lists values of other types, such as numpy arrays, paths and namespaces.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ POSITION = "holdfast"
 VERSION = 1
 """The version of these trees. It increases when earlier versions of holdfast cannot read new trees."""
 
-_VERSION = "tree_version"  # trees of version 0.1.0 have none
+_VERSION = "tree_version"  # absent in trees from version 0.1.0
 _VERSIONS = "state_dict_versions"
 _NUMPY = "numpy.ndarray"
-_TYPES = "value_types"  # the types of values that are saved as plain data: pairs of a path and a type
-_FIRST = ("state_dict", "optimizer_states", "lr_schedulers")  # entries that a listing shows first
+_TYPES = "value_types"  # original types of values saved as plain data: pairs of path and type
+_FIRST = ("state_dict", "optimizer_states", "lr_schedulers")  # entries listed first
 _REQUIRED = ("state_dict", "optimizer_states", "loops", POSITION)
 _Keys = tuple[str | int, ...]
 
 
 class _LeftError(Exception):
-    """A value of the named type cannot be saved."""
+    """Raised for a value that cannot be saved; the message is its type."""
 
     def __init__(self, value: object) -> None:
         super().__init__(class_name(value))
 
 
 def to_tree(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Convert a checkpoint of Lightning to a tree that the engine saves; also return a line for each omitted entry."""
+    """Convert a Lightning checkpoint to a tree that the engine can save; also return a line per omitted entry."""
     plain = _Plain()
     tree = plain.entries({name: checkpoint[name] for name in (*_FIRST, *checkpoint) if name in checkpoint}, ())
     if lost := [line for line in plain.left if line.partition("/")[0].partition(" ")[0] in _REQUIRED]:
@@ -69,7 +69,7 @@ def to_tree(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         )
     versions = getattr(checkpoint.get("state_dict"), "_metadata", None)
     if versions:
-        # Modules may need their versions to load older states. One leaf holds all of them, as there are many modules.
+        # Modules may need these versions to load older states. All are stored in one leaf, as there are many modules.
         tree[_VERSIONS] = json.dumps({name: facts.get("version") for name, facts in versions.items()})
     if plain.types:
         tree[_TYPES] = json.dumps(plain.types)
@@ -78,7 +78,7 @@ def to_tree(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def from_tree(tree: dict[str, Any], source: object = "this checkpoint") -> dict[str, Any]:
-    """Convert a tree that was loaded without a template to a checkpoint of Lightning; tensors share its memory."""
+    """Convert a tree that was loaded without a template to a Lightning checkpoint; tensors share its memory."""
     version = tree.get(_VERSION, 0)
     if not isinstance(version, int) or version > VERSION:
         raise FormatVersionError(
@@ -100,14 +100,14 @@ def from_tree(tree: dict[str, Any], source: object = "this checkpoint") -> dict[
 
 
 def is_plain_tree(value: Any) -> bool:
-    """Return whether a value would be saved completely."""
+    """Return whether a value can be saved without omissions."""
     plain = _Plain()
     plain.entries({"": value}, ())
     return not plain.left
 
 
 class _Plain:
-    """Converts values to plain data and arrays; records the types of converted values, and omitted entries."""
+    """Converts values to plain data and arrays, and records the types of converted values and omitted entries."""
 
     def __init__(self) -> None:
         self.left: list[str] = []
@@ -132,7 +132,7 @@ class _Plain:
         return kept
 
     def value(self, value: Any, keys: _Keys) -> Any:
-        """Return a value as plain data and arrays; _LeftError refuses others."""
+        """Convert a value to plain data and arrays; raise _LeftError for unsupported types."""
         value_type = type(value)
         if value_type in PLAIN:
             return value
@@ -141,7 +141,7 @@ class _Plain:
                 raise _LeftError(value)
             if not hasattr(value, "placements") and not value.is_contiguous():
                 strides = list(value.stride())
-                if is_permuted(value.shape, strides):  # The rounding of later steps may depend on the strides.
+                if is_permuted(value.shape, strides):  # strides may affect the rounding of later steps
                     self.types.append((keys, f"{STRIDES} {json.dumps(strides)}"))
             return value.detach()
         if isinstance(value, dict):
@@ -149,7 +149,7 @@ class _Plain:
         if value_type in (set, frozenset) and not all(type(item) in PLAIN for item in value):
             raise _LeftError(value)
         if value_type in (list, tuple, set, frozenset):
-            # Omitting one element would shift the others, so the whole entry is omitted.
+            # Not element by element: omitting one would shift the others, so an error omits the whole entry.
             return value_type([self.value(item, (*keys, index)) for index, item in enumerate(value)])
         if isinstance(value, np.ndarray | np.generic):
             if value.dtype.hasobject or value.dtype.names:
@@ -176,7 +176,7 @@ def _value(value: Any, keys: _Keys, types: Mapping[_Keys, str]) -> Any:
     if isinstance(value, np.ndarray):
         value = tensor_of(value, copy=False)
     elif isinstance(value, dict) and value.keys() == {_NUMPY} and isinstance(value[_NUMPY], np.ndarray):
-        value = value[_NUMPY]  # Version 0.1.0 saved arrays in this form.
+        value = value[_NUMPY]  # format of version 0.1.0
     elif isinstance(value, dict):
         entries = {key: _value(item, (*keys, key), types) for key, item in value.items()}
         value = OrderedDict(entries) if isinstance(value, OrderedDict) else entries
@@ -187,17 +187,17 @@ def _value(value: Any, keys: _Keys, types: Mapping[_Keys, str]) -> Any:
 
 # ---- values of other types, such as those in hyper-parameters
 #
-# A path is saved as a string, a namespace as a dictionary, a dtype as its name, which every reader can use. The names
-# of the types are saved as well, so that Lightning gets the original values. Only the constructors in this table are
-# called for that; a class of the program is used only if the program has loaded it.
+# Paths are saved as strings, namespaces as dictionaries and dtypes by name, which every reader can use. The type names
+# are saved as well, so that Lightning gets the original values. Only the constructors in this table are called for
+# that; the program's own classes are used only if the program has already loaded them.
 
 
 logger = logging.getLogger("holdfast")
 
 _TORCH_NAMES = (torch.dtype, torch.layout, torch.memory_format)
-_LIBRARIES = ("numpy", "torch", "omegaconf", "builtins")  # libraries whose classes are saved by name
+_LIBRARIES = ("numpy", "torch", "omegaconf", "builtins")  # packages whose classes are saved by name
 
-# By the saved name of a type: the type, and the functions that convert a value to plain data and back.
+# Saved type name -> the type, and the functions that convert a value to plain data and back.
 _CONVERTED: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "pathlib.Path": (pathlib.Path, str, pathlib.Path),
     "pathlib.PurePosixPath": (pathlib.PurePosixPath, str, pathlib.PurePosixPath),
@@ -211,7 +211,7 @@ _CONVERTED: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] =
 
 
 def as_plain(value: Any) -> tuple[Any, str] | None:
-    """Return a value as plain data, which may contain more such values, and its type; None for unknown types."""
+    """Convert a value to plain data (which may itself need conversion) and a type name; None for unknown types."""
     path = import_path(type(value))
     if isinstance(value, np.dtype) and (value.hasobject or value.names):
         return None
@@ -234,7 +234,7 @@ def as_plain(value: Any) -> tuple[Any, str] | None:
 
 
 def from_plain(plain: Any, type_name: str) -> Any:
-    """Return the value that :func:`as_plain` was given; the plain data if its class no longer exists."""
+    """Reverse :func:`as_plain`; return the plain data if the class no longer exists."""
     try:
         if type_name in _CONVERTED:
             return _CONVERTED[type_name][2](plain)

@@ -35,12 +35,12 @@ for _place in _sys.path:
 
 # A name is loaded when it is first used, so that importing the package costs next to nothing; __init__.pyi lists them.
 _load, __dir__, __all__ = _lazy_loader.attach_stub(__name__, __file__)
-__all__ = [name for name in __all__ if name != "open"]  # `from holdfast import *` leaves the one of Python
+__all__ = [name for name in __all__ if name != "open"]  # so that `from holdfast import *` does not shadow the built-in
 _MODULES = ("errors", "handlers", "type_handlers", "reports", "processes", "storage", "clock", "observer")
 
 
 def __getattr__(name):  # type checkers read __init__.pyi
-    """Load a public name; if a name is in one of the modules, the error says which."""
+    """Load a public name on first use; for a name that is in a submodule, the error says which."""
     try:
         return _load(name)
     except AttributeError:
@@ -48,25 +48,25 @@ def __getattr__(name):  # type checkers read __init__.pyi
             if name in _importlib.import_module(f"holdfast.{module}").__all__:
                 where = f"holdfast.{module}.{name}"
                 raise AttributeError(f"module 'holdfast' has no attribute {name!r}; it is {where}") from None
-        # With name and obj, a traceback suggests the public name that is closest.
+        # With name and obj set, the traceback suggests the closest public name.
         hint = _instead_of(name)
         here = {} if hint else {"name": name, "obj": _sys.modules[__name__]}
         raise AttributeError(f"module 'holdfast' has no attribute {name!r}{hint}", **here) from None
 
 
 def _instead_of(name):
-    """Return the counterpart of a name of Orbax, for the end of a message."""
+    """Return a hint about the counterpart of an Orbax name, to append to a message."""
     return _importlib.import_module("holdfast.engine.foreign_arguments").object_instead_of(name)
 
 
 class _PeerModules:
-    """The last finder of modules, as Python does not ask ``__getattr__`` in ``import holdfast.v1``."""
+    """The last module finder on the meta path, as ``import holdfast.v1`` does not call ``__getattr__``."""
 
     @staticmethod
     def find_spec(name, *_):
         package, _, module = name.rpartition(".")
         if package == __name__ and (hint := _instead_of(module)):
-            # With its name, `from holdfast import args` would replace this error by one without the hint.
+            # no name=: with it, `from holdfast import args` would replace this error by one without the hint
             raise ModuleNotFoundError(f"No module named {name!r}{hint}")
 
 

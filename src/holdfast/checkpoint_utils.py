@@ -27,9 +27,9 @@ _PLAIN: dict[str, type] = {plain.__name__: plain for plain in (bool, int, float,
 
 
 def construct_restore_args(target: Any, sharding_tree: Any = None, set_global_shape: bool = True) -> Any:
-    """Make the ``restore_args=`` that restore one tree like another: with its types, dtypes, shapes and shardings.
+    """Build the ``restore_args=`` for restoring a tree like a target: with its types, dtypes, shapes and shardings.
 
-    A saved dtype that differs from the target's is cast. A saved shape that differs is an error.
+    A saved dtype that differs from the target's is cast; a shape that differs is an error.
 
     Args:
         target: The tree to restore like. Its leaves may be abstract, such as `jax.ShapeDtypeStruct`; a bare
@@ -66,7 +66,7 @@ def _args(value: Any, sharding: Any, set_global_shape: bool) -> RestoreArgs:
         return _args_of_saved(value, sharding, set_global_shape)
     if is_jax_array(value) or is_jax_abstract(value):
         if is_key(value):
-            return RestoreArgs()  # the template sets its implementation
+            return RestoreArgs()  # the template determines the key implementation
         return ArrayRestoreArgs(
             dtype=value.dtype,
             sharding=value.sharding if sharding is None else sharding,
@@ -81,7 +81,7 @@ def _args(value: Any, sharding: Any, set_global_shape: bool) -> RestoreArgs:
 
 
 def _args_of_saved(saved: LeafMetadata, sharding: Any, set_global_shape: bool) -> RestoreArgs:
-    """Return the arguments that restore a leaf of which only the metadata is known."""
+    """Return the restore arguments for a leaf of which only the metadata is known."""
     jax, torch = loaded("jax"), loaded("torch")
     dtype = None if saved.dtype is None else _number(np.dtype(getattr(ml_dtypes, saved.dtype, saved.dtype)))
     if saved.kind == "jax" and jax is not None:
@@ -96,5 +96,5 @@ def _args_of_saved(saved: LeafMetadata, sharding: Any, set_global_shape: bool) -
 
 
 def _number(dtype: np.dtype[Any]) -> np.dtype[Any] | None:
-    """Return a numeric dtype; None for other dtypes, to which nothing is cast."""
+    """Return the dtype if it is numeric; None otherwise, because nothing is cast to other dtypes."""
     return None if number_kind(dtype) is None else dtype

@@ -1,4 +1,4 @@
-"""The clock of managers and callbacks, which a test replaces with its own (``clock=``)."""
+"""The clock of managers and callbacks, which tests can replace with their own (``clock=``)."""
 
 from .engine.clock import Clock, SystemClock
 

@@ -1,4 +1,4 @@
-"""Trees of components: a trainer, its learner, its policies, each saved into its own directory.
+"""Component trees: a trainer, its learner and its policies, each saved to its own directory.
 
 >>> import tempfile, numpy as np
 >>> from holdfast import components

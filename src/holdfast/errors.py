@@ -1,4 +1,4 @@
-"""Every error that holdfast raises on purpose; `holdfast` itself has those that programs catch most often.
+"""Every error that holdfast raises on purpose; the ones most often caught are in `holdfast` itself, too.
 
 Each also derives from a built-in exception, and :class:`HoldfastError` is the base of all.
 

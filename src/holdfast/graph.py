@@ -1,4 +1,4 @@
-"""Checkpoints of objects: attach objects to a checkpoint, save it, build new objects, and restore them by name.
+"""Object checkpoints: attach objects to a checkpoint, save it, build new objects, and restore them by name.
 
 >>> import tempfile
 >>> from holdfast import graph

@@ -1,6 +1,6 @@
-"""Handlers: how one item of a checkpoint, such as a tree or a JSON document, is written and read.
+"""Item handlers: how one checkpoint item, such as a tree or a JSON document, is written and read.
 
-Your own handler derives from one of the base classes here. Handlers of single leaves are in
+Your own handler derives from one of the base classes here. Handlers for individual leaves are in
 `holdfast.type_handlers`.
 """
 

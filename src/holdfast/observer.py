@@ -1,4 +1,4 @@
-"""The observer of a manager (``observer=``), by which a rehearsal or a trace sees a run and may change it."""
+"""The manager's observer interface (``observer=``), through which a rehearsal or trace sees and may alter a run."""
 
 from .engine.observer import Observer
 

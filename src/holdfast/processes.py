@@ -1,4 +1,4 @@
-"""Programs of several processes: how they connect and wait for each other, and a check that their trees agree."""
+"""Multi-process programs: how processes connect and wait for each other, and a check that their trees agree."""
 
 from .engine.checkpoint import check_replicas
 from .engine.distributed import Alone, Coordinator, ProcessInfo, current_coordinator

@@ -1,4 +1,4 @@
-"""What holdfast reports: the results of its functions and methods, and the progress of a long call."""
+"""Report types: the results of functions and methods, and the progress of long calls."""
 
 from .engine.arrays import Problem
 from .engine.checkpoint import SaveReport

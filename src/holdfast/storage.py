@@ -1,4 +1,4 @@
-"""Locations of checkpoints: a path or URL as a :class:`Location`, with the options of an object store."""
+"""Checkpoint locations: a path or URL as a :class:`Location`, with object store options."""
 
 from .engine.storage import Location, as_location
 

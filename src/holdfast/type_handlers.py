@@ -1,6 +1,6 @@
-"""Handlers of leaves: of your own types, and of the one file that holds many small leaves.
+"""Leaf handlers: for your own types, and for the single file that holds many small leaves.
 
-Orbax also has calls here that switch OCDBT on. holdfast always stores arrays in an OCDBT database; it accepts these
+Orbax also has functions here that enable OCDBT. holdfast always stores arrays in an OCDBT database; it accepts these
 calls so that programs written for Orbax run unchanged.
 """
 
@@ -26,7 +26,7 @@ __all__ = [
 
 
 def create_coordinator_server_and_context() -> tuple[None, None]:
-    """Return None for the server and the context with which Orbax writes to one OCDBT database: none is needed.
+    """Return ``None`` for both the coordinator server and the context that Orbax uses for OCDBT: neither is needed.
 
     Every process writes its own data files, and process 0 writes the database over all of them.
     """
@@ -34,7 +34,7 @@ def create_coordinator_server_and_context() -> tuple[None, None]:
 
 
 def register_standard_handlers_with_options(*, use_ocdbt: bool = True, ts_context: Any = None) -> None:
-    """Accept the options that holdfast always uses.
+    """Accept the handler options of Orbax that match what holdfast always does.
 
     Args:
         use_ocdbt: Must be true.
