@@ -50,7 +50,7 @@ def transport_of(coordinator: Coordinator) -> Transport | None:
 
 
 class TorchTransport:
-    """gloo groups between host memories, separate from the program's own groups."""
+    """Gloo process groups that exchange host memory, separate from the program's own groups."""
 
     # In a group, each process has a socket to every other one. So a larger team forms a grid that gathers along its
     # rows, then along its columns.
@@ -95,7 +95,7 @@ class JaxTransport:
 
     def connect(self, name: str, teams: Teams, index: int, nbytes: int, timeout: float) -> AllGather:
         jax: Any = sys.modules["jax"]
-        if jax.process_index() != index:  # before a program uses its devices, jax's process index may differ
+        if jax.process_index() != index:  # may differ until the program uses its devices
             raise RuntimeError(f"process {index} has the devices of process {jax.process_index()}")
         devices: dict[int, Any] = {}
         for device in sorted(jax.devices(), key=lambda device: (device.process_index, device.id)):

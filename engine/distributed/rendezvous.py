@@ -43,7 +43,7 @@ _MESSAGE_LIMIT = 4000  # maximum characters of an error message that is sent to 
 _MOST_RETIRED = 64  # maximum number of closed rendezvous to remember; a process that died never closed its own
 _MOST_KEYS = 4000  # maximum number of keys that a process reports for deletion
 
-_missed_lock = Lock()  # separate lock, because the other one is held during store requests
+_missed_lock = Lock()  # a separate lock, because the one below is held during store requests
 _missed: weakref.WeakKeyDictionary[Coordinator, _Misses] = weakref.WeakKeyDictionary()
 _lock = Lock()  # protects the tables below
 _counts: weakref.WeakKeyDictionary[Coordinator, dict[str, int]] = weakref.WeakKeyDictionary()

@@ -69,7 +69,7 @@ class Entries:
         return len(self.keys)
 
     def part(self, start: int, stop: int) -> Entries:
-        """Return the entries between two positions."""
+        """Return the entries from position ``start`` up to ``stop``."""
         columns = (self.file_ids, self.offsets, self.lengths, self.checksums)
         cut = slice(start, stop)
         return Entries(self.keys[cut], self.inline[cut], self.files, *(column[cut] for column in columns))
@@ -189,7 +189,7 @@ _NODE_BYTES = 4096  # memory charged per node in addition to its size; limits th
 
 
 class _Reference(NamedTuple):
-    """A node that was not read yet, as described by its parent."""
+    """A node that has not been read yet, as described by its parent."""
 
     height: int
     file: str

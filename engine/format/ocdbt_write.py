@@ -187,7 +187,7 @@ def _parents(
         # The first key of a node is stored in full.
         room = node_limit - _FIXED - len(node_file) - len(keys[start]) + (int(ends[start - 1]) if start else 0)
         stop = max(start + 2, int(np.searchsorted(ends, room, "right")))
-        stop = len(nodes) if stop >= len(nodes) - 1 else stop  # do not leave a single node over
+        stop = len(nodes) if stop >= len(nodes) - 1 else stop  # avoid a last parent with a single child
         parents.append(_parent(nodes[start:stop], offsets[start:stop], height, node_file))
         start = stop
     return parents

@@ -41,7 +41,7 @@ PARTIAL = "checkpoint.partial"  # marks a directory in which a save has begun; r
 DELETED = "checkpoint.deleted"  # marks a directory whose checkpoint is being deleted; removed last
 _LATEST = 6e10  # latest valid time, in seconds since 1970-01-01 UTC; every calendar can represent it
 OWNER = "owner.json"  # name of the file that identifies the run writing to a directory; locked by that run
-PADDED = "zero-padded_0"  # not a step: its commit record makes versions without padded names refuse
+PADDED = "zero-padded_0"  # not a step: a commit record that stops versions without zero-padded step names
 # Names of step folders: an optional series and the step number, possibly with leading zeros.
 STEP_FOLDER = re.compile(rf"(?!{PADDED}$)(.*[_-])?([0-9]+)", re.DOTALL)
 WITNESS = "witness.jsonl"  # file with the records of the steps after a save; not listed in any commit record
@@ -58,7 +58,7 @@ GRAPH = "graph.json"  # name of the file, in a tree's folder, that describes its
 GRAPH_KIND = "graph"  # document kind of this file
 
 _KIND = "checkpoint"
-_PACK = re.compile(rf"(0|[1-9][0-9]*)-([1-9][0-9]*)\{ARCHIVE}")  # zip files with those of several processes
+_PACK = re.compile(rf"(0|[1-9][0-9]*)-([1-9][0-9]*)\{ARCHIVE}")  # zip files that contain several processes' zip files
 
 
 def encode_document(kind: str, body: dict[str, Any], *, version: int = 1) -> bytes:
@@ -237,7 +237,7 @@ class ItemRecord(NamedTuple):
         return {
             folder.rpartition("/")[0]: ItemRecord(f"{self.folder}/{folder}", TREES, files)
             for folder, files in trees.items()
-            if files  # empty if the folder is inside another tree's folder
+            if files  # empty if the folder lies inside another tree's folder
         }
 
 

@@ -78,7 +78,7 @@ class FoundSteps(NamedTuple):
         return self.format == NATIVE
 
     def newest(self, *, whole: bool = False) -> StepEntry | None:
-        """Return the newest step; with ``whole``, the newest with an undamaged commit record."""
+        """Return the newest step; with ``whole``, the newest whose commit record is undamaged."""
         return self.noted or newest_step(self.entries, whole=whole)
 
     def step(self, step: int) -> StepEntry | None:

@@ -48,7 +48,7 @@ class NativeCheckpoint(CheckpointSource):
         return self._open(item)[1]
 
     def _open(self, item: str) -> tuple[Location, Files]:
-        """Return the folder and the files of an item; the zip file of the last item is cached in memory."""
+        """Return the folder and files of an item; the zip file of the last item is cached in memory."""
         if self._opened is None or self._opened[0] != item:
             self._opened = None
             saved = self.parts[item]

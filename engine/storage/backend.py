@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Entry(NamedTuple):
-    """A direct entry of a directory."""
+    """One file or directory directly inside a directory."""
 
     name: str  # last path segment
     is_directory: bool  # True for a symlink to a directory, too
@@ -35,7 +35,7 @@ class Segment(NamedTuple):
 
 
 class DataFile(NamedTuple):
-    name: str  # path relative to the directory of the file
+    name: str  # path relative to the directory that the files are written below
     size: int  # length in bytes
     segments: Sequence[Segment]  # content, in ascending order; gaps are zeros
 

@@ -96,7 +96,7 @@ class CloudBackend(ObjectStoreBackend):
     packages: ClassVar[tuple[str, ...]] = ("obstore",)  # packages of the extra that are always required
     variables: ClassVar[tuple[str, ...]]  # prefixes of the environment variables that the service reads, in capitals
     secrets: ClassVar[re.Pattern[str]]  # the variables whose values are sent in HTTP headers, in capitals
-    is_conditional: ClassVar[bool] = True  # whether the service is known to refuse to create an object that exists
+    is_conditional: ClassVar[bool] = True  # whether the service is known to support conditional writes
     lacks: ClassVar[frozenset[str]] = frozenset()  # unsupported requests: "copy", "remove" (bulk deletion), "range"
 
     def __init__(self, root: str, address: str = "") -> None:

@@ -11,7 +11,7 @@ from .object_store import ObjectStoreBackend
 
 
 class FolderInMemory(ObjectStoreBackend):
-    """The files of one folder by path, in memory before they are written together or after they were read together."""
+    """The files of one folder in memory, by path, before they are written together or after they were read together."""
 
     def __init__(self, url: str, files: dict[str, bytes]) -> None:
         super().__init__(url, is_remote=False)

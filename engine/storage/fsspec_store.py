@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 _UNCACHED = {"skip_instance_cache": True}  # backends share no connections
 
-# Schemes that refer to another address, and schemes that are read-only.
+# Schemes that refer to another address, and read-only schemes.
 _WRAPPERS = re.compile(r"https?|file|local|data|dir|zip|tar|libarchive|generic|async_wrapper|reference|\w*cache\w*")
 # Object stores, which replace whole objects at once.
 _WHOLE = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "r2", "memory"})

@@ -403,7 +403,7 @@ def append_line(path: str | os.PathLike[str], text: str, *, create: bool = True)
 
 
 def open_own(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a file of this run or checkpoint; raise OSError for a symlink (ELOOP) or another irregular file (EINVAL)."""
+    """Open a file of this run or checkpoint; raise OSError for a symlink (ELOOP) or other non-regular file (EINVAL)."""
     # A symlink could lead to another run's file, and opening a pipe would block until its other end is opened.
     try:
         descriptor = _open(path, flags | os.O_NOFOLLOW)

@@ -56,7 +56,7 @@ def as_location(
             same, and valid, in every process that has passed an equal file system. If the file system has secrets
             among its options or cannot be pickled, the URL is valid in this process only.
         writes: Whether the caller is about to write to the location.
-        observer: Is notified, and may replace the location with another. None selects the observer of the process.
+        observer: Notified of the location, which it may replace with another. None: the observer of the process.
 
     Raises:
         InvalidLocationError: ``place`` is neither a path nor a URL, or the URL's scheme is not one of these.
@@ -572,9 +572,9 @@ class Location:
     def open_data(self, *, size: int | None = None, cached: bool | None = False) -> DataReader:
         """Open a bulk data file for reading; use it as a context manager, or close it.
 
-        size: The expected length, if known: the object store is then not queried before the first read, which raises
-            ObjectNotFoundError if the object is missing, and bytes beyond this length are never requested.
-                ObjectNotFoundError if there is no such object, and bytes beyond it are never requested.
+        Args:
+            size: The expected length, if known: an object store is then not queried before the first read, which raises
+                ObjectNotFoundError if there is no such object, and bytes beyond this length are never requested.
             cached: Whether to read from a disk through the page cache, for several processes that read the same bytes.
                 None: as soon as another reader that opened the file with None is detected.
 

@@ -162,7 +162,7 @@ class ObjectStoreBackend:
         raise NotImplementedError
 
     def failures(self) -> tuple[type[Exception], ...]:
-        """Return the exception types that requests raise."""
+        """Return the types of exceptions that requests raise."""
         return (ValueError, IndexError, RuntimeError, OSError)
 
     def explained(self, error: Exception, key: str, action: str) -> HoldfastError:
@@ -186,7 +186,7 @@ class ObjectStoreBackend:
     # ---- the methods of a backend
 
     def url(self, key: str) -> str:
-        from urllib.parse import quote  # imported lazily: paths of this machine need no URL
+        from urllib.parse import quote  # imported lazily: local paths need no URL
 
         path = quote(key, safe="/-_.~!$&'()*+,;=:@", errors="surrogateescape")
         return f"{self._root}{self._separator if key else ''}{path}"
@@ -248,7 +248,7 @@ class ObjectStoreBackend:
         return False  # prefixes need no creation
 
     def sync_directory(self, key: str) -> None:
-        pass  # every written object is listed
+        pass  # every object is listed as soon as it is written
 
     def rename(self, key: str, target: str) -> None:
         names = self._listed(key, itself=True)
