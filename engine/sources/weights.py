@@ -27,7 +27,7 @@ class Misfits:
 
     kept: dict[str, str] = field(default_factory=dict)  # descriptions of values with another form in the checkpoint
     absent: list[str] = field(default_factory=list)  # values missing from the checkpoint
-    moved: dict[str, str] = field(default_factory=dict)  # their paths in the checkpoint, if different there
+    moved: dict[str, str] = field(default_factory=dict)  # path in the program -> different path in the checkpoint
     left: list[str] = field(default_factory=list)  # values found only in the checkpoint
 
     def missing(self, paths: Iterable[str]) -> None:
